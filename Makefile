@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 MINUTES ?= 10
-.PHONY: help install run check test fuzz lint format docs bench bench-quick compare golden wheel clean distclean
+.PHONY: help install run check test test-long fuzz lint format docs bench bench-quick compare golden wheel clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,11 +32,15 @@ run: $(READY) ## train CartPole-v1 to a mean return of 475 (about a minute on 2 
 
 # What a change is tried on while it is made. Markers say what is left out; pyproject.toml says what they mean.
 check: $(READY) ## the tests that kill no processes and take no time (under two minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not (chaos or netns or slow or processes or long)"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not (chaos or netns or slow or processes or long or thorough)"
 
 # Four at a time, also on two cores: most tests wait for processes that are killed and come back.
-test: $(READY) ## all tests
-	$(BIN)/python -m pytest -n 4 --dist worksteal $(PYTEST_FLAGS)
+PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
+test: $(READY) ## the tests that decide whether a change goes in
+	$(PYTEST) -m "not thorough" $(PYTEST_FLAGS)
+
+test-long: $(READY) ## all tests
+	$(PYTEST) $(PYTEST_FLAGS)
 
 fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, env hosts, policy server, and readers of run files and Redis
 	$(BIN)/python tests/fuzz/run.py $(MINUTES)

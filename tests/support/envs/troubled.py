@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 from headrace.workers import EnvContext, StepFailedRecreateEnv
+from support.waiting import wait_until
 
 
 class Troubled(gym.Env[Any, Any]):
@@ -71,6 +72,36 @@ class Slow(Troubled):
     def step(self, action: Any) -> Any:
         if self.context.get("lane", self.context.vector_index) == self.context.vector_index:
             time.sleep(self.context["step_s"])
+        return super().step(action)
+
+
+class Gate:
+    """A folder that says whether steps of a `Gated` env may end, and whether one has begun."""
+
+    def __init__(self, folder: Path) -> None:
+        self._open, self._reached = folder / "open", folder / "reached"
+
+    def open(self) -> None:
+        """Let this step and all later ones end."""
+        self._open.touch()
+
+    @property
+    def reached(self) -> bool:
+        """Return whether a step has begun."""
+        return self._reached.exists()
+
+    def wait(self) -> None:
+        """Note that a step has begun, and return once the gate is open."""
+        self._reached.touch()
+        wait_until(self._open.exists, "the gate to be opened")
+
+
+class Gated(Troubled):
+    """Steps of lane `config["lane"]` end when the test opens the `Gate` in the folder `config["gate"]`."""
+
+    def step(self, action: Any) -> Any:
+        if self.context.vector_index == self.context["lane"]:
+            Gate(Path(self.context["gate"])).wait()
         return super().step(action)
 
 

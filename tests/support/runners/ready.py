@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from headrace.schemas.chunk import EpisodeChunk, to_episode
+from headrace.workers import SingleAgentEnvRunner
 from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
 from support.runners.recurrent import LSTM
 
@@ -27,6 +28,22 @@ def pieced(chunks: Iterable[EpisodeChunk]) -> dict[str, list[EpisodeChunk]]:
     for episode in parts.values():
         to_episode(episode)  # which compares what meets at the seams
     return parts
+
+
+def pieced_as_far(sampler: SingleAgentEnvRunner, chunks: Iterable[EpisodeChunk]) -> dict[str, list[EpisodeChunk]]:
+    """Sample fragments until each env has taken as many steps as in `chunks`; return the sampled chunks by episode.
+
+    How many steps an env takes while others take theirs differs from run to run.
+    """
+    missing: Counter[int] = Counter()
+    for chunk in chunks:
+        missing[chunk.env_index] += len(chunk)
+    sampled: list[EpisodeChunk] = []
+    while missing := +missing:
+        for chunk in sampler.sample_fragment():
+            missing[chunk.env_index] -= len(chunk)
+            sampled.append(chunk)
+    return pieced(sampled)
 
 
 def life(parts: list[EpisodeChunk]) -> list[tuple[Any, ...]]:
