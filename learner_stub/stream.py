@@ -229,6 +229,7 @@ class EpisodeStream:
         self._note_published()
         if not any(seq for _, seq in self._published) and not self.auto_commit:
             self._end_update()
+        self._updates.commit()
         self._commit(at_once=True)
 
     def position(self) -> list[dict[str, Any]]:

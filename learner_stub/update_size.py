@@ -11,12 +11,18 @@ from collections import deque
 _UPDATES = 8
 """Number of updates over which the size is averaged."""
 
+_COMMITS = 64
+"""An update that has not ended counts with what was handed out in so many commits, at most.
+
+It may be none: for a recorder or an evaluation, weights are published once.
+"""
+
 
 class UpdateSize:
     """The number of steps in one update: set by the user, or else measured between the ends of updates.
 
     An update ends when a version of the weights is published, or, if none ever is, when the user commits. With
-    `auto_commit`, batches are settled while the learner still gathers an update.
+    `auto_commit`, batches are settled while the learner still gathers an update: each is committed by the next.
     """
 
     def __init__(self, told: int | None, *, auto_commit: bool) -> None:
@@ -25,6 +31,8 @@ class UpdateSize:
         self._told = told
         self._auto_commit = auto_commit
         self._gathered = 0
+        self._commits: deque[int] = deque([0], maxlen=_COMMITS)
+        """Steps in each of the last commits of the update that is being gathered; the last one is still to come."""
         self._recent: deque[int] = deque(maxlen=_UPDATES)
         self._batch = 0
         """Steps of the largest recent batch."""
@@ -32,8 +40,16 @@ class UpdateSize:
 
     def take(self, steps: int) -> None:
         """Note that a batch of `steps` was handed out."""
+        if self._auto_commit:
+            self.commit()
         self._gathered += steps
+        self._commits[-1] += steps
         self._batch = max(steps, self._batch * 15 // 16)
+
+    def commit(self) -> None:
+        """Note that what was handed out is settled."""
+        if self._commits[-1]:
+            self._commits.append(0)
 
     def end(self) -> None:
         """Note that the learner has trained on what it was handed."""
@@ -41,6 +57,8 @@ class UpdateSize:
         if self._gathered:
             self._recent.append(self._gathered)
         self._gathered, self._widened = 0, 1
+        self._commits.clear()
+        self._commits.append(0)
 
     def widen(self) -> None:
         """Ask for twice as much until the end of this update: what was asked for was not enough."""
@@ -48,20 +66,22 @@ class UpdateSize:
 
     @property
     def steps(self) -> int:
-        """Return the size of an update; 0 if it is not known and no step was gathered yet."""
+        """Return the size of an update; 0 if it is not known and no step was handed out yet."""
         usual = self._told or (sum(self._recent) // len(self._recent) if self._recent else 0)
         # Where nothing is settled before the end, all steps of a larger update must fit.
-        return usual if usual and self._auto_commit else max(usual, self._gathered)
+        return usual if usual and self._auto_commit else max(usual, sum(self._commits))
 
     def window_steps(self) -> int | None:
         """Return how many steps the fleet should have under way, or 0 for any number.
 
         The number is one update more than the steps in hand. In hand is an update if the learner commits after
         training, or the last batch if asking for the next one commits it. While the size is unknown the answer is
-        small, so that the first update is not trained on a window full of steps of the first weights. None before the
-        first batch.
+        small, so that the first update is not trained on a window full of steps of the first weights. A learner that
+        reads on without an update may have any number. None before the first batch.
         """
         if self._told is None and not self.has_ended:
             return 0 if self._gathered and self._auto_commit else None
+        if self._told is None and not self._recent and self._auto_commit and len(self._commits) == _COMMITS:
+            return 0
         in_hand = self._batch if self._auto_commit else self.steps
         return max(1, (self.steps + in_hand) * self._widened)

@@ -92,7 +92,6 @@ def fleet_config(width: int, module: str = "") -> FleetConfig:
     """Return the config for one's own learner, with `width` envs and windows as long as the bare sockets' queues.
 
     `module` builds the policy, if it is not the default one.
-    By default the window grows with all that was read since the last version, and this learner publishes only one.
     """
     sampling = {"env": limits.ENV, "num_envs": width, "rollout_fragment_length": HORIZON, "seed": 0}
     policy = {"module": {"build": module}} if module else {}

@@ -125,6 +125,23 @@ def test_who_only_reads_is_not_slowed_down(broker: BrokerThread, start_feeder: S
         assert _under_way(feeders) == 2 * 16 * STEPS
 
 
+@pytest.mark.parametrize("auto_commit", [True, False])
+def test_who_publishes_once_and_reads_on_has_a_window_with_a_bound(
+    broker: BrokerThread, start_feeder: StartFeeder, auto_commit: bool
+) -> None:
+    """A recorder or an evaluation has no updates: what it has read says nothing about what should be under way."""
+    feeders = _start(start_feeder, broker, 2)
+    with (
+        EpisodeStream(broker.endpoints.learner, auto_commit=auto_commit) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+    ):
+        weights.publish(WEIGHTS)
+        for _ in range(300):
+            assert stream.next(100.0) is not None
+            stream.commit()
+        assert _under_way(feeders) <= (2 * 16 if auto_commit else 2 * 64) * STEPS
+
+
 def test_workers_that_stand_still_leave_their_share_to_the_others(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
