@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,22 @@ def fleets_have_no_dashboard() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Mark what `one_in` leaves to `make test-long`, let marks select tests, and let those of fleets start first."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % mark.args[0]:
+                item.add_marker(pytest.mark.thorough)
+            cases[test] += 1
+    yield
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = _fleets_first(items, workers)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Say with each failure what the threads of this process do, those of libraries too; see proc(5)."""
     report = yield
@@ -85,6 +103,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         lines = [" ".join([thread.name, *(_read(thread / name).strip() for name in what)]) for thread in threads]
         report.sections.append(("Threads", "\n".join(lines)))
     return report
+
+
+def _fleets_first(items: list[pytest.Item], parts: int) -> list[pytest.Item]:
+    """Order `items` so that each of `parts` pieces of one size begins with tests of fleets, whole files of them.
+
+    They take longest. pytest-xdist gives such a piece to each of its workers, and the end of the longest to whoever is
+    idle: a fleet there would run alone for a while.
+    """
+    files = {item.path for item in items if item.get_closest_marker("chaos") or item.get_closest_marker("slow")}
+    begins: list[list[pytest.Item]] = [[] for _ in range(parts)]
+    for number, file in enumerate(sorted(files)):
+        begins[number % parts] += (item for item in items if item.path == file)
+    others = iter([item for item in items if item.path not in files])
+    size = -(-len(items) // parts)
+    return [item for begin in begins for item in (*begin, *islice(others, max(0, size - len(begin))))]
 
 
 def _children() -> list[str]:

@@ -30,6 +30,7 @@ def assert_goal_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
+@pytest.mark.one_in(3)  # all die in `test_every_role_killed_one_after_another`
 @pytest.mark.parametrize("role", ["worker", "broker", "learner", "redis"])
 def test_a_kill_of_any_role_is_survived_and_named(tmp_path: Path, role: str) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-return", "150") as fleet:
@@ -42,6 +43,7 @@ def test_a_kill_of_any_role_is_survived_and_named(tmp_path: Path, role: str) -> 
         assert result["ledger"]["dropped"] == {}, "only a worker's death may lose anything"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("role", ["broker", "learner", "redis"])
 def test_a_role_that_is_stopped_is_replaced(tmp_path: Path, role: str) -> None:
     arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
@@ -55,6 +57,7 @@ def test_a_role_that_is_stopped_is_replaced(tmp_path: Path, role: str) -> None:
     assert f"{role} (pid {stopped}) has been s" in result["stderr"]
 
 
+@pytest.mark.thorough
 def test_the_fleets_own_learner_is_back_after_another_came_and_left(tmp_path: Path) -> None:
     arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
     with RunningFleet(tmp_path, *SMALL, *arguments) as fleet:
@@ -146,6 +149,7 @@ def _closed(fleet: RunningFleet, slot: int, incarnation: int) -> bool:
     return row is not None and row.closed
 
 
+@pytest.mark.thorough
 def test_three_of_eight_envs_that_fail_all_the_time_cost_only_their_own_steps(tmp_path: Path) -> None:
     with RunningFleet(
         tmp_path, *ALONE, "--env", "support.envs.fleet:three_of_eight", "--until-steps", "20000"

@@ -18,6 +18,7 @@ HANG_S = 1.0
 """Less than a lease. A process that stands still for longer is replaced."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("role", ["broker", "learner"])
 def test_a_process_that_hangs_for_a_while_costs_nothing(tmp_path: Path, role: str) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000") as fleet:
@@ -33,6 +34,7 @@ def test_a_process_that_hangs_for_a_while_costs_nothing(tmp_path: Path, role: st
     assert fleet.audit().returncode == 0
 
 
+@pytest.mark.thorough
 def test_batches_that_nobody_took_are_named_by_the_next_fleet(tmp_path: Path) -> None:
     alone = ("--set", "learner.enabled=false", "--set", "worker.random_actions_before_weights=true")
     with RunningFleet(tmp_path, *SMALL, *alone, "--until-steps", "4000") as fleet:

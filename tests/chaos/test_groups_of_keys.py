@@ -64,6 +64,7 @@ def headrace(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "headrace.deploy", *arguments]
 
 
+@pytest.mark.thorough
 def test_a_strangers_key_of_one_group_harms_no_slot_of_another_and_can_be_revoked(tmp_path: Path) -> None:
     keys, elsewhere = tmp_path / "keys", tmp_path / "elsewhere"
     make_keys(keys)

@@ -22,7 +22,7 @@ from headrace.deploy.chaos.trial import Outcome
 from headrace.deploy.redis_server import serving
 from headrace.schemas.errors import ExitCode
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.thorough]
 
 NUM_ENVS = 4
 FAULTS: tuple[dict[str, Any], ...] = (

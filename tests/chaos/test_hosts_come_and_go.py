@@ -108,6 +108,7 @@ class Hosts:
         return Rendezvous(str(self.meet)).find("worker")
 
 
+@pytest.mark.thorough
 def test_hosts_are_cut_off_lost_and_added_and_the_broker_moves(machines: Machines, tmp_path: Path) -> None:
     with ExitStack() as stack:
         hosts = Hosts(machines, tmp_path, stack)

@@ -11,6 +11,7 @@ from support.fleets.storm_of_clients import Storm
 pytestmark = pytest.mark.chaos
 
 
+@pytest.mark.thorough
 def test_a_hundred_clients_of_whom_twenty_are_killed(tmp_path: Path) -> None:
     with Storm(tmp_path) as storm:
         storm.begin()

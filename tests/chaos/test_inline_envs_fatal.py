@@ -13,6 +13,7 @@ from support.fleets.running_fleet import RunningFleet
 pytestmark = pytest.mark.chaos
 
 
+@pytest.mark.thorough
 def test_envs_inline_that_take_their_workers_along_cost_those_lives_by_name(tmp_path: Path) -> None:
     """One segfaults, one hangs, one calls os._exit with a code that, meant, would end the fleet."""
     env_config = orjson.dumps({"marks": str(tmp_path)}).decode()

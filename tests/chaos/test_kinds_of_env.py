@@ -11,6 +11,7 @@ from support.fleets.running_fleet import RunningFleet
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("env", "arguments"),
     [
@@ -28,6 +29,7 @@ def test_nested_and_image_observations_train(tmp_path: Path, env: str, arguments
     assert fleet.audit().returncode == 0
 
 
+@pytest.mark.thorough
 def test_pendulum_learns(tmp_path: Path) -> None:
     """The sign of learning with Gaussian actions: an untrained policy stays near -1,200."""
     settings = ("--set", "learner.gamma=0.9", "--set", "learner.gae_lambda=0.95")

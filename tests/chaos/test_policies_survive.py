@@ -37,6 +37,7 @@ def _checkpoint(fleet: RunningFleet, result: dict[str, Any]) -> Checkpoint:
     return saved
 
 
+@pytest.mark.thorough
 def test_each_row_a_connector_has_seen_counts_once_though_learner_and_broker_die(tmp_path: Path) -> None:
     with RunningFleet(
         tmp_path, *SMALL, "--set", f"sampling.env_to_module={MEAN_STD}", "--until-steps", "16000"
@@ -47,6 +48,7 @@ def test_each_row_a_connector_has_seen_counts_once_though_learner_and_broker_die
     assert saved.arrays[ROWS].tolist() == [seen]
 
 
+@pytest.mark.thorough
 def test_two_policies_are_trained_through_the_whole_fleet_though_learner_and_broker_die(tmp_path: Path) -> None:
     policies = f'{{"short": {{}}, "long": {{"env_to_module": {MEAN_STD}}}}}'
     arguments = ("--env", "headrace.workers.agents.examples:two_carts", "--set", f"sampling.policies={policies}")

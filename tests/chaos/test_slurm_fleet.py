@@ -43,6 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     assert not cluster.processes(), "processes of jobs have outlived their cluster"
 
 
+@pytest.mark.thorough
 def test_the_guide_as_written_and_what_happens_to_jobs_lose_no_step_without_a_name(
     cluster: SlurmCluster, tmp_path: Path, root: Path
 ) -> None:

@@ -85,6 +85,7 @@ def recorder_has_just_been_deleted(fleet: RunningFleet, witness: Witness) -> Non
     witness.watch(0, 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("moment", [second_broker_knows_while_redis_stands_still, recorder_has_just_been_deleted])
 def test_what_a_dead_worker_did_is_in_the_books_although_everything_dies_with_it(
     tmp_path: Path, moment: Callable[[RunningFleet, Witness], None]
@@ -106,6 +107,7 @@ def test_what_a_dead_worker_did_is_in_the_books_although_everything_dies_with_it
     assert deep.returncode == 0, deep.stdout + deep.stderr
 
 
+@pytest.mark.thorough
 def test_lives_that_were_folded_are_in_the_books_although_redis_is_emptied_and_everything_dies(tmp_path: Path) -> None:
     run = tmp_path / "run"
     witness = Witness(run, tmp_path / "witness")

@@ -91,6 +91,7 @@ def roles(folder: Path) -> Iterator[Roles]:
         yield Roles(folder, stack)
 
 
+@pytest.mark.thorough
 @pytest.mark.chaos
 @pytest.mark.slow
 def test_a_lost_broker_costs_its_share_until_it_is_back_and_no_step_twice(tmp_path: Path) -> None:

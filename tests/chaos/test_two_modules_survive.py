@@ -66,6 +66,7 @@ class Consumer(threading.Thread):
                 self.markers.add(chunk.end_reason)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("role", "slot"), [("worker", 0), ("broker", None)])
 def test_a_kill_costs_two_modules_no_more_than_one(tmp_path: Path, role: str, slot: int | None) -> None:
     with RunningFleet(tmp_path, *TWO_CARTS) as fleet:
@@ -118,6 +119,7 @@ with open(path, "ab", buffering=0) as record, EpisodeStream.of(sys.argv[1], posi
 """A learner whose record is its memory: chunks and position are written together, and committed with the next batch."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("others", [("worker",), ("worker", "broker")])
 def test_every_episode_has_its_end_though_worker_and_learner_die_together(
     tmp_path: Path, others: tuple[str, ...]

@@ -31,6 +31,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_what_clients_have_cut_is_trained_on_and_the_books_balance_though_one_is_killed(
     tmp_path: Path, free_port: int
 ) -> None:

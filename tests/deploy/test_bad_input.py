@@ -154,6 +154,7 @@ def test_a_negative_slot_is_a_usage_error() -> None:
     assert headrace("worker", "--slot", "-1").returncode == ExitCode.USAGE
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "commands"), [("fleet.json", ("ps", "audit", "up")), ("broker.json", ("broker",))])
 def test_a_damaged_file_in_the_run_directory(tmp_path: Path, name: str, commands: tuple[str, ...]) -> None:
     (tmp_path / name).write_bytes(bytes(range(256)))
@@ -171,6 +172,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert_one_sentence(result, ExitCode.PORT_IN_USE, str(port), "already in use", "choose another port")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
@@ -199,6 +201,7 @@ def test_what_a_worker_notices(
     assert_one_sentence(broker.worker(tmp_path, *arguments), code, *parts)
 
 
+@pytest.mark.thorough
 def test_of_two_learners_the_newer_one_wins(tmp_path: Path, broker: ServingBroker) -> None:
     def learner(name: str) -> subprocess.Popen[str]:
         arguments = ("--endpoint", broker.endpoint("learner"), "--run-dir", str(tmp_path / name))
@@ -243,6 +246,7 @@ def test_a_peer_of_another_protocol_version_is_refused_by_the_broker(broker: Ser
     assert f"{PROTOCOL_MAJOR + 1}.{PROTOCOL_MINOR}" in reject.detail
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("role", ["worker", "learner"])
 def test_a_broker_of_another_protocol_version_ends_a_peer(tmp_path: Path, role: str) -> None:
     answer = of_another_major([bytes(frame) for frame in Reject(code="x", detail="y", fatal=True).frames()])

@@ -43,6 +43,7 @@ def assert_one_sentence(result: subprocess.CompletedProcess[str], code: ExitCode
         assert part in errors[0]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_ends_with_examples_that_can_be_pasted(command: str) -> None:
     result = headrace(*command.split(), "--help")
@@ -68,6 +69,7 @@ def test_an_unknown_key_in_the_file_names_file_and_nearest_key(tmp_path: Path) -
     assert_one_sentence(headrace("up", "--config", "nope.toml", cwd=tmp_path), ExitCode.CONFIG, "cartpole,")
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("recipe", recipes())
 def test_a_recipe_runs_by_its_name(recipe: str, tmp_path: Path) -> None:
     """Its env is built, and its policy trained or at least sampled with."""
@@ -93,6 +95,7 @@ def test_a_bad_value_from_the_environment_names_the_variable() -> None:
     assert_one_sentence(result, ExitCode.CONFIG, "fleet.workers", "'many'", "environment HEADRACE_FLEET__WORKERS")
 
 
+@pytest.mark.thorough
 def test_no_access_to_the_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (str(tmp_path / "file"), str(tmp_path / "file" / "below"), "/proc/nowhere"):

@@ -129,6 +129,7 @@ def assert_drained(fleet: Fleet) -> None:
             assert box.ends_in_time() == 0, box.log.read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["as_pods", "as_services"])
 def test_they_make_a_fleet_that_samples_and_drains(way: str, machine: Machine, request: pytest.FixtureRequest) -> None:
     fleet = machine.start(*request.getfixturevalue(way))

@@ -201,6 +201,7 @@ def test_doctor_sees_ulimits(tmp_path: Path) -> None:
     assert checks["core dumps"]["seen"] == "kept, of 1 MiB at most, for each process that crashes"
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_a_start_warns_of_limits_that_do_not_suffice(tmp_path: Path, free_port: int) -> None:
     huge = f"={1 << 50}"

@@ -49,6 +49,7 @@ def test_a_group_of_workers_leaves_at_the_goal_and_the_books_are_closed(tmp_path
         assert {row["closed"] for row in rows} == {True}
 
 
+@pytest.mark.thorough
 def test_a_broker_that_fails_for_good_keeps_no_worker_waiting_and_the_next_start_closes_the_books(
     tmp_path: Path,
 ) -> None:

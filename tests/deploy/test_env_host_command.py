@@ -41,6 +41,7 @@ def env_host(log: Path, address: str | Path, *arguments: str) -> Iterator[subpro
         process.wait(100)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("address", "arguments", "code", "words"),
     [
@@ -85,6 +86,7 @@ def pretend_worker(run_dir: Path) -> Iterator[zmq.Socket[bytes]]:
         yield worker
 
 
+@pytest.mark.thorough
 def test_it_finds_the_worker_of_its_run_on_another_port_and_ends_without_one(tmp_path: Path) -> None:
     config = {"sampling": {"env_placement": "remote"}, "fleet": {"workers": 2, "run_dir": str(tmp_path)}}
     (tmp_path / "config.json").write_bytes(orjson.dumps(config))

@@ -94,6 +94,7 @@ def published(tmp_path: Path) -> Published:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.chaos
 def test_hosts_that_came_first_spread_over_workers_and_find_one_that_comes_back_elsewhere(tmp_path: Path) -> None:
     meet, keys = tmp_path / "meet.json", ("--set", f"keys.dir={tmp_path / 'keys'}")
@@ -135,6 +136,7 @@ def test_hosts_that_came_first_spread_over_workers_and_find_one_that_comes_back_
     assert (first.process.returncode, second.process.returncode) == (0, 0), first.said() + second.said()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("content", "more", "code", "words"),

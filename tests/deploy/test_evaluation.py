@@ -75,6 +75,7 @@ def test_an_env_that_fails_plays_another_episode_instead() -> None:
     assert set(np.unique([told["length"]["min"], told["length"]["max"]])) == {3, 7}
 
 
+@pytest.mark.thorough
 def test_agents_and_policies_have_their_own_returns(tmp_path: Path) -> None:
     save_run_of_two(tmp_path)
     command = [sys.executable, "-m", "headrace.deploy", "evaluate", str(tmp_path), "--episodes", "6"]
@@ -101,6 +102,7 @@ def test_envs_that_clients_drive_are_refused_with_what_to_do() -> None:
             build_config({"learner": learner, "serving": {"enabled": learner.get("enabled", True)}})
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_it_with_what_has_ended(tmp_path: Path) -> None:
     save_run(tmp_path)
     options = ("--episodes", "100000", "--json", "--num-envs", "2")
@@ -143,6 +145,7 @@ def ffmpeg() -> str:
     return str(pytest.importorskip("imageio_ffmpeg", reason=reason).get_ffmpeg_exe())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("episodes", [1, 2])
 def test_the_video_has_the_first_episodes_of_the_first_env(tmp_path: Path, ffmpeg: str, episodes: int) -> None:
     config = config_of(f"{__name__}:Drawn", env_placement="process")

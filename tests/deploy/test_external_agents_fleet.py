@@ -29,6 +29,7 @@ class Breaking(PairsOfCarts):
 """
 
 
+@pytest.mark.thorough
 def test_two_policies_learn_and_books_balance_though_run_ends_in_the_middle_of_episodes(tmp_path: Path) -> None:
     (tmp_path / "breaking_carts.py").write_text(BREAKING)
     command = [

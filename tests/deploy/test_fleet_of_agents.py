@@ -47,6 +47,7 @@ def test_env_steps_and_steps_of_agents_and_modules_are_counted_apart(tmp_path: P
     assert min(by_module.values()) > 0
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
@@ -75,6 +76,7 @@ def test_what_does_not_fit_together_ends_the_fleet_with_one_sentence(
     assert orjson.loads(result.stdout)["exit_code"] == code
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("setting", "parts"),
     [

@@ -233,6 +233,7 @@ def test_workers_are_forked_again_with_random_numbers_of_their_own(
     assert set(modules) == {""}, "each process imports modules of Headrace that the fork server could have imported"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("module", "code", "reason"),
     [

@@ -59,6 +59,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.long
 def test_each_role_lives_and_is_ready_once_it_makes_progress(start: Start, tmp_path: Path) -> None:

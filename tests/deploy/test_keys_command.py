@@ -332,6 +332,7 @@ def test_a_fleet_with_keys_trains_and_its_books_balance(tmp_path: Path) -> None:
     assert "refused" not in (tmp_path / "run" / "logs" / "broker.log").read_text()
 
 
+@pytest.mark.thorough
 def test_up_without_its_keys_starts_nothing(tmp_path: Path) -> None:
     result = headrace("up", "--run-dir", "run", "--set", "keys.dir=keys", cwd=tmp_path)
     assert result.returncode == ExitCode.KEYS
@@ -339,6 +340,7 @@ def test_up_without_its_keys_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "fleet.json").exists()
 
 
+@pytest.mark.thorough
 def test_a_worker_without_keys_ends_with_a_code_that_no_restart_cures(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     arguments = ("broker", "--run-dir", "b", "--fleet-id", "f", "--set", "keys.dir=keys")

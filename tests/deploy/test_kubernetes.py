@@ -65,6 +65,7 @@ def component(one: Object) -> str:
     return str(one["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_object_is_valid(version: str, objects: list[Object], optional: list[Object]) -> None:
     for one in (*objects, *optional):

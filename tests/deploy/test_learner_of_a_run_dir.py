@@ -34,6 +34,7 @@ print("the loop has ended", flush=True)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_it_waits_for_the_fleet_finds_it_on_other_ports_and_ends_with_it(tmp_path: Path) -> None:
     run_dir, heard = tmp_path / "run", tmp_path / "heard"

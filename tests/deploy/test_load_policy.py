@@ -120,6 +120,7 @@ def test_a_run_of_a_learner_of_ones_own_says_where_its_weights_are(tmp_path: Pat
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_the_command_exports_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
     save_run(tmp_path)
 

@@ -170,6 +170,7 @@ def test_every_setting_that_names_code_is_judged() -> None:
     assert naming <= judged | {"sampling.module_to_env"}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_users_own_run_is_known_again(tmp_path: Path) -> None:
     """By its seal, until the file is edited; then by the option that the refusal says."""

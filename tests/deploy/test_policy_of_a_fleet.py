@@ -55,6 +55,7 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
+@pytest.mark.thorough
 def test_a_fleet_evaluates_itself_and_leaves_a_policy_to_use(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     settings = ("--workers", "1", "--set", "learner.evaluate_every_steps=6000")
@@ -85,6 +86,7 @@ def test_a_fleet_evaluates_itself_and_leaves_a_policy_to_use(tmp_path: Path) -> 
     assert int(parameters) > 1000
 
 
+@pytest.mark.thorough
 def test_a_run_whose_env_cannot_be_evaluated_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluator cannot step an external env: it says so, and the fleet goes on."""
     monkeypatch.chdir(Path(__file__).parents[1])

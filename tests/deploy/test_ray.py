@@ -75,6 +75,7 @@ def recorded(folder: Path, fleet: RunningFleet) -> set[Life]:
     return {life for path in folder.glob(f"headrace-*/{fleet_id}/recorders") for life, _ in recorders_in(path)}
 
 
+@pytest.mark.thorough
 @needs_ray
 def test_what_is_killed_on_ray_comes_back_and_the_books_are_exact(
     cluster: RayCluster, folder: Path, tmp_path: Path

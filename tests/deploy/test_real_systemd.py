@@ -183,6 +183,7 @@ def check_others(fleet: SystemdMachine) -> None:
     assert fleet.shows(OTHERS, "Result").split() == ["success"] * len(OTHERS.split())
 
 
+@pytest.mark.thorough
 def test_systemd_starts_confines_watches_restarts_and_drains_a_fleet(
     machines: tuple[SystemdMachine, SystemdMachine], page: Page
 ) -> None:

@@ -154,6 +154,7 @@ def test_a_logger_that_is_not_there_is_an_error_before_anything_starts(tmp_path:
     assert not (tmp_path / "logs" / "redis.log").exists()
 
 
+@pytest.mark.thorough
 def test_rows_go_on_after_the_death_of_learner_and_supervisor(tmp_path: Path) -> None:
     def pid_of(name: str) -> int:
         return next(p.pid for p in read_fleet_file(tmp_path / "fleet.json").processes if p.name == name)

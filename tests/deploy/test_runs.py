@@ -84,6 +84,7 @@ def test_a_run_is_found_again_refused_to_others_and_resumed(tmp_path: Path) -> N
     assert headrace(tmp_path, "audit", "--strict").returncode == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["ps", "audit", "worker", "learner", "broker", "serve"])
 def test_without_any_run_a_command_says_so(tmp_path: Path, name: str) -> None:
@@ -170,6 +171,7 @@ def pasted(cwd: Path, line: str) -> Iterator[None]:
             process.terminate()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_whom_a_fleet_waits_for_can_be_started_by_what_it_prints(tmp_path: Path) -> None:
     with fleet(tmp_path, "--workers", "0", "--set", "learner.enabled=false") as (terminal, process):
@@ -190,6 +192,7 @@ def test_whom_a_fleet_waits_for_can_be_started_by_what_it_prints(tmp_path: Path)
         assert played.returncode == 0, played.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_worker_of_a_run_that_has_stopped_says_so_and_joins_each_resumed_one(tmp_path: Path) -> None:
     summary_of(headrace(tmp_path, "up", "--run-dir", "run", "--workers", "1", "--until-steps", "600", "--json"))
@@ -213,6 +216,7 @@ def test_a_worker_of_a_run_that_has_stopped_says_so_and_joins_each_resumed_one(t
             worker.terminate()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_env_hosts_are_asked_for_with_the_command_that_starts_one(tmp_path: Path) -> None:
     with fleet(tmp_path, "--workers", "1", "--set", "sampling.env_placement=remote") as (terminal, process):

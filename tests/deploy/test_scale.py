@@ -21,6 +21,7 @@ def headrace_scale(run_dir: Path, workers: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_workers_come_and_go_while_a_run_goes_on(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, "--env", "CartPole-v1", "--workers", "1", "--num-envs", "4") as fleet:

@@ -119,6 +119,7 @@ def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(run_di
     assert found["min_return"] == 0
 
 
+@pytest.mark.thorough
 def test_the_sample_client_says_how_it_goes_and_ends(run_dir: Path, free_port: int) -> None:
     client = [sys.executable, "-m", "headrace.deploy.clients.cartpole"]
     shown = subprocess.run([*client, "--help"], capture_output=True, text=True, check=True, timeout=200).stdout

@@ -30,6 +30,7 @@ def playing(told: IO[bytes], *program: str) -> Iterator[None]:
             games.kill()
 
 
+@pytest.mark.thorough
 def test_two_policies_are_trained_on_games_of_both_ways_and_books_balance(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "up", *TWO_CARTS, *POLICIES, "--serve", "--seed", "0", "--json"]
     command += ["--set", "serving.http_port=0", "--set", "learner.steps_per_update=512", "--run-dir", str(tmp_path)]

@@ -11,6 +11,7 @@ from support.fleets.served_cartpole import train
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("way", "goal"), [("zmq", ("--until-return", "30")), ("http", ("--until-steps", "400"))])
 def test_what_clients_elsewhere_live_through_is_trained_on_and_stands_in_the_books(
     tmp_path: Path, way: str, goal: tuple[str, str]

@@ -134,6 +134,7 @@ def test_an_env_host_is_not_judged_before_its_envs_can_be_had(nursery: Nursery, 
     watch.stop()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("role", [Role.BROKER, Role.LEARNER, Role.REDIS])
 def test_a_process_that_is_stopped_for_long_is_killed_and_replaced(
     nursery: Nursery, tmp_path: Path, role: Role

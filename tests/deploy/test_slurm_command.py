@@ -108,6 +108,7 @@ def test_env_hosts_have_the_head_run_workers_that_they_reach(tmp_path: Path) -> 
     assert (Path(env_hosts[-4]).name, env_hosts[-1]) == ("env_hosts.sbatch", "2")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -136,6 +137,7 @@ def test_the_scripts_are_clean() -> None:
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.thorough
 def test_a_run_of_other_settings_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [

@@ -95,6 +95,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     hosts.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_workers_on_two_hosts_are_started_shown_and_drained(hosts: Hosts) -> None:
     keys, run = hosts.folder / "keys", hosts.folder / "run"

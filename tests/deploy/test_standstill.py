@@ -122,6 +122,7 @@ def screen(run_dir: Path, *arguments: str) -> Iterator[Screen]:
         shown.close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("placement", "sentence"),
     [
@@ -139,6 +140,7 @@ def test_an_env_that_does_not_answer_is_told_by_its_worker(tmp_path: Path, place
         assert int(told[1]) == fleet.pid("worker")
 
 
+@pytest.mark.thorough
 def test_whatever_stands_still_is_named_and_weights_that_workers_have_are_not_missed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with screen(run_dir, "--env", "CartPole-v1", "--num-envs", "2") as fleet:

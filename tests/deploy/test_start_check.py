@@ -144,6 +144,7 @@ def up(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
@@ -172,6 +173,7 @@ def test_a_mistake_ends_it_before_anything_starts(
     assert not list(tmp_path.glob("runs/*")), "a run directory stays though nothing has run"
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_in_a_directory_that_was_there_the_check_leaves_only_its_log(tmp_path: Path) -> None:
     with socket.socket() as holder:

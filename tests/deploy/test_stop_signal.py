@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 RUN = ("--workers", "1", "--num-envs", "2", "--set", "learner.steps_per_update=256", "--set", "learner.epochs=1")
 
 
+@pytest.mark.thorough
 def test_sigterm_to_each_process_stops_none_but_the_supervisor_which_drains(tmp_path: Path) -> None:
     with RunningFleet(tmp_path / "run", *RUN, "--set", "supervisor.stop_signal=SIGINT") as fleet:
         fleet.wait_until(lambda: weights_seq(fleet) > 1, "the learner trains")

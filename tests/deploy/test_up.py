@@ -66,7 +66,12 @@ def config_for(run_dir: Path, **fleet: object) -> FleetConfig:
 
 @pytest.fixture
 def meanwhile() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Runs a function in a thread beside `up`, which needs the main thread; its failure fails the test."""
+    """Runs a function in a thread beside `up`, which needs the main thread; its failure fails the test.
+
+    A signal that finds `up` ended already ends nothing else.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: None) for number in signals]
     errors: list[BaseException] = []
     threads: list[threading.Thread] = []
 
@@ -83,6 +88,8 @@ def meanwhile() -> Iterator[Callable[[Callable[[], object]], None]]:
     yield start
     for thread in threads:
         thread.join(100.0)
+    for number, handler in zip(signals, before, strict=True):
+        signal.signal(number, handler)
     assert not errors, errors
 
 
@@ -133,6 +140,7 @@ def test_it_runs_to_its_goal_and_drains_in_the_order_that_loses_nothing(
     assert "this fleet serves every user of this machine without keys or token" in printed.err
 
 
+@pytest.mark.thorough
 def test_a_run_cuts_logs_that_are_too_large(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "worker-0.log"
     log.parent.mkdir()
@@ -144,6 +152,7 @@ def test_a_run_cuts_logs_that_are_too_large(tmp_path: Path) -> None:
     assert "printed by an env\n" * 3000 in rotated_path(log).read_text()
 
 
+@pytest.mark.thorough
 def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:
     line = up(config_for(tmp_path, until_steps=500), UpOptions(json=True)).as_json()
     assert b"\n" not in line
@@ -156,6 +165,7 @@ def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:
     assert {"fleet_id", "run_dir", "seconds", "episodes", "mean_return", "error", "exit_code"} <= found.keys()
 
 
+@pytest.mark.thorough
 def test_a_second_run_in_the_same_directory_goes_on_and_is_not_fooled_by_old_numbers(tmp_path: Path) -> None:
     first = up(config_for(tmp_path, until_return=15.0), UpOptions(json=True))
     (tmp_path / "drained").unlink()
@@ -167,6 +177,7 @@ def test_a_second_run_in_the_same_directory_goes_on_and_is_not_fooled_by_old_num
     assert read_fleet_file(tmp_path / "fleet.json").incarnations["worker-0"] == 2
 
 
+@pytest.mark.thorough
 def test_a_timeout_drains_and_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
     summary = up(config_for(tmp_path, until_return=1e9, timeout_s=1.5), UpOptions(json=True))
     assert summary.failure is not None
@@ -209,6 +220,7 @@ def test_the_second_signal_stops_at_once(tmp_path: Path, meanwhile: Callable[[Ca
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["worker-0", "broker", "learner", "redis"])
 def test_whoever_is_killed_comes_back_and_the_goal_is_reached(
     tmp_path: Path, name: str, meanwhile: Callable[[Callable[[], object]], None]

@@ -38,6 +38,7 @@ def report(run_dir: Path) -> tuple[Page, dict[str, Any]]:
     return page, orjson.loads(facts.read_bytes())
 
 
+@pytest.mark.thorough
 def test_a_run_in_a_terminal_and_in_reports_from_its_training_to_its_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "<b>run"
     (tmp_path / "mine.py").write_text(MINE)

@@ -63,6 +63,7 @@ def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) ->
     assert orjson.loads(audited.stdout)["balanced"] is True
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("goal", [("--until-steps", "3000"), ("--until-return", "12")])
 def test_a_goal_is_noticed_when_it_is_reached_not_with_the_next_report(tmp_path: Path, goal: tuple[str, str]) -> None:
     result = up(tmp_path, *goal, "--set", "broker.report_interval_s=10000")
@@ -105,6 +106,7 @@ def test_a_port_in_use_ends_the_fleet_with_the_brokers_sentence(tmp_path: Path) 
     assert "already in use" in error
 
 
+@pytest.mark.thorough
 def test_a_stop_within_a_long_update_is_no_kill_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +126,7 @@ def test_a_stop_within_a_long_update_is_no_kill_and_loses_nothing(
     assert audited.returncode == 0, audited.stderr
 
 
+@pytest.mark.thorough
 def test_the_progress_line_names_the_newest_failure_of_an_env(tmp_path: Path) -> None:
     arguments = ("--env", "support.envs.fleet:three_of_eight", "--workers", "1", "--num-envs", "8")
     with RunningFleet(tmp_path, *arguments) as fleet:
@@ -134,6 +137,7 @@ def test_the_progress_line_names_the_newest_failure_of_an_env(tmp_path: Path) ->
         fleet.wait_until(lambda: whole.search(fleet.said()), "a line of progress with it")
 
 
+@pytest.mark.thorough
 def test_a_timeout_repeats_what_the_run_waited_for(tmp_path: Path) -> None:
     result = up(tmp_path, "--workers", "0", "--timeout-s", "15", "--until-steps", "10")
     assert result.returncode == ExitCode.TIMEOUT, result.stderr
@@ -141,6 +145,7 @@ def test_a_timeout_repeats_what_the_run_waited_for(tmp_path: Path) -> None:
     assert f"it stood still, waiting for a worker (headrace worker --run-dir {tmp_path})" in sentence
 
 
+@pytest.mark.thorough
 def test_a_worker_from_elsewhere_pauses_while_the_fleet_drains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "worker", "--run-dir", str(tmp_path / "run")]
     with RunningFleet(tmp_path / "run", "--env", "CartPole-v1", "--workers", "0") as fleet:

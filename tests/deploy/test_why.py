@@ -32,6 +32,7 @@ def why(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_fleet_is_explained_through_its_stalls_by_redis_and_by_its_run_directory(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -74,6 +74,7 @@ def torch_at(pid: int) -> str:
     return next(line.split("-")[0] for line in maps if "libtorch_cpu" in line)
 
 
+@pytest.mark.thorough
 @pytest.mark.chaos
 def test_what_killed_workers_and_a_killed_group_leave_is_in_the_books(tmp_path: Path) -> None:
     """The group comes first, and waits. A worker dies, then the group at once with all its workers, and one follows."""
@@ -119,6 +120,7 @@ def test_what_killed_workers_and_a_killed_group_leave_is_in_the_books(tmp_path: 
         assert result["ledger"]["queued"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.chaos
 def test_a_broker_that_moves_is_followed_by_the_group_and_by_a_learner(tmp_path: Path) -> None:
     meet = tmp_path / "meet.json"

@@ -15,10 +15,14 @@ PAGES = sorted(
     if "_build" not in page.relative_to(ROOT).parts
 )
 RUN = [page for page in PAGES if any(block.is_run for block in blocks_of(ROOT / page))]
+FIRST = {"README.md", "docs/guides/learner.md"}
+"""Of the pages that start processes, `make test` runs those that a new user reads."""
 
 
-def _has_processes(page: Path) -> bool:
-    return any(block.is_run and block.language == "sh" for block in blocks_of(ROOT / page))
+def _marks(page: Path) -> list[pytest.MarkDecorator]:
+    if not any(block.is_run and block.language == "sh" for block in blocks_of(ROOT / page)):
+        return []
+    return [pytest.mark.slow] if str(page) in FIRST else [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -26,9 +30,7 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     assert [fault for block in blocks_of(ROOT / page) if (fault := block.fault())] == []
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] if _has_processes(page) else [], id=str(page)) for page in RUN]
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=_marks(page), id=str(page)) for page in RUN])
 def test_the_blocks_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
     with Story(tmp_path, ports_of(ROOT / page)) as story:
         for block in blocks_of(ROOT / page):

@@ -132,6 +132,7 @@ def _learn(module: ModuleSection, updates: int) -> float:
     return metrics["mean_return"]
 
 
+@pytest.mark.thorough
 def test_an_lstm_learns_to_recall_what_a_module_without_memory_cannot_know() -> None:
     assert _learn(LSTM, 12) > 0.95
     assert _learn(PLAIN, 12) < 0.7

@@ -139,6 +139,7 @@ def test_each_update_is_checkpointed_then_committed_then_published(
     assert len(link.published) == UPDATES + 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("modules", [(DEFAULT_MODULE,), ("one", "two"), ("one", "two", "frozen")])
 def test_a_kill_at_any_call_ends_in_the_same_state_as_no_kill(
     modules: Sequence[str], make_batch: MakeBatch, new_module: NewModule, tmp_path: Path

@@ -85,6 +85,7 @@ def _train(
     return policies, first, metrics
 
 
+@pytest.mark.thorough
 def test_two_policies_learn_from_one_env() -> None:
     _, first, last = _train(45)
     for module_id in POLICIES:

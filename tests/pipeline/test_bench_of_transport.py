@@ -17,6 +17,7 @@ with Processes() as processes, Headrace(LOADS[1], processes) as arm:
 """
 
 
+@pytest.mark.thorough
 def test_prebuilt_batches_go_through_a_worker_and_a_broker_to_a_stream() -> None:
     command = [sys.executable, "-c", TAKE_THREE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

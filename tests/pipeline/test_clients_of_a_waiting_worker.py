@@ -40,6 +40,7 @@ def _play(client: PolicyClient, episode: str) -> None:
         client.log_returns(episode, 1.0)
 
 
+@pytest.mark.thorough
 def test_a_client_is_told_what_its_worker_waits_for(broker: BrokerThread, free_port: int, tmp_path: Path) -> None:
     http_port = other_free_port()
     sections: dict[str, Any] = {

@@ -111,6 +111,7 @@ def mend(machines: TwoMachines) -> None:
     subprocess.run(command, capture_output=True, check=False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("trouble", [pull_the_cable_for_3_s, lose_3_percent, narrow_to_8_mbit])
 def test_what_the_network_does_loses_nothing_and_repeats_nothing(
     trouble: Callable[[TwoMachines], HasShown], machines: TwoMachines, tmp_path: Path

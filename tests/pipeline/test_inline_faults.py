@@ -79,6 +79,7 @@ def no_children() -> Iterator[None]:
     inline_faults.end_children()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("at", "fault", "reason"),
     [

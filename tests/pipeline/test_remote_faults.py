@@ -113,6 +113,7 @@ def test_what_an_env_answers_or_raises_costs_that_env_alone(
     assert not any(map(is_running, left))
 
 
+@pytest.mark.thorough
 def test_what_takes_an_envs_process_along_costs_that_env_alone(
     start_broker: Any, worker_of: Any, hosts: EnvHosts, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def first_of(stream: EpisodeStream, incarnation: int) -> ChunkBatch | None:
     return batch
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.chaos
 @pytest.mark.parametrize("killed", ["everything", "broker", "redis"])
 def test_a_restarted_worker_begins_with_the_current_version_of_everything(

@@ -176,6 +176,7 @@ def test_after_sigkill_the_recorder_makes_the_books_balance_and_each_agent_is_en
     assert add_up(broker.rows()).balance() == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.chaos
 def test_a_broker_killed_between_batches_of_a_cut_costs_nothing(stack: ExitStack, tmp_path: Path) -> None:
     witness = AgentWitness()

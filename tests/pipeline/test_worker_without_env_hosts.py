@@ -46,6 +46,7 @@ def test_before_the_first_host_has_come(
     assert closed_row(broker).totals.stepped == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.chaos
 @pytest.mark.parametrize(
     ("lease_s", "ready"), [(1.0, {}), (60.0, {"remote_env_batch_wait_ms": 0})], ids=["found lost", "silent"]

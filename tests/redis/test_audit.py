@@ -238,6 +238,7 @@ def write_another_layout(run: Run, client: Any, fleet_id: str) -> None:
     (run.path / "recorders" / "worker-4-1.rec").write_bytes(b"a later one")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -292,6 +293,7 @@ def greet_twice_and_leave(run: Run, client: Any, fleet_id: str) -> None:
         client.hset(key_name(fleet_id, LEDGER), f"9/{incarnation}", row.model_dump_json())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -346,6 +348,7 @@ def fold_and_keep_the_row(run: Run, client: Any, fleet_id: str) -> None:
     client.hset(key_name(fleet_id, LEDGER), "0/1", row)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("damage", "deep", "words"),
     [

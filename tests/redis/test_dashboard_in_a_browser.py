@@ -120,6 +120,7 @@ def test_its_numbers_are_those_of_redis_and_what_peers_write_is_text(
         assert {url for url in browser.requests if not url.startswith((dashboard.address, "about:"))} == set()
 
 
+@pytest.mark.thorough
 def test_it_follows_a_fleet_and_says_that_redis_is_away(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING.replace("EVIL", EVIL))
     arguments = ("--env", "failing:make", "--workers", "2", "--num-envs", "2", "--dashboard")
@@ -170,6 +171,7 @@ def _answers(address: str) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_screen_readers_and_weak_eyes_can_use_it(
     tmp_path: Path, url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:

@@ -62,6 +62,7 @@ def admin(secured: SecuredRedis) -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.thorough
 @pytest.mark.chaos
 def test_a_fleet_needs_no_right_that_its_user_lacks_and_the_reader_cannot_write(
     secured: SecuredRedis, admin: Any, tmp_path: Path

@@ -32,6 +32,7 @@ def test_http_has_no_thread_of_its_own_and_leaves_signals_alone() -> None:
         sample_until(runner, asked)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["alone", "inside_a_loop"])
 def test_ctrl_c_while_the_sampler_waits_leaves_a_server_that_goes_on(where: str) -> None:
     """In a process of its own: one that has run property tests may lose a Ctrl-C in the collector of garbage."""

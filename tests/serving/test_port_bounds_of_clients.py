@@ -51,6 +51,7 @@ def env_hosts_port(folder: Path) -> Iterator[tuple[str, GoOn]]:
             yield f"tcp://127.0.0.1:{hosts.port}", sample
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("port", [clients_port, env_hosts_port])
 def test_strangers_are_cut_and_the_honest_peer_goes_on(

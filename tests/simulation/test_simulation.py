@@ -165,6 +165,7 @@ def test_every_promise_holds_under_every_schedule(name: str, seeds: range) -> No
         assert not problems, f"variant {name!r}, seed {seed}: {problems[:3]}"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kills", [0, 2])
 def test_a_fleet_stops_within_one_fragment_of_each_worker(kills: int) -> None:
     """Whatever is lost on the way. Of a worker that is killed, a window of steps may not have been counted yet."""

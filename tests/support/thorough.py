@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 ONE_IN = 8
 """Of the simulators' schedules, `make test` runs one in this many."""
-
-
-def one_in(number: int, values: Iterable[Any], first: int = 0) -> list[Any]:
-    """Return values for `parametrize`: each `number`-th from `first` on, and the others for `make test-long` only."""
-    return [
-        value if at % number == first else pytest.param(value, marks=pytest.mark.thorough)
-        for at, value in enumerate(values)
-    ]
 
 
 def schedules(counts: dict[str, int]) -> list[Any]:

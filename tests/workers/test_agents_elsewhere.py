@@ -71,6 +71,7 @@ def sampled(sampler: MultiAgentEnvRunner) -> Any:
     return [brief(chunk) for chunk in chunks], sampler.totals, sampler.get_spaces()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [CROWD, {**CROWD, "missing_final_observation": "drop"}, TURNS, TOGETHER])
 @pytest.mark.filterwarnings("ignore")  # of PettingZoo about others
 def test_chunks_are_those_of_envs_inline_to_the_bit(settings: dict[str, Any]) -> None:
@@ -175,6 +176,7 @@ def test_a_process_that_is_lost_costs_the_steps_of_its_envs_alone() -> None:
     check_lost(*live("process", 8, env_config=faults("step", LOST), env_step_timeout_s=1.0))
 
 
+@pytest.mark.thorough
 def test_on_another_host_too(hosts: EnvHosts) -> None:
     config = orjson.dumps(faults("step", LOST)).decode()
     hosts.start(str(CROWD["env"]), 8, f"sampling.env_config={config}", "sampling.env_step_timeout_s=1.0")

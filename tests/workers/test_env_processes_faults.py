@@ -74,6 +74,7 @@ def reasons(driver: Driver) -> dict[int, Discard]:
     return {failure.lane: failure.reason for failure in driver.failures}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -107,6 +108,7 @@ def test_a_reset_that_raises_is_a_failure_of_that_env_alone() -> None:
     assert (failure.lane, failure.at) == (FAULTY, "reset")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", ["reset", "step"])
 @pytest.mark.parametrize("fault", HANGS)
 def test_a_call_that_does_not_return_is_killed_and_tells_where_it_stood(fault: str, at: str) -> None:
@@ -118,6 +120,7 @@ def test_a_call_that_does_not_return_is_killed_and_tells_where_it_stood(fault: s
     assert f"in _{fault.replace(' ', '_')}" in error.stack
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("at", ["reset", "step"])
 @pytest.mark.parametrize(
     ("fault", "last_words"),
@@ -133,6 +136,7 @@ def test_a_crash_is_noticed_at_once_and_says_what_it_was(fault: str, last_words:
     assert last_words in str(error)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -171,6 +175,7 @@ def test_an_env_that_cannot_be_built_at_first_is_a_typed_error(fault: str, kind:
         EnvProcessPool(configure(fault, "construction", env_construct_timeout_s=4.0))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", ["raises", "hangs", "hangs with the lock", "exits", "segfaults"])
 def test_an_env_that_fails_to_close_holds_up_nobody(fault: str) -> None:
     """Neither when it is to be rebuilt, nor when all is to end."""
@@ -187,6 +192,7 @@ def test_an_env_that_fails_to_close_holds_up_nobody(fault: str) -> None:
     assert not any(is_running(pid) for pid in pids)
 
 
+@pytest.mark.thorough
 def test_a_leak_is_stopped_at_its_cap() -> None:
     with EnvProcessPool(configure("leaks", "step", env_process_max_rss_mb=150)) as pool:
         first = set(pool.pids)

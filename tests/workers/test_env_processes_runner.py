@@ -54,6 +54,7 @@ class Watching:
         """Nothing to be done."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("callbacks", [[], [Watching]])
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_chunks_are_those_of_envs_inline_to_the_bit(env: str, callbacks: list[Any]) -> None:
@@ -77,6 +78,7 @@ def test_a_state_goes_from_envs_inline_to_envs_in_processes() -> None:
         assert [brief(chunk)[5] for chunk in found] == [brief(chunk)[5] for chunk in expected]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("fault", "reasons"),
     [

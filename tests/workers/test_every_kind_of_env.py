@@ -178,6 +178,7 @@ def test_whole_episodes_stay_open_from_fragment_to_fragment(kind: str) -> None:
             check_books(sampler)
 
 
+@pytest.mark.one_in(3)
 @every_kind
 def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(kind: str) -> None:
     attempts = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
@@ -238,6 +239,7 @@ def test_callbacks_hear_of_each_episode_once(kind: str) -> None:
     assert account.failed > 0
 
 
+@pytest.mark.one_in(3)
 @every_kind
 def test_what_never_works_comes_to_a_typed_end(kind: str) -> None:
     with _runner(kind, Broken, env_restart_attempts=2) as sampler:
@@ -263,6 +265,7 @@ def _shows_its_seeds(chunks: list[Any]) -> bool:
     return all((chunk.obs[:, 0] == (chunk.seed is not None)).all() for chunk in chunks if len(chunk))
 
 
+@pytest.mark.one_in(3)
 @every_kind
 def test_only_the_first_reset_of_an_env_gets_a_seed_where_later_ones_are_to_get_none(kind: str) -> None:
     runs = []
@@ -302,6 +305,7 @@ def test_an_env_that_moves_to_a_new_process_begins_with_a_seed() -> None:
     assert 4 < len(given) == len(set(given)) < len(seeds) / 2
 
 
+@pytest.mark.one_in(6)
 @every_kind
 def test_a_runner_may_be_stopped_twice_and_build_its_envs_again(kind: str) -> None:
     sampler = _runner(kind)

@@ -61,6 +61,7 @@ def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(envs: 
     assert envs.obey(orders((0, 2, Command.RESET, 7)), {}) == [], "what is older than the newest is over"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("told", "arrays", "sentence"),
     [

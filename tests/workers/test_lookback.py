@@ -65,6 +65,7 @@ def check_episodes(chunks: list[EpisodeChunk], horizon: int) -> int:
     return rows
 
 
+@pytest.mark.thorough
 @given(sizes=SIZES, horizon=HORIZONS, num_envs=st.sampled_from([1, 3]), env=st.sampled_from([Walk, Nested]))
 @settings(max_examples=60)
 def test_lookback_repeats_the_steps_before_wherever_episodes_are_cut(

@@ -117,6 +117,7 @@ def test_an_agent_that_has_not_appeared_is_named() -> None:
             view.agent("a9")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"])
 @pytest.mark.parametrize("parts", [{"policies": ["shared"]}, {"policies": ["a0", "a1", "a2"]}, REMEMBERING])
 def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_the_bit(
@@ -271,6 +272,7 @@ def test_a_pettingzoo_env_is_told_as_its_maker_built_it() -> None:
     assert {type(arguments["env"]) for _, arguments in seen.told if "env" in arguments} == {rps_v2.raw_env}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["truncate_episodes", "complete_episodes"])
 @pytest.mark.parametrize("seed", range(5))
 def test_each_episode_that_was_created_ends_or_is_aborted_whatever_raises(seed: int, mode: str) -> None:

@@ -76,6 +76,7 @@ def test_the_terminal_observations_have_passed_when_on_episode_end_comes() -> No
     assert {0, 1} <= set(ended)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("num_envs", "length", "fails"), [(1, 1, 0.0), (3, 2, 0.0), (4, 7, 0.02)])
 def test_what_a_module_sees_equals_a_loop_over_each_agents_episode(

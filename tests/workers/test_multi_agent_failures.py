@@ -51,6 +51,7 @@ def _key(chunk: EpisodeChunk) -> Any:
     return chunk.episode_id, chunk.agent_id, chunk.chunk_index
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backoff_s", [0.0, 0.004])
 @pytest.mark.parametrize("policies", [["shared"], ["a0", "a1", "a2"]])
 def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float, policies: list[str]) -> None:

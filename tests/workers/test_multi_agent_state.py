@@ -26,6 +26,7 @@ POLICIES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_in(2)
 @POLICIES
 @pytest.mark.parametrize("random_actions", [True, False])
 def test_a_restored_runner_samples_the_same_whole_episodes(policies: Any, random_actions: bool) -> None:

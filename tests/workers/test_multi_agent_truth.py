@@ -52,6 +52,7 @@ def _check(truth: list[dict[str, Any]], lives: Lives) -> tuple[int, float]:
     return finished, lost
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("num_envs", "length"), [(1, 1), (1, 7), (3, 2), (8, 5)])
 @pytest.mark.parametrize("policies", [{"shared": None}, {"even": None, "odd": None}])

@@ -89,6 +89,7 @@ def test_all_open_episodes_are_lost_by_name_and_sampling_goes_on(
         check_books(sampler)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("fault", "reason"),

@@ -64,6 +64,7 @@ def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
         yield started
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("ready", "settings"),
     [
@@ -103,6 +104,7 @@ def test_an_env_that_fails_costs_its_own_steps_and_none_of_others() -> None:
             assert steps == steps_of(expected[who])[: len(steps)]
 
 
+@pytest.mark.thorough
 def test_agents_on_other_hosts_do_too(hosts: EnvHosts) -> None:
     hosts.start("support.envs.crowd:Crowd", 2, 'sampling.env_config={"late_ms": 4}')
     hosts.start("support.envs.crowd:Crowd", 2, 'sampling.env_config={"late_ms": 12}')

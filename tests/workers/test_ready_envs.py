@@ -32,6 +32,7 @@ def runner(ready: str, env: str = "support.envs.troubled:Jittery", **settings: A
     return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ready", "kind"), list(zip([*READY, *READY], [*SETTINGS, "memory"], strict=True)))
 def test_a_lane_lives_through_the_same_whoever_is_ready_when(ready: str, kind: str) -> None:
     """Halves pass by themselves, which may be rounded in another way, so that they are compared with halves."""
@@ -157,6 +158,7 @@ class Account(RunnerCallback):
         self.over.append(episode.episode_id)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ready", "watched"), list(zip(READY, [True, False, True], strict=True)))
 def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(ready: str, watched: bool) -> None:
     account = Account()
@@ -207,6 +209,7 @@ def test_a_state_goes_from_one_runner_to_another() -> None:
     assert [life(parts) for parts in found.values()] == [life(parts) for parts in expected.values()]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 0}, {}])
 def test_who_waits_for_envs_does_not_spin(settings: dict[str, Any]) -> None:
     config = EnvRunnerConfig(

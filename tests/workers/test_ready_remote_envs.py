@@ -31,6 +31,7 @@ def runner(hosts: EnvHosts | None, env: str, **settings: Any) -> SingleAgentEnvR
     return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ready", ["at once", "by halves"])
 def test_a_lane_lives_through_the_same_whichever_host_is_ready_when(ready: str, hosts: EnvHosts) -> None:
     settings = {"rollout_fragment_length": 7, **SETTINGS["memory"]}
@@ -72,6 +73,7 @@ def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts, tmp_path
         check_books(sampler)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 5}])
 def test_who_waits_for_other_hosts_does_not_spin(settings: dict[str, Any], hosts: EnvHosts) -> None:
     hosts.start("support.envs.troubled:Slow", 2, 'sampling.env_config={"step_s": 0.2}', "sampling.envs_per_process=1")

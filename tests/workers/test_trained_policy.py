@@ -244,6 +244,7 @@ def test_agents_are_played_by_their_own_policies_with_their_own_memory() -> None
 EXPORTS = [("statistics", ".pt"), ("flattened", ".pt2"), ("pictures", ".pt"), ("choices", ".pt2"), ("bounded", ".onnx")]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("kind", "suffix"), [*EXPORTS, *((kind, suffix) for kind in ("nested", "masked") for suffix in (".pt", ".onnx"))]
 )

@@ -54,7 +54,8 @@ def sample_until(runner: SingleAgentEnvRunner, asked: Future[list[int]]) -> None
     assert len(asked.result()) == STEPS
 
 
-def sample_for_ever(runner: SingleAgentEnvRunner) -> None:
+def sample_until_pressed(runner: SingleAgentEnvRunner, pressed: threading.Timer) -> None:
+    pressed.start()
     while True:
         runner.sample_fragment()
 
@@ -79,8 +80,7 @@ def press_ctrl_c(where: Callable[..., None]) -> None:
     with sampler() as (runner, url), ThreadPoolExecutor(1) as pool:
         for name in ("a", "b", "c"):
             pressed = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-            pressed.start()
             with pytest.raises(KeyboardInterrupt):
-                where(sample_for_ever, runner)
+                where(sample_until_pressed, runner, pressed)
             pressed.join()
             where(sample_until, runner, pool.submit(drive, url, name))
