@@ -12,9 +12,9 @@ _UPDATES = 8
 """Number of updates over which the size is averaged."""
 
 _COMMITS = 64
-"""An update that has not ended counts with what was handed out in so many commits, at most.
+"""An update that goes on counts with at most what was handed out in so many commits.
 
-It may be none: for a recorder or an evaluation, weights are published once.
+A recorder or an evaluation publishes weights once, so its update never ends.
 """
 
 

@@ -137,7 +137,6 @@ def test_with_redis_lost_training_goes_on_with_what_the_run_directory_has(tmp_pa
     assert told_by(run)["state"]["steps"] == trained, "every committed step is in the model, and none twice"
 
 
-@pytest.mark.thorough
 def test_moved_to_another_folder_and_other_ports_training_goes_on(tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     train_and_kill_everything(run)

@@ -16,7 +16,7 @@ PAGES = sorted(
 )
 RUN = [page for page in PAGES if any(block.is_run for block in blocks_of(ROOT / page))]
 FIRST = {"README.md", "docs/guides/learner.md"}
-"""Of the pages that start processes, `make test` runs those that a new user reads."""
+"""Of the pages that start processes, `make test` runs these: a new user reads them."""
 
 
 def _marks(page: Path) -> list[pytest.MarkDecorator]:
