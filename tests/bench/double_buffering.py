@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from bench import sleepers
 from bench.sampler import Headrace
-from bench.sleepers import WIDTH
+from bench.sleepers import STEP_S, WIDTH
 from bench.table import Row, rows_of
 from bench.turns import Turn
 
+PASS_S = 0.005
+"""Seconds for a forward pass of all envs."""
 IN_PROCESS = 2
 MARKS = {"by halves": 1.5}
 """The target: the least ratio to lock-step. Above the arithmetic's ratio, halves hide some of our own time."""
@@ -37,9 +38,9 @@ def measure(seconds: float, rounds: int) -> list[Row]:
         "env_placement": "process",
         "envs_per_process": IN_PROCESS,
     }
-    slow = {**shared, "module": sleepers.SleepingPolicy}
+    slow = {**shared, "module": SleepingPolicy}
     loops = {"lock-step": Headrace(WIDTH, **slow), "by halves": Headrace(WIDTH, double_buffering=True, **slow)}
-    envs = Headrace(WIDTH, module=sleepers.IdlePolicy, double_buffering=True, **shared)
+    envs = Headrace(WIDTH, module=IdlePolicy, double_buffering=True, **shared)
     turns = []
     for _ in range(rounds):
         round_ = {name: _turn(loop.run, seconds) for name, loop in loops.items()}
@@ -47,7 +48,7 @@ def measure(seconds: float, rounds: int) -> list[Row]:
         turns.append({**round_, "ideal": min(alone, key=lambda turn: turn.rate)})
     for loop in (*loops.values(), envs):
         loop.stop()
-    case = f"{WIDTH} envs of {sleepers.STEP_S * 1000:g} ms, a policy of {sleepers.PASS_S * 1000:g} ms"
+    case = f"{WIDTH} envs of {STEP_S * 1000:g} ms, a policy of {PASS_S * 1000:g} ms"
     return rows_of("halves", case, "env steps/s", turns, "lock-step", MARKS)
 
 
@@ -61,6 +62,28 @@ def _policy_alone(seconds: float) -> float:
     """Return lanes per second, half of them at a time."""
     passes, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
-        time.sleep(sleepers.PASS_S / 2)
+        time.sleep(PASS_S / 2)
         passes += 1
     return passes * WIDTH / 2 / elapsed
+
+
+class SleepingPolicy(torch.nn.Module):
+    """Only sleeps at each pass, half as long for half the rows, like a large network."""
+
+    noise_size, noise_kind = 1, "uniform"
+    pass_s = PASS_S
+
+    def __init__(self, spaces: Any) -> None:
+        super().__init__()
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(self.pass_s * len(batch["obs"]) / WIDTH)
+        return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64)}
+
+    forward_exploration = forward_train = forward_inference
+
+
+class IdlePolicy(SleepingPolicy):
+    """Returns at once."""
+
+    pass_s = 0.0

@@ -27,7 +27,7 @@ def measure(seconds: float, rounds: int) -> list[Row]:
     """Return the rows of both."""
     torch.set_num_threads(1)
     before = _children()
-    vector: Any = gym.vector.AsyncVectorEnv([lambda: gym.make(limits.ENV)] * WIDTH, context="spawn")
+    vector: Any = gym.vector.AsyncVectorEnv([lambda: gym.make(limits.ENV)] * WIDTH, context="forkserver")
     theirs = _children() - before
     ours = Headrace(WIDTH, env_placement="process", envs_per_process=WIDTH // PROCESSES)
     loops = {

@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from bench import limits
-from bench.processes import FLEET_ID, SPAWN, Processes
+from bench.processes import FLEET_ID, FORKED, Processes
 from bench.table import Row, rows_of
 from bench.turns import in_turns
 from headrace.learner_stub import EpisodeStream, WeightPublisher
@@ -117,8 +117,8 @@ class Proxied:
         self._pull = _short(self._context, zmq.PULL)
         self._pull.rcvtimeo = 60_000
         here = f"tcp://127.0.0.1:{self._pull.bind_to_random_port('tcp://127.0.0.1')}"
-        told = SPAWN.SimpleQueue()
-        self._turn = SPAWN.Event()
+        told = FORKED.SimpleQueue()
+        self._turn = FORKED.Event()
         self.pids = {"proxy": processes.start(_proxy, told, here)}
         endpoint = told.get()
         for seed in range(WORKERS):

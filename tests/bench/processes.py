@@ -1,4 +1,4 @@
-"""The processes of one bench. They are spawned, found by their endpoints, and ended with the bench."""
+"""The processes of one bench. They are forked, found by their endpoints, and ended with the bench."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from headrace.broker.state_file import Endpoints, file_path, read_broker_file
 from headrace.schemas.config import FleetConfig
 
 FLEET_ID = "bench"
-SPAWN = multiprocessing.get_context("spawn")
+FORKED = multiprocessing.get_context("forkserver")
+"""Processes are forked from one that has imported torch and what they run: each import would take seconds."""
+FORKED.set_forkserver_preload(["torch", "gymnasium", "headrace.broker.process", "headrace.workers.fleet.worker"])
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Environment of every process, as `headrace up` sets it. BLAS threads of two samplers would fight for two cores."""
 
@@ -42,7 +44,7 @@ class Processes:
 
     def start(self, target: Callable[..., None], *args: Any) -> int:
         """Run `target(*args)` in a process of its own; return its pid."""
-        process = SPAWN.Process(target=_quietly, args=(target, *args), daemon=True)
+        process = FORKED.Process(target=_quietly, args=(target, *args), daemon=True)
         process.start()
         self._all.append(process)
         return int(process.pid)

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +38,7 @@ from bench import (
     weights,
 )
 from bench.machine import machine
-from bench.processes import ONE_THREAD, SPAWN
+from bench.processes import FORKED, ONE_THREAD
 from bench.table import Row, show
 
 WIDTHS = [1, 8, 64]
@@ -71,23 +72,25 @@ def main() -> None:
         "native": _native,
         "multi_agent": _multi_agent,
         "observations": _observations,
-        "processes": lambda quick: env_processes.measure(*((0.5, 3) if quick else (2.0, 7))),
-        "halves": lambda quick: double_buffering.measure(*((1.0, 2) if quick else (2.0, 5))),
-        "pipeline": lambda quick: pipeline.measure(*((2.0, 3) if quick else (4.0, 7))),
-        "transport": lambda quick: transport.measure(*((1.0, 3) if quick else (2.0, 7))),
-        "compression": lambda quick: compression.measure(3 if quick else 7),
-        "weights": lambda quick: weights.measure(*((1.0, 3) if quick else (2.0, 5))),
-        "serving": lambda quick: serving.measure(*((1.0, 3) if quick else (2.0, 7))),
-        "waiting": lambda quick: waiting.measure(*((2.0, 3) if quick else (4.0, 5))),
-        "startup": lambda quick: startup.measure(3 if quick else 7),
+        "processes": lambda quick: env_processes.measure(*((0.5, 1) if quick else (2.0, 7))),
+        "halves": lambda quick: double_buffering.measure(*((0.5, 1) if quick else (2.0, 5))),
+        "pipeline": lambda quick: pipeline.measure(*((1.0, 1) if quick else (4.0, 7))),
+        "transport": lambda quick: transport.measure(*((0.5, 1) if quick else (2.0, 7))),
+        "compression": lambda quick: compression.measure(1 if quick else 7),
+        "weights": lambda quick: weights.measure(*((0.5, 1) if quick else (2.0, 5))),
+        "serving": lambda quick: serving.measure(*((0.5, 1) if quick else (2.0, 7))),
+        "waiting": lambda quick: waiting.measure(*((1.0, 1) if quick else (4.0, 5))),
+        "startup": lambda quick: startup.measure(1 if quick else 7),
         "books": lambda quick: books.measure(100 if quick else 1000),
-        "learner": lambda quick: learner.measure(*((1.0, 3) if quick else (2.0, 7))),
-        "sessions": lambda quick: sessions.measure(*((20, 2.0) if quick else (200, 5.0))),
+        "learner": lambda quick: learner.measure(*((0.5, 1) if quick else (2.0, 7))),
+        "sessions": lambda quick: sessions.measure(*((20, 1.0) if quick else (200, 5.0))),
     }
     rows: list[Row] = []
     for name in args.only or benches:
-        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        print(f"measuring {name} ...", end="", file=sys.stderr, flush=True)
+        began = time.monotonic()
         rows += benches[name](args.quick)
+        print(f" {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     show(rows)
     path = args.json or Path("bench-results") / f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +100,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter turns and fewer rounds: wider spread")
+    parser.add_argument("--quick", action="store_true", help="one round of short turns: only says that all of it runs")
     parser.add_argument("--only", nargs="+", choices=BENCHES, help="leave out the others")
     parser.add_argument("--json", type=Path, help="write there rather than to bench-results/")
     return parser.parse_args()
@@ -105,15 +108,15 @@ def _arguments() -> argparse.Namespace:
 
 def _sampler(quick: bool) -> list[Row]:
     """Run the sampler's bench on one core, in a process of its own."""
-    seconds, rounds = (0.2, 3) if quick else (0.5, 7)
-    with SPAWN.Pool(1, initializer=_pin) as pool:
+    seconds, rounds = (0.2, 1) if quick else (0.5, 7)
+    with FORKED.Pool(1, initializer=_pin) as pool:
         return pool.apply(sampler.measure, (WIDTHS, seconds, rounds))
 
 
 def _native(quick: bool) -> list[Row]:
     """Run the native vectors' bench on one core, in a process of its own."""
-    seconds, rounds = (0.2, 3) if quick else (0.5, 7)
-    with SPAWN.Pool(1, initializer=_pin) as pool:
+    seconds, rounds = (0.2, 1) if quick else (0.5, 7)
+    with FORKED.Pool(1, initializer=_pin) as pool:
         native = pool.apply(sampler.measure_native, (NATIVE_WIDTHS, seconds, rounds))
         envpool = pool.apply(sampler.measure_envpool, (NATIVE_WIDTHS[:1], seconds, rounds))
     return native + envpool
@@ -121,15 +124,15 @@ def _native(quick: bool) -> list[Row]:
 
 def _multi_agent(quick: bool) -> list[Row]:
     """Run the multi-agent sampler's bench on one core, in a process of its own."""
-    seconds, rounds = (0.2, 3) if quick else (0.5, 7)
-    with SPAWN.Pool(1, initializer=_pin) as pool:
+    seconds, rounds = (0.2, 1) if quick else (0.5, 7)
+    with FORKED.Pool(1, initializer=_pin) as pool:
         return pool.apply(multi_agent.measure, (WIDTHS, seconds, rounds))
 
 
 def _observations(quick: bool) -> list[Row]:
     """Run the bench of large observations on one core, in a process of its own."""
-    seconds, rounds = (0.2, 3) if quick else (0.5, 7)
-    with SPAWN.Pool(1, initializer=_pin) as pool:
+    seconds, rounds = (0.2, 1) if quick else (0.5, 7)
+    with FORKED.Pool(1, initializer=_pin) as pool:
         return pool.apply(observations.measure, (seconds, rounds))
 
 

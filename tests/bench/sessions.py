@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.books import redis_server
 from bench.memory import resident_mib
-from bench.processes import FLEET_ID, SPAWN, Processes, until_terminated
+from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, show
 from bench.transport import Load
 from bench.turns import cpu_s
@@ -71,7 +71,7 @@ def _figures(processes: Processes, url: str, workers: int, seconds: float) -> Fi
     broker, figures = _Watched(pid, url), Figures()
     alone = broker.over(seconds)
     figures["broker without workers"] = _per_s(alone.cpu_s, alone)
-    spans: Any = SPAWN.Value("i", IDLE)
+    spans: Any = FORKED.Value("i", IDLE)
     shares = [len(range(number, workers, _PROCESSES)) for number in range(_PROCESSES)]
     before = broker.now()
     for share in shares:

@@ -1,4 +1,4 @@
-"""Envs and a policy that only take time, like a simulator and a large network, on any machine."""
+"""Envs that only take time, like a simulator, on any machine. Nothing here imports torch: envs get a process each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from headrace.workers import EnvContext
 from headrace.workers.external import ExternalEnv
 
-STEP_S, PASS_S = 0.005, 0.005
-"""Seconds for a step of an env, and for a forward pass of all envs."""
+STEP_S = 0.005
+"""Seconds for a step of an env."""
 SLOW_S = 0.2
 """Seconds for a step of a slow env."""
 WIDTH = 16
@@ -57,25 +56,3 @@ class External(ExternalEnv):
         while True:
             observation, reward, *_ = env.step(self.get_action(episode, observation))
             self.log_returns(episode, reward)
-
-
-class SleepingPolicy(torch.nn.Module):
-    """Only sleeps at each pass, half as long for half the rows, like a large network."""
-
-    noise_size, noise_kind = 1, "uniform"
-    pass_s = PASS_S
-
-    def __init__(self, spaces: Any) -> None:
-        super().__init__()
-
-    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(self.pass_s * len(batch["obs"]) / WIDTH)
-        return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64)}
-
-    forward_exploration = forward_train = forward_inference
-
-
-class IdlePolicy(SleepingPolicy):
-    """Returns at once."""
-
-    pass_s = 0.0

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from bench.processes import FLEET_ID, SPAWN, Processes, until_terminated
+from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, rows_of
 from bench.turns import in_turns
 from headrace.deploy.key_pairs import make_keys
@@ -215,7 +215,7 @@ class Forwarding:
         self._pull = bare_socket(self._context, zmq.PULL, load)
         self._pull.rcvtimeo = 30_000
         here = f"tcp://127.0.0.1:{self._pull.bind_to_random_port('tcp://127.0.0.1')}"
-        told = SPAWN.SimpleQueue()
+        told = FORKED.SimpleQueue()
         self.pids = {"broker": processes.start(forward, told, here, load)}
         self.pids["worker"] = processes.start(_push, told.get(), load)
 

@@ -27,7 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bench.pipeline import Fleet
-from bench.processes import FLEET_ID, SPAWN, Processes, until_terminated
+from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, rows_of
 from bench.turns import in_turns
 from headrace.learner_stub import WeightPublisher
@@ -125,7 +125,7 @@ class Publishing:
         self.state = state_of(nbytes)
         self.workers = workers
         self._kilobytes = nbytes // 1000
-        self.loaded = SPAWN.Semaphore(0)
+        self.loaded = FORKED.Semaphore(0)
         self.pids: dict[str, int] = {}
 
     def begin(self) -> None:
@@ -194,7 +194,7 @@ class SharedMemory(Publishing):
         self._path = _MEMORY / f"headrace-bench-{os.getpid()}"
         self._turns = []
         for n in range(workers):
-            here, there = SPAWN.Pipe()
+            here, there = FORKED.Pipe()
             self._turns.append(here)
             self.pids[f"reader {n}"] = processes.start(_read, self._path, nbytes, there, self.loaded)
         self.await_workers()
