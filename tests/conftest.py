@@ -64,7 +64,7 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Fails the session when a child process still runs or a new file stands in the repository at its end."""
     before = _untracked()
     yield
-    wait_until(lambda: not _children(), f"the end of child processes {_children()}", 30.0)
+    wait_until(lambda: not _children(), f"the end of child processes {_children()}")
     left = _untracked() - before
     assert not left, f"tests left files in the repository: {sorted(left)[:10]}"
 

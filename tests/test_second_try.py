@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import TIMEOUT_S
+
 FAILS_ONCE = """
 import pathlib
 def test_it(request):
@@ -26,9 +28,9 @@ def judge(folder: Path, root: Path, **files: str) -> tuple[int, list[str]]:
         (folder / f"test_{name}.py").write_text(text)
     (folder / "pytest.ini").touch()
     run = [sys.executable, "-m", "pytest", "-n", "1", "--report-log=log"]
-    subprocess.run(run, cwd=folder, check=False, capture_output=True, timeout=100)
+    subprocess.run(run, cwd=folder, check=False, capture_output=True, timeout=TIMEOUT_S)
     command = [sys.executable, str(root / ".ci" / "second_try.py"), "log"]
-    result = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     return result.returncode, result.stdout.splitlines()
 
 
@@ -53,7 +55,7 @@ def test_more_than_five_failed_tests_get_no_second_try(tmp_path: Path, root: Pat
 
 def test_tests_that_never_ran_have_not_passed(tmp_path: Path, root: Path) -> None:
     command = [sys.executable, str(root / ".ci" / "second_try.py"), str(tmp_path / "log")]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (result.returncode, result.stdout) == (
         1,
         "FAILED the tests did not run to their end (pytest's exit status: None)\n",

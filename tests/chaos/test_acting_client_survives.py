@@ -15,6 +15,7 @@ from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.serving.acting import ActingClient
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.chaos
 
@@ -69,7 +70,7 @@ def test_what_a_killed_worker_had_not_taken_of_a_client_is_named_by_the_next(tmp
     with RunningFleet(tmp_path, *FLEET, *SETTINGS) as fleet:
         fleet.wait_until(lambda: endpoint(tmp_path), "the worker serves")
         config = EnvRunnerConfig(num_envs=4, seed=1, external_fragment_max_age_s=0.5)
-        with ActingClient(endpoint(tmp_path), config, timeout_s=60) as client:
+        with ActingClient(endpoint(tmp_path), config, timeout_s=TIMEOUT_S) as client:
             shipments, totals = client._shipments, client._runner.totals
             with Players(client):
                 fleet.wait_until(lambda: fleet.steps() > 300, "steps of the client")

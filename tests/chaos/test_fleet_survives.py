@@ -14,6 +14,7 @@ import pytest
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import HeadraceError
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.chaos
 
@@ -63,7 +64,7 @@ def test_the_fleets_own_learner_is_back_after_another_came_and_left(tmp_path: Pa
         fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         with EpisodeStream(fleet.endpoint("learner")) as other:
             fleet.wait_until(lambda: fleet.pid("learner") is None, "the fleet's own learner has ended")
-            assert other.next(timeout_s=60.0) is not None
+            assert other.next(timeout_s=TIMEOUT_S) is not None
         fleet.wait_until(lambda: fleet.pid("learner"), "the fleet's own learner is back")
         result = fleet.finish()
     assert_goal_and_books(fleet, result)

@@ -21,6 +21,7 @@ from headrace.deploy.chaos.schedule import ELSEWHERE, Event, Kind, Plan, read_pl
 from headrace.deploy.chaos.trial import Outcome
 from headrace.deploy.redis_server import serving
 from headrace.schemas.errors import ExitCode
+from support.waiting import TIMEOUT_S
 
 pytestmark = [pytest.mark.chaos, pytest.mark.thorough]
 
@@ -53,7 +54,7 @@ GAP_S = 2.0
 
 def headrace_chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", "chaos", "--json", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=3 * TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,10 @@ from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.rendezvous import Rendezvous
 from support.fleets.machines import Machines
 from support.fleets.two_machines import NoNamespacesError
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = [pytest.mark.netns, pytest.mark.chaos]
 
-LONG_S = 200.0
 WORKER_FILES = ("worker.secret", "supervisor.secret", "broker.public")
 SETTINGS = ("--env", "CartPole-v1", "--num-envs", "4", "--set", "broker.lease_s=4")
 
@@ -81,25 +80,25 @@ class Hosts:
 
     def await_progress(self, what: str) -> None:
         before = self.env_steps()
-        wait_until(lambda: self.env_steps() > before, f"env steps {what}", LONG_S)
+        wait_until(lambda: self.env_steps() > before, f"env steps {what}")
 
     def await_joined(self, machine: str) -> None:
         """Wait until the worker of `machine` is one of the fleet. Steps may be those of another one."""
         logs = self.shared / f"disk-{machine}"
         joined = "joined fleet"
-        wait_until(lambda: any(joined in log.read_text() for log in logs.rglob("*.log")), f"{machine} to join", LONG_S)
+        wait_until(lambda: any(joined in log.read_text() for log in logs.rglob("*.log")), f"{machine} to join")
 
     def ask(self, machine: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command that reads the fleet's Redis, which is on loopback of the head's `machine`."""
         words = (sys.executable, "-m", "headrace.deploy", *arguments, "--run-dir", str(self.run_dir))
         command = self.machines.command(machine, *words)
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
     def await_lost(self, expected: bool) -> None:
         """Wait until the first broker has let go of a worker, or knows all of them."""
         lost = "its connection ended without a word"
         what = "a lost worker" if expected else "no lost worker"
-        wait_until(lambda: (lost in self.ask("head", "why").stdout) == expected, what, LONG_S, 0.5)
+        wait_until(lambda: (lost in self.ask("head", "why").stdout) == expected, what, pause_s=0.5)
 
     def audit(self) -> subprocess.CompletedProcess[str]:
         return self.ask("second", "audit", "--strict")
@@ -132,18 +131,18 @@ def test_hosts_are_cut_off_lost_and_added_and_the_broker_moves(machines: Machine
 
         stop_all(hosts, head)
         head = hosts.fleet("second")
-        wait_until(lambda: machines.address("second") in hosts.published(), "the broker's new address", LONG_S)
+        wait_until(lambda: machines.address("second") in hosts.published(), "the broker's new address")
         hosts.await_progress("after the broker has moved to another host")
         for group in (one, three):
             assert group.poll() is None, "it has followed the broker"
             group.send_signal(signal.SIGTERM)
-        assert [group.wait(LONG_S) for group in (one, three)] == [0, 0]
+        assert [group.wait(TIMEOUT_S) for group in (one, three)] == [0, 0]
         # A newer worker has the slot of the lost host's. The broker closes the books of that life a minute later.
-        wait_until(lambda: hosts.is_told("no supervisor has told of its end"), "the broker to close books", LONG_S, 0.5)
-        wait_until(lambda: "claims to be live" not in hosts.audit().stdout, "the books of the lost host", LONG_S, 2.0)
+        wait_until(lambda: hosts.is_told("no supervisor has told of its end"), "the broker to close books", pause_s=0.5)
+        wait_until(lambda: "claims to be live" not in hosts.audit().stdout, "the books of the lost host", pause_s=2.0)
         two.kill()
         head.send_signal(signal.SIGTERM)
-        assert head.wait(LONG_S) == 0, (tmp_path / "second.log").read_text()
+        assert head.wait(TIMEOUT_S) == 0, (tmp_path / "second.log").read_text()
         audited = hosts.audit()
         assert audited.returncode == 0, audited.stdout + audited.stderr
 
@@ -154,4 +153,4 @@ def stop_all(hosts: Hosts, head: subprocess.Popen[bytes]) -> None:
     head.kill()
     for pid in pids:
         subprocess.run(["kill", "-9", str(pid)], capture_output=True, check=False)
-    head.wait(LONG_S)
+    head.wait(TIMEOUT_S)

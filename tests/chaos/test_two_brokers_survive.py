@@ -15,9 +15,8 @@ from headrace.deploy.redis_server import prepare_redis, wait_ready
 from headrace.deploy.redis_view import FleetView
 from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, load_checkpoint
 from headrace.schemas.ledger import add_up
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
-LONG_S = 200.0
 SETTINGS = """\
 [fleet]
 fleet_id = "pair"
@@ -62,12 +61,12 @@ class Roles:
 
     def await_growth(self, what: str, *indices: int) -> None:
         before = {index: self.committed(index) for index in indices}
-        wait_until(lambda: all(self.committed(i) > n + 1000 for i, n in before.items()), what, LONG_S, pause_s=0.5)
+        wait_until(lambda: all(self.committed(i) > n + 1000 for i, n in before.items()), what, pause_s=0.5)
 
     def audit(self) -> str:
         """Return what is wrong with the books of the brokers."""
         command = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--config", "fleet.toml"]
-        told = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=LONG_S, check=False)
+        told = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         return "" if told.returncode == 0 else told.stdout + told.stderr
 
     def said(self) -> str:
@@ -82,7 +81,7 @@ class Roles:
 
 def end(process: subprocess.Popen[bytes], how: int = signal.SIGTERM) -> int:
     process.send_signal(how)
-    return process.wait(LONG_S)
+    return process.wait(TIMEOUT_S)
 
 
 @contextmanager
@@ -108,12 +107,12 @@ def test_a_lost_broker_costs_its_share_until_it_is_back_and_no_step_twice(tmp_pa
 
         end(learner, signal.SIGKILL)
         learner = fleet.start("learner")
-        wait_until(lambda: "going on from" in fleet.said(), "a new learner", LONG_S)
+        wait_until(lambda: "going on from" in fleet.said(), "a new learner")
         fleet.await_growth("both shares, at a new learner", 0, 1)
 
         assert [end(worker) for worker in workers] == [0, 0], fleet.said()
         assert end(learner) == 0, fleet.said()
-        wait_until(lambda: not any(map(fleet.queued, range(2))), "nothing to be queued", LONG_S, pause_s=0.5)
+        wait_until(lambda: not any(map(fleet.queued, range(2))), "nothing to be queued", pause_s=0.5)
         assert fleet.audit() == ""
         assert [end(broker) for broker in brokers] == [0, 0], fleet.said()
 

@@ -14,8 +14,7 @@ from headrace.deploy.child import Child
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.supervisor import ProcessSpec, Role, Service, Supervisor
 from headrace.schemas.config import SupervisorSection
-
-DEADLINE_S = 100.0
+from support.waiting import TIMEOUT_S
 
 SECTION = SupervisorSection(
     restart_backoff_s=0.01,
@@ -64,7 +63,7 @@ class Nursery:
     def until(self, done: object) -> None:
         """Turn the loop until `done()`, which must happen."""
         assert callable(done)
-        assert self.loop.turn_until(done, DEADLINE_S), "it did not happen in time"
+        assert self.loop.turn_until(done, TIMEOUT_S), "it did not happen in time"
 
     def says(self, name: str, line: str, times: int = 1) -> bool:
         """Whether the process has logged `line` so often."""
@@ -82,4 +81,4 @@ def nursery(tmp_path: Path) -> Iterator[Nursery]:
     made = nursery_in(tmp_path)
     yield made
     made.supervisor.kill()
-    assert made.loop.turn_until(made.supervisor.gone, DEADLINE_S), "a child outlived its test"
+    assert made.loop.turn_until(made.supervisor.gone, TIMEOUT_S), "a child outlived its test"

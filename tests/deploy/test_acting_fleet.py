@@ -9,6 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from support.waiting import TIMEOUT_S
+
 pytestmark = pytest.mark.slow
 
 CARTS = """
@@ -51,7 +53,7 @@ def test_what_clients_have_cut_is_trained_on_and_the_books_balance_though_one_is
                 assert client.stdout is not None
                 assert client.stdout.readline() == b"played\n"
             clients[0].kill()
-            told, _ = fleet.communicate(timeout=200)
+            told, _ = fleet.communicate(timeout=TIMEOUT_S)
         finally:
             fleet.terminate()
             for client in clients:

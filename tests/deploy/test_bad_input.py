@@ -25,7 +25,7 @@ from headrace.schemas.handshakes import Handshakes
 from headrace.schemas.messages import Reject, SupervisorHello, read
 from headrace.schemas.ports import ephemeral_range
 from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, decode_header
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def headrace(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 def assert_one_sentence(result: subprocess.CompletedProcess[str], code: ExitCode, *parts: str) -> None:
@@ -214,9 +214,9 @@ def test_of_two_learners_the_newer_one_wins(tmp_path: Path, broker: ServingBroke
     with learner("older") as older:
         wait_until(lambda: epoch() > before, "the first learner has the lease")
         with learner("newer") as newer:
-            _, words = older.communicate(timeout=200)
+            _, words = older.communicate(timeout=TIMEOUT_S)
             newer.send_signal(signal.SIGTERM)
-            newer.communicate(timeout=200)
+            newer.communicate(timeout=TIMEOUT_S)
     assert older.returncode == ExitCode.FENCED, words
     assert "error: a newer learner" in words
     assert newer.returncode == ExitCode.OK
@@ -257,7 +257,7 @@ def test_a_broker_of_another_protocol_version_ends_a_peer(tmp_path: Path, role: 
         with subprocess.Popen(command(role, *where), stderr=subprocess.PIPE, text=True) as process:
             assert old.poll(60_000), "it never said HELLO"
             old.send_multipart([old.recv_multipart()[0], *answer])
-            _, words = process.communicate(timeout=200)
+            _, words = process.communicate(timeout=TIMEOUT_S)
     result = subprocess.CompletedProcess(process.args, process.returncode, "", words)
     assert_one_sentence(
         result, ExitCode.VERSION_MISMATCH, f"{PROTOCOL_MAJOR + 1}.{PROTOCOL_MINOR}", f"{PROTOCOL_MAJOR}.x"
@@ -277,7 +277,7 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_get(broker: Serving
 def test_a_closed_stream_is_no_obstacle(closed: int) -> None:
     shell = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
     arguments = ["sh", "-c", shell, "sh", *command("up", "--print-config")]
-    result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=200)
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr
     assert ("num_envs" in result.stdout) == (closed != 1)
 
@@ -286,6 +286,6 @@ def test_a_terminal_that_knows_only_ascii_and_no_home(tmp_path: Path) -> None:
     bare = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     for arguments in (("up", "--help"), ("up", "--print-config")):
         result = subprocess.run(
-            command(*arguments), cwd=tmp_path, env=bare, capture_output=True, check=False, timeout=200
+            command(*arguments), cwd=tmp_path, env=bare, capture_output=True, check=False, timeout=TIMEOUT_S
         )
         assert result.returncode == 0, result.stderr

@@ -10,11 +10,12 @@ import pytest
 
 from headrace.deploy.chaos.schedule import Event, Kind, Plan, make_plan, read_plan
 from headrace.schemas.errors import ConfigError, ExitCode
+from support.waiting import TIMEOUT_S
 
 
 def print_plan(*arguments: str) -> str:
     command = [sys.executable, "-m", "headrace.deploy", "chaos", "--print-plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout
 
 
 def test_the_same_seed_gives_the_same_schedule_in_another_process() -> None:

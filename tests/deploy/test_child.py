@@ -15,15 +15,13 @@ import pytest
 from headrace.deploy.child import Child, describe_end
 from headrace.deploy.proc_stat import is_alive
 from headrace.schemas.errors import RunDirError
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_S = 100.0
-
 
 def ended(child: Child) -> int:
-    readable, _, _ = select.select([child.pidfd], [], [], DEADLINE_S)
+    readable, _, _ = select.select([child.pidfd], [], [], TIMEOUT_S)
     assert readable, "the child did not end"
     return child.reap()
 
@@ -72,7 +70,7 @@ def test_a_child_has_a_session_of_its_own_and_no_stdin(tmp_path: Path) -> None:
 
 def test_signals_after_the_end_reach_nobody(tmp_path: Path) -> None:
     child = python("pass", tmp_path / "log")
-    select.select([child.pidfd], [], [], DEADLINE_S)
+    select.select([child.pidfd], [], [], TIMEOUT_S)
     child.send(signal.SIGKILL)
     assert child.reap() == 0
     child.send(signal.SIGKILL)
@@ -102,7 +100,7 @@ def test_children_die_with_their_parent(tmp_path: Path, number: signal.Signals) 
         assert parent.stdout is not None
         pidfd = os.pidfd_open(int(parent.stdout.readline()))
         parent.send_signal(number)
-        readable, _, _ = select.select([pidfd], [], [], DEADLINE_S)
+        readable, _, _ = select.select([pidfd], [], [], TIMEOUT_S)
         os.close(pidfd)
     assert readable, "the child outlived its parent"
 

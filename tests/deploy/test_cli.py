@@ -18,6 +18,7 @@ from headrace.deploy.fleet_file import FleetFile, ProcessEntry
 from headrace.deploy.options import recipes
 from headrace.deploy.stop_signals import StopSignals
 from headrace.schemas.errors import ExitCode
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +31,13 @@ COMMANDS = (
 def headrace(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
     return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=200
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
     )
 
 
@@ -122,7 +129,7 @@ def test_ctrl_c_in_the_midst_of_the_imports_ends_a_command_quietly(tmp_path: Pat
         assert command.stdout is not None
         assert command.stdout.readline() == b"importing\n"
         command.send_signal(signal.SIGINT)
-        _, errors = command.communicate(timeout=100)
+        _, errors = command.communicate(timeout=TIMEOUT_S)
     assert (command.returncode, errors) == (130, b"")
 
 

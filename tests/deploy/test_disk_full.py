@@ -51,7 +51,7 @@ def test_a_fleet_whose_disk_is_full_says_so_and_can_go_on(disk: Path, tmp_path: 
         fleet = subprocess.Popen(
             [*UP, *settings, "--run-dir", str(run), "--timeout-s", "200"], stdout=said, stderr=said, text=True
         )
-        wait_until((run / "learner.checkpoint").exists, "a checkpoint", 120.0)
+        wait_until((run / "learner.checkpoint").exists, "a checkpoint")
         fill(disk)
         assert fleet.wait(120) == ExitCode.RUN_DIR
         text = (tmp_path / "said").read_text()

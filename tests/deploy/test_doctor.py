@@ -28,6 +28,7 @@ from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.key_files import read_public_key
 from headrace.schemas.rendezvous import Published
+from support.waiting import TIMEOUT_S
 
 HEADRACE = [sys.executable, "-m", "headrace.deploy"]
 MIB = 1 << 20
@@ -37,7 +38,7 @@ FLEET = Needs.of_fleet(FleetConfig())
 def doctor(*arguments: str, before: Callable[[], None] | None = None) -> dict[str, dict[str, str]]:
     """Run the command; `before` runs in its process first. Return its checks by name."""
     command = [*HEADRACE, "doctor", "--json", *arguments]
-    told = subprocess.run(command, capture_output=True, check=False, timeout=200, preexec_fn=before)
+    told = subprocess.run(command, capture_output=True, check=False, timeout=TIMEOUT_S, preexec_fn=before)
     return {check["name"]: check for check in orjson.loads(told.stdout)["checks"]}
 
 
@@ -133,7 +134,9 @@ def test_real_limits_of_a_control_group_are_named(group: Any) -> None:
         for entry in entries:
             entry.write_text(str(os.getpid()))
 
-    told = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, check=True, timeout=200, preexec_fn=enter)
+    told = subprocess.run(
+        [sys.executable, "-c", LOOK], capture_output=True, check=True, timeout=TIMEOUT_S, preexec_fn=enter
+    )
     checks = {check["name"]: check for check in orjson.loads(told.stdout)}
     assert checks["memory"]["verdict"] == "fail"
     assert f"700 MiB by {entries[0].with_name('memory.limit_in_bytes')}" in checks["memory"]["seen"]
@@ -218,7 +221,7 @@ def test_a_start_warns_of_limits_that_do_not_suffice(tmp_path: Path, free_port: 
             capture_output=True,
             text=True,
             check=False,
-            timeout=200,
+            timeout=TIMEOUT_S,
         )
         assert told.returncode == code, told.stderr
         (line,) = [line for line in told.stderr.splitlines() if "memory: " in line]

@@ -14,11 +14,11 @@ import pytest
 from headrace.schemas.errors import ExitCode
 from support.fleets.running_fleet import RunningFleet, snapshot_of
 from support.ports import free_port
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 
 ENDS = ("--set", "worker.ends_with_fleet=true", "--set", "learner.steps_per_update=256", "--num-envs", "2")
-LONG_S = 100.0
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def test_a_group_of_workers_leaves_at_the_goal_and_the_books_are_closed(tmp_path
         workers_for(f"http://127.0.0.1:{port}/rendezvous.json", elsewhere) as workers,
     ):
         result = fleet.finish()
-        said = workers.communicate(timeout=LONG_S)[1]
+        said = workers.communicate(timeout=TIMEOUT_S)[1]
         assert (result["returncode"], workers.returncode) == (0, 0), result["stderr"] + said
         assert "takes no more steps; this worker leaves" in logs_of(elsewhere)
         rows = fleet.audited()["rows"]
@@ -63,7 +63,7 @@ def test_a_broker_that_fails_for_good_keeps_no_worker_waiting_and_the_next_start
         lives = open_lives(run)
         fleet.send(signal.SIGKILL, "broker")
         result = fleet.finish()
-        said = workers.communicate(timeout=LONG_S)[1]
+        said = workers.communicate(timeout=TIMEOUT_S)[1]
         assert (result["returncode"], workers.returncode) == (ExitCode.CRASH_LOOP, 0), result["stderr"] + said
     assert logs_of(run).count("the fleet has stopped; the recorder keeps the books for its next start") == 3
     audit = fleet.audit()

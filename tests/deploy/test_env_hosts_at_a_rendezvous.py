@@ -22,11 +22,10 @@ from headrace.schemas.key_files import read_public_key
 from headrace.schemas.recorder import read_recorder
 from headrace.schemas.rendezvous import Published, Rendezvous
 from support.fleets.running_fleet import RunningFleet
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 SETTINGS = ("--env", "CartPole-v1", "--num-envs", "2")
 REMOTE = ("--set", "sampling.env_placement=remote", "--set", "sampling.env_hosts_lease_s=2")
-LONG_S = 150.0
 
 
 class Machine:
@@ -47,7 +46,7 @@ class Machine:
             assert self.process.poll() is None, self.said()
             return bool(condition())  # type: ignore[operator]
 
-        wait_until(met, what, LONG_S)
+        wait_until(met, what)
 
     def pid_of_life(self, slot: int, incarnation: int) -> int:
         """The process of a life of a worker of this machine's group, once it is there."""
@@ -58,7 +57,7 @@ class Machine:
             reading = read_recorder(path) if path is not None else None
             return reading.pid if reading is not None else 0
 
-        return wait_until(find, f"life {incarnation} of worker {slot}", LONG_S)
+        return wait_until(find, f"life {incarnation} of worker {slot}")
 
 
 @contextmanager
@@ -68,7 +67,7 @@ def machine(folder: Path, *arguments: str) -> Iterator[Machine]:
         yield started
     finally:
         started.process.terminate()
-        started.process.wait(LONG_S)
+        started.process.wait(TIMEOUT_S)
 
 
 def host(tmp_path: Path, number: int, *more: str) -> tuple[Any, ...]:
@@ -126,8 +125,8 @@ def test_hosts_that_came_first_spread_over_workers_and_find_one_that_comes_back_
         assert after["envs-1000"].address != before["envs-1000"].address
         assert after["envs-1001"].address == before["envs-1001"].address
         workers.process.terminate()
-        assert workers.process.wait(LONG_S) == 0, workers.said()
-        wait_until(lambda: not published(tmp_path).ports, "the ports of workers that have left to go", LONG_S)
+        assert workers.process.wait(TIMEOUT_S) == 0, workers.said()
+        wait_until(lambda: not published(tmp_path).ports, "the ports of workers that have left to go")
         fleet.terminate()
         result = fleet.finish()
         assert result["returncode"] == 0, result["stderr"]
@@ -157,7 +156,7 @@ def test_a_host_that_finds_no_worker_ends_with_a_sentence(
     if content is not None:
         content.write(tmp_path / "meet.json")
     with machine(*host(tmp_path, 1, *more, "--set", "worker.connect_timeout_s=1")) as ended:
-        assert ended.process.wait(LONG_S) == code, ended.said()
+        assert ended.process.wait(TIMEOUT_S) == code, ended.said()
         assert words in ended.said().rpartition("error: ")[2]
 
 
@@ -165,5 +164,5 @@ def test_a_host_that_finds_no_worker_ends_with_a_sentence(
 def test_a_name_needs_the_port_of_the_settings(tmp_path: Path) -> None:
     arguments = ("env-host", "--rendezvous", "dns://head", *SETTINGS)
     with machine(tmp_path / "host", *arguments) as ended:
-        assert ended.process.wait(LONG_S) == ExitCode.CONFIG
+        assert ended.process.wait(TIMEOUT_S) == ExitCode.CONFIG
         assert "needs sampling.env_hosts_port in the settings" in ended.said()

@@ -22,7 +22,7 @@ from headrace.workers import MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.config import runner_config
 from support.envs.counting import Counting
 from support.fleets.saved_runs import TWO_CARTS, save_run, save_run_of_two
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def config_of(env: str, **sampling: Any) -> FleetConfig:
@@ -79,7 +79,7 @@ def test_an_env_that_fails_plays_another_episode_instead() -> None:
 def test_agents_and_policies_have_their_own_returns(tmp_path: Path) -> None:
     save_run_of_two(tmp_path)
     command = [sys.executable, "-m", "headrace.deploy", "evaluate", str(tmp_path), "--episodes", "6"]
-    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, timeout=200)
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stderr
     told = orjson.loads(ended.stdout)
     assert told["env"] == TWO_CARTS
@@ -87,7 +87,7 @@ def test_agents_and_policies_have_their_own_returns(tmp_path: Path) -> None:
     means = {agent: own["mean"] for agent, own in told["return_by_agent"].items()}
     assert means.keys() == {"short", "long"}
     assert sum(means.values()) == pytest.approx(told["return"]["mean"])
-    words = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200).stdout
+    words = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S).stdout
     assert f"return of policy long   mean {means['long']:.4g}" in words
 
 
@@ -112,7 +112,7 @@ def test_a_signal_ends_it_with_what_has_ended(tmp_path: Path) -> None:
     with process:
         wait_until(lambda: "of 100000 episodes have ended" in (tmp_path / "log").read_text(), "progress")
         process.send_signal(signal.SIGTERM)
-        told = orjson.loads(process.communicate(timeout=100)[0])
+        told = orjson.loads(process.communicate(timeout=TIMEOUT_S)[0])
     assert process.returncode == ExitCode.FAILURE
     assert not told["complete"]
     assert 0 < told["episodes"] < 100000
@@ -135,7 +135,7 @@ class Drawn(Counting):
 def frames_of(path: Path, ffmpeg: str, height: int, width: int) -> Any:
     """Return the pictures of a video, uint8 (frames, height, width, 3), as ffmpeg reads them."""
     command = [ffmpeg, "-loglevel", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
-    raw = subprocess.run(command, capture_output=True, check=True, timeout=100).stdout
+    raw = subprocess.run(command, capture_output=True, check=True, timeout=TIMEOUT_S).stdout
     return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from support.waiting import TIMEOUT_S
+
 pytestmark = pytest.mark.slow
 
 POLICIES = ("--set", 'sampling.policies={"short": {}, "long": {}}')
@@ -37,7 +39,7 @@ def test_two_policies_learn_and_books_balance_though_run_ends_in_the_middle_of_e
         *("--timeout-s", "180", "--workers", "1", "--num-envs", "8", "--seed", "0", *POLICIES),
         *("--env", "breaking_carts:Breaking", "--set", "sampling.env_restart_backoff_s=0", "--until-return", "120"),
     ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr
     found = orjson.loads(result.stdout)
     assert (found["goal_reached"], found["balanced"]) == (True, True)

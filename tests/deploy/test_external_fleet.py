@@ -9,6 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from support.waiting import TIMEOUT_S
+
 pytestmark = pytest.mark.slow
 
 
@@ -18,7 +20,7 @@ def test_a_fleet_learns_from_envs_that_drive_themselves(tmp_path: Path) -> None:
         *("--env", "headrace.workers.external.examples:CartPoles", "--workers", "1", "--num-envs", "8"),
         *("--seed", "0", "--until-return", "150"),
     ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr
     found = orjson.loads(result.stdout)
     assert found["goal_reached"] is True

@@ -14,6 +14,7 @@ from headrace.deploy.redis_server import serving
 from headrace.deploy.redis_view import FleetView
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.redis_keys import labelled
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ ALONE = ("--set", "learner.enabled=false", "--set", "worker.random_actions_befor
 def up(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     small = ("--workers", "1", "--num-envs", "2", "--seed", "0", "--timeout-s", "180", "--json")
     command = [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(run_dir), *small, *arguments]
-    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 def test_env_steps_and_steps_of_agents_and_modules_are_counted_apart(tmp_path: Path) -> None:

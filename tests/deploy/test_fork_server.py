@@ -22,11 +22,10 @@ from headrace.deploy.fork_server import HEADRACE, ForkServer, early_or_new, star
 from headrace.deploy.proc_stat import is_alive
 from headrace.schemas.errors import ExitCode
 from support.fleets.running_fleet import RunningFleet
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_S = 100.0
 ENVIRONMENT = {name: value for name, value in child_environment(1).items() if not name.startswith("PYTEST_")}
 BROKER = [*HEADRACE, "broker", "--fleet-id", "forked", "--run-dir"]
 SEED_TELLER = """
@@ -59,7 +58,7 @@ time.sleep(1000)
 
 
 def ready(fork_server: ForkServer) -> ForkServer:
-    readable, _, _ = select.select([fork_server.fd], [], [], DEADLINE_S)
+    readable, _, _ = select.select([fork_server.fd], [], [], TIMEOUT_S)
     assert readable, "the fork server was never ready"
     fork_server.take_news()
     assert fork_server.is_ready
@@ -86,7 +85,7 @@ def serving(fork_server: ForkServer, folder: Path) -> Child:
 
 
 def ended(child: Child) -> int:
-    readable, _, _ = select.select([child.pidfd], [], [], DEADLINE_S)
+    readable, _, _ = select.select([child.pidfd], [], [], TIMEOUT_S)
     assert readable, "the child did not end"
     return child.reap()
 
@@ -150,7 +149,7 @@ def test_ctrl_c_in_the_midst_of_the_imports_of_up_leaves_no_fork_server(tmp_path
         wait_until(lambda: fork_servers_of(process.pid), "the fork server of the start")
         found = fork_servers_of(process.pid)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=DEADLINE_S)
+        said, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == INTERRUPTED, said
     assert "Traceback" not in said
     wait_until(lambda: not is_alive(found[0]), "the end of the fork server")

@@ -9,11 +9,12 @@ from pathlib import Path
 from headrace.schemas.config_loading import load_config
 from support.containers.compose import read_compose
 from support.containers.container import image_of
+from support.waiting import TIMEOUT_S
 
 
 def hadolint(dockerfile: Path) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("hadolint")
-    return subprocess.run([program, dockerfile], capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run([program, dockerfile], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 def test_hadolint_finds_nothing_wrong_with_the_dockerfile(root: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.fleet_place import await_start, find_fleet, keys_folder
 from headrace.schemas.errors import UnreachableError
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import TIMEOUT_S
 
 LEARNER = """
 import logging, sys
@@ -65,7 +66,7 @@ def test_it_waits_for_the_fleet_finds_it_on_other_ports_and_ends_with_it(tmp_pat
     assert f"the stream ends: run directory {run_dir} cannot be used: its run has stopped; {start}" in said
 
     evaluate = [sys.executable, "-m", "headrace.deploy", "evaluate", str(run_dir), "--episodes", "3", "--json"]
-    played = subprocess.run(evaluate, capture_output=True, text=True, check=False, timeout=200)
+    played = subprocess.run(evaluate, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert played.returncode == 0, played.stderr
     assert orjson.loads(played.stdout)["episodes"] == 3
     policy = load_policy(run_dir)

@@ -24,6 +24,7 @@ from headrace.schemas.errors import (
 )
 from support.fleets.saved_runs import arrays_of, best_action, save_run, save_run_of_two
 from support.fleets.serving_process import cart_spaces
+from support.waiting import TIMEOUT_S
 
 SEEN = np.random.default_rng(0).uniform(-0.3, 0.3, (30, 4)).astype(np.float32)
 
@@ -126,7 +127,7 @@ def test_the_command_exports_a_file_and_says_what_is_in_it(tmp_path: Path) -> No
 
     def export(to: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "headrace.deploy", "export", str(tmp_path), "--to", to]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
     written = export("policy.pt")
     assert written.returncode == 0, written.stderr

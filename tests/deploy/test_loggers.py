@@ -14,7 +14,7 @@ from headrace.deploy.loggers.logger_thread import MOST_WAITING, LoggerThread
 from headrace.deploy.loggers.opening import open_loggers
 from headrace.schemas.config import LoggingSection
 from headrace.schemas.errors import ConfigError
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 LEARNER_ROW: Row = {
     "kind": "learner",
@@ -37,7 +37,7 @@ class Recorder:
         self.fails_at = fails_at
 
     def log(self, row: Row, step: int) -> None:
-        assert self.gate.wait(100.0)
+        assert self.gate.wait(TIMEOUT_S)
         if row["n"] == self.fails_at:
             raise RuntimeError("the service has gone")
         self.rows.append((row, step))
@@ -46,7 +46,7 @@ class Recorder:
         self.closed.set()
 
 
-def end(*threads: LoggerThread, deadline_s: float = 100.0) -> None:
+def end(*threads: LoggerThread, deadline_s: float = TIMEOUT_S) -> None:
     for thread in threads:
         thread.begin_close()
     for thread in threads:
@@ -80,7 +80,7 @@ def test_a_slow_logger_holds_up_nobody_and_loses_the_oldest_rows(caplog: pytest.
     end(thread, deadline_s=0.0)
     assert "logger mine:Slow did not end within 0 s and is abandoned" in caplog.text
     slow.gate.set()
-    assert slow.closed.wait(100.0)
+    assert slow.closed.wait(TIMEOUT_S)
     assert [row["n"] for row, _ in slow.rows][-MOST_WAITING:] == list(range(50, MOST_WAITING + 50))
     assert caplog.text.count("is too slow") == 1
 

@@ -8,6 +8,7 @@ import time
 
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.stop_signals import StopSignals
+from support.waiting import TIMEOUT_S
 
 
 def test_timers_fire_in_order_and_not_once_cancelled() -> None:
@@ -15,7 +16,7 @@ def test_timers_fire_in_order_and_not_once_cancelled() -> None:
     loop.call_later(0.02, lambda: fired.append("second"))
     loop.call_later(0.01, lambda: fired.append("first"))
     loop.call_later(0.015, lambda: fired.append("never")).cancel()
-    assert loop.turn_until(lambda: len(fired) == 2, 100.0)
+    assert loop.turn_until(lambda: len(fired) == 2, TIMEOUT_S)
     assert fired == ["first", "second"]
 
 

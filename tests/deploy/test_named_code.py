@@ -19,6 +19,7 @@ from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.workers import connectors
 from support.fleets.saved_runs import save_run, save_run_of_two
+from support.waiting import TIMEOUT_S
 
 RECORDED = "headrace.workers.envs.video:recorded"
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
@@ -41,7 +42,7 @@ def build(spaces, **config):
 
 def headrace(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 def craft(run: Path, sampling: dict[str, Any], name: str = "config.json") -> None:

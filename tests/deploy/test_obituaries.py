@@ -22,9 +22,8 @@ from headrace.schemas.messages import Ack, HeldBatch, Obituary, read, read_hello
 from headrace.schemas.ports import quiet_ports
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.wire import MessageKind, decode_header
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
-DEADLINE_S = 100.0
 FLEET = "fleet-t"
 
 
@@ -111,10 +110,10 @@ def test_a_broker_hears_of_the_drain_also_one_that_starts_during_it(loop: EventL
     first = Registrar(loop)
     obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
     obituaries.pause_workers()
-    assert loop.turn_until(lambda: first.drains > 0, DEADLINE_S)
+    assert loop.turn_until(lambda: first.drains > 0, TIMEOUT_S)
     first.close()
     later = Registrar(loop, int(first.endpoint.rpartition(":")[2]))
-    assert loop.turn_until(lambda: later.drains > 0, DEADLINE_S)
+    assert loop.turn_until(lambda: later.drains > 0, TIMEOUT_S)
     obituaries.close()
     later.close()
 
@@ -124,7 +123,7 @@ def test_an_obituary_says_what_the_recorder_holds(
 ) -> None:
     path = leave_a_recorder(tmp_path, 3, 2)
     obituaries.send(write_obituary(tmp_path, 3, 2, "worker_killed"))
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     (taken,) = registrar.taken
     assert (taken.slot, taken.incarnation, taken.reason) == (3, 2, "worker_killed")
     assert (taken.totals.stepped, taken.totals.open) == (30, 10)
@@ -142,13 +141,13 @@ def test_it_is_repeated_until_acknowledged(
     leave_a_recorder(tmp_path, 0, 1)
     registrar.answer = False
     obituaries.send(write_obituary(tmp_path, 0, 1, "worker_killed"))
-    assert loop.turn_until(lambda: len(registrar.taken) >= 3, DEADLINE_S)
+    assert loop.turn_until(lambda: len(registrar.taken) >= 3, TIMEOUT_S)
     registrar.answer, registrar.closed = True, False
     seen = len(registrar.taken)
-    assert loop.turn_until(lambda: len(registrar.taken) > seen, DEADLINE_S)
+    assert loop.turn_until(lambda: len(registrar.taken) > seen, TIMEOUT_S)
     assert not obituaries.all_acknowledged(), "an Ack that does not close the books is not the answer"
     registrar.closed = True
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
 
 
 def test_a_recorder_is_kept_until_redis_has_its_final_books_and_a_learner_its_end(
@@ -184,7 +183,7 @@ def test_a_folded_life_has_no_recorder_and_no_later_broker_is_told_of_it(loop: E
     paths = [leave_a_recorder(tmp_path, 0, life) for life in (1, 2)]
     for life in (1, 2):
         obituaries.send(write_obituary(tmp_path, 0, life, "shutdown"))
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     totals = WorkerTotals(seq=1, stepped=30, discarded={"shutdown": 10}, shipped=20, shipped_chunks=2)
     settled = Settled(seq=1, committed=(20, 2))
     row = LedgerRow(slot=0, incarnation=0, totals=totals, accepted=(20, 2), held=(0, 0), settled=settled, closed=True)
@@ -195,7 +194,7 @@ def test_a_folded_life_has_no_recorder_and_no_later_broker_is_told_of_it(loop: E
     assert [path.exists() for path in paths] == [False, True]
     seen = len(first.taken)
     obituaries.resend()
-    assert loop.turn_until(lambda: len(first.taken) > seen and obituaries.all_acknowledged(), DEADLINE_S)
+    assert loop.turn_until(lambda: len(first.taken) > seen and obituaries.all_acknowledged(), TIMEOUT_S)
     assert {obituary.incarnation for obituary in first.taken[seen:]} == {2}
     obituaries.close()
     first.close()
@@ -210,12 +209,12 @@ def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_p
     for slot in (0, 1):
         leave_a_recorder(tmp_path, slot, 1)
         obituaries.send(write_obituary(tmp_path, slot, 1, "worker_killed"))
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     first.close()
     obituaries.resend()
     assert not obituaries.all_acknowledged()
     second = Registrar(loop, int(first.endpoint.rpartition(":")[2]))
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     assert {o.slot for o in second.taken} == {0, 1}
     assert all((o.settled, o.window) == (first.settled, []) for o in second.taken)
     obituaries.close()
@@ -232,7 +231,7 @@ def test_who_lost_what_an_earlier_fleet_left_is_named(
     orderly.settled(Settled(), accepted=1)
     orderly.close()
     obituaries.send_left_over()
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     assert {o.slot: o.reason for o in registrar.taken} == {0: "worker_killed", 1: "broker_lost"}
 
 
@@ -256,7 +255,7 @@ def test_a_broker_that_comes_back_on_its_port_is_told(loop: EventLoop, tmp_path:
     obituaries.send(write_obituary(tmp_path, 0, 1, "worker_killed"))
     assert not loop.turn_until(obituaries.all_acknowledged, 0.3)
     second = Registrar(loop, int(first.endpoint.rpartition(":")[2]))
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     obituaries.close()
     second.close()
 
@@ -275,7 +274,7 @@ Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
     leave_a_recorder(tmp_path, 2, 1)  # its pid is that of a living process (this one), which does not write to it
     (tmp_path / "something else").touch()
     obituaries.send_left_over()
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     assert [(o.slot, o.incarnation) for o in registrar.taken] == [(1, 4), (2, 1)]
     alive.close()
     leave_a_recorder(tmp_path, 3, 1)  # of another machine that shares the folder: its writer was never seen here
@@ -283,7 +282,7 @@ Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
     assert obituaries.all_acknowledged()
     obituaries.send_ended(own=[])
     assert not obituaries.all_acknowledged()
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     assert [(o.slot, o.incarnation) for o in registrar.taken[2:]] == [(0, 7)], "it has ended since"
 
 
@@ -303,7 +302,7 @@ def test_garbage_from_the_broker_is_survived(
     loop.forget(registrar.socket)
     loop.watch(registrar.socket, receive)
     obituaries.send(write_obituary(tmp_path, 0, 1, "worker_killed"))
-    assert loop.turn_until(obituaries.all_acknowledged, DEADLINE_S)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
 
 
 def test_a_sender_that_ends_together_with_its_broker_stops_no_later_one(loop: EventLoop, tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_a_sender_that_ends_together_with_its_broker_stops_no_later_one(loop: Ev
     for _ in range(200):
         registrar = Registrar(loop)
         obituaries = ObituarySender(loop, registrar.endpoint, FLEET, tmp_path)
-        assert loop.turn_until(lambda of=obituaries: of._handshakes.connected, DEADLINE_S)  # type: ignore[misc]
+        assert loop.turn_until(lambda of=obituaries: of._handshakes.connected, TIMEOUT_S)  # type: ignore[misc]
         loop.forget(registrar.socket)
         end = threading.Thread(target=registrar.socket.close)
         end.start()

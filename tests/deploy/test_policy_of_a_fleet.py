@@ -14,6 +14,7 @@ import pytest
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.learner_stub.checkpoint import load_checkpoint
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ print(earned, sum(p.numel() for p in policy.module.parameters()))
 
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     ended = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False, timeout=250
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
     assert ended.returncode == 0, ended.stderr
     return ended

@@ -27,7 +27,7 @@ from headrace.deploy.monitoring.exporter.files import DEFAULT_LISTEN, Monitoring
 from headrace.schemas.config import FleetConfig
 from support.fleets.running_fleet import RunningFleet
 from support.ports import free_port
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager")
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -204,7 +204,9 @@ def test_prometheus_gets_every_query_from_a_fleet_and_an_alert_reaches_its_recei
 
 
 def promtool(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *arguments], input=text, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        ["promtool", *arguments], input=text, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
 
 
 def _rule_test(name: str, series: dict[str, str], *expected: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +309,7 @@ def receiver() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
 
 
 def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
         return bytes(answer.read())
 
 

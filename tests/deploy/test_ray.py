@@ -19,7 +19,7 @@ from headrace.deploy.recorders import recorders_in
 from headrace.schemas.errors import ExitCode
 from support.fleets.ray_cluster import RayCluster, processes_of, ray_cluster
 from support.fleets.running_fleet import RunningFleet
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.ray
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra ray)")
@@ -93,7 +93,7 @@ def test_what_is_killed_on_ray_comes_back_and_the_books_are_exact(
         fleet.wait_until(lambda: len(at_work(fleet)) == 2, "workers step in their places")
 
         scaled = [sys.executable, "-m", "headrace.deploy", "ray", "scale", "1", "--run-dir", str(fleet.run_dir)]
-        subprocess.run(scaled, check=True, timeout=100)
+        subprocess.run(scaled, check=True, timeout=TIMEOUT_S)
         fleet.wait_until(lambda: len(at_work(fleet)) == 1, "one worker is left")
         snapshot = fleet.snapshot()
         assert snapshot is not None

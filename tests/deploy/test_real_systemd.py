@@ -102,7 +102,7 @@ def steps(fleet: SystemdMachine) -> int:
 
 
 def wait_for_steps(fleet: SystemdMachine, number: int) -> None:
-    wait_until(lambda: steps(fleet) >= number, f"{number} steps; {fleet.shows(FLEET, 'StatusText')}", 200.0, 0.3)
+    wait_until(lambda: steps(fleet) >= number, f"{number} steps; {fleet.shows(FLEET, 'StatusText')}", pause_s=0.3)
 
 
 def is_told(machine: SystemdMachine, unit: str, text: str) -> bool:

@@ -16,7 +16,7 @@ from headrace.deploy.redis_probe import PINGS, RedisProbe
 from headrace.deploy.redis_server import prepare_redis, wait_ready
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.deploy.watchdog import FleetWatchdog, recorders_by_slot
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery
@@ -28,7 +28,7 @@ SILENT_S = 99.0
 def server() -> Iterator[socket.socket]:
     """A server that the test plays."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(100.0)
+        server.settimeout(TIMEOUT_S)
         yield server
 
 
@@ -95,15 +95,15 @@ def answers(url: str) -> bool:
 def test_a_real_server_in_an_endless_script_is_killed_and_replaced(nursery: Nursery, tmp_path: Path) -> None:
     launch = prepare_redis(tmp_path)
     service = nursery.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
-    wait_ready(launch.url, 100.0)
+    wait_ready(launch.url, TIMEOUT_S)
     hung = service.child
     assert hung is not None
 
-    with contextlib.closing(connect(launch.url, 100.0)) as client:
+    with contextlib.closing(connect(launch.url, TIMEOUT_S)) as client:
         client.set("kept", 1)
 
     def hang() -> None:
-        with contextlib.suppress(*REDIS_FAILURES), contextlib.closing(connect(launch.url, 100.0)) as client:
+        with contextlib.suppress(*REDIS_FAILURES), contextlib.closing(connect(launch.url, TIMEOUT_S)) as client:
             client.eval("while true do end", 0)
 
     script = threading.Thread(target=hang)
@@ -116,8 +116,8 @@ def test_a_real_server_in_an_endless_script_is_killed_and_replaced(nursery: Nurs
     nursery.until(lambda: service.restarts > 0 and not service.zombies)
     watch.stop()
     probe.forget()
-    script.join(100.0)
+    script.join(TIMEOUT_S)
     nursery.until(lambda: service.child is not None and service.child is not hung)
-    wait_ready(launch.url, 100.0)
-    with contextlib.closing(connect(launch.url, 100.0)) as client:
+    wait_ready(launch.url, TIMEOUT_S)
+    with contextlib.closing(connect(launch.url, TIMEOUT_S)) as client:
         assert client.get("kept") == b"1"

@@ -18,7 +18,7 @@ from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.redis_server import serving
 from headrace.deploy.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.schemas.errors import ExitCode
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def up(run_dir: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """The summary of a run that must end well, and what it said."""
     (run_dir / "mine.py").write_text(MINE)
     done = subprocess.run(
-        command(run_dir, *arguments), cwd=run_dir, capture_output=True, text=True, check=False, timeout=200
+        command(run_dir, *arguments), cwd=run_dir, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
     summary: dict[str, Any] = orjson.loads(done.stdout)
@@ -147,7 +147,7 @@ def test_a_logger_that_is_not_there_is_an_error_before_anything_starts(tmp_path:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == ExitCode.CONFIG
     assert "logging.loggers: module 'nowhere' cannot be imported" in done.stderr

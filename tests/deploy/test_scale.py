@@ -14,11 +14,12 @@ from headrace.deploy.fleet_file import FleetFile
 from headrace.deploy.scale import asked_workers, scale
 from headrace.schemas.config import FleetConfig, FleetSection, SamplingSection
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import TIMEOUT_S
 
 
 def headrace_scale(run_dir: Path, workers: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", "scale", workers, "--run-dir", str(run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 @pytest.mark.thorough

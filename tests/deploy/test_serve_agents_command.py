@@ -20,6 +20,7 @@ from headrace.schemas.weights import CONNECTORS, join_modules
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.serving_process import cart_spaces, serving
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 
@@ -68,7 +69,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_each_agent_is_answered_by_its_policy_over_both_ways(run_dir: Path, free_port: int) -> None:
     rows = np.random.default_rng(0).uniform(-0.3, 0.3, (20, 2, 4)).astype(np.float32)
     with serving(run_dir, "--port", str(free_port), "--http", "0", "--json") as process:
-        with PolicyClient(f"tcp://127.0.0.1:{free_port}", timeout_s=30) as client:
+        with PolicyClient(f"tcp://127.0.0.1:{free_port}", timeout_s=TIMEOUT_S) as client:
             episode = client.start_episode()
             for row in rows:
                 seen = dict(zip(AGENTS, row, strict=True))
@@ -89,7 +90,7 @@ def test_each_agent_is_answered_by_its_policy_over_both_ways(run_dir: Path, free
             over_http.ask("DELETE", over_http.session)
             over_http.close()
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=TIMEOUT_S)
     found = orjson.loads(said)
     assert process.returncode == 0
     assert (found["episodes"], found["steps"], found["mean_return"]) == (1, 20, 30.0)

@@ -29,7 +29,7 @@ from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.serving_process import cart_spaces, serving
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -86,7 +86,7 @@ def played(client: PolicyClient, seed: int) -> int:
 def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(run_dir: Path, free_port: int) -> None:
     options = ("--config", str(run_dir / "fleet.toml"), "--port", str(free_port), "--http", "0", "--json")
     endpoint = f"tcp://127.0.0.1:{free_port}"
-    with serving(run_dir, *options) as process, PolicyClient(endpoint, timeout_s=30) as client:
+    with serving(run_dir, *options) as process, PolicyClient(endpoint, timeout_s=TIMEOUT_S) as client:
         lengths = [played(client, seed) for seed in range(4)]
         probe = client.start_episode()
         for seen in np.random.default_rng(0).normal(MEAN, 0.2, (40, 4)):
@@ -110,7 +110,7 @@ def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(run_di
         client.end_episode(probe, observation)
         over_http.ask("PUT", f"{walk}/steps/1", {"observation": MEAN.tolist(), "end": "terminated"})
         over_http.close()
-        told, _ = process.communicate(timeout=200)
+        told, _ = process.communicate(timeout=TIMEOUT_S)
     found = orjson.loads(told)
     assert process.returncode == 0
     assert (found["episodes"], found["aborted"], found["weights"]) == (6, 0, [2, 9])
@@ -122,12 +122,12 @@ def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(run_di
 @pytest.mark.thorough
 def test_the_sample_client_says_how_it_goes_and_ends(run_dir: Path, free_port: int) -> None:
     client = [sys.executable, "-m", "headrace.deploy.clients.cartpole"]
-    shown = subprocess.run([*client, "--help"], capture_output=True, text=True, check=True, timeout=200).stdout
+    shown = subprocess.run([*client, "--help"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout
     assert "--episodes" in shown
     options = ("--config", str(run_dir / "fleet.toml"), "--port", str(free_port))
     with serving(run_dir, *options):
         play = [*client, f"tcp://127.0.0.1:{free_port}", "2", "--episodes", "3"]
-        played = subprocess.run(play, capture_output=True, text=True, check=False, timeout=200)
+        played = subprocess.run(play, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert played.returncode == 0, played.stderr
     assert re.search(r"^\d episodes, mean return of the newest \d: [\d.]+$", played.stdout, re.MULTILINE)
 

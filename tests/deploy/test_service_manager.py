@@ -15,7 +15,7 @@ import pytest
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.service_manager import ServiceManager
 from support.service_manager import Manager
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 Closing = Callable[[ServiceManager], ServiceManager]
 HEADRACE = [sys.executable, "-m", "headrace.deploy"]
@@ -128,5 +128,5 @@ def test_a_broker_gives_signs_of_life_until_it_is_stopped(manager: Manager, tmp_
         finally:
             broker.send_signal(signal.SIGCONT)
             broker.terminate()
-        assert broker.wait(100.0) == 0
+        assert broker.wait(TIMEOUT_S) == 0
     assert manager.told.count("READY=1") == 1

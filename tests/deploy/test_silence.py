@@ -15,6 +15,7 @@ from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.deploy.watchdog import FleetWatchdog, recorders_by_slot, why_silent
 from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.recorder import Reading
+from support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery
@@ -72,10 +73,10 @@ def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery,
     )
     service = nursery.supervisor.start(spec)
     watch = FleetWatchdog(
-        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=1.0, connect_timeout_s=1.0
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=PATIENCE, connect_timeout_s=1.0
     )
     nursery.until(lambda: (tmp_path / "worker-0-1.rec").exists())
-    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5), "replaced although it was active"
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5 * PATIENCE), "replaced although it was active"
     assert service.child is not None
     stopped = service.child
     stopped.send(signal.SIGSTOP)
@@ -103,16 +104,16 @@ def test_an_env_host_that_turns_no_more_is_killed_and_replaced(nursery: Nursery,
         nursery.loop,
         nursery.supervisor,
         recorders_by_slot(tmp_path),
-        0.4,
+        lease_s=PATIENCE,
         connect_timeout_s=1.0,
-        limits_s={Role.ENV_HOST: 2.0},
+        limits_s={Role.ENV_HOST: 2 * PATIENCE},
     )
     stopped = service.child
     assert stopped is not None
     nursery.until(lambda: seconds_silent(stopped.liveness_path) is not None)
-    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 2.5), "replaced although it turned"
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 2.5 * PATIENCE), "replaced although it turned"
     stopped.send(signal.SIGSTOP)
-    nursery.until(lambda: service.restarts == 1 and not service.zombies)
+    nursery.until(lambda: service.restarts >= 1 and not service.zombies)
     watch.stop()
     assert not is_alive(stopped.pid)
     assert not stopped.liveness_path.exists()
@@ -126,11 +127,11 @@ def test_an_env_host_is_not_judged_before_its_envs_can_be_had(nursery: Nursery, 
         nursery.loop,
         nursery.supervisor,
         recorders_by_slot(tmp_path),
-        0.4,
+        0.4 * PATIENCE,
         connect_timeout_s=1.0,
         limits_s={Role.ENV_HOST: 0.1},
     )
-    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8)
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8 * PATIENCE)
     watch.stop()
 
 
@@ -142,15 +143,15 @@ def test_a_process_that_is_stopped_for_long_is_killed_and_replaced(
     """Whether or not it ever gave a sign of life, and not before the time of a lease has passed."""
     service = nursery.start("import signal; print('up', flush=True); signal.pause()", role=role)
     watch = FleetWatchdog(
-        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=1.0, connect_timeout_s=1.0
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=PATIENCE, connect_timeout_s=1.0
     )
     nursery.until(lambda: nursery.says("child", "up"))
     stopped = service.child
     assert stopped is not None
     stopped.send(signal.SIGSTOP)
-    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8)
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8 * PATIENCE)
     stopped.send(signal.SIGCONT)
-    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5), "replaced although it went on"
+    assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5 * PATIENCE), "replaced although it went on"
     stopped.send(signal.SIGSTOP)
     nursery.until(lambda: nursery.says("child", "up", times=2))
     watch.stop()
@@ -162,9 +163,14 @@ def test_a_process_that_is_stopped_for_long_is_killed_and_replaced(
 def test_a_process_that_hangs_is_killed_and_replaced(nursery: Nursery, tmp_path: Path, role: Role) -> None:
     argv = [sys.executable, "-c", TURNING.replace("while True:", "for _ in range(9):") + "\nwhile True: pass", "turns"]
     service = nursery.supervisor.start(ProcessSpec("child", role, lambda _: argv))
-    limits = {role: 1.0}
+    limits = {role: PATIENCE}
     watch = FleetWatchdog(
-        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), 0.4, connect_timeout_s=1.0, limits_s=limits
+        nursery.loop,
+        nursery.supervisor,
+        recorders_by_slot(tmp_path),
+        0.4 * PATIENCE,
+        connect_timeout_s=1.0,
+        limits_s=limits,
     )
-    nursery.until(lambda: service.restarts == 1 and not service.zombies)
+    nursery.until(lambda: service.restarts >= 1 and not service.zombies)
     watch.stop()

@@ -18,7 +18,7 @@ from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.key_pairs import make_keys
 from headrace.deploy.redis_view import FleetView
 from support.ports import free_port
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "ssh" / "headrace-ssh"
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
@@ -69,7 +69,7 @@ class Hosts:
         }
         command = [str(SCRIPT), verb, "hosts.txt", *arguments]
         return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=250
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
         )
 
     def place(self, name: str) -> Path:
@@ -136,7 +136,7 @@ def test_workers_on_two_hosts_are_started_shown_and_drained(hosts: Hosts) -> Non
         fleet.terminate()
         assert fleet.wait(200.0) == 0, (hosts.folder / "up.log").read_text()[-3000:]
     audit = [HEADRACE, "audit", "--strict", "--run-dir", str(run)]
-    checked = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=200)
+    checked = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -19,7 +19,7 @@ from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find
 from headrace.deploy.proc_stat import is_alive
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -162,7 +162,7 @@ def test_whatever_stands_still_is_named_and_weights_that_workers_have_are_not_mi
 
                 page, broker = fleet.page(), fleet.pid("broker")
                 os.kill(broker, signal.SIGSTOP)
-                with connect(page.redis_url, 100.0) as client:
+                with connect(page.redis_url, TIMEOUT_S) as client:
                     client.flushall()
                 fleet.forget()
                 os.kill(broker, signal.SIGKILL)

@@ -22,6 +22,7 @@ from headrace.deploy.stop_signals import StopSignals
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEnvError
+from support.waiting import TIMEOUT_S
 
 USER_CODE = '''
 import os
@@ -141,7 +142,7 @@ def slow(context):
 def up(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (cwd / "user.py").write_text(USER_CODE)
     command = [sys.executable, "-m", "headrace.deploy", "up", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 @pytest.mark.one_in(6)

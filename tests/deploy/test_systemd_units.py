@@ -14,6 +14,7 @@ import pytest
 from headrace.deploy.fleet import COPY_DEADLINE_S, OBITUARY_DEADLINE_S
 from headrace.deploy.supervisor import INCURABLE, Role
 from headrace.schemas.config import FleetConfig
+from support.waiting import TIMEOUT_S
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 COMMON = FOLDER / "headrace-@.service.d" / "common.conf"
@@ -47,7 +48,7 @@ def copied(tmp_path: Path) -> Path:
 def analyze(copied: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "SYSTEMD_UNIT_PATH": f"{copied}:", "LC_ALL": "C"}
     command = ["systemd-analyze", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 @needs_systemd

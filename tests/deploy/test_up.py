@@ -22,7 +22,7 @@ from headrace.deploy.up import UpOptions, up
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -87,7 +87,7 @@ def meanwhile() -> Iterator[Callable[[Callable[[], object]], None]]:
 
     yield start
     for thread in threads:
-        thread.join(100.0)
+        thread.join(TIMEOUT_S)
     for number, handler in zip(signals, before, strict=True):
         signal.signal(number, handler)
     assert not errors, errors
@@ -170,7 +170,7 @@ def test_a_second_run_in_the_same_directory_goes_on_and_is_not_fooled_by_old_num
     first = up(config_for(tmp_path, until_return=15.0), UpOptions(json=True))
     (tmp_path / "drained").unlink()
     (tmp_path / "ready").unlink()
-    second = up(config_for(tmp_path, until_return=15.0, timeout_s=120.0), UpOptions(json=True))
+    second = up(config_for(tmp_path, until_return=15.0, timeout_s=TIMEOUT_S), UpOptions(json=True))
     assert second.fleet_id == first.fleet_id
     assert second.goal_reached
     assert second.steps > first.steps

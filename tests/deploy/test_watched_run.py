@@ -75,19 +75,19 @@ def watch(terminal: OnTerminal, fleet: RunningFleet) -> None:
     stopped = fleet.send(signal.SIGSTOP, "worker", 1)
     terminal.shows(f"kill -CONT {stopped}")
     os.kill(stopped, signal.SIGCONT)
-    wait_until(lambda: f"kill -CONT {stopped}" not in terminal.screen.text(), "the finding goes", 60.0, 0.05)
+    wait_until(lambda: f"kill -CONT {stopped}" not in terminal.screen.text(), "the finding goes", pause_s=0.05)
 
     terminal.resize(60, 16)
-    wait_until(lambda: terminal.screen.text().count("\n") == 15, "16 lines", 60.0, 0.05)
+    wait_until(lambda: terminal.screen.text().count("\n") == 15, "16 lines", pause_s=0.05)
     terminal.screen.overflows.clear()  # a frame for the size before may have been under way
     terminal.press("/1\r")
     terminal.shows("only '1'")
     terminal.press("\r")
     assert "worker-1: " in terminal.shows("weights_seq")
     terminal.press("\x1b\x1b")
-    wait_until(lambda: " q quit" in terminal.screen.text()[-60:], "the table of all workers", 60.0, 0.05)
+    wait_until(lambda: " q quit" in terminal.screen.text()[-60:], "the table of all workers", pause_s=0.05)
     terminal.resize(80, 24)
-    wait_until(lambda: terminal.screen.text().count("\n") == 23, "24 lines", 60.0, 0.05)
+    wait_until(lambda: terminal.screen.text().count("\n") == 23, "24 lines", pause_s=0.05)
 
 
 def reports_of_an_ended_run(run_dir: Path, summary: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from headrace.deploy.proc_stat import is_alive
 from headrace.schemas.errors import ExitCode
 from support.fleets import slow_training
 from support.fleets.running_fleet import RunningFleet
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def up_command(run_dir: Path, *arguments: str) -> list[str]:
 
 def up(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = up_command(run_dir, *arguments)
-    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 def page_when(run_dir: Path, role: str) -> FleetFile:
@@ -58,7 +58,7 @@ def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) ->
     assert read_fleet_file(tmp_path / "fleet.json").processes == []
     assert not list((tmp_path / "recorders").iterdir()), "an obituary was not acknowledged"
     audit = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--json", "--run-dir", str(tmp_path)]
-    audited = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=200)
+    audited = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert audited.returncode == 0, audited.stderr
     assert orjson.loads(audited.stdout)["balanced"] is True
 
@@ -158,7 +158,7 @@ def test_a_worker_from_elsewhere_pauses_while_the_fleet_drains(tmp_path: Path) -
                 audited = fleet.audit()
             finally:
                 worker.terminate()
-                said = worker.communicate(timeout=100)[0]
+                said = worker.communicate(timeout=TIMEOUT_S)[0]
     assert result["returncode"] == 0, result["stderr"]
     assert "the fleet has reached its goal or is being stopped" in said
     assert result["ledger"]["queued"] <= FRAGMENT, "the worker went on while the learner stopped"

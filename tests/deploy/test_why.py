@@ -17,6 +17,7 @@ from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
 from headrace.schemas.errors import ExitCode
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import TIMEOUT_S
 
 FLEET = (
     *("--env", "CartPole-v1", "--workers", "2", "--num-envs", "2"),
@@ -29,7 +30,7 @@ SLOW_START = {"redis_away", "worker_loading", "worker_building", "learner_loadin
 
 def why(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", "why", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 @pytest.mark.thorough

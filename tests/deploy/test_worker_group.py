@@ -25,11 +25,10 @@ from headrace.schemas.recorder import Reading, read_recorder
 from support.fleets.running_fleet import RunningFleet
 from support.ports import free_port
 from support.runners.process_driver import is_running
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 SETTINGS = ("--env", "CartPole-v1", "--num-envs", "4", "--set", "broker.lease_s=3")
 RANDOM = ("--set", "worker.random_actions_before_weights=true")
-LONG_S = 150.0
 
 
 class Group:
@@ -54,7 +53,7 @@ class Group:
             assert self.process.poll() is None, self.said()
             return bool(condition())  # type: ignore[operator]
 
-        wait_until(met, what, LONG_S)
+        wait_until(met, what)
 
 
 @contextmanager
@@ -94,7 +93,7 @@ def test_what_killed_workers_and_a_killed_group_leave_is_in_the_books(tmp_path: 
             first.wait_until(lambda: life not in first.lives(), "its recorder to go, once its books are final")
             pids = [reading.pid for reading in first.lives().values()]
             first.process.kill()
-            wait_until(lambda: not any(map(is_running, pids)), "its workers to end", LONG_S)
+            wait_until(lambda: not any(map(is_running, pids)), "its workers to end")
             killed = first.lives()
             with group(tmp_path, *options) as second:
                 second.wait_until(
@@ -145,10 +144,10 @@ def test_a_broker_that_moves_is_followed_by_the_group_and_by_a_learner(tmp_path:
             with (tmp_path / "broker.log").open("ab") as log:
                 broker = subprocess.Popen([*command, *at], stdout=log, stderr=log)
             try:
-                stream = stream or EpisodeStream.of(meet, connect_timeout_s=LONG_S)
+                stream = stream or EpisodeStream.of(meet, connect_timeout_s=TIMEOUT_S)
                 until = steps + 2000
                 while steps < until:
-                    batch = stream.next(timeout_s=LONG_S)
+                    batch = stream.next(timeout_s=TIMEOUT_S)
                     assert batch is not None, workers.said()
                     steps += batch.steps
                 assert stream.endpoint == f"tcp://127.0.0.1:{ports[3 * number + 1]}"
@@ -167,7 +166,9 @@ def test_a_group_that_cannot_find_its_fleet_ends_with_a_sentence(tmp_path: Path)
         ("dns://broker", ExitCode.CONFIG, "needs broker.worker_port in the settings"),
     ):
         limit = ["--set", "worker.connect_timeout_s=1"]
-        ended = subprocess.run([*command, where, *limit], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        ended = subprocess.run(
+            [*command, where, *limit], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
         assert ended.returncode == code, ended.stderr
         assert said in ended.stderr.rpartition("error: ")[2]
 

@@ -17,7 +17,7 @@ from headrace.deploy.ray import worker_actor
 from headrace.deploy.ray.cluster import reachable
 from headrace.deploy.ray.wanted_workers import read_wanted, scale_run, write_wanted
 from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 GUARD = Path(worker_actor.__file__).with_name("guard.py")
 DRAINS = """
@@ -55,7 +55,7 @@ def guarded(script: str, folder: Path, grace_s: float = 60.0) -> socket.socket:
         script,
     ]
     with far_end:
-        subprocess.run(command, cwd=folder, pass_fds=(far_end.fileno(),), check=True, timeout=60)
+        subprocess.run(command, cwd=folder, pass_fds=(far_end.fileno(),), check=True, timeout=TIMEOUT_S)
     line.settimeout(100)
     return line
 
@@ -162,7 +162,7 @@ def test_ray_up_takes_the_options_of_up(tmp_path: Path) -> None:
         "head:6379",
         "--print-config",
     ]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, cwd=tmp_path)
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=tmp_path)
     assert shown.returncode == ExitCode.OK, shown.stderr
     lines = [" ".join(line.partition("#")[0].split()) for line in shown.stdout.splitlines()]
     assert {'address = "head:6379"', "workers = 3", "workers = 0", "until_steps = 100", "epochs = 2"} <= set(lines)

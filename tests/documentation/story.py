@@ -21,10 +21,11 @@ from documentation.stand_ins import STAND_INS, EnoughError
 
 from headrace.schemas.config_loading import load_config
 from headrace.workers import EnvRunner
+from support.waiting import PATIENCE
 
-_START_S = 90.0
+_START_S = 90.0 * PATIENCE
 _RUN_S = 240.0
-_STOP_S = 60.0
+_STOP_S = 60.0 * PATIENCE
 
 
 class Story:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import TIMEOUT_S
+
 ROOT = Path(__file__).parents[2]
 for package in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
     pytest.importorskip(package, reason=f"{package} is not installed; `make docs` installs the extra docs")
@@ -28,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "PYTHONWARNINGS": ""},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert built.returncode == 0, built.stderr[-4000:]

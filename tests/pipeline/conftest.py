@@ -12,6 +12,7 @@ from headrace.learner_stub import WeightPublisher
 from headrace.schemas.keys import BrokerKeys
 from headrace.schemas.loopback_token import ServerToken
 from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder, end_worker_forks
+from support.waiting import TIMEOUT_S
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,7 +53,7 @@ def broker(start_broker: StartBroker) -> BrokerThread:
 @pytest.fixture
 def publisher(broker: BrokerThread, stack: ExitStack) -> WeightPublisher:
     """A publisher to `broker`."""
-    return stack.enter_context(WeightPublisher(broker.endpoints.learner, connect_timeout_s=100))
+    return stack.enter_context(WeightPublisher(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S))
 
 
 @pytest.fixture

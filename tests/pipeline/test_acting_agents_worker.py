@@ -16,6 +16,7 @@ from headrace.workers.serving.acting import ActingClient
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.several_agents import AgentWitness
 from support.pipeline.worker_threads import WorkerThread, closed_row, drain
+from support.waiting import TIMEOUT_S
 
 SAMPLING: dict[str, Any] = {"num_envs": 4, "policies": {"short": {}, "long": {}}, "external_fragment_max_age_s": 0.2}
 ENV = "headrace.workers.agents.examples:two_carts"
@@ -46,7 +47,7 @@ def test_each_step_of_a_client_reaches_the_learner_once_or_is_named(
         WeightPublisher(broker.endpoints.learner) as weights,
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker,
     ):
-        spaces = stream.module_spaces(timeout_s=20.0)
+        spaces = stream.module_spaces(timeout_s=TIMEOUT_S)
         weights.publish({module_id: actor_critic(own).state_dict() for module_id, own in spaces.items()})
         with ActingClient(f"tcp://127.0.0.1:{free_port}", EnvRunnerConfig(seed=1, **SAMPLING)) as client:
             for steps in (30, 50, 20):

@@ -6,7 +6,7 @@ from headrace.broker.process import Broker
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.ledger import add_up
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 PIXELS = 4000
 MIB = 1 << 20
@@ -185,7 +185,7 @@ def test_a_window_of_stale_batches_does_not_stop_the_worker(
         for _ in range(2):
             publisher.publish({"w": fragments[0].columns["rewards"]})
         wait_until(lambda: broker.ask(lambda b: b.core.weights) == (1, 3), "two more versions at the broker")
-        gathered = [stream.next(timeout_s=60.0).seq for _ in range(4)]
+        gathered = [stream.next(timeout_s=TIMEOUT_S).seq for _ in range(4)]
         assert gathered == [1, 2, 5, 6]
         stream.commit()
         for _ in batches_of(stream, feeder.all_settled):

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from support.waiting import TIMEOUT_S
+
 pytestmark = pytest.mark.processes
 
 TAKE_THREE = """
@@ -20,5 +22,5 @@ with Processes() as processes, Headrace(LOADS[1], processes) as arm:
 @pytest.mark.thorough
 def test_prebuilt_batches_go_through_a_worker_and_a_broker_to_a_stream() -> None:
     command = [sys.executable, "-c", TAKE_THREE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert (done.stdout.strip(), done.returncode) == ("[16, 16, 16]", 0), done.stderr

@@ -27,7 +27,7 @@ from support.pipeline.delivery import (
     batches_of,
     broker_process,
 )
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 MIB = 1 << 20
 LOGGED = {"log": True, "ack": "broker"}
@@ -76,7 +76,7 @@ def test_a_living_worker_hears_what_the_log_has_and_goes_on(
     wait_until(lambda: feeder.session.accepted == 20, "twenty batches on disk")
     with EpisodeStream(broker.endpoints.learner) as stream:
         for _ in range(5):
-            witness.see(stream.next(timeout_s=60.0))
+            witness.see(stream.next(timeout_s=TIMEOUT_S))
         stream.commit()
         wait_until(lambda: feeder.session.settled.seq >= 5, "five batches settled")
         broker.stop()

@@ -41,7 +41,7 @@ from support.pipeline.delivery import (
     batches_of,
     broker_process,
 )
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def paced(plan: list[ChunkBatch], every: int, gates: list[threading.Event]) -> Iterator[ChunkBatch | None]:
@@ -116,7 +116,7 @@ def test_what_the_learner_has_in_hand_is_not_sent_again(start_broker: StartBroke
     feeder, witness = start_feeder(first.endpoints.worker, plan), Witness()
     with EpisodeStream(first.endpoints.learner, auto_commit=False) as stream:
         for _ in range(6):
-            batch = stream.next(100.0)
+            batch = stream.next(TIMEOUT_S)
             assert batch is not None
             witness.see(batch)
         first.stop()

@@ -17,6 +17,7 @@ from headrace.workers.serving.client import PolicyClient
 from support.pipeline.delivery import BrokerThread, worker_process
 from support.pipeline.worker_threads import SAMPLING
 from support.ports import free_port as other_free_port
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 SEEN = np.zeros(4, np.float32)
@@ -28,7 +29,7 @@ def _heartbeat_over_http(port: int) -> Any:
     for method, path in (("PUT", ""), ("POST", "/heartbeat")):
         url = f"http://127.0.0.1:{port}/v1/sessions/other{path}"
         request = urllib.request.Request(url, method=method, headers={"Headrace-Client": "secret"})
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             told = json.load(answer)
     return told
 
@@ -53,7 +54,7 @@ def test_a_client_is_told_what_its_worker_waits_for(broker: BrokerThread, free_p
         EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream,
         WeightPublisher(broker.endpoints.learner) as weights,
         worker_process(tmp_path, broker.endpoints.worker, 0, 1, sections) as worker,
-        PolicyClient(f"tcp://127.0.0.1:{free_port}", timeout_s=2.0, connect_timeout_s=60) as client,
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", timeout_s=2.0, connect_timeout_s=TIMEOUT_S) as client,
     ):
         episode = client.start_episode()
         with pytest.raises(

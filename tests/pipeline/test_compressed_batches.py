@@ -18,7 +18,7 @@ from headrace.schemas.wire import Buffer, decode, encode, is_compressed
 from headrace.workers.fleet import membership
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder
 from support.pipeline.worker_threads import SAMPLING, WorkerThread, closed_row, drain
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 BATCHES = 4
 
@@ -46,7 +46,7 @@ def first_batches(
     broker = start_broker(run_dir)
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, run_dir, sections(compression)) as worker:
-            batches = [stream.next(100.0) for _ in range(BATCHES)]
+            batches = [stream.next(TIMEOUT_S) for _ in range(BATCHES)]
             shipped = wait_until(lambda: (told := bytes_shipped(broker)) and told[1] and told, "the bytes shipped")
         worker.check()
         closed_row(broker, take=lambda: drain(stream, lambda batch: None))
@@ -134,7 +134,7 @@ def watch_what_arrives(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def check_all_arrive(stream: EpisodeStream, batches: list[ChunkBatch]) -> None:
     for batch in batches:
-        arrived = stream.next(100.0)
+        arrived = stream.next(TIMEOUT_S)
         assert arrived is not None
         assert np.array_equal(arrived.columns["pixels"], batch.columns["pixels"])
         assert np.array_equal(arrived.columns["obs"], batch.columns["obs"])

@@ -43,7 +43,7 @@ from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSetti
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 JOIN_S = 3.0
 MISLED = "a peer that expects another broker's key"
@@ -112,7 +112,7 @@ def assert_all_arrives(broker: BrokerThread, ours: Path, stack: ExitStack, slot:
     feeder = stack.enter_context(
         Feeder(broker.endpoints.worker, Envs(slot).fragments(5), slot=slot, keys=keys_of(ours))
     )
-    with EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=100) as stream:
+    with EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=TIMEOUT_S) as stream:
         steps = sum(batch.steps for batch in batches_of(stream, feeder.all_settled))
     assert steps == sum(feeder.steps.values()) > 0
 
@@ -125,7 +125,7 @@ def test_with_the_fleets_keys_chunks_and_weights_arrive(
     guarded: BrokerThread, ours: Path, start_feeder: StartFeeder, stack: ExitStack, size: int
 ) -> None:
     feeder = start_feeder(guarded.endpoints.worker, Envs().fragments(20), keys=keys_of(ours))
-    stream = stack.enter_context(EpisodeStream(guarded.endpoints.learner, keys=str(ours), connect_timeout_s=100))
+    stream = stack.enter_context(EpisodeStream(guarded.endpoints.learner, keys=str(ours), connect_timeout_s=TIMEOUT_S))
     weights = stack.enter_context(WeightPublisher(guarded.endpoints.learner, keys=keys_of(ours, "learner")))
     weights.publish({"w": np.arange(size, dtype=np.float32)})
     assert sum(batch.steps for batch in batches_of(stream, feeder.all_settled)) == sum(feeder.steps.values())
@@ -140,7 +140,7 @@ def test_the_environment_names_the_folder_where_no_argument_does(
     guarded: BrokerThread, ours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_KEYS__DIR", str(ours))
-    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=100) as stream:
+    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=TIMEOUT_S) as stream:
         assert stream.epoch == 1
     with pytest.raises(KeysRefusedError):
         EpisodeStream(guarded.endpoints.learner, keys="", connect_timeout_s=JOIN_S)
@@ -152,7 +152,7 @@ def test_a_restarted_broker_lets_everybody_in_again(
     first = start_broker(keys=read_broker_keys(ours))
     feeder = start_feeder(first.endpoints.worker, Envs().fragments(40), window=4, keys=keys_of(ours))
     stream = stack.enter_context(EpisodeStream(first.endpoints.learner, keys=ours))
-    assert stream.next(timeout_s=100.0) is not None
+    assert stream.next(timeout_s=TIMEOUT_S) is not None
     first.stop()
     second = start_broker(keys=read_broker_keys(ours))
     assert second.endpoints == first.endpoints
@@ -165,8 +165,10 @@ def test_the_supervisor_tells_of_a_death_with_its_own_key(guarded: BrokerThread,
     loop = EventLoop()
     told = ObituarySender(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(ours, "supervisor"))
     told.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
-    with EpisodeStream(guarded.endpoints.learner, keys=ours, connect_timeout_s=100):  # whom the broker hears first
-        assert loop.turn_until(told.all_acknowledged, 100.0)
+    with EpisodeStream(
+        guarded.endpoints.learner, keys=ours, connect_timeout_s=TIMEOUT_S
+    ):  # whom the broker hears first
+        assert loop.turn_until(told.all_acknowledged, TIMEOUT_S)
     told.close()
 
 
@@ -258,7 +260,7 @@ def test_keys_are_of_no_use_at_a_broker_without(
         EpisodeStream(broker.endpoints.learner, keys=ours, connect_timeout_s=JOIN_S)
     wait_until(lambda: refusals(broker, "worker") and refusals(broker, "learner"), "the count of refusals")
     assert "at a broker without" in caplog.text
-    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=100) as stream:
+    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S) as stream:
         assert stream.epoch == 1
 
 
@@ -283,7 +285,7 @@ def test_a_supervisor_that_is_not_let_in_says_so(
 ) -> None:
     loop = EventLoop()
     told = ObituarySender(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(strangers, "supervisor"))
-    assert loop.turn_until(lambda: "does not let in the supervisor key" in caplog.text, 100.0)
+    assert loop.turn_until(lambda: "does not let in the supervisor key" in caplog.text, TIMEOUT_S)
     told.close()
 
 
@@ -411,7 +413,7 @@ def test_a_slot_belongs_to_the_group_that_took_it_also_after_a_restart_of_the_br
     loop = EventLoop()
     told = ObituarySender(loop, second.endpoints.worker, FLEET, tmp_path, keys_of(folder, "worker"))
     told.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
-    assert loop.turn_until(lambda: second.ask(lambda asked: asked.core.refusals.total) > 1, 100.0), "it is refused"
+    assert loop.turn_until(lambda: second.ask(lambda asked: asked.core.refusals.total) > 1, TIMEOUT_S), "it is refused"
     told.close()
     assert is_active(owner)
 

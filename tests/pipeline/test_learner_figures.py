@@ -21,7 +21,7 @@ from headrace.schemas.messages import Commit, LearnerFigures, LearnerHello, read
 from headrace.schemas.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
 from headrace.schemas.wire import Buffer, decode
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 WEIGHTS = {"w": np.zeros(3, np.float32)}
 
@@ -39,7 +39,7 @@ class Clock:
 def in_a_thread(act: object) -> None:
     thread = threading.Thread(target=act)  # type: ignore[arg-type]
     thread.start()
-    thread.join(100.0)
+    thread.join(TIMEOUT_S)
 
 
 def cumulated(counts: list[int]) -> dict[str, float]:
@@ -207,7 +207,7 @@ def test_a_batch_behind_its_markers_lags_behind_what_was_published_between_the_t
     start_feeder(broker.endpoints.worker, Envs(1, ends=0.3, fails=0.0).fragments(3, 20), label=(1, 0), alter=damage)
     with EpisodeStream(broker.endpoints.learner) as stream, WeightPublisher(broker.endpoints.learner) as weights:
         sizes = []
-        while (batch := stream.next(100.0)) is not None:
+        while (batch := stream.next(TIMEOUT_S)) is not None:
             sizes.append(batch.steps)
             if len(sizes) == 3:
                 break

@@ -14,6 +14,7 @@ from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.schemas.chunk import EpisodeChunk, to_episode
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread
+from support.waiting import TIMEOUT_S
 
 HORIZON = 5
 
@@ -28,7 +29,7 @@ def test_a_learner_gets_the_steps_before_each_chunk(
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", {**AT_RANDOM, "sampling": sampling}),
     ):
         for _ in range(12):
-            batch = stream.next(100.0)
+            batch = stream.next(TIMEOUT_S)
             assert batch is not None
             for chunk in batch:
                 episodes[chunk.episode_id].append(chunk)

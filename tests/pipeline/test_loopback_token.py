@@ -30,10 +30,9 @@ from support.pipeline.delivery import (
     batches_of,
     broker_process,
 )
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 JOIN_S = 3.0
-LONG_S = 100.0
 
 _STRANGER = """
 import sys, zmq
@@ -87,8 +86,8 @@ def all_arrives(endpoints: Endpoints, start_feeder: StartFeeder, slot: int = 0) 
     """A worker and a learner that know only addresses get through, with weights, from the first batch to the last."""
     feeder = start_feeder(endpoints.worker, Envs(slot).fragments(5), slot=slot)
     with (
-        EpisodeStream(endpoints.learner, connect_timeout_s=LONG_S) as stream,
-        WeightPublisher(endpoints.learner, connect_timeout_s=LONG_S) as weights,
+        EpisodeStream(endpoints.learner, connect_timeout_s=TIMEOUT_S) as stream,
+        WeightPublisher(endpoints.learner, connect_timeout_s=TIMEOUT_S) as weights,
     ):
         weights.publish({"w": np.zeros(3, np.float32)})
         steps = sum(batch.steps for batch in batches_of(stream, feeder.all_settled))
@@ -131,8 +130,8 @@ def test_living_peers_follow_a_broker_with_a_new_token(
 ) -> None:
     first = start_broker(keys=server_token(tmp_path, asked=True))
     feeder = start_feeder(first.endpoints.worker, Envs().fragments(40), window=4)
-    stream = stack.enter_context(EpisodeStream(first.endpoints.learner, connect_timeout_s=LONG_S))
-    weights = stack.enter_context(WeightPublisher(first.endpoints.learner, connect_timeout_s=LONG_S))
+    stream = stack.enter_context(EpisodeStream(first.endpoints.learner, connect_timeout_s=TIMEOUT_S))
+    weights = stack.enter_context(WeightPublisher(first.endpoints.learner, connect_timeout_s=TIMEOUT_S))
     weights.publish({"w": np.zeros(3, np.float32)})
     wait_until(lambda: stream.next(0.01) is not None, "the first batch")
     wait_until(lambda: feeder.weights.newest == (1, 1), "the weights")
@@ -155,7 +154,7 @@ def test_the_listing_of_a_killed_broker_misleads_no_peer(
     with broker_process(tmp_path) as killed:
         endpoints = endpoints_of(tmp_path)
         feeder = start_feeder(endpoints.worker, Envs().fragments(40), window=4)
-        stream = stack.enter_context(EpisodeStream(endpoints.learner, connect_timeout_s=LONG_S))
+        stream = stack.enter_context(EpisodeStream(endpoints.learner, connect_timeout_s=TIMEOUT_S))
         wait_until(lambda: stream.next(0.01) is not None, "the first batch")
         port = int(endpoints.worker.rpartition(":")[2])
         listed = listed_token(port, "worker")
@@ -184,7 +183,7 @@ def test_a_token_that_was_left_behind_keeps_no_peer_out(
     keys = client_keys("", "worker", tmp_path)
     assert keys is not None
     feeder = start_feeder(broker.endpoints.worker, Envs().fragments(3), keys=keys)
-    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=LONG_S, run_dir=tmp_path) as stream:
+    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S, run_dir=tmp_path) as stream:
         assert sum(batch.steps for batch in batches_of(stream, feeder.all_settled)) == sum(feeder.steps.values())
     assert feeder.error is None
 
@@ -196,12 +195,12 @@ def test_without_a_home_the_run_directory_lets_peers_in(
     guarded = start_broker(keys=server_token(tmp_path, asked=True))
     assert caplog.text.count("do not find their token") == 1
     for keys in (tmp_path, token_path(tmp_path)):
-        with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=LONG_S, keys=keys):
+        with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=TIMEOUT_S, keys=keys):
             pass
-    with EpisodeStream.of(tmp_path, connect_timeout_s=LONG_S):
+    with EpisodeStream.of(tmp_path, connect_timeout_s=TIMEOUT_S):
         pass
     monkeypatch.setenv("HEADRACE_KEYS__DIR", str(tmp_path))
-    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=LONG_S):
+    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=TIMEOUT_S):
         pass
 
 
@@ -217,11 +216,11 @@ def test_another_user_gets_nothing(
     environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
     if subprocess.run([*become, sys.executable, "-c", "import headrace.learner_stub"], env=environment).returncode:
         pytest.skip("another user cannot import headrace from here")
-    with WeightPublisher(endpoints.learner, connect_timeout_s=LONG_S) as weights:
+    with WeightPublisher(endpoints.learner, connect_timeout_s=TIMEOUT_S) as weights:
         weights.publish({"w": np.zeros(3, np.float32)})
         command = [*become, sys.executable, "-c", _STRANGER, endpoints.learner, endpoints.weights]
         stranger = subprocess.run(
-            [*command, str(token_path(tmp_path))], env=environment, capture_output=True, text=True, timeout=LONG_S
+            [*command, str(token_path(tmp_path))], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
         refused, *others = stranger.stdout.splitlines()
         assert refused.startswith(f"the broker at {endpoints.learner} "), stranger
@@ -251,8 +250,8 @@ def test_another_runs_token_that_was_named_is_refused_at_once(
     other.mkdir()
     server_token(other, asked=True)
     with pytest.raises(KeysRefusedError, match=r"does not let in the learner with the token in .*other/token"):
-        EpisodeStream(guarded.endpoints.learner, connect_timeout_s=LONG_S, keys=other)
-    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=LONG_S):
+        EpisodeStream(guarded.endpoints.learner, connect_timeout_s=TIMEOUT_S, keys=other)
+    with EpisodeStream(guarded.endpoints.learner, connect_timeout_s=TIMEOUT_S):
         pass
     assert ("learner", "another token") in refusals(guarded)
     assert "refused at the learner port: another token (from 127.0.0.1), 1 so far" in caplog.text
@@ -260,7 +259,7 @@ def test_another_runs_token_that_was_named_is_refused_at_once(
 
 def test_the_right_token_opens_no_port_of_another_role(guarded: BrokerThread) -> None:
     with pytest.raises(KeysRefusedError, match="check that this is the port for a learner"):
-        EpisodeStream(guarded.endpoints.worker, connect_timeout_s=LONG_S)
+        EpisodeStream(guarded.endpoints.worker, connect_timeout_s=TIMEOUT_S)
 
 
 def test_a_token_is_never_shown_to_another_machine(tmp_path: Path) -> None:

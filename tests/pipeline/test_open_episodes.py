@@ -22,7 +22,7 @@ from headrace.schemas.ledger import Settled
 from headrace.schemas.messages import LearnerWelcome, Obituary, SourceEnd, SourcePosition, SupervisorHello
 from headrace.schemas.open_episodes import OpenEpisodes
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, Witness
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 Left = set[tuple[str, int, int]]
 """(episode, chunks, env step) of each open episode."""
@@ -136,7 +136,7 @@ def _die(feeder: Feeder, broker: BrokerThread, batches: list[ChunkBatch], folder
 
 
 def _markers(stream: EpisodeStream) -> Left:
-    batch = stream.next(100.0)
+    batch = stream.next(TIMEOUT_S)
     assert batch is not None
     assert batch.columns.keys() == {"obs", "actions", "rewards", "weights_seq"}
     assert {chunk.end_reason for chunk in batch} == {"worker_killed"}
@@ -152,7 +152,7 @@ def test_a_learner_that_comes_after_the_deaths_of_worker_and_learner_gets_each_m
     feeder = start_feeder(broker.endpoints.worker, batches)
     first = stack.enter_context(EpisodeStream(broker.endpoints.learner))
     for _ in batches:
-        assert first.next(100.0) is not None
+        assert first.next(TIMEOUT_S) is not None
     first.commit()
     wait_until(feeder.all_settled, "the settlement of all batches")
     position: list[dict[str, Any]] | None = first.position() if with_position else None
@@ -179,7 +179,7 @@ def test_of_batches_that_never_arrived_no_episode_is_ended(
     feeder = start_feeder(broker.endpoints.worker, batches[:8])
     with EpisodeStream(broker.endpoints.learner) as first:
         for _ in range(8):
-            assert first.next(100.0) is not None
+            assert first.next(TIMEOUT_S) is not None
         first.commit()
         wait_until(feeder.all_settled, "the settlement of all batches")
     _die(feeder, broker, batches, tmp_path)
@@ -196,7 +196,7 @@ def test_the_spaces_may_be_known_only_later(
     feeder = start_feeder(broker.endpoints.worker, batches)
     with EpisodeStream(broker.endpoints.learner) as first:
         for _ in batches:
-            assert first.next(100.0) is not None
+            assert first.next(TIMEOUT_S) is not None
         first.commit()
         wait_until(feeder.all_settled, "the settlement of all batches")
         position = first.position()
@@ -208,7 +208,7 @@ def test_the_spaces_may_be_known_only_later(
     assert second.next(0.5) is None
     start_feeder(after.endpoints.worker, Envs(3).fragments(1), incarnation=2)
     assert _markers(second) == _left(batches)
-    rest = second.next(100.0)
+    rest = second.next(TIMEOUT_S)
     assert rest is not None
     assert rest.incarnation == 2
 

@@ -34,7 +34,7 @@ from support.pipeline.delivery import (
     Witness,
     batches_of,
 )
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def hello(**fields: object) -> WorkerHello:
@@ -162,7 +162,7 @@ def test_spaces_that_a_learner_was_told_stay(broker: BrokerThread, start_feeder:
     """Its policy is built for them: it could read no batch of others."""
     with EpisodeStream(broker.endpoints.learner) as stream, RawPeer(broker.endpoints.worker) as peer:
         incarnation = join(peer)
-        assert stream.spaces(timeout_s=100.0).model_dump(mode="json") == OTHER
+        assert stream.spaces(timeout_s=TIMEOUT_S).model_dump(mode="json") == OTHER
         leave(broker, peer, incarnation)
         feeder = start_feeder(broker.endpoints.worker, slot=0)
         wait_until(lambda: feeder.error, "a refusal")
@@ -236,7 +236,7 @@ def test_a_taken_port_is_named(broker: BrokerThread, start_broker: StartBroker, 
 def test_spaces_reach_a_learner_that_came_first(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     with EpisodeStream(broker.endpoints.learner) as stream:
         start_feeder(broker.endpoints.worker)
-        assert stream.spaces(timeout_s=100.0) == SPACES
+        assert stream.spaces(timeout_s=TIMEOUT_S) == SPACES
 
 
 def test_what_a_fenced_worker_had_left_is_counted_as_fenced(broker: BrokerThread, start_feeder: StartFeeder) -> None:

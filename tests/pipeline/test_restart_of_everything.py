@@ -36,7 +36,7 @@ from support.pipeline.delivery import (
     broker_process,
     worker_process,
 )
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 SECTIONS: dict[str, Any] = {
     "sampling": {
@@ -137,7 +137,7 @@ def check_current(batch: ChunkBatch | None) -> ChunkBatch:
 
 def first_of(stream: EpisodeStream, incarnation: int) -> ChunkBatch | None:
     """The first batch of a life; a broker that lived on still has some of the one before."""
-    while (batch := stream.next(100.0)) is not None and batch.incarnation < incarnation:
+    while (batch := stream.next(TIMEOUT_S)) is not None and batch.incarnation < incarnation:
         stream.commit()
     return batch
 
@@ -157,7 +157,7 @@ def test_a_restarted_worker_begins_with_the_current_version_of_everything(
         first = fleet.start_worker(1)
         stream.spaces()
         publisher.publish(weights())
-        check_current(stream.next(100.0))
+        check_current(stream.next(TIMEOUT_S))
         wait_until(lambda: stream.next(0.1) and redis.lifetime_steps() > 100, "lifetime counters in Redis")
         first.signal(signal.SIGKILL)
         first.wait()

@@ -22,7 +22,7 @@ from headrace.schemas.rendezvous import Published
 from headrace.schemas.spaces import Spaces
 from headrace.schemas.weights import Arrays, weights_digest
 from support.pipeline.delivery import SPACES, BrokerThread, Envs, StartBroker, StartFeeder, Witness, batches_of
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 FLEETS = ("pair.0", "pair.1")
 
@@ -55,7 +55,7 @@ def test_both_shares_are_one_stream_with_one_position(
     with EpisodeStream(learners(brokers), auto_commit=False, fleet_id="pair") as stream:
         turns: list[int] = []
         while stream.delivered < 12 or set(turns) != {0, 1}:
-            batch = stream.next(timeout_s=100.0)
+            batch = stream.next(timeout_s=TIMEOUT_S)
             assert batch is not None
             witness.see(batch)
             turns.append(batch.slot)

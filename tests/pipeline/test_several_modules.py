@@ -31,7 +31,7 @@ from support.pipeline.delivery import (
 )
 from support.pipeline.several_agents import CARTS_AT_RANDOM, TWO_CARTS, AgentWitness
 from support.pipeline.worker_threads import WorkerThread, accepted, closed_row, constant_value, drain, report_death
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def see_until_both(stream: EpisodeStream, witness: AgentWitness) -> None:
@@ -52,7 +52,7 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
     witness = AgentWitness()
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, CARTS_AT_RANDOM) as worker:
-            by_module = stream.module_spaces(timeout_s=100.0)
+            by_module = stream.module_spaces(timeout_s=TIMEOUT_S)
             assert list(by_module) == ["short", "long"]
             assert stream.spaces("long") == by_module["long"]
             words = r"no module was named; this fleet's modules are \['long', 'short'\]"
@@ -80,7 +80,7 @@ def test_weights_go_by_module_and_one_that_is_left_out_is_frozen(
         WeightPublisher(broker.endpoints.learner) as weights,
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, {"sampling": TWO_CARTS}) as worker,
     ):
-        spaces = stream.module_spaces(timeout_s=100.0)
+        spaces = stream.module_spaces(timeout_s=TIMEOUT_S)
         both = {module_id: constant_value(own, 1.0 + i) for i, (module_id, own) in enumerate(spaces.items())}
         weights.publish(both)
         values: dict[tuple[str, int], set[float]] = {}
@@ -140,7 +140,7 @@ def test_a_learner_that_comes_back_gets_what_was_not_committed(
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections):
         with EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream:
             for _ in range(6):
-                batch = stream.next(100.0)
+                batch = stream.next(TIMEOUT_S)
                 assert batch is not None
                 first.see(batch)
         with EpisodeStream(broker.endpoints.learner) as stream:
@@ -149,7 +149,7 @@ def test_a_learner_that_comes_back_gets_what_was_not_committed(
                 assert second.steps[module_id] >= first.steps[module_id]
         with EpisodeStream(broker.endpoints.learner) as stream:
             assert list(stream.module_spaces()) == ["short", "long"]
-            assert stream.next(100.0) is not None
+            assert stream.next(TIMEOUT_S) is not None
 
 
 @pytest.mark.chaos

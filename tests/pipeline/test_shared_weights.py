@@ -25,7 +25,7 @@ from headrace.schemas.weights import encode_weights, weights_digest
 from headrace.schemas.wire import Buffer, MessageKind, decode, encode
 from headrace.workers.fleet.weights import OTHERS_PULL_S, WeightsReceiver
 from support.pipeline.delivery import FLEET, BrokerThread, Feeder, StartBroker, StartFeeder
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 LARGE = 700_000
 
@@ -410,7 +410,7 @@ for seq in (1, 2):
 
 
 def test_a_writer_that_is_killed_within_a_write_stops_no_other_and_leaves_nothing(memory: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", _KILLED, str(memory)], timeout=100, check=False)
+    ended = subprocess.run([sys.executable, "-c", _KILLED, str(memory)], timeout=TIMEOUT_S, check=False)
     assert ended.returncode == -signal.SIGKILL
     half = [name for name in files_in(memory) if name.startswith(".1-2-")]
     assert len(half) == 1, "it was writing"
@@ -425,7 +425,7 @@ def test_a_writer_that_is_killed_within_a_write_stops_no_other_and_leaves_nothin
 def test_what_killed_processes_leave_goes_with_the_next_fleet_or_a_supervisors_end(memory: Path) -> None:
     next_fleet = SharedWeights("other")
     for clean in (lambda: next_fleet.write(*version_of(1, 1.0, "other")), remove_unused_weights):
-        subprocess.run([sys.executable, "-c", _KILLED, str(memory)], timeout=100, check=False)
+        subprocess.run([sys.executable, "-c", _KILLED, str(memory)], timeout=TIMEOUT_S, check=False)
         (left,) = {path.parent for path in memory.rglob("users")}
         clean()
         next_fleet.close()

@@ -30,7 +30,7 @@ from support.pipeline.delivery import (
     batches_of,
     script_process,
 )
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 OpenStream = Callable[..., EpisodeStream]
 
@@ -39,7 +39,7 @@ OpenStream = Callable[..., EpisodeStream]
 def open_stream(stack: ExitStack, broker: BrokerThread) -> OpenStream:
     """`open_stream(...)`: a stream from the broker."""
     return lambda **settings: stack.enter_context(
-        EpisodeStream(broker.endpoints.learner, connect_timeout_s=100, **settings)
+        EpisodeStream(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S, **settings)
     )
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_settled_before_commit(
     feeder = start_feeder(broker.endpoints.worker, Envs().fragments(6))
     stream = open_stream(auto_commit=False)
     for _ in range(4):
-        assert stream.next(100.0) is not None
+        assert stream.next(TIMEOUT_S) is not None
     assert feeder.session.settled.seq == 0
     stream.commit()
     wait_until(lambda: feeder.session.settled.seq == 4, "four settled batches")
@@ -107,7 +107,7 @@ def test_a_learner_that_dies_uncommitted_gets_its_batches_again(
     feeder, witness = start_feeder(broker.endpoints.worker, batches), Witness()
     first = open_stream(auto_commit=False)
     for number in range(6):
-        batch = first.next(100.0)
+        batch = first.next(TIMEOUT_S)
         assert batch is not None
         if number < 3:
             witness.see(batch)
@@ -128,11 +128,11 @@ def test_a_position_in_the_checkpoint_makes_training_exactly_once(
     feeder, witness = start_feeder(broker.endpoints.worker, batches), Witness()
     first = open_stream(auto_commit=False)
     for _ in range(5):
-        batch = first.next(100.0)
+        batch = first.next(TIMEOUT_S)
         assert batch is not None
         witness.see(batch)
     checkpoint = first.position()
-    first.next(100.0)
+    first.next(TIMEOUT_S)
     first.close()
     second = open_stream(position=checkpoint)
     for batch in batches_of(second, feeder.all_settled):
@@ -148,14 +148,14 @@ def test_a_batch_behind_a_marker_is_not_settled_before_it_is_handed_out(
     batches = Envs(width=1, ends=0.0, fails=0.0).fragments(2) + Envs(7, width=1, ends=0.0, fails=0.0).fragments(1)
     feeder = start_feeder(broker.endpoints.worker, batches, alter=flip(2))
     stream = open_stream()
-    assert stream.next(100.0) is not None
-    markers = stream.next(100.0)
+    assert stream.next(TIMEOUT_S) is not None
+    markers = stream.next(TIMEOUT_S)
     assert markers is not None
     assert [chunk.end_reason for chunk in markers] == ["poison"]
     stream.commit()
     wait_until(lambda: feeder.session.settled.seq == 2, "the settlement of what is missing")
     assert stream.position()[0]["settled"]["seq"] == 2
-    last = stream.next(100.0)
+    last = stream.next(TIMEOUT_S)
     assert last is not None
     assert last[0].chunk_index == 0
     assert stream.position()[0]["settled"]["seq"] == 3
@@ -199,7 +199,7 @@ def test_the_newer_learner_wins_and_the_older_is_fenced(
 ) -> None:
     feeder, witness = start_feeder(broker.endpoints.worker, Envs(5).fragments(20)), Witness()
     older = open_stream()
-    assert older.next(100.0) is not None
+    assert older.next(TIMEOUT_S) is not None
     newer = open_stream()
     assert newer.epoch > older.epoch
     with pytest.raises(FencedError) as raised:
@@ -273,7 +273,7 @@ def test_prefetched_batches_survive_a_long_training_step(
     """Messages that came while the user trained are taken before silence is judged: no HELLO, nothing sent twice."""
     feeder = start_feeder(broker.endpoints.worker, Envs(6).fragments(12))
     stream, witness = open_stream(), Witness()
-    first = stream.next(100.0)
+    first = stream.next(TIMEOUT_S)
     assert first is not None
     witness.see(first)
     wait_until(lambda: broker.ask(lambda b: b.core.store.sent_and_unsettled()) == 12, "all sent ahead")
@@ -336,7 +336,7 @@ def test_a_broker_restart_in_the_same_run_dir_keeps_its_ports(start_broker: Star
 def test_a_position_of_another_fleet_is_refused(broker: BrokerThread) -> None:
     place = {"fleet_id": "another", "slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [3, 3]}}
     with pytest.raises(WrongFleetError, match="another"):
-        EpisodeStream(broker.endpoints.learner, position=[place], connect_timeout_s=100)
+        EpisodeStream(broker.endpoints.learner, position=[place], connect_timeout_s=TIMEOUT_S)
 
 
 def test_a_loop_with_a_time_out_ends_with_a_reason(

@@ -23,7 +23,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.ledger import WorkerTotals
 from support.pipeline.delivery import BrokerThread, Process, worker_process
 from support.pipeline.worker_threads import constant_value
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 NEVER = threading.Event()
 SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 4, "rollout_fragment_length": 32, "seed": 1}
@@ -59,7 +59,7 @@ def _reference_run(run_dir: Path, *, synchronous_by_config: bool) -> Checkpoint:
         ) as stream,
         WeightPublisher(broker.endpoints.learner) as weights,
     ):
-        policies = _Updates(build_policies(config, stream.module_spaces(timeout_s=100.0)), stopping)
+        policies = _Updates(build_policies(config, stream.module_spaces(timeout_s=TIMEOUT_S)), stopping)
         train(policies, 600, stream, weights, run_dir / "learner.checkpoint", stopping, synchronous=True)
         assert stream.lag == 0.0
     saved = load_checkpoint(run_dir / "learner.checkpoint")
@@ -92,7 +92,7 @@ class Fleet:
         at, self.steps = self.broker.endpoints.learner, steps
         self.stream = stack.enter_context(EpisodeStream(at, synchronous=True, steps_per_update=steps))
         self.weights = stack.enter_context(WeightPublisher(at))
-        self.arrays = constant_value(self.stream.spaces(timeout_s=100.0), 1.0)
+        self.arrays = constant_value(self.stream.spaces(timeout_s=TIMEOUT_S), 1.0)
 
     def start(self, slot: int, incarnation: int = 1) -> Process:
         at = self.broker.endpoints.worker
@@ -150,10 +150,10 @@ def test_without_a_size_each_worker_ships_a_cut(tmp_path: Path, stack: ExitStack
     stack.enter_context(worker_process(tmp_path, broker.endpoints.worker, 0, 1, {"sampling": SAMPLING}))
     stream = stack.enter_context(EpisodeStream(broker.endpoints.learner, synchronous=True))
     weights = stack.enter_context(WeightPublisher(broker.endpoints.learner))
-    arrays = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+    arrays = constant_value(stream.spaces(timeout_s=TIMEOUT_S), 1.0)
     for seq in range(1, 4):
         weights.publish(arrays)
-        batch = stream.next(100.0)
+        batch = stream.next(TIMEOUT_S)
         assert batch is not None
         assert (batch.steps, batch.seq) == (4 * 32, seq)
         assert stream.next(0.2) is None

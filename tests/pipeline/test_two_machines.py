@@ -16,7 +16,7 @@ import pytest
 from headrace.deploy.key_pairs import make_keys
 from headrace.schemas.errors import ExitCode
 from support.fleets.two_machines import NoNamespacesError, TwoMachines
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
@@ -91,7 +91,7 @@ def test_a_worker_on_another_machine_delivers_with_keys_and_a_stranger_does_not(
         stranger = start(stack, machines.command(machines.there, *intrude), tmp_path / "stranger.log")
         train = [sys.executable, "-c", LEARNER, endpoints["learner"], str(keys)]
         learner = start(stack, machines.command(machines.here, *train), tmp_path / "learner.log")
-        lines = learner.communicate(timeout=150)[0].splitlines()
+        lines = learner.communicate(timeout=TIMEOUT_S)[0].splitlines()
         assert learner.returncode == 0, (tmp_path / "learner.log").read_text()
         steps, weights_seq = map(int, lines[-1].split())
         assert steps >= 4096, "chunks came over the cable"
@@ -115,6 +115,6 @@ def public_start(folder: Path) -> str:
 def test_without_keys_another_machine_is_not_served(machines: TwoMachines, tmp_path: Path) -> None:
     serve = headrace("broker", *FLEET, "--run-dir", str(tmp_path / "run"), "--set", f"broker.host={machines.HERE}")
     command = machines.command(machines.here, *serve)
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert ended.returncode == ExitCode.CONFIG
     assert "serves other machines: it needs keys.dir" in " ".join(ended.stderr.split())

@@ -20,7 +20,7 @@ from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.weights import check_published
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import SAMPLING, WorkerThread, constant_value
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 SECTIONS: dict[str, Any] = {"sampling": SAMPLING, "worker": {"drain_timeout_s": 1.0}}
 CART_POLE = Spaces(observation=Box(shape=(4,), dtype="<f4"), action=Discrete(n=2))
@@ -41,7 +41,7 @@ def start_worker(
 
 
 def _seq(stream: EpisodeStream) -> int:
-    batch = stream.next(100.0)
+    batch = stream.next(TIMEOUT_S)
     assert batch is not None
     return int(batch.columns["weights_seq"][-1])
 
@@ -55,7 +55,7 @@ def test_unfit_weights_are_named_at_once_and_workers_go_on(
     stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
     worker = start_worker()
-    fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+    fit = constant_value(stream.spaces(timeout_s=TIMEOUT_S), 1.0)
     assert publisher.publish(fit) == 1
     unfit = {**fit, "head.bias": np.zeros(7, np.float32), "extra": np.zeros(1)}
     name = next(name for name in fit if name.endswith("weight"))
@@ -76,7 +76,7 @@ def test_a_publisher_knows_the_shapes_as_soon_as_the_stream_of_its_process_does(
 ) -> None:
     monkeypatch.setattr(publisher._brokers[0].link, "receive", lambda: None)
     start_worker()
-    stream.spaces(timeout_s=100.0)
+    stream.spaces(timeout_s=TIMEOUT_S)
     with pytest.raises(WeightsMismatchError):
         publisher.publish({"w": np.zeros(3)})
 
@@ -86,7 +86,7 @@ def test_what_only_a_worker_can_see_reaches_the_learner_too(
 ) -> None:
     """State of connectors that the worker does not have. The error comes once, and not in the way of newer weights."""
     worker = start_worker()
-    fit = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+    fit = constant_value(stream.spaces(timeout_s=TIMEOUT_S), 1.0)
     publisher.publish(fit)
     assert _seq(stream) == 1
 

@@ -24,9 +24,8 @@ from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderErr
 from headrace.schemas.loopback_token import server_token
 from headrace.schemas.port_watch import STRANGE_MESSAGES
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder, batches_of, broker_process
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
-LONG_S = 100.0
 NOBODY = 65_534
 
 _STRANGER = """
@@ -69,8 +68,8 @@ def all_arrives(endpoints: Endpoints, run_dir: Path, start_feeder: StartFeeder, 
     """A worker and a learner of the run directory get through, with weights, from the first batch to the last."""
     feeder = start_feeder(endpoints.worker, Envs(slot).fragments(5), slot=slot)
     with (
-        EpisodeStream.of(run_dir, connect_timeout_s=LONG_S) as stream,
-        WeightPublisher.of(run_dir, connect_timeout_s=LONG_S) as weights,
+        EpisodeStream.of(run_dir, connect_timeout_s=TIMEOUT_S) as stream,
+        WeightPublisher.of(run_dir, connect_timeout_s=TIMEOUT_S) as weights,
     ):
         weights.publish({"w": np.zeros(3, np.float32)})
         steps = sum(batch.steps for batch in batches_of(stream, feeder.all_settled))
@@ -88,7 +87,7 @@ def test_peers_live_through_the_kill_of_a_broker_on_unix_sockets(
         assert endpoints.worker == f"ipc://{tmp_path}/ipc/worker"
         assert stat.S_IMODE(folder_of(endpoints).stat().st_mode) == 0o700
         feeder = start_feeder(endpoints.worker, Envs().fragments(40), window=4)
-        stream = stack.enter_context(EpisodeStream.of(tmp_path, connect_timeout_s=LONG_S))
+        stream = stack.enter_context(EpisodeStream.of(tmp_path, connect_timeout_s=TIMEOUT_S))
         wait_until(lambda: stream.next(0.01) is not None, "the first batch")
         killed.signal(signal.SIGKILL)
         killed.wait()
@@ -177,7 +176,8 @@ def test_another_user_cannot_connect_even_where_the_folder_was_opened(
 
 
 def open_it(folder: Path) -> None:
-    folder.mkdir(mode=0o755)
+    folder.mkdir()
+    folder.chmod(0o755)
 
 
 def link_it(folder: Path) -> None:

@@ -18,7 +18,7 @@ from headrace.learner_stub.update_size import UpdateSize
 from headrace.schemas.batch import ChunkBatch
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartFeeder, worker_process
 from support.pipeline.worker_threads import constant_value
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 STEPS = 10
 """Steps of each batch here."""
@@ -64,7 +64,7 @@ def test_a_window_holds_a_batch_of_each_worker_however_small_updates_are(
 ) -> None:
     with EpisodeStream(broker.endpoints.learner, steps_per_update=1) as stream:
         feeders = _start(start_feeder, broker, 4)
-        assert stream.next(100.0) is not None
+        assert stream.next(TIMEOUT_S) is not None
         assert _under_way(feeders) == 4 * STEPS
 
 
@@ -121,7 +121,7 @@ def test_who_only_reads_is_not_slowed_down(broker: BrokerThread, start_feeder: S
     feeders = _start(start_feeder, broker, 2)
     with EpisodeStream(broker.endpoints.learner) as stream:
         for _ in range(50):
-            assert stream.next(100.0) is not None
+            assert stream.next(TIMEOUT_S) is not None
         assert _under_way(feeders) == 2 * 16 * STEPS
 
 
@@ -137,7 +137,7 @@ def test_who_publishes_once_and_reads_on_has_a_window_with_a_bound(
     ):
         weights.publish(WEIGHTS)
         for _ in range(300):
-            assert stream.next(100.0) is not None
+            assert stream.next(TIMEOUT_S) is not None
             stream.commit()
         assert _under_way(feeders) <= (2 * 16 if auto_commit else 2 * 64) * STEPS
 
@@ -157,7 +157,7 @@ def test_a_new_broker_hears_the_size_again(tmp_path: Path, stack: ExitStack, sta
     first = stack.enter_context(BrokerThread(tmp_path))
     with EpisodeStream(first.endpoints.learner, steps_per_update=20 * STEPS) as stream:
         feeders = _start(start_feeder, first, 2)
-        assert stream.next(100.0) is not None
+        assert stream.next(TIMEOUT_S) is not None
         first.stop()
         stack.enter_context(BrokerThread(tmp_path))
         wait_until(lambda: stream.next(0.2), "a batch of the new broker")
@@ -204,7 +204,7 @@ def test_a_learner_with_small_updates_trains_on_fresh_data(
         EpisodeStream(at.learner, warn_lag=4.0) as stream,
         WeightPublisher(at.learner) as weights,
     ):
-        arrays = constant_value(stream.spaces(timeout_s=100.0), 1.0)
+        arrays = constant_value(stream.spaces(timeout_s=TIMEOUT_S), 1.0)
         weights.publish(arrays)
         worst = 0.0
         for _ in range(8):

@@ -17,6 +17,7 @@ from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import WorkerThread, closed_row
+from support.waiting import TIMEOUT_S
 
 NUM_ENVS, FRAGMENT, WINDOW = 2, 8, 3
 SAMPLING = {"num_envs": NUM_ENVS, "rollout_fragment_length": FRAGMENT}
@@ -52,7 +53,7 @@ def test_a_learner_trains_though_what_fits_the_window_beside_a_clients_chunks_is
         WeightPublisher(broker.endpoints.learner) as weights,
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker,
     ):
-        weights.publish(actor_critic(stream.spaces(timeout_s=20.0)).state_dict())
+        weights.publish(actor_critic(stream.spaces(timeout_s=TIMEOUT_S)).state_dict())
         with ActingClient(f"tcp://127.0.0.1:{free_port}", EnvRunnerConfig(**SAMPLING)) as client:
             player = threading.Thread(target=play, args=(client, enough))
             player.start()

@@ -27,7 +27,7 @@ from support.pipeline.worker_threads import (
     drain,
     report_death,
 )
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def test_the_label_on_data_is_that_of_the_weights_in_use(
@@ -46,7 +46,7 @@ def test_the_label_on_data_is_that_of_the_weights_in_use(
                 arrays = constant_value(spaces, value)
                 version = (weights.epoch, weights.publish(arrays))
                 value_of[version], digest_of[version] = value, weights_digest(arrays)
-                batch = stream.next(100.0)
+                batch = stream.next(TIMEOUT_S)
                 assert batch is not None, f"no batch after publishing number {number}"
                 for chunk in batch:
                     assert np.all(np.diff(chunk.weights_seq) >= 0)
@@ -165,7 +165,7 @@ def test_sigterm_drains_and_closes_the_books(broker: BrokerThread, tmp_path: Pat
 def test_sigterm_ends_a_worker_that_waits_for_a_broker(tmp_path: Path) -> None:
     """A server at the address takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        mute.settimeout(100.0)
+        mute.settimeout(TIMEOUT_S)
         endpoint = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
         with worker_process(tmp_path, endpoint, 0, 1, AT_RANDOM) as worker:
             connection, _ = mute.accept()

@@ -12,7 +12,7 @@ from headrace.schemas.errors import CallbackError, EnvRestartBudgetError, ExitCo
 from support.pipeline import worker_callbacks
 from support.pipeline.delivery import BrokerThread, Witness
 from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def _config(callback: str, **sampling: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def test_every_chunk_that_was_sent_is_told(
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", _config("Sent")) as worker:
             for _ in range(3):
-                batch = stream.next(100.0)
+                batch = stream.next(TIMEOUT_S)
                 assert batch is not None
                 received += [(c.episode_id, c.chunk_index, len(c)) for c in batch]
         assert worker.error is None

@@ -22,7 +22,7 @@ from headrace.workers.serving.client import PolicyClient
 from support.fleets.env_hosts import EnvHosts
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def figures(broker: BrokerThread) -> tuple[dict[str, Any], dict[str, float]]:
@@ -98,7 +98,7 @@ def test_a_policy_server_tells_of_its_clients_and_waits_for_them(
     with (
         EpisodeStream(broker.endpoints.learner),
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),
-        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=60) as client,
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=TIMEOUT_S) as client,
     ):
         episode = client.start_episode()
 

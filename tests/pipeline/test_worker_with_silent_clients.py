@@ -13,7 +13,7 @@ from headrace.schemas.ledger import add_up
 from headrace.workers.serving.client import PolicyClient
 from support.pipeline.delivery import BrokerThread, Witness, worker_process
 from support.pipeline.worker_threads import AT_RANDOM, closed_row, drain
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -24,7 +24,7 @@ def test_a_stop_is_noticed_before_the_fragment_is_old(broker: BrokerThread, free
     with (
         EpisodeStream(broker.endpoints.learner) as stream,
         worker_process(tmp_path, broker.endpoints.worker, 0, 1, sections) as worker,
-        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=100) as client,
+        PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=TIMEOUT_S) as client,
     ):
         episode, witness = client.start_episode(), Witness()
         for _ in range(4):

@@ -38,7 +38,7 @@ from headrace.schemas.redis_keys import (
     TOTALS,
     key_name,
 )
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_lost_life_without_a_supervisor_is_found_with_the_time_at_which_its_bo
     core.tick(6.0)
     closes = time.time() + (core.last_close_at - 6.0)
     reporter.offer(metrics.report(core, 6.0))
-    wait_until(lambda: bool(read(FleetView(url, fleet_id)).rows), "the first report", 30.0)
+    wait_until(lambda: bool(read(FleetView(url, fleet_id)).rows), "the first report")
     (problem,) = audit(read(FleetView(url, fleet_id)))
     assert "slot 0 incarnation 1 claims to be live" in problem
     found = re.search(r"until about (\d\d:\d\d:\d\d) \((\d+) s from now\), and then closes its books", problem)
@@ -212,7 +212,7 @@ class Run:
     def audit(self, *how: str) -> tuple[int, str]:
         """Exit code and last line of `headrace audit`."""
         command = [sys.executable, "-m", "headrace.deploy", "audit", *how, str(self.path)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
         return ran.returncode, ran.stderr.strip().rpartition("\n")[2]
 
 

@@ -25,6 +25,7 @@ from headrace.schemas import redis_keys as keys
 from headrace.schemas.errors import ExitCode, RedisContractError
 from headrace.schemas.ledger import LedgerRow
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import TIMEOUT_S
 
 COUNTS = """
 from headrace.workers.agents.examples import two_carts
@@ -57,7 +58,7 @@ TWO_POLICIES = (
 
 def headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace.deploy", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from headrace.schemas import redis_keys as keys
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.ledger import LedgerRow
 from support.dashboards import Dashboard, States, ask
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -150,7 +150,7 @@ def test_a_token_is_asked_for_and_swapped_for_a_cookie(tmp_path: Path, url: str,
 )
 def test_what_cannot_be_is_refused_in_one_sentence(url: str, arguments: list[str], says: str) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "dashboard", "--redis-url", url, "--fleet-id", "a", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert ended.returncode == ExitCode.CONFIG
     assert says in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1

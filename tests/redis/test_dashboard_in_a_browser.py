@@ -20,7 +20,7 @@ from headrace.schemas.ledger import LedgerRow
 from support.browser import Browser, needs_chromium
 from support.dashboards import Dashboard, ask
 from support.fleets.running_fleet import RunningFleet
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.browser, needs_chromium]
 
@@ -199,7 +199,7 @@ def _axe(folder: Path) -> str:
     if shutil.which("npm") is None:
         pytest.skip("npm, which fetches axe-core, is not installed")
     command = ["npm", "pack", "--silent", "axe-core@4"]
-    packed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+    packed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     files = list(folder.glob("axe-core-*.tgz"))
     if packed.returncode or not files:
         pytest.skip(f"axe-core cannot be fetched: {packed.stderr[-200:]}")

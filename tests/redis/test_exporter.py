@@ -28,7 +28,7 @@ from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.ledger import Drop, LedgerRow
 from headrace.schemas.process_state import ProcessState
 from headrace.schemas.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 LAG = "some_lag_agent_steps_bucket"
@@ -41,7 +41,7 @@ class Exporter:
         self.process, self.port = process, port
 
     def get(self, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20.0)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
         try:
             connection.request(method, path, headers=headers)
             answer = connection.getresponse()

@@ -32,6 +32,7 @@ from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableErro
 from headrace.schemas.redis_keys import TOTALS, WORKERS, key_name
 from support.fleets.running_fleet import RunningFleet
 from support.secured_redis import SecuredRedis
+from support.waiting import TIMEOUT_S
 
 FLEET = "shared"
 SMALL = ("--workers", "1", "--num-envs", "8", "--set", "learner.epochs=1", "--set", f"fleet.fleet_id={FLEET}")
@@ -41,7 +42,7 @@ MakeServer = Callable[..., Any]
 
 def keys_redis(folder: Path, *words: str) -> str:
     command = [sys.executable, "-m", "headrace.deploy", "keys", "redis", "--fleet-id", FLEET, "--dir", str(folder)]
-    made = subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=150)
+    made = subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert made.returncode == 0, made.stderr
     return made.stdout
 

@@ -18,7 +18,7 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
 from support.serving.acting_clients import PAIR, Shipper, acting, assert_alike, play, play_pair, serving_runner
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def by_part(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
@@ -35,7 +35,7 @@ def by_part(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
     ("settings", "play", "parts"), [({}, play, 3), (PAIR, play_pair, 6)], ids=["one agent", "several agents"]
 )
 def test_chunks_are_the_same_to_the_bit_whoever_infers(settings: dict[str, Any], play: Any, parts: int) -> None:
-    with serving_runner(**settings) as there, PolicyClient(there.endpoint, timeout_s=100) as client:
+    with serving_runner(**settings) as there, PolicyClient(there.endpoint, timeout_s=TIMEOUT_S) as client:
         play(client, 45)
     with serving_runner(**settings) as here, acting(here.endpoint, **settings) as client:
         play(client, 45)

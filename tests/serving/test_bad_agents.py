@@ -25,7 +25,7 @@ from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
 from headrace.workers.serving.served_env import ServedEnvs
 from support.serving.served import Served
 from support.serving.served_agents import ByHttp, ByZmq, rule, served_agents
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 AGENTS = ("red", "blue", "grey")
 NUMBERS = itertools.count(1)
@@ -191,12 +191,12 @@ def test_the_client_refuses_at_once_what_the_server_would(said: Any, sentence: s
 
 
 def test_a_client_of_the_other_kind_of_server_is_told_so(shared: Any) -> None:
-    with Served() as solo, PolicyClient(solo.endpoint, timeout_s=100) as client:
+    with Served() as solo, PolicyClient(solo.endpoint, timeout_s=TIMEOUT_S) as client:
         episode = client.start_episode()
         with pytest.raises(EnvContractError):
             client.get_action(episode, {"red": [1, 2]})
         client.abort_episode(episode)
-    with PolicyClient(shared.endpoint, timeout_s=100) as client:
+    with PolicyClient(shared.endpoint, timeout_s=TIMEOUT_S) as client:
         episode = client.start_episode()
         with pytest.raises(EnvContractError, match="obs should be an object by agent"):
             client.get_action(episode, [1, 2])

@@ -41,6 +41,7 @@ from headrace.schemas.wire import decode, encode
 from headrace.workers.serving.client import PolicyClient
 from support.serving.plain_episodes import rule
 from support.serving.served import LIMITS, Served
+from support.waiting import TIMEOUT_S
 
 
 class Way(Protocol):
@@ -99,7 +100,7 @@ class ByHttp:
         data = body if isinstance(body, bytes) else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         request = urllib.request.Request(self.url + path, data, self.headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=100) as answer:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 return orjson.loads(answer.read())
         except urllib.error.HTTPError as refusal:
             told = orjson.loads(refusal.read())

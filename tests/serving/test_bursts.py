@@ -17,6 +17,7 @@ from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
 from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
+from support.waiting import TIMEOUT_S
 
 CLIENTS, ROUNDS = 12, 40
 
@@ -124,10 +125,10 @@ def test_a_message_whose_beginning_an_interrupted_look_has_lost_ends_nothing() -
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(router_port.endpoint)
         socket.send(b"lost")
-        assert router_port.wait(100.0)
+        assert router_port.wait(TIMEOUT_S)
         assert router_port._socket.recv()  # the route; then came Ctrl-C
         assert list(router_port.receive()) == []
         socket.send(b"heard")
-        assert router_port.wait(100.0)
+        assert router_port.wait(TIMEOUT_S)
         assert [frames for _, frames in router_port.receive()] == [[b"heard"]]
     router_port.close()

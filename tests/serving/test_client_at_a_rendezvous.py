@@ -12,6 +12,7 @@ from headrace.schemas.rendezvous import RENDEZVOUS_VARIABLE, Port, Published
 from headrace.workers.serving.client import PolicyClient
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
+from support.waiting import TIMEOUT_S
 
 
 def publish(meet: Path, **addresses: str) -> None:
@@ -32,7 +33,7 @@ def test_a_client_follows_its_worker_to_another_port_and_then_goes_to_another_wo
         with Served() as second:
             with Served() as first:
                 publish(meet, clients_0=first.endpoint)
-                client = PolicyClient.of(meet, timeout_s=100)
+                client = PolicyClient.of(meet, timeout_s=TIMEOUT_S)
                 episode = client.start_episode()
                 client.get_action(episode, [1, 1])
                 publish(meet, clients_0=second.endpoint, clients_1=other.endpoint)

@@ -14,7 +14,7 @@ from headrace.workers.serving.dispatcher import Dispatcher
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.session_records import ServingLimits
 from support.serving.plain_episodes import SPACES, PlainEpisodes
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 LONG_S = 0.2
 """More than a sampler has to be away before the other thread stands in."""
@@ -57,14 +57,14 @@ def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy
     stands_in.start()
     try:
         dispatcher.post(keep_busy)
-        assert busy.wait(100.0)
+        assert busy.wait(TIMEOUT_S)
         sampler.start()
-        sampler.join(100.0)
+        sampler.join(TIMEOUT_S)
         assert not sampler.is_alive()
         slept = list(listener.sleepers)
     finally:
         dispatcher.stop()
-        stands_in.join(100.0)
+        stands_in.join(TIMEOUT_S)
         dispatcher.close()
     assert slept == ["sampler"]
 
@@ -79,19 +79,19 @@ def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_f
         busy.set()
         wait_until(lambda: dispatcher._woken, what="the sampler to wake the loop")
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupted.wait(100.0)
+        assert interrupted.wait(TIMEOUT_S)
         listener.sleepers.clear()
 
     stands_in.start()
     try:
         dispatcher.post(press_ctrl_c)
-        assert busy.wait(100.0)
+        assert busy.wait(TIMEOUT_S)
         with pytest.raises(KeyboardInterrupt):
             dispatcher.run_once(0.0)
         interrupted.set()
-        wait_until(lambda: listener.sleepers, timeout_s=20, what="a thread that waits at the listener")
+        wait_until(lambda: listener.sleepers, timeout_s=TIMEOUT_S, what="a thread that waits at the listener")
     finally:
         interrupted.set()
         dispatcher.stop()
-        stands_in.join(100.0)
+        stands_in.join(TIMEOUT_S)
         dispatcher.close()

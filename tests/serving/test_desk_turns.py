@@ -15,6 +15,7 @@ from headrace.schemas.wire import Buffer, WireMessage, decode, encode
 from headrace.workers.serving.client import PolicyClient
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
+from support.waiting import TIMEOUT_S
 
 STEPS = 250
 
@@ -61,7 +62,7 @@ def test_who_asks_how_the_server_is_hears_it_while_the_sampler_is_away() -> None
         try:
             with PolicyClient(server.endpoint) as client:
                 client.start_episode()
-                with urllib.request.urlopen(f"{server.url}/v1/health", timeout=60.0) as answer:
+                with urllib.request.urlopen(f"{server.url}/v1/health", timeout=TIMEOUT_S) as answer:
                     assert answer.status == 200
         finally:
             back.set()

@@ -17,6 +17,7 @@ from headrace.schemas.wire import MessageKind, decode, encode
 from headrace.workers.serving.client import PolicyClient
 from support.serving.hostile_requests import Hostile, codes_by_http
 from support.serving.served_agents import rule, served_agents
+from support.waiting import TIMEOUT_S
 
 AGENTS = ("red", "blue", "green")
 MESSAGES = 1000
@@ -65,7 +66,7 @@ class HostileAgents(Hostile):
 def beside_somebody_else() -> Iterator[tuple[Any, Callable[[], None]]]:
     """A server with another client's episode, of which a call takes a step; at the end it is whole."""
     steps = 0
-    with served_agents(num_envs=128) as served, PolicyClient(served.endpoint, timeout_s=30) as client:
+    with served_agents(num_envs=128) as served, PolicyClient(served.endpoint, timeout_s=TIMEOUT_S) as client:
         episode = client.start_episode()
 
         def go_on() -> None:

@@ -18,7 +18,7 @@ from support.serving.http_sampler import STEPS, drive, sample_until, sampler
 from support.serving.plain_episodes import rule
 from support.serving.raw_http import HEALTH, RawHttp, put
 from support.serving.served import Served
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def test_http_has_no_thread_of_its_own_and_leaves_signals_alone() -> None:
@@ -37,7 +37,7 @@ def test_http_has_no_thread_of_its_own_and_leaves_signals_alone() -> None:
 def test_ctrl_c_while_the_sampler_waits_leaves_a_server_that_goes_on(where: str) -> None:
     """In a process of its own: one that has run property tests may lose a Ctrl-C in the collector of garbage."""
     script = f"from support.serving import http_sampler as here; here.press_ctrl_c(here.{where})"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=TIMEOUT_S)
 
 
 def test_neither_way_in_starves_the_other() -> None:

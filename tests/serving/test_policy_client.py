@@ -33,7 +33,7 @@ from headrace.workers.serving.session_records import ServingLimits
 from support.fleets.env_hosts import cable_to
 from support.serving.plain_episodes import SPACES, rule
 from support.serving.served import LIMITS, Served
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_threads_of_one_client_wait_side_by_side(server: Served) -> None:
 def test_connections_that_break_cost_nothing(server: Served) -> None:
     with (
         cable_to(int(urlsplit(server.endpoint).port or 0)) as cable,
-        PolicyClient(f"tcp://127.0.0.1:{cable.port}", timeout_s=100) as client,
+        PolicyClient(f"tcp://127.0.0.1:{cable.port}", timeout_s=TIMEOUT_S) as client,
     ):
         stop, episodes = threading.Event(), list[str]()
         puller = threading.Thread(target=lambda: [cable.pull() for _ in iter(lambda: stop.wait(0.2), True)])
@@ -106,7 +106,7 @@ def test_connections_that_break_cost_nothing(server: Served) -> None:
 
 def test_a_server_that_began_anew_aborts_episodes_and_takes_new_ones(free_port: int) -> None:
     with Served(port=free_port) as first:
-        client = PolicyClient(first.endpoint, timeout_s=100)
+        client = PolicyClient(first.endpoint, timeout_s=TIMEOUT_S)
         episode = client.start_episode()
         client.get_action(episode, [1, 1])
     with Served(port=free_port) as second:

@@ -21,6 +21,7 @@ from headrace.schemas.single_frame import join_frames, split_frame
 from headrace.schemas.wire import MessageKind, decode, encode
 from support.serving.served import Served
 from support.serving.served_agents import served_agents
+from support.waiting import TIMEOUT_S
 
 PAGE = (Path(__file__).parents[2] / "workers" / "serving" / "protocol.md").read_text()
 
@@ -46,7 +47,7 @@ def exchange_by_http(url: str, lines: list[str]) -> None:
             url + path, body[0].encode() if body else None, {"Headrace-Client": "secret-7"}, method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=100) as answer:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 status, told = answer.status, json.load(answer)
         except urllib.error.HTTPError as refusal:
             with refusal:

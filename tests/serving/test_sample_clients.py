@@ -14,6 +14,7 @@ import pytest
 
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
+from support.waiting import TIMEOUT_S
 
 CLIENTS = Path(__file__).parents[2] / "deploy" / "clients"
 TOKEN = "a-token-of-this-server"
@@ -27,7 +28,7 @@ def server() -> Iterator[Served]:
 
 def played(server: Served, command: list[str]) -> None:
     """The client's own account of its episodes is the server's."""
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr
     told = [json.loads(line) for line in result.stdout.splitlines()]
     assert [episode["number"] for episode in told] == [0, 1, 2]
@@ -58,7 +59,7 @@ def test_the_client_in_c_plays(server: Served, tmp_path: Path) -> None:
 @pytest.mark.parametrize("token", ["", "another"])
 def test_without_the_servers_token_a_client_is_refused(server: Served, token: str) -> None:
     command = [sys.executable, "-I", str(CLIENTS / "http_client.py"), server.url, "1", token]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert result.returncode == 1
     assert "unauthorized: show the server's token" in result.stderr
     assert not server.episodes.episodes

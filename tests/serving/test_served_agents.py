@@ -15,7 +15,7 @@ from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
 from support.serving.agent_lives import Life, check
 from support.serving.served_agents import ByHttp, ByZmq, Rule, rule, served_agents
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 WAYS = pytest.mark.parametrize("way", [ByZmq, ByHttp])
 
@@ -39,7 +39,7 @@ def test_each_agents_life_is_what_the_learner_gets(way: Any) -> None:
 
 
 def test_the_python_client_speaks_in_dicts_by_id_also_of_nested_spaces_and_ids_that_are_numbers() -> None:
-    with served_agents(("red", 3, "deep")) as served, PolicyClient(served.endpoint, timeout_s=100) as client:
+    with served_agents(("red", 3, "deep")) as served, PolicyClient(served.endpoint, timeout_s=TIMEOUT_S) as client:
         assert list(client.spaces) == ["red", "3", "deep"]  # type: ignore[arg-type]
         episode = client.start_episode()
         deep = {"at": (np.array([5, 1], np.float32), 2), "arm": [0.5, -0.5]}
@@ -98,7 +98,7 @@ def test_an_episode_that_is_not_to_be_trained_on_is_counted_and_kept_back(way: A
 
 def test_a_client_that_vanishes_leaves_an_aborted_marker_for_each_agent() -> None:
     with served_agents(lease_s=0.4, rollout_fragment_length=2) as served:
-        gone, other = ByHttp(served, "gone"), PolicyClient(served.endpoint, timeout_s=100)
+        gone, other = ByHttp(served, "gone"), PolicyClient(served.endpoint, timeout_s=TIMEOUT_S)
         gone.start("e")
         mine = other.start_episode()
         for t in range(4):

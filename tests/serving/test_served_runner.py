@@ -27,7 +27,7 @@ from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.http.listening_socket import listen
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 def serving(**changes: Any) -> ServingSection:
@@ -56,7 +56,7 @@ def play(endpoint: str, seed: int, steps: int) -> tuple[list[Any], list[int]]:
     env = gym.make("CartPole-v1")
     observation, _ = env.reset(seed=seed)
     seen, done = [observation], []
-    with PolicyClient(endpoint, timeout_s=100) as client:
+    with PolicyClient(endpoint, timeout_s=TIMEOUT_S) as client:
         episode = client.start_episode(f"cart-{seed}")
         for _ in range(steps):
             action = int(client.get_action(episode, observation))
@@ -114,7 +114,7 @@ def test_a_client_that_vanishes_leaves_an_aborted_marker() -> None:
             url = f"{served.url}/v1/sessions/gone"
             for path, body in (("", b""), ("/episodes/e", b""), *((f"/episodes/e/steps/{n}", BODY) for n in range(4))):
                 request = urllib.request.Request(url + path, body, {"Headrace-Client": "t"}, method="PUT")
-                urllib.request.urlopen(request, timeout=100).close()
+                urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
             wait_until(lambda: any(chunk.end is ChunkEnd.ABORTED for chunk in chunks), what="the marker")
         totals = sampler.totals
         assert totals.stepped == 3 == sum(len(chunk) for chunk in chunks) + sum(totals.discarded.values())
@@ -123,7 +123,7 @@ def test_a_client_that_vanishes_leaves_an_aborted_marker() -> None:
 def test_of_a_step_that_is_refused_nothing_counts() -> None:
     """Its reward once did, when the sampler refused what came with it, and a corrected one did not."""
     with runner(module_to_env=["headrace.workers.connectors:UnsquashActions"]) as (sampler, served):
-        with sampling(sampler) as chunks, PolicyClient(served.endpoint, timeout_s=100) as client:
+        with sampling(sampler) as chunks, PolicyClient(served.endpoint, timeout_s=TIMEOUT_S) as client:
             episode = client.start_episode()
             client.get_action(episode, np.zeros(4))
             client.log_returns(episode, 1.0, {"first": True})

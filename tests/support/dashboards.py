@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 
 class Dashboard:
@@ -57,7 +57,7 @@ class Answer:
 def ask(address: str, path: str = "/", method: str = "GET", headers: Mapping[str, str] | None = None) -> Answer:
     """Send one request, and return its answer."""
     parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
     try:
         connection.request(method, path, headers=dict(headers or {}))
         return Answer(connection.getresponse())
@@ -70,7 +70,7 @@ class States:
 
     def __init__(self, address: str) -> None:
         parts = urlsplit(address)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
         self._connection.request("GET", "/events")
         self._response = self._connection.getresponse()
 

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from support.ports import free_port
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol")
 _LACKING = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -20,7 +20,7 @@ MISSING = f"{' and '.join(_LACKING)} is not on PATH" if _LACKING else ""
 MISSING = MISSING or ("" if os.geteuid() == _ROOT else "slurmd and munged with a key of their own need root")
 """Why no Slurm can be started here; "" where one can."""
 
-START_S, END_S = 60.0, 200.0
+START_S, END_S = 60.0 * PATIENCE, 200.0 * PATIENCE
 _OVER = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
 
 # Slurm finds the controller by a name that must resolve, and refuses nodes with fewer CPUs than configured unless told

@@ -23,7 +23,7 @@ import orjson
 
 from support.containers.sandbox import SYSTEM, mounted
 from support.fleets.machines import Machines
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 _SYSTEMD = Path("/usr/lib/systemd/systemd")
 _UNITS = Path("/usr/lib/systemd/system")
@@ -35,7 +35,7 @@ _BOOTED = (
 _WANTED = {"sysinit.target": "systemd-journald.service", "sockets.target": "systemd-journald.socket"}
 _PROGRAMS = ("bwrap", "ip", "nsenter", "useradd", "systemctl")
 _FOLDERS = ("schemas", "broker", "workers", "learner_stub", "deploy")
-_COMMAND_S = 300.0
+_COMMAND_S = 300.0 * PATIENCE
 _PREFIX = "/usr" if sys.base_prefix == "/usr" else "/opt/python"
 """Where this Python is on the machine: never in a home folder, since services see none."""
 _PATH = ":".join(dict.fromkeys([f"{_PREFIX}/bin", "/usr/bin", "/usr/sbin"]))

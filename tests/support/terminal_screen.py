@@ -126,7 +126,7 @@ class OnTerminal:
             return text if part in text else ""
 
         try:
-            return wait_until(look, f"{part!r} on the screen", 60.0, 0.05)
+            return wait_until(look, f"{part!r} on the screen", pause_s=0.05)
         except AssertionError as error:
             raise AssertionError(f"{error}; it shows:\n{self.screen.text()}") from None
 

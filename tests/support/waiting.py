@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-TIMEOUT_S = 100.0
+PATIENCE = float(os.environ.get("PATIENCE", "1"))
+"""Every wait of the tests lasts this many times as long. Set it where the machine is slower than ours by far."""
+TIMEOUT_S = 200.0 * PATIENCE
 """Long, since a busy machine may be slow; a wait that goes well takes as long as what it waits for."""
 _PAUSE_S = 0.01
 

@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +36,8 @@ def what_is_missing() -> str:
         return "a sandbox with another user needs root"
     if missing:
         return f"a sandbox needs {', '.join(missing)}"
+    if not Path(sysconfig.get_path("purelib")).stat().st_mode & stat.S_IXOTH:
+        return "another user may not read what is installed here"
     made = subprocess.run(["ip", "netns", "add", f"hr-{os.getpid()}-try"], capture_output=True, check=False)
     subprocess.run(["ip", "netns", "del", f"hr-{os.getpid()}-try"], capture_output=True, check=False)
     return "" if made.returncode == 0 else "network namespaces cannot be made here"

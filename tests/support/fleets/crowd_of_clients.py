@@ -22,6 +22,7 @@ from headrace.deploy.clients.http_client import PolicyServer
 from headrace.schemas.errors import UnreachableError
 from headrace.schemas.serving_messages import ClientRequest, EpisodeStep
 from headrace.workers.serving.client import PolicyClient
+from support.waiting import TIMEOUT_S
 
 
 class RepeatingClient(PolicyClient):
@@ -95,7 +96,7 @@ def main(kind: str, count: int, endpoint: str, url: str, seed: str) -> None:
         if number % 2:
             games: Games = ByHttp(by_http(url))
         else:
-            clients.append(by_zmq(endpoint, timeout_s=60))
+            clients.append(by_zmq(endpoint, timeout_s=TIMEOUT_S))
             games = ByZmq(clients[-1])
         players.append(Player(games, kind, f"{seed}-{number}", stopped))
         players[-1].start()

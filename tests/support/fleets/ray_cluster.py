@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from support.waiting import TIMEOUT_S
+
 FAST_DETECTION = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -81,7 +83,7 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
     try:
         yield RayCluster(process)
     finally:
-        process.communicate(timeout=100)
+        process.communicate(timeout=TIMEOUT_S)
 
 
 def processes_of(folder: Path) -> list[str]:

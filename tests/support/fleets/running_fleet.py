@@ -16,9 +16,8 @@ import orjson
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import HeadraceError
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
-TIMEOUT_S = 150.0
 _PAUSE_S = 0.1
 """To ask Redis how far a fleet is takes 2 ms of CPU time here, and more in the server."""
 
@@ -48,7 +47,7 @@ class RunningFleet:
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.communicate(timeout=250)
+                self._process.communicate(timeout=TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.communicate()
@@ -68,7 +67,7 @@ class RunningFleet:
             assert self._process.poll() is None, f"the fleet ended before {what}:\n{self.said()}"
             return False
 
-        wait_until(met, what, TIMEOUT_S, _PAUSE_S)
+        wait_until(met, what, pause_s=_PAUSE_S)
 
     def pid(self, role: str, slot: int | None = None, incarnation: int | None = None) -> int | None:
         """The process of this role as fleet.json has it."""
@@ -135,7 +134,7 @@ class RunningFleet:
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end; its JSON, with the exit code and what it said added."""
-        output, _ = self._process.communicate(timeout=250)
+        output, _ = self._process.communicate(timeout=TIMEOUT_S)
         result: dict[str, Any] = orjson.loads(output)
         return result | {"returncode": self._process.returncode, "stderr": self.said()}
 
@@ -174,10 +173,10 @@ def snapshot_of(run_dir: Path) -> Snapshot | None:
 def audit_of(run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """`headrace audit --strict` of `run_dir`."""
     command = [sys.executable, "-m", "headrace.deploy", "audit", "--strict", "--run-dir", str(run_dir), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 def deep_audit_of(run_dir: Path) -> subprocess.CompletedProcess[str]:
     """`headrace audit --deep` of `run_dir`."""
     command = [sys.executable, "-m", "headrace.deploy", "audit", "--deep", str(run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)

@@ -19,7 +19,6 @@ from support.waiting import wait_until
 
 GAMES = 8
 ENDPOINTS = {"zmq": "clients-0", "http": "http-0"}
-TIMEOUT_S = 150.0
 
 
 def train(way: str, run_dir: Path, *goal: str) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def endpoint_of(fleet_json: Path, way: str, fleet: subprocess.Popen[bytes]) -> s
         found = orjson.loads(fleet_json.read_bytes())["endpoints"] if fleet_json.exists() else {}
         return str(found.get(ENDPOINTS[way], ""))
 
-    return wait_until(find, "an endpoint for clients", TIMEOUT_S)
+    return wait_until(find, "an endpoint for clients")
 
 
 def main(way: str, until_return: str = "475") -> None:

@@ -20,9 +20,8 @@ from headrace.deploy.slurm.scheduler import Task, tasks_of
 from headrace.deploy.slurm.submission import SCRIPTS
 from support.fleets.running_fleet import audit_of, deep_audit_of, snapshot_of
 from support.slurm_cluster import SlurmCluster
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
-TIMEOUT_S = 200.0
 _PAUSE_S = 0.2
 
 
@@ -122,7 +121,7 @@ class SlurmFleet:
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Return once `condition()` is true; a failure shows what the jobs have said."""
         try:
-            wait_until(condition, what, TIMEOUT_S, _PAUSE_S)
+            wait_until(condition, what, pause_s=_PAUSE_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()}") from None
 

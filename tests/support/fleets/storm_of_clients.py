@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from headrace.deploy.fleet_file import read_fleet_file
 from support.fleets.running_fleet import RunningFleet
+from support.waiting import TIMEOUT_S
 
 PROGRAM = "support.fleets.crowd_of_clients"
 STEADY = (("plain", 25), ("plain", 25), ("repeating", 10), ("repeating", 10), ("slow", 10))
@@ -85,7 +86,7 @@ class Storm:
             assert process.stdin is not None
             process.stdin.close()
             process.stdin = None
-        return [json.loads(process.communicate(timeout=150)[0]) for process in self._steady]
+        return [json.loads(process.communicate(timeout=TIMEOUT_S)[0]) for process in self._steady]
 
     def _start(self, kind: str, count: int) -> subprocess.Popen[str]:
         where = [self._endpoint("clients-0"), self._endpoint("http-0"), str(self._rng.random())]
@@ -98,7 +99,7 @@ class Storm:
 
     def _health(self) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(f"{self._endpoint('http-0')}/v1/health", timeout=30) as answer:
+            with urllib.request.urlopen(f"{self._endpoint('http-0')}/v1/health", timeout=TIMEOUT_S) as answer:
                 told: dict[str, Any] = json.load(answer)
                 return told
         except OSError:

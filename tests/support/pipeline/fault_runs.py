@@ -11,12 +11,12 @@ from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.ledger import add_up
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import WorkerThread, closed_row
-from support.waiting import wait_until
+from support.waiting import PATIENCE, wait_until
 
 ENOUGH = 96
 """Steps of a lane after which a test has seen enough."""
 
-LONGEST_S = 200.0
+LONGEST_S = 200.0 * PATIENCE
 """For that, on a machine with much else to do."""
 
 

@@ -23,6 +23,7 @@ from headrace.workers.policy.module_weights import read_weights
 from headrace.workers.serving.acting import ActingClient
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
+from support.waiting import TIMEOUT_S
 
 SETTINGS: dict[str, Any] = {
     "num_envs": 4,
@@ -126,7 +127,7 @@ def serving_runner(**changes: Any) -> Iterator[ServingRunner]:
 
 def acting(endpoint: str, **changes: Any) -> ActingClient:
     config = EnvRunnerConfig(**{**SETTINGS, **changes})
-    return ActingClient(endpoint, config, timeout_s=100, connect_timeout_s=100, update_interval_s=0.05)
+    return ActingClient(endpoint, config, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S, update_interval_s=0.05)
 
 
 def play(client: Any, steps: int, episodes: int = 3) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from headrace.schemas.serving_errors import HTTP_STATUS
 from headrace.schemas.serving_messages import REQUESTS
 from headrace.schemas.wire import MessageKind
+from support.waiting import TIMEOUT_S
 
 _NUMBERS = [0, 1, -1, 2**31, 2**63, 2**64 - 1, -(2**63), 1.5, -0.0, 1e39, 1e308, -1e308]
 _TEXTS = ["", "x", "NaN", "no", "terminated", "client", "../..", "a" * 65, "a" * 5000, "é\u0000\u202e", "own", "e-0"]
@@ -119,7 +120,7 @@ class Hostile:
 def codes_by_http(hostile: Hostile, url: str, messages: int, go_on: Callable[[], None]) -> Counter[str]:
     """How often each error was answered, and "" where there was none; now and then `go_on` is called."""
     told, address = Counter[str](), urlsplit(url)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=100)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT_S)
     for number in range(messages):
         connection.request(*hostile.request())
         with connection.getresponse() as response:

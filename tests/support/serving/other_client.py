@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from headrace.workers.serving.client import PolicyClient
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
+from support.waiting import TIMEOUT_S
 
 
 @contextmanager
 def somebody_else(server: Served) -> Iterator[Callable[[], None]]:
     """Another client's episode, of which a call takes a step; at the end it is what that client lived through."""
-    with PolicyClient(server.endpoint, timeout_s=100) as client:
+    with PolicyClient(server.endpoint, timeout_s=TIMEOUT_S) as client:
         episode, steps = client.start_episode(), 0
 
         def go_on() -> None:

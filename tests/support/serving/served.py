@@ -21,6 +21,7 @@ from headrace.workers.serving.http.listening_socket import listen
 from headrace.workers.serving.session_records import ServingLimits
 from headrace.workers.serving.zmq.listener import ZmqListener
 from support.serving.plain_episodes import SPACES, PlainEpisodes
+from support.waiting import TIMEOUT_S
 
 LIMITS = ServingLimits(lease_s=10.0, max_sessions=50, max_episodes=20, max_message_bytes=1 << 16)
 
@@ -84,7 +85,7 @@ class Served:
         """Of the sessions, told by the dispatcher's thread."""
         told: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
         self.dispatcher.post(lambda sessions, now: told.put(sessions.counts()))
-        return told.get(timeout=100)
+        return told.get(timeout=TIMEOUT_S)
 
     def close(self) -> None:
         self.dispatcher.stop()

@@ -25,6 +25,7 @@ from headrace.schemas.wire import decode, encode
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.serving.served_env import ServedEnvs
+from support.waiting import TIMEOUT_S
 
 
 def rule(observation: Any) -> int:
@@ -114,7 +115,7 @@ class ByHttp:
         data = body if isinstance(body, bytes) else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         request = urllib.request.Request(self._session + path, data, {"Headrace-Client": "own"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=100) as answer:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 return orjson.loads(answer.read())
         except urllib.error.HTTPError as refusal:
             with refusal:
