@@ -30,17 +30,19 @@ run: $(READY) ## train CartPole-v1 to a mean return of 475 (about a minute on 2 
 	$(BIN)/headrace up --env CartPole-v1 --workers 2 --num-envs 8 --seed 0 --until-return 475 --timeout-s 600 \
 		--run-dir runs/cartpole
 
+# Four at a time, also on two cores: many tests wait, for processes that are killed and come back, for instance.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
+
 # What a change is tried on while it is made. Markers say what is left out; pyproject.toml says what they mean.
 check: $(READY) ## the tests that kill no processes and take no time (under two minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not (chaos or netns or slow or processes or long or thorough)"
+	$(PYTEST) -m "not (chaos or netns or slow or processes or long or thorough)"
 
-# Four at a time, also on two cores: most tests wait for processes that are killed and come back.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 test: $(READY) ## the tests that decide whether a change goes in
 	$(PYTEST) -m "not thorough" $(PYTEST_FLAGS)
 
-test-long: $(READY) ## all tests
+test-long: $(READY) ## all tests, and one round of all benches
 	$(PYTEST) $(PYTEST_FLAGS)
+	$(BIN)/python tests/bench/run.py --quick
 
 fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, env hosts, policy server, and readers of run files and Redis
 	$(BIN)/python tests/fuzz/run.py $(MINUTES)
@@ -64,7 +66,7 @@ docs: $(READY) ## build docs/_build/html, with every warning an error
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
 	$(BIN)/python tests/bench/run.py
 
-bench-quick: $(READY) ## the same with short turns and few rounds
+bench-quick: $(READY) ## one round of short turns (about three minutes): shows that all of it runs
 	$(BIN)/python tests/bench/run.py --quick
 
 compare: $(READY) ## measure beside other libraries, in environments of their own; long; some: PEERS="sb3 gymnasium"

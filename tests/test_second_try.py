@@ -40,6 +40,7 @@ def test_a_flaky_test_passes_and_is_named_with_its_first_error(tmp_path: Path, r
     assert any(line.split()[2:] == ["2", "tests", "."] for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("text", "named"), [(FAILS, "test_bad.py::test_it"), (CANNOT_BE_READ, "test_bad.py")])
 def test_a_test_that_fails_alone_too_is_named_last(text: str, named: str, tmp_path: Path, root: Path) -> None:

@@ -57,6 +57,7 @@ def updates_of(path: Path) -> int:
     return int(saved.state["updates"])
 
 
+@pytest.mark.long
 def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_one_stays(tmp_path: Path) -> None:
     (tmp_path / "evaluating.4711.checkpoint").write_bytes(b"of a process that was killed")
     save_run(tmp_path, updates=1)

@@ -50,6 +50,7 @@ def craft(run: Path, sampling: dict[str, Any], name: str = "config.json") -> Non
     (run / name).write_bytes(orjson.dumps({"sampling": {"env": "CartPole-v1", "num_envs": 1, **sampling}}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "name"),
     [

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import termios
 
+import pytest
+
 ROWS, COLUMNS = 40, 100
 THREADS, LINES = 3, 100
 
@@ -42,6 +44,7 @@ with ProgressDisplay() as progress:
 """
 
 
+@pytest.mark.long
 def test_log_lines_stand_whole_above_the_live_table_that_stands_once() -> None:
     lines = shown_on_a_terminal([sys.executable, "-c", PROGRAM])
     said = [line for line in lines if "says" in line]

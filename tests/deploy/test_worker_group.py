@@ -158,6 +158,7 @@ def test_a_broker_that_moves_is_followed_by_the_group_and_by_a_learner(tmp_path:
         stream.close()
 
 
+@pytest.mark.long
 def test_a_group_that_cannot_find_its_fleet_ends_with_a_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "worker", "--count", "1", "--rendezvous"]
     for where, code, said in (

@@ -45,6 +45,7 @@ Of the broker, `tests/simulation/test_claims.py` plays more.
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_lie_raises_what_is_not_documented_and_honest_peers_go_on(target: str) -> None:
     """Plays the first seeds, and those that have found something."""

@@ -136,6 +136,7 @@ def test_with_the_fleets_keys_chunks_and_weights_arrive(
     assert guarded.ask(lambda broker: not broker.sockets.auth.refused)
 
 
+@pytest.mark.long
 def test_the_environment_names_the_folder_where_no_argument_does(
     guarded: BrokerThread, ours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_learners_key_at_the_workers_port_is_told_of_the_port(guarded: BrokerT
         EpisodeStream(guarded.endpoints.worker, keys=ours)
 
 
+@pytest.mark.long
 def test_a_peer_without_keys_is_refused_by_the_end_of_its_patience(
     guarded: BrokerThread, ours: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,12 +266,14 @@ def test_keys_are_of_no_use_at_a_broker_without(
         assert stream.epoch == 1
 
 
+@pytest.mark.long
 def test_who_takes_another_broker_for_ours_is_told_so(guarded: BrokerThread, misled: Path) -> None:
     with pytest.raises(KeysRefusedError, match=r"has another key than that in .*broker\.public"):
         EpisodeStream(guarded.endpoints.learner, keys=misled, connect_timeout_s=JOIN_S)
     assert refusals(guarded, "learner")[MISLED] > 0
 
 
+@pytest.mark.long
 def test_who_tries_for_ever_fills_no_log(
     guarded: BrokerThread, misled: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -354,6 +358,7 @@ def test_a_key_is_added_and_revoked_while_the_broker_runs(
     assert revoked_sessions(gauges) == {"worker.gpu": 1}
 
 
+@pytest.mark.long
 def test_a_peer_whose_key_is_revoked_gets_no_weights_at_any_port(
     start_broker: StartBroker, folder: Path, stack: ExitStack
 ) -> None:

@@ -147,6 +147,7 @@ def test_living_peers_follow_a_broker_with_a_new_token(
     assert {("worker", "another token"), ("learner", "another token")} <= refusals(second)
 
 
+@pytest.mark.long
 def test_the_listing_of_a_killed_broker_misleads_no_peer(
     stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ def test_without_a_home_the_run_directory_lets_peers_in(
 # -- all others -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can be another user")
 def test_another_user_gets_nothing(
     stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path, guarded: BrokerThread
@@ -230,6 +232,7 @@ def test_another_user_gets_nothing(
     all_arrives(endpoints, start_feeder)
 
 
+@pytest.mark.long
 def test_a_peer_without_the_token_is_told_what_to_do(
     guarded: BrokerThread, start_feeder: StartFeeder, another_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -82,6 +82,7 @@ def _write_some(whole: Any, is_full: bool, is_full_for_new_files: bool, file: in
     return written
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_for_a_while_leaves_no_hole_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

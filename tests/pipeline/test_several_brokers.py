@@ -104,6 +104,7 @@ def test_a_version_is_hashed_once_for_all_brokers(
     assert hashed == [["w"]] * 3, "once by the publisher, and once by each broker"
 
 
+@pytest.mark.long
 def test_a_broker_that_comes_later_and_one_that_goes_cost_only_their_share(
     start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack, tmp_path: Path
 ) -> None:

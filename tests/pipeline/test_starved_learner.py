@@ -96,6 +96,7 @@ def test_a_window_exactly_as_large_as_an_update_starves_nobody(
     assert "every worker waits" not in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("window", "steps"), [(None, 2 * NUM_ENVS * FRAGMENT), (2, 2 * FRAGMENT)])
 def test_a_worker_whose_envs_are_down_does_not_hold_up_the_learner(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, window: int | None, steps: int

@@ -145,6 +145,7 @@ def test_a_worker_that_dies_does_not_stall_the_others(tmp_path: Path, stack: Exi
     wait_until(lambda: {batch.slot for batch in fleet.update()} == {0, 1}, "rounds of both workers")
 
 
+@pytest.mark.long
 def test_without_a_size_each_worker_ships_a_cut(tmp_path: Path, stack: ExitStack) -> None:
     broker = stack.enter_context(BrokerThread(tmp_path, workers=1))
     stack.enter_context(worker_process(tmp_path, broker.endpoints.worker, 0, 1, {"sampling": SAMPLING}))

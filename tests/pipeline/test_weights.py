@@ -112,6 +112,7 @@ def test_a_worker_that_hears_no_broadcast_learns_by_heartbeat(
     applied.wait((1, 1), 1.0, size)
 
 
+@pytest.mark.long
 def test_a_restarted_broker_gets_them_again_from_the_publisher(
     start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_restarted_broker_gets_them_again_from_the_publisher(
     wait_until(arrived, "the weights at the new broker")
 
 
+@pytest.mark.long
 def test_a_waiting_stream_pumps_the_publisher(
     start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack
 ) -> None:

@@ -35,6 +35,7 @@ def play(client: ActingClient, enough: threading.Event) -> None:
             return
 
 
+@pytest.mark.long
 def test_a_learner_trains_though_what_fits_the_window_beside_a_clients_chunks_is_less_than_an_update(
     broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_label_on_data_is_that_of_the_weights_in_use(
     assert {epoch for epoch, _ in labels} == {1, 2}
 
 
+@pytest.mark.long
 def test_weights_are_taken_between_two_polls_and_the_last_ones_act_on_when_no_more_come(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_batch_too_large_for_the_broker_is_dropped_by_name_and_its_episodes_ar
     assert add_up(broker.rows()).balance() == 0
 
 
+@pytest.mark.long
 def test_what_a_slow_worker_ships_at_its_end_is_taken_however_late_it_comes(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ STORM: dict[str, Any] = {
 WHOLE = {"batch_mode": "complete_episodes"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fails", "settings"),
     [

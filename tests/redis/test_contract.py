@@ -147,6 +147,7 @@ def test_another_version_of_the_contract_is_refused_by_readers_and_writers(
         assert view.read().rows.keys() == {(0, 1)}
 
 
+@pytest.mark.long
 def test_what_a_fleet_left_is_listed_and_removed_and_no_other(
     url: str, client: Any, make_row: Callable[..., LedgerRow]
 ) -> None:

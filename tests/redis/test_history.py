@@ -52,6 +52,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.long
 def test_both_streams_have_their_times_are_bounded_and_go_on_after_restarts(
     url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:

@@ -34,6 +34,7 @@ def breaking_off(port: int) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.long
 def test_a_server_that_never_let_anybody_in_refuses_keys_and_one_that_did_is_away(free_port: int) -> None:
     with breaking_off(free_port), pytest.raises(KeysRefusedError, match="asks for keys"):
         PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=1.0)

@@ -158,6 +158,7 @@ def test_nobody_there_is_said_within_the_deadline(free_port: int) -> None:
         PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.2)
 
 
+@pytest.mark.long
 def test_what_was_asked_while_nobody_was_there_does_not_wait_for_who_comes(free_port: int) -> None:
     request = request_of(ClientHeartbeat, token="0" * 32, session="0" * 32, request=1)
     with zmq.Context() as context:
@@ -192,6 +193,7 @@ def test_keys_let_in_clients_only(tmp_path: Path) -> None:
             PolicyClient(server.endpoint, keys=str(others), connect_timeout_s=10)
 
 
+@pytest.mark.long
 def test_the_token_of_a_run_lets_in_clients_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     for folder in (run, other):

@@ -65,6 +65,7 @@ def test_a_chunk_cut_anywhere_and_joined_in_any_order_is_the_same(cuts: set[int]
     assert_same(to_episode(parts), WHOLE)
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
 @settings(max_examples=40)
 def test_an_episode_sampled_in_pieces_is_the_one_sampled_whole(sizes: list[int]) -> None:

@@ -132,6 +132,7 @@ def test_env_that_always_fails_ends_in_a_typed_error_after_its_budget(failing: s
         check_books(sampler)
 
 
+@pytest.mark.long
 def test_deep_failure_counts_do_not_recurse() -> None:
     class NoReset(Counting):
         def reset(self, **kwargs: Any) -> Any:

@@ -95,6 +95,7 @@ def test_an_episode_of_chunks_that_look_back_is_the_one_sampled_whole(sizes: lis
         np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
 
 
+@pytest.mark.long
 @given(sizes=SIZES, horizon=HORIZONS, num_envs=st.sampled_from([1, 3]))
 @settings(max_examples=60)
 def test_an_agent_looks_back_on_its_own_steps(sizes: list[int], horizon: int, num_envs: int) -> None:

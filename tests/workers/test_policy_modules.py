@@ -223,6 +223,7 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
     assert not all(np.array_equal(weights[0][k], weights[2][k]) for k in weights[0])
 
 
+@pytest.mark.long
 def test_building_modules_takes_no_more_of_torch_than_importing_it_does() -> None:
     """Each worker, learner and server builds some at its start, and who uses "meta" tensors waits for sympy."""
     script = """

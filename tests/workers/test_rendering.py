@@ -84,6 +84,7 @@ def test_a_picture_too_large_is_none_and_one_that_never_comes_costs_its_process(
     assert "did not return from render within env_step_timeout_s = 1 s" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_picture_that_never_comes_costs_a_vector_of_processes(
     sampled: bool, caplog: pytest.LogCaptureFixture

@@ -51,6 +51,7 @@ def moviepy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return str(request.param)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", ["inline", "process"])
 def test_some_episodes_of_one_env_are_recorded_and_chunks_are_as_without(
     tmp_path: Path, placement: str, moviepy: str
