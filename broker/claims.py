@@ -23,21 +23,10 @@ from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerState
 from headrace.broker.source import Peer, Source
 from headrace.schemas.batch import BatchHeader
-from headrace.schemas.bounds import WINDOW
+from headrace.schemas.bounds import WINDOW, Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Count, Settled, WorkerTotals, plus
-from headrace.schemas.messages import (
-    Bye,
-    Heartbeat,
-    HeldBatch,
-    LastWords,
-    LearnerHello,
-    Message,
-    Obituary,
-    Skip,
-    Version,
-    WorkerHello,
-)
+from headrace.schemas.ledger import Count, HeldBatch, Settled, WorkerTotals, plus
+from headrace.schemas.messages import Bye, Heartbeat, LastWords, LearnerHello, Message, Obituary, Skip, WorkerHello
 from headrace.schemas.runner_counters import Counters
 
 IMPLAUSIBLE = "implausible"

@@ -30,6 +30,7 @@ from headrace.broker.slot_owners import SlotOwners
 from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.broker.worker_sessions import WorkerSessions
 from headrace.schemas.batch import BatchHeader
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.key_files import PeerKey
@@ -46,7 +47,6 @@ from headrace.schemas.messages import (
     Reject,
     Skip,
     SupervisorHello,
-    Version,
     WorkerHello,
 )
 from headrace.schemas.runner_counters import Counters, larger

@@ -11,13 +11,13 @@ from headrace.broker.lease import LearnerLease
 from headrace.broker.limits import BrokerState
 from headrace.broker.outbox import Outbox
 from headrace.broker.source import Peer, Source, StoredBatch
+from headrace.schemas.bounds import Version
 from headrace.schemas.counted_warnings import CountedWarnings
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Discard, Drop
+from headrace.schemas.ledger import Discard, Drop, HeldBatch
 from headrace.schemas.messages import (
     Commit,
     Fenced,
-    HeldBatch,
     LearnerHello,
     LearnerRow,
     LearnerRows,
@@ -27,7 +27,6 @@ from headrace.schemas.messages import (
     SourceGap,
     SourceStart,
     Status,
-    Version,
 )
 from headrace.schemas.tokens import digest_of, same_token
 from headrace.schemas.wire import Buffer, decompressed

@@ -17,8 +17,8 @@ from headrace.broker.worker_figures import fleet_figures, row_figures
 from headrace.broker.worker_metrics import WorkerMetrics
 from headrace.schemas import redis_keys as keys
 from headrace.schemas.batch import BatchHeader
+from headrace.schemas.bounds import Version
 from headrace.schemas.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to
-from headrace.schemas.messages import Version
 from headrace.schemas.module_spaces import MOST_MODULES
 
 EPISODE_WINDOW = 100

@@ -17,7 +17,7 @@ import redis
 
 from headrace.broker.redis_client import RedisReader
 from headrace.broker.redis_scripts import FLIP
-from headrace.schemas.messages import Version
+from headrace.schemas.bounds import Version
 from headrace.schemas.redis_keys import Key, key_name
 from headrace.schemas.wire import Buffer
 

@@ -12,7 +12,8 @@ import redis
 from redis.exceptions import ResponseError
 
 from headrace.schemas import redis_keys as keys
-from headrace.schemas.messages import LearnerRow, Version
+from headrace.schemas.bounds import Version
+from headrace.schemas.messages import LearnerRow
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace.broker.source import Source, StoredBatch
-from headrace.schemas.bounds import MOST_COUNT
-from headrace.schemas.messages import Version
+from headrace.schemas.bounds import MOST_COUNT, Version
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from headrace.broker.worker_figures import WorkerFigures
-from headrace.schemas.ledger import Count, Drop, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.bounds import Version
+from headrace.schemas.ledger import Count, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.logged_metrics import LoggedMetrics
-from headrace.schemas.messages import HeldBatch, ModuleShapes, Version, WeightsRefusal, WorkerHello
+from headrace.schemas.messages import ModuleShapes, WeightsRefusal, WorkerHello
 from headrace.schemas.open_episodes import OpenEpisodes
 from headrace.schemas.wire import Buffer
 from headrace.schemas.worker_figures import Ports

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.schemas.blobs import frames_of
-from headrace.schemas.messages import Version, WeightsHeader, WeightsPart, WeightsPull
+from headrace.schemas.bounds import Version
+from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull
 from headrace.schemas.weights_messages import PIECE_BYTES
 from headrace.schemas.wire import Buffer, MessageKind, encode
 

@@ -13,10 +13,10 @@ from typing import Any, Self
 import numpy as np
 
 from headrace.deploy.episode_video import EpisodeVideo
+from headrace.schemas.bounds import Version
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, EnvError
 from headrace.schemas.ledger import Discard
-from headrace.schemas.messages import Version
 from headrace.schemas.weights import Arrays
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv

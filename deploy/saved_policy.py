@@ -20,6 +20,7 @@ from headrace.broker.redis_weights import weights_in
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.named_code import resolve_found
 from headrace.deploy.options import describe_origin, resolve
+from headrace.schemas.bounds import Version
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import (
     CheckpointError,
@@ -29,7 +30,6 @@ from headrace.schemas.errors import (
     HeadraceError,
     ModuleError,
 )
-from headrace.schemas.messages import Version
 from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.redis_keys import without_password
 from headrace.schemas.redis_url import read_redis_url

@@ -12,6 +12,7 @@ from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.schemas.batch import ChunkBatch, read_batch_header
 from headrace.schemas.batch_reader import UnreadBatch
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.messages import (
     Fenced,
@@ -24,7 +25,6 @@ from headrace.schemas.messages import (
     SourcePosition,
     SourceStart,
     Status,
-    Version,
     read,
 )
 from headrace.schemas.wire import MessageKind, decode_header

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from headrace.learner_stub import connection
 from headrace.learner_stub.broker_link import BrokerLink
 from headrace.learner_stub.row_queue import RowQueue
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError, RefusedWeightsError, refusal
 from headrace.schemas.headrace_version import headrace_version
 from headrace.schemas.messages import (
@@ -19,7 +20,6 @@ from headrace.schemas.messages import (
     Message,
     Reject,
     Status,
-    Version,
     WeightsAck,
     WeightsRefusal,
     read,

@@ -16,10 +16,11 @@ import zmq
 
 from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas import sockets
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
 from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
 from headrace.schemas.keys import PeerKeys
-from headrace.schemas.messages import LearnerWelcome, ModuleShapes, Status, Version
+from headrace.schemas.messages import LearnerWelcome, ModuleShapes, Status
 from headrace.schemas.wire import Buffer
 
 _TOKENS: dict[tuple[int, str], str] = {}

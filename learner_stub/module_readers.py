@@ -6,8 +6,8 @@ from typing import Any
 
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError, WhichModuleError
-from headrace.schemas.messages import Version
 from headrace.schemas.module_spaces import module_spaces_from_json
 from headrace.schemas.spaces import Spaces
 

@@ -12,9 +12,10 @@ from headrace.learner_stub.session import LearnerSession
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey
 from headrace.schemas.batch import ChunkBatch
 from headrace.schemas.batch_reader import UnreadBatch
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Count, Drop
-from headrace.schemas.messages import SourceEnd, Version
+from headrace.schemas.messages import SourceEnd
 
 log = logging.getLogger("headrace.learner")
 

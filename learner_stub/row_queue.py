@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.schemas.bounds import Version
 from headrace.schemas.learner_messages import MOST_ROWS, LearnerRow
 from headrace.schemas.logged_metrics import MOST_VALUES, is_metric_name
-from headrace.schemas.message_base import Version
 
 log = logging.getLogger("headrace.learner")
 

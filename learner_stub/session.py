@@ -16,15 +16,14 @@ from typing import Any
 
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
 from headrace.schemas.batch import BatchHeader
-from headrace.schemas.bounds import MOST_COUNT
+from headrace.schemas.bounds import MOST_COUNT, Version
 from headrace.schemas.compression import readable_encodings
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.headrace_version import headrace_version
-from headrace.schemas.ledger import Count
+from headrace.schemas.ledger import Count, HeldBatch
 from headrace.schemas.messages import (
     Commit,
     Fenced,
-    HeldBatch,
     LearnerFigures,
     LearnerHello,
     LearnerWelcome,
@@ -35,7 +34,6 @@ from headrace.schemas.messages import (
     SourcePosition,
     SourceStart,
     Status,
-    Version,
 )
 from headrace.schemas.module_spaces import module_spaces_from_json
 

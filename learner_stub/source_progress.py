@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from headrace.schemas.ledger import Count, Settled
-from headrace.schemas.messages import HeldBatch, SourcePosition
+from headrace.schemas.ledger import Count, HeldBatch, Settled
+from headrace.schemas.messages import SourcePosition
 
 SourceKey = tuple[int, int]
 """(slot, incarnation)."""

@@ -19,10 +19,10 @@ from headrace.schemas.batch import (
     belongs_to_space,
     read_batch_header,
 )
+from headrace.schemas.bounds import Version
 from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.lookback import LOOKBACK
-from headrace.schemas.message_base import Version
 from headrace.schemas.spaces import Space, column_dtype, leaf_shape, leaves
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireLimits, decode_arrays, decode_header
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 MOST_COUNT = (1 << 53) - 1
 """Above it numbers in Lua and JavaScript stop being exact. A million steps a second reach it after 285 years."""
@@ -43,6 +43,9 @@ EpochOrNone = Annotated[int, Field(ge=0, le=MOST_EPOCH)]
 """0: none yet."""
 
 WeightsSeq = Annotated[int, Field(ge=0, le=MOST_WEIGHTS_SEQ)]
+
+Version = Annotated[tuple[EpochOrNone, WeightsSeq], Strict(False)]
+"""(learner_epoch, seq) of weights, ordered as a pair; (0, 0) means no weights yet."""
 
 BatchCount = Annotated[int, Field(ge=0, lt=1 << 32)]
 """Steps or chunks of one batch."""

@@ -6,20 +6,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
-from headrace.schemas.bounds import Bytes, Epoch, EpochOrNone, Incarnation, Natural, Pid, Positive, Slot, WeightsSeq
+from headrace.schemas.bounds import (
+    Bytes,
+    Epoch,
+    EpochOrNone,
+    Incarnation,
+    Natural,
+    Pid,
+    Positive,
+    Slot,
+    Version,
+    WeightsSeq,
+)
 from headrace.schemas.compression import Encodings
 from headrace.schemas.headrace_version import HeadraceVersion
 from headrace.schemas.lag_buckets import LagCounts
-from headrace.schemas.ledger import Settled
+from headrace.schemas.ledger import HeldBatch, Settled
 from headrace.schemas.logged_metrics import RowValues
-from headrace.schemas.message_base import (
-    HeldBatch,
-    Message,
-    ModuleShapes,
-    SourcePosition,
-    Version,
-    WeightsRefusal,
-)
+from headrace.schemas.message_base import Message, ModuleShapes, SourcePosition, WeightsRefusal
 from headrace.schemas.open_episodes import OpenEpisodes
 from headrace.schemas.wire import MessageKind
 

@@ -23,7 +23,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Strict
 
-from headrace.schemas.bounds import IncarnationOrNone, Natural, OpenSteps, Slot
+from headrace.schemas.bounds import BatchCount, IncarnationOrNone, Natural, OpenSteps, Positive, Slot
 
 _MODEL = ConfigDict(strict=True, frozen=True, extra="ignore")
 
@@ -106,6 +106,15 @@ class WorkerTotals(BaseModel):
         chunks = sum(count[1] for count in self.dropped.values())
         events = (self.episodes, self.env_failures, self.env_rebuilds)
         return max(self.stepped, self.steps_of_envs, self.shipped_chunks, chunks, *events)
+
+
+class HeldBatch(BaseModel):
+    """The counts of a batch that a worker, the broker or a learner holds."""
+
+    model_config = _MODEL
+    seq: Positive
+    steps: BatchCount
+    chunks: BatchCount
 
 
 class Settled(BaseModel):

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.schemas.bounds import BatchCount, EpochOrNone, IncarnationOrNone, Natural, Positive, Slot, WeightsSeq
+from headrace.schemas.bounds import IncarnationOrNone, Natural, Slot, Version
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.ledger import Settled
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
-
-Version = Annotated[tuple[EpochOrNone, WeightsSeq], Strict(False)]
-"""(learner_epoch, seq) of weights, ordered as a pair; (0, 0) means no weights yet."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -48,15 +45,6 @@ class SourcePosition(BaseModel):
     settled: Settled
     ended: bool = False
     """True once its user has taken the markers of the episodes that were open at the end of this incarnation."""
-
-
-class HeldBatch(BaseModel):
-    """The counts of a batch that a worker, the broker or a learner holds."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-    seq: Positive
-    steps: BatchCount
-    chunks: BatchCount
 
 
 class WeightsRefusal(BaseModel):

@@ -38,12 +38,10 @@ from headrace.schemas.learner_messages import (
 )
 from headrace.schemas.message_base import (
     Fenced,
-    HeldBatch,
     Message,
     ModuleShapes,
     Reject,
     SourcePosition,
-    Version,
     WeightsRefusal,
     read,
     tellable_shapes,
@@ -68,7 +66,6 @@ __all__ = [
     "Commit",
     "Fenced",
     "Heartbeat",
-    "HeldBatch",
     "LastWords",
     "LearnerFigures",
     "LearnerHello",
@@ -86,7 +83,6 @@ __all__ = [
     "SourceStart",
     "Status",
     "SupervisorHello",
-    "Version",
     "WeightsAck",
     "WeightsHeader",
     "WeightsPart",

@@ -27,8 +27,7 @@ from pydantic import ValidationError
 
 from headrace.schemas.bounds import WINDOW
 from headrace.schemas.errors import write_error
-from headrace.schemas.ledger import Count, Discard, Drop, Settled, WorkerTotals, plus
-from headrace.schemas.messages import HeldBatch
+from headrace.schemas.ledger import Count, Discard, Drop, HeldBatch, Settled, WorkerTotals, plus
 from headrace.schemas.recorder_file import (
     AREA,
     COMMITS,

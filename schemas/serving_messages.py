@@ -28,8 +28,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from headrace.schemas.bounds import Natural, Positive
-from headrace.schemas.messages import Message, Version
+from headrace.schemas.bounds import Natural, Positive, Version
+from headrace.schemas.messages import Message
 from headrace.schemas.wire import MessageKind
 
 Name = Annotated[str, Field(min_length=1, max_length=64)]

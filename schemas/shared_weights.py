@@ -29,8 +29,8 @@ import stat
 import struct
 from pathlib import Path
 
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.message_base import Version
 from headrace.schemas.messages import WeightsHeader, read
 from headrace.schemas.run_files import open_own
 from headrace.schemas.weights import MOST_WEIGHTS_BYTES, Arrays

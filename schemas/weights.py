@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError, WeightsMismatchError, WhichModuleError
-from headrace.schemas.messages import Version, WeightsHeader, read
+from headrace.schemas.messages import WeightsHeader, read
 from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace.schemas.bounds import Bytes
-from headrace.schemas.message_base import Message, Version
+from headrace.schemas.bounds import Bytes, Version
+from headrace.schemas.message_base import Message
 from headrace.schemas.wire import MessageKind
 
 

@@ -6,21 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from headrace.schemas.bounds import Bytes, Incarnation, IncarnationOrNone, Natural, Pid, Positive, Slot
+from headrace.schemas.bounds import Bytes, Incarnation, IncarnationOrNone, Natural, Pid, Positive, Slot, Version
 from headrace.schemas.compression import Encodings
 from headrace.schemas.env_errors import MOST_GROUPS, EnvErrorGroup
 from headrace.schemas.headrace_version import HeadraceVersion
-from headrace.schemas.ledger import Drop, Settled, WorkerTotals
+from headrace.schemas.ledger import Drop, HeldBatch, Settled, WorkerTotals
 from headrace.schemas.logged_metrics import LoggedMetrics
-from headrace.schemas.message_base import (
-    MOST_NAME,
-    MOST_SHORT_DETAIL,
-    HeldBatch,
-    Message,
-    ModuleShapes,
-    Version,
-    WeightsRefusal,
-)
+from headrace.schemas.message_base import MOST_NAME, MOST_SHORT_DETAIL, Message, ModuleShapes, WeightsRefusal
 from headrace.schemas.open_episodes import OpenEpisodes
 from headrace.schemas.runner_counters import Counters
 from headrace.schemas.wire import MessageKind

@@ -29,8 +29,8 @@ from headrace.learner_stub import EpisodeStream
 from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.config_loading import build_config
 from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.ledger import WorkerTotals
-from headrace.schemas.messages import Heartbeat, HeldBatch, WorkerHello
+from headrace.schemas.ledger import HeldBatch, WorkerTotals
+from headrace.schemas.messages import Heartbeat, WorkerHello
 from headrace.schemas.module_spaces import module_spaces_to_json
 from headrace.schemas.worker_figures import TIME_PARTS
 from headrace.workers.fleet.link import BrokerLink

@@ -17,8 +17,8 @@ from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.exit_record import ExitRecord
 from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
-from headrace.schemas.messages import Ack, HeldBatch, Obituary, read, read_hello
+from headrace.schemas.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.messages import Ack, Obituary, read, read_hello
 from headrace.schemas.ports import quiet_ports
 from headrace.schemas.recorder import Recorder
 from headrace.schemas.wire import MessageKind, decode_header

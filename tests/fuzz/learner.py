@@ -18,18 +18,8 @@ from fuzz.mutations import Mutator, peek, uncounted
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.compression import LZ4
 from headrace.schemas.errors import DecodeError, HeadraceError
-from headrace.schemas.ledger import Settled
-from headrace.schemas.messages import (
-    Fenced,
-    HeldBatch,
-    LearnerWelcome,
-    Message,
-    Reject,
-    SourceEnd,
-    SourceGap,
-    SourceStart,
-    Status,
-)
+from headrace.schemas.ledger import HeldBatch, Settled
+from headrace.schemas.messages import Fenced, LearnerWelcome, Message, Reject, SourceEnd, SourceGap, SourceStart, Status
 from headrace.schemas.module_spaces import module_spaces_from_json, module_spaces_to_json
 from headrace.schemas.open_episodes import OPEN_EPISODE, open_episodes
 from headrace.schemas.spaces import Spaces

@@ -48,8 +48,7 @@ from headrace.schemas.config import BrokerSection, FleetConfig
 from headrace.schemas.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.folded_lives import fold
-from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
-from headrace.schemas.messages import HeldBatch
+from headrace.schemas.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.recorder import Recorder, read_recorder
 from headrace.schemas.run_files import endpoint_in, run_state
 from headrace.schemas.wire import WireLimits

@@ -19,17 +19,8 @@ from fuzz.mutations import Mutator, peek
 from headrace.schemas.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.ledger import Settled, WorkerTotals
-from headrace.schemas.messages import (
-    Ack,
-    Fenced,
-    HeldBatch,
-    Message,
-    Reject,
-    WeightsPart,
-    WorkerHello,
-    WorkerWelcome,
-)
+from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.messages import Ack, Fenced, Message, Reject, WeightsPart, WorkerHello, WorkerWelcome
 from headrace.schemas.weights import encode_weights
 from headrace.schemas.wire import Buffer, MessageKind, decode_header, encode
 from headrace.workers.fleet.link import BrokerLink

@@ -10,8 +10,8 @@ from typing import Any
 from headrace.schemas.batch import BatchHeader, read_batch_header
 from headrace.schemas.bounds import WINDOW
 from headrace.schemas.episode_log import EpisodeLog
-from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
-from headrace.schemas.messages import HeldBatch, WorkerHello
+from headrace.schemas.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.messages import WorkerHello
 from headrace.schemas.recorder import Recorder, read_recorder
 from headrace.schemas.wire import decode_header
 from headrace.workers.fleet.session import WorkerSession

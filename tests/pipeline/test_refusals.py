@@ -9,10 +9,9 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError, WrongFleetError
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.messages import (
     Bye,
-    HeldBatch,
     LearnerHello,
     Obituary,
     Reject,

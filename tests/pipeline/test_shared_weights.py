@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.learner_stub import WeightPublisher
 from headrace.schemas import shared_weights
-from headrace.schemas.messages import Version, WeightsHeader, read
+from headrace.schemas.bounds import Version
+from headrace.schemas.messages import WeightsHeader, read
 from headrace.schemas.shared_weights import SharedWeights, remove_unused_weights
 from headrace.schemas.weights import encode_weights, weights_digest
 from headrace.schemas.wire import Buffer, MessageKind, decode, encode

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from golden_samples import message_classes, sample_model
 
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import (
     DecodeError,
     FencedError,
@@ -22,7 +23,6 @@ from headrace.schemas.messages import (
     Heartbeat,
     LearnerHello,
     Message,
-    Version,
     WorkerHello,
     read,
     read_hello,

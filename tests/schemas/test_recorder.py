@@ -12,8 +12,7 @@ import pytest
 
 from headrace.schemas.bounds import WINDOW
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.ledger import Discard, Drop, Settled, WorkerTotals
-from headrace.schemas.messages import HeldBatch
+from headrace.schemas.ledger import Discard, Drop, HeldBatch, Settled, WorkerTotals
 from headrace.schemas.recorder import Reading, Recorder, read_recorder
 from support.waiting import wait_until
 

@@ -15,13 +15,12 @@ from headrace.broker.refusals import Refusals
 from headrace.broker.worker_sessions import UNHEARD_S
 from headrace.schemas.batch import BatchHeader
 from headrace.schemas.key_files import PeerKey
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.messages import (
     Ack,
     Commit,
     Fenced,
     Heartbeat,
-    HeldBatch,
     LearnerHello,
     LearnerWelcome,
     Message,

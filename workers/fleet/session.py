@@ -13,10 +13,11 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from headrace.schemas.bounds import Version
 from headrace.schemas.compression import LZ4
 from headrace.schemas.counted_warnings import CountedWarnings
 from headrace.schemas.env_errors import EnvErrorGroup
-from headrace.schemas.ledger import Drop, Settled, WorkerTotals
+from headrace.schemas.ledger import Drop, HeldBatch, Settled, WorkerTotals
 from headrace.schemas.logged_metrics import LoggedMetrics
 from headrace.schemas.message_base import MOST_DETAIL, MOST_SHORT_DETAIL
 from headrace.schemas.messages import (
@@ -24,11 +25,9 @@ from headrace.schemas.messages import (
     Bye,
     Fenced,
     Heartbeat,
-    HeldBatch,
     Message,
     Reject,
     Skip,
-    Version,
     WeightsRefusal,
     WorkerHello,
     WorkerWelcome,

@@ -17,8 +17,7 @@ from headrace.schemas.batch import MOST_ABORTED, BatchHeader, ChunkBatch, encode
 from headrace.schemas.chunk import DEFAULT_AGENT, ChunkEnd
 from headrace.schemas.episode_log import EpisodeLog
 from headrace.schemas.errors import InfosTooLargeError
-from headrace.schemas.ledger import Count, Drop, WorkerTotals, plus
-from headrace.schemas.messages import HeldBatch
+from headrace.schemas.ledger import Count, Drop, HeldBatch, WorkerTotals, plus
 from headrace.schemas.recorder import Recorder
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import Shipment

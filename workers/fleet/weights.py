@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.schemas.blobs import frames_of
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.messages import Version, WeightsHeader, WeightsPart, WeightsPull, read
+from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.shared_weights import SharedWeights
 from headrace.schemas.weights import MOST_WEIGHTS_BYTES, Arrays, read_weights
 from headrace.schemas.weights_messages import PIECE_BYTES

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.schemas.bounds import WINDOW
-from headrace.schemas.ledger import Drop, WorkerTotals
-from headrace.schemas.messages import HeldBatch
+from headrace.schemas.ledger import Drop, HeldBatch, WorkerTotals
 from headrace.schemas.wire import Buffer, decompressed
 
 

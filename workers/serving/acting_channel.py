@@ -18,8 +18,8 @@ import numpy as np
 from headrace.schemas.batch import ChunkBatch, read_batch_header
 from headrace.schemas.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.blobs import frames_of
+from headrace.schemas.bounds import Version
 from headrace.schemas.ledger import Discard
-from headrace.schemas.messages import Version
 from headrace.schemas.serving_errors import BadRequestError, NotYetError
 from headrace.schemas.serving_messages import ChunkShipment
 from headrace.schemas.spaces import Spaces

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.schemas.bounds import Version
 from headrace.schemas.config import FleetConfig
 from headrace.schemas.ledger import Discard
-from headrace.schemas.messages import Version
 from headrace.schemas.weights import Arrays
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner

@@ -33,9 +33,9 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.fleet_place import FleetPlace
 from headrace.schemas.handshakes import Handshakes
 from headrace.schemas.keys import BrokerKeys, PeerKeys
-from headrace.schemas.ledger import LedgerRow, WorkerTotals
+from headrace.schemas.ledger import HeldBatch, LedgerRow, WorkerTotals
 from headrace.schemas.loopback_token import ServerToken
-from headrace.schemas.messages import HeldBatch, WorkerHello
+from headrace.schemas.messages import WorkerHello
 from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.fleet.link import BrokerLink

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import Count, LedgerRow, plus
-from headrace.schemas.messages import HeldBatch
+from headrace.schemas.ledger import Count, HeldBatch, LedgerRow, plus
 
 Key = tuple[int, int]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.schemas.ledger import Settled, WorkerTotals
-from headrace.schemas.messages import HeldBatch
+from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
 
 
 def totals(batches: int, **changes: Any) -> WorkerTotals:

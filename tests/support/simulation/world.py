@@ -23,10 +23,9 @@ from headrace.schemas.batch import BatchHeader
 from headrace.schemas.folded_lives import FoldedLives
 from headrace.schemas.lag_buckets import LAG_BUCKETS
 from headrace.schemas.learner_messages import LEARNER_PARTS
-from headrace.schemas.ledger import Drop, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.ledger import Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.messages import (
     Ack,
-    HeldBatch,
     LearnerFigures,
     Message,
     Obituary,

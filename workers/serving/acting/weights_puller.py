@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass
 
 from headrace.schemas.blobs import frames_of
+from headrace.schemas.bounds import Version
 from headrace.schemas.errors import DecodeError, HeadraceError, UnreachableError
-from headrace.schemas.messages import Version
 from headrace.schemas.serving_errors import UnknownSessionError
 from headrace.schemas.serving_messages import ClientPart, ClientPull
 from headrace.schemas.weights import Arrays, read_weights
