@@ -9,7 +9,7 @@ from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.outbox import Outbox
 from headrace.broker.source import Source
-from headrace.schemas.bounds import MOST_COUNT
+from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.messages import Ack
 
 _MOST_CREDIT = 1024

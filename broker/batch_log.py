@@ -21,11 +21,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from headrace.broker.log_records import BATCH, MAGIC, NOTE, Record, SegmentReader, encode_record
-from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import RunDirError, write_error
-from headrace.schemas.ledger import Settled
-from headrace.schemas.run_files import open_own
-from headrace.schemas.wire import Buffer
+from headrace.schemas.frames.wire import Buffer
 
 log = logging.getLogger(__name__)
 

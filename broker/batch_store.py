@@ -17,10 +17,10 @@ from headrace.broker.limits import BrokerLimits
 from headrace.broker.refusals import Refusals
 from headrace.broker.rounds import Rounds
 from headrace.broker.source import Source, StoredBatch
-from headrace.schemas.bounds import Version
-from headrace.schemas.counted_warnings import CountedWarnings
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.messages import SourcePosition
 
 log = logging.getLogger(__name__)

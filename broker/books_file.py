@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.run_files import replace_private
 
 
 class EndedLives(BaseModel):

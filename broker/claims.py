@@ -1,8 +1,8 @@
 """Judges the numbers that peers say, before the broker stores them, adds them or acts on them.
 
-The types of fields (`schemas/bounds.py`) refuse what no peer can mean. This module refuses what this peer cannot mean,
-by what the broker knows: a worker that joined here began with nothing, no counter goes back or grows faster than time
-allows, no batch is settled before it is cut, and incarnations and epochs rise by small steps.
+The types of fields (`schemas/basics/bounds.py`) refuse what no peer can mean. This module refuses what this peer cannot
+mean, by what the broker knows: a worker that joined here began with nothing, no counter goes back or grows faster than
+time allows, no batch is settled before it is cut, and incarnations and epochs rise by small steps.
 
 Two kinds of lives are judged differently:
 
@@ -22,12 +22,12 @@ from typing import Any
 from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerState
 from headrace.broker.source import Peer, Source
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.bounds import WINDOW, Version
+from headrace.schemas.accounts.ledger import Count, HeldBatch, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.runner_counters import Counters
+from headrace.schemas.basics.bounds import WINDOW, Version
+from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Count, HeldBatch, Settled, WorkerTotals, plus
 from headrace.schemas.messages import Bye, Heartbeat, LastWords, LearnerHello, Message, Obituary, Skip, WorkerHello
-from headrace.schemas.runner_counters import Counters
 
 IMPLAUSIBLE = "implausible"
 

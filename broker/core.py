@@ -29,12 +29,14 @@ from headrace.broker.refusals import Refusals
 from headrace.broker.slot_owners import SlotOwners
 from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.broker.worker_sessions import WorkerSessions
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.bounds import Version
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import Discard, LedgerRow, Settled
+from headrace.schemas.accounts.runner_counters import Counters, larger
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.key_files import PeerKey
-from headrace.schemas.ledger import Discard, LedgerRow, Settled
+from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -49,8 +51,6 @@ from headrace.schemas.messages import (
     SupervisorHello,
     WorkerHello,
 )
-from headrace.schemas.runner_counters import Counters, larger
-from headrace.schemas.wire import Buffer
 
 RECONCILE_WAIT_S = 30.0
 """Seconds that a new broker waits to hear which batches the learner has. Until then it counts none as lost and drops

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.source import Source, StoredBatch
-from headrace.schemas.bounds import Version
-from headrace.schemas.ledger import Drop
+from headrace.schemas.accounts.ledger import Drop
+from headrace.schemas.basics.bounds import Version
 
 _EPOCHS = 16
 """Learner epochs whose newest version is remembered."""

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.schemas.bounds import MOST_COUNT
-from headrace.schemas.env_errors import MOST_GROUPS as MOST_OF_A_LIFE
-from headrace.schemas.env_errors import MOST_SLOTS, OTHERS, EnvErrorGroup, EnvErrorRow
-from headrace.schemas.redis_keys import source_name
+from headrace.schemas.accounts.env_errors import MOST_GROUPS as MOST_OF_A_LIFE
+from headrace.schemas.accounts.env_errors import MOST_SLOTS, OTHERS, EnvErrorGroup, EnvErrorRow
+from headrace.schemas.accounts.redis_keys import source_name
+from headrace.schemas.basics.bounds import MOST_COUNT
 
 MOST_GROUPS = 100
 """Groups in Redis. Beyond it the one that was seen the longest ago is summed up in `OTHERS`."""

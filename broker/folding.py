@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from headrace.broker.batch_store import BatchStore
 from headrace.broker.source import Source
-from headrace.schemas.folded_lives import FoldedLives, fold
-from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.accounts.folded_lives import FoldedLives, fold
+from headrace.schemas.accounts.ledger import LedgerRow
 
 log = logging.getLogger(__name__)
 

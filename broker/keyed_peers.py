@@ -11,9 +11,9 @@ import zmq
 
 from headrace.broker.source import Peer
 from headrace.broker.zap_auth import Socket, ZapAuthenticator
-from headrace.schemas.key_files import PeerKey
-from headrace.schemas.keys import BrokerKeys
-from headrace.schemas.port_watch import PortWatch, peer_of, source_of
+from headrace.schemas.credentials.key_files import PeerKey
+from headrace.schemas.credentials.keys import BrokerKeys
+from headrace.schemas.peers.port_watch import PortWatch, peer_of, source_of
 
 END_AFTER_S = 1.0
 """Seconds between the last word to a peer whose key is revoked and the end of its connection."""

@@ -6,10 +6,10 @@ from collections import deque
 
 from headrace.broker.claims import IMPLAUSIBLE, MOST_BROUGHT, STEPS_AT_ONCE, STEPS_PER_S
 from headrace.broker.refusals import Refusals
-from headrace.schemas.lag_buckets import LAG_BUCKETS, up_to
-from headrace.schemas.learner_messages import LEARNER_PARTS
+from headrace.schemas.accounts.lag_buckets import LAG_BUCKETS, up_to
+from headrace.schemas.accounts.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
 from headrace.schemas.messages import LearnerFigures
-from headrace.schemas.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
+from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 
 WINDOW_S = 10.0
 """Seconds of the learner's time over which the shares of its parts are taken, at least."""

@@ -11,10 +11,12 @@ from headrace.broker.lease import LearnerLease
 from headrace.broker.limits import BrokerState
 from headrace.broker.outbox import Outbox
 from headrace.broker.source import Peer, Source, StoredBatch
-from headrace.schemas.bounds import Version
-from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.credentials.tokens import digest_of, same_token
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Discard, Drop, HeldBatch
+from headrace.schemas.frames.wire import Buffer, decompressed
 from headrace.schemas.messages import (
     Commit,
     Fenced,
@@ -28,8 +30,6 @@ from headrace.schemas.messages import (
     SourceStart,
     Status,
 )
-from headrace.schemas.tokens import digest_of, same_token
-from headrace.schemas.wire import Buffer, decompressed
 
 log = logging.getLogger(__name__)
 

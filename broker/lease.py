@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headrace.broker.source import Peer
-from headrace.schemas.compression import readable_encodings
+from headrace.schemas.frames.compression import readable_encodings
 from headrace.schemas.messages import LearnerHello, ModuleShapes
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.runner_counters import Counters
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.runner_counters import Counters
 
 Overflow = Literal["block", "drop_oldest", "drop_stale"]
 

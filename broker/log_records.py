@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.schemas.run_files import open_own
-from headrace.schemas.wire import Buffer
+from headrace.schemas.basics.run_files import open_own
+from headrace.schemas.frames.wire import Buffer
 
 MAGIC = b"HRLOG\x00\x00\x01"
 BATCH, NOTE = b"BTCH", b"NOTE"

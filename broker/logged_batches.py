@@ -10,10 +10,10 @@ from pathlib import Path
 
 from headrace.broker.batch_log import BatchLog, LogNote, SourceId, log_folder, segment_paths
 from headrace.broker.core import BrokerCore
-from headrace.schemas.batch import BatchHeader, read_batch_header
-from headrace.schemas.config import BrokerSection
+from headrace.schemas.chunks.batch import BatchHeader, read_batch_header
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode_header
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode_header
+from headrace.schemas.settings.config import BrokerSection
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from headrace.broker.report import Report
 from headrace.broker.source import Source
 from headrace.broker.worker_figures import fleet_figures, row_figures
 from headrace.broker.worker_metrics import WorkerMetrics
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.bounds import Version
-from headrace.schemas.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to
-from headrace.schemas.module_spaces import MOST_MODULES
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.chunks.module_spaces import MOST_MODULES
 
 EPISODE_WINDOW = 100
 RATE_WINDOW_S = 5.0

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 from headrace.broker.books_file import EndedLives
 from headrace.broker.redis_parser import SourceKey
 from headrace.broker.report import Part, Report
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.redis_keys import folded_counters, row_counters
-from headrace.schemas.runner_counters import Counters
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.redis_keys import folded_counters, row_counters
+from headrace.schemas.accounts.runner_counters import Counters
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.broker.source import Peer
+from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import Message, Reject
-from headrace.schemas.wire import Buffer
 
 
 @dataclass(frozen=True, slots=True)

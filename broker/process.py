@@ -30,15 +30,15 @@ from headrace.broker.sockets import BrokerSockets, Socket, receive, send
 from headrace.broker.state_file import read_broker_file, write_broker_file
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.broker.worker_ports import WorkerPorts
-from headrace.schemas.advertised import advertised, host_to_advertise
-from headrace.schemas.batch import read_batch_header
-from headrace.schemas.config import REDIS_BYTES_PER_HOUR, BrokerSection, FleetConfig
+from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.basics.run_files import rendezvous_path
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.chunks.batch import read_batch_header
+from headrace.schemas.credentials.key_files import fingerprint
+from headrace.schemas.credentials.keys import BROKER, BrokerKeys, read_broker_keys
+from headrace.schemas.credentials.loopback_token import ServerToken, server_token
 from headrace.schemas.errors import ConfigError, DecodeError
-from headrace.schemas.headrace_version import headrace_version
-from headrace.schemas.key_files import fingerprint
-from headrace.schemas.keys import BROKER, BrokerKeys, read_broker_keys
-from headrace.schemas.loopback_token import ServerToken, server_token
-from headrace.schemas.message_base import MOST_DETAIL
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode, decode_header
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -55,13 +55,13 @@ from headrace.schemas.messages import (
     read,
     read_hello,
 )
-from headrace.schemas.port_watch import source_of
-from headrace.schemas.rendezvous import Published
-from headrace.schemas.run_files import rendezvous_path
-from headrace.schemas.shared_weights import SharedWeights
-from headrace.schemas.stop_event import stop_event
-from headrace.schemas.weights import read_weights
-from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode, decode_header
+from headrace.schemas.messages.message_base import MOST_DETAIL
+from headrace.schemas.messages.shared_weights import SharedWeights
+from headrace.schemas.messages.weights import read_weights
+from headrace.schemas.peers.advertised import advertised, host_to_advertise
+from headrace.schemas.peers.port_watch import source_of
+from headrace.schemas.peers.rendezvous import Published
+from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR, BrokerSection, FleetConfig
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import redis
 
 from headrace.broker.redis_client import RedisReader
 from headrace.broker.redis_scripts import FLIP
-from headrace.schemas.bounds import Version
-from headrace.schemas.redis_keys import Key, key_name
-from headrace.schemas.wire import Buffer
+from headrace.schemas.accounts.redis_keys import Key, key_name
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.frames.wire import Buffer
 
 PIECE_BYTES = 1 << 20
 MOST_FRAMES = 64

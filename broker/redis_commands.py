@@ -14,7 +14,7 @@ from typing import Any
 import redis
 from redis.exceptions import NoPermissionError
 
-from headrace.schemas.redis_keys import CHECK, key_name
+from headrace.schemas.accounts.redis_keys import CHECK, key_name
 
 WRITER, READER = "writer", "reader"
 USERS = (WRITER, READER)

@@ -11,8 +11,8 @@ import orjson
 import redis
 from redis.exceptions import ResponseError
 
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.bounds import Version
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.basics.bounds import Version
 from headrace.schemas.messages import LearnerRow
 
 log = logging.getLogger(__name__)

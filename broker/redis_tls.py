@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.connection import SSLConnection, parse_url
 
-from headrace.schemas.redis_url import TLS_FILES
+from headrace.schemas.settings.redis_url import TLS_FILES
 
 _CA = "name the file of its authority in the URL: ?ssl_ca_certs=/path/ca.pem"
 _CLIENT = "name yours in the URL: ssl_certfile=/path/client.pem&ssl_keyfile=/path/client.key"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis
 
 from headrace.broker.redis_blob import RedisBlob
-from headrace.schemas.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT
+from headrace.schemas.accounts.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT
 
 LARGEST_BYTES = 64 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.basics.counted_warnings import CountedWarnings
 
 log = logging.getLogger(__name__)
 

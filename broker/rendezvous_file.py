@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import RunDirError, write_error
-from headrace.schemas.rendezvous import LIFETIME_S, Port, Published, Rendezvous
-from headrace.schemas.run_files import read_object
+from headrace.schemas.peers.rendezvous import LIFETIME_S, Port, Published, Rendezvous
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import redis
 
 from headrace.broker.redis_parser import SourceKey
 from headrace.broker.redis_scripts import MERGE
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife
-from headrace.schemas.runner_counters import Counters
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
+from headrace.schemas.accounts.runner_counters import Counters
 
 log = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from headrace.broker.redis_rows import ReceivedRow, RedisRows
 from headrace.broker.redis_weights import LARGEST_BYTES, weights_in
 from headrace.broker.report import LIVE_S, MergeScript, Part, Report
 from headrace.broker.saved_state import SavedState, read_saved_state
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.bounds import Version
-from headrace.schemas.config import REDIS_BYTES_PER_HOUR
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.wire import Buffer
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.frames.wire import Buffer
+from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace.broker.source import Source, StoredBatch
-from headrace.schemas.bounds import MOST_COUNT, Version
+from headrace.schemas.basics.bounds import MOST_COUNT, Version
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from headrace.broker.redis_blob import StoredBlob
 from headrace.broker.redis_client import RedisReader
 from headrace.broker.redis_parser import HashParser, SourceKey
 from headrace.broker.redis_weights import weights_in
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.env_errors import EnvErrorRow
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.logged_metrics import SumsOfLife
-from headrace.schemas.runner_counters import Counters
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.logged_metrics import SumsOfLife
+from headrace.schemas.accounts.runner_counters import Counters
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.key_files import PeerKey
 from headrace.schemas.messages import LearnerHello, Message, SupervisorHello, WorkerHello
 
 OTHER_GROUP = "other_group"

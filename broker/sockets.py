@@ -12,16 +12,16 @@ import zmq
 
 from headrace.broker.state_file import Endpoints
 from headrace.broker.zap_auth import ZapAuthenticator
-from headrace.schemas import sockets
-from headrace.schemas.config import BrokerSection, is_loopback
+from headrace.schemas.credentials.keys import BrokerKeys
+from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError
-from headrace.schemas.keys import BrokerKeys
-from headrace.schemas.loopback_token import ServerToken
-from headrace.schemas.port_listing import PortListing
-from headrace.schemas.port_watch import WATCH_EVENTS, PortBounds, PortWatch, connection_limit
-from headrace.schemas.ports import ports_to_try
-from headrace.schemas.socket_folder import endpoint_of, lock_socket_folder, make_socket_folder
-from headrace.schemas.wire_limits import DEFAULT_LIMITS
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.port_listing import PortListing
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortBounds, PortWatch, connection_limit
+from headrace.schemas.peers.ports import ports_to_try
+from headrace.schemas.peers.socket_folder import endpoint_of, lock_socket_folder, make_socket_folder
+from headrace.schemas.settings.config import BrokerSection, is_loopback
 
 log = logging.getLogger(__name__)
 

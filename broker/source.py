@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from headrace.broker.worker_figures import WorkerFigures
-from headrace.schemas.bounds import Version
-from headrace.schemas.ledger import Count, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
-from headrace.schemas.logged_metrics import LoggedMetrics
+from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.logged_metrics import LoggedMetrics
+from headrace.schemas.accounts.worker_figures import Ports
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.open_episodes import OpenEpisodes
+from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import ModuleShapes, WeightsRefusal, WorkerHello
-from headrace.schemas.open_episodes import OpenEpisodes
-from headrace.schemas.wire import Buffer
-from headrace.schemas.worker_figures import Ports
 
 Peer = bytes
 """The routing id of one connection; a reconnect is another peer."""

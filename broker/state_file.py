@@ -14,10 +14,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.broker.limits import BrokerState
-from headrace.schemas.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.basics.run_files import replace_private
+from headrace.schemas.credentials.key_files import is_group
 from headrace.schemas.errors import RunDirError, write_error
-from headrace.schemas.key_files import is_group
-from headrace.schemas.run_files import replace_private
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.schemas.blobs import frames_of
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.frames.blobs import frames_of
+from headrace.schemas.frames.wire import Buffer, MessageKind, encode
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull
-from headrace.schemas.weights_messages import PIECE_BYTES
-from headrace.schemas.wire import Buffer, MessageKind, encode
+from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
 INLINE_BYTES = 1 << 18
 """Larger versions are announced, and each worker fetches them."""

@@ -9,10 +9,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.env_errors import MOST_GROUPS, EnvErrorGroup
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.env_errors import MOST_GROUPS, EnvErrorGroup
+from headrace.schemas.accounts.worker_figures import TIME_PARTS, ServingFigures, TimeByPart
 from headrace.schemas.messages import Heartbeat
-from headrace.schemas.worker_figures import TIME_PARTS, ServingFigures, TimeByPart
 
 if TYPE_CHECKING:
     from headrace.broker.source import Source

@@ -11,8 +11,8 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.schemas.bounds import MOST_COUNT
-from headrace.schemas.logged_metrics import LoggedMetric, LoggedMetrics, SumsOfLife
+from headrace.schemas.accounts.logged_metrics import LoggedMetric, LoggedMetrics, SumsOfLife
+from headrace.schemas.basics.bounds import MOST_COUNT
 
 log = logging.getLogger(__name__)
 

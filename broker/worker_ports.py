@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from headrace.broker.core import BrokerCore
 from headrace.broker.rendezvous_file import RendezvousFile
 from headrace.broker.source import Source
-from headrace.schemas.known_keys import KnownKeys
-from headrace.schemas.ledger import Discard
-from headrace.schemas.rendezvous import MOST_PORTS, Port
-from headrace.schemas.worker_figures import Ports
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.accounts.worker_figures import Ports
+from headrace.schemas.credentials.known_keys import KnownKeys
+from headrace.schemas.peers.rendezvous import MOST_PORTS, Port
 
 log = logging.getLogger(__name__)
 

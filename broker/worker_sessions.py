@@ -17,10 +17,14 @@ from headrace.broker.outbox import Outbox
 from headrace.broker.slot_owners import OTHER_GROUP, SlotOwners, of_group
 from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.broker.waiting_ends import WaitingEnds
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.compression import readable_encodings
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.accounts.runner_counters import Counters, larger
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.chunks.module_spaces import module_spaces_from_json, told_by_module
+from headrace.schemas.credentials.tokens import same_token
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Discard
+from headrace.schemas.frames.compression import readable_encodings
+from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import (
     Ack,
     Bye,
@@ -35,10 +39,6 @@ from headrace.schemas.messages import (
     WorkerWelcome,
     tellable_shapes,
 )
-from headrace.schemas.module_spaces import module_spaces_from_json, told_by_module
-from headrace.schemas.runner_counters import Counters, larger
-from headrace.schemas.tokens import same_token
-from headrace.schemas.wire import Buffer
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from threading import Lock
 
 import zmq
 
-from headrace.schemas import sockets, zap
-from headrace.schemas.handshakes import OTHER_MECHANISM, PROTOCOL, WRONG_BROKER_KEY
-from headrace.schemas.key_files import PeerKey
-from headrace.schemas.keys import BrokerKeys
-from headrace.schemas.loopback_token import ServerToken
+from headrace.schemas.credentials.key_files import PeerKey
+from headrace.schemas.credentials.keys import BrokerKeys
+from headrace.schemas.credentials.loopback_token import ServerToken
+from headrace.schemas.peers import sockets, zap
+from headrace.schemas.peers.handshakes import OTHER_MECHANISM, PROTOCOL, WRONG_BROKER_KEY
 
 log = logging.getLogger(__name__)
 

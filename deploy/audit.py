@@ -26,9 +26,9 @@ from rich.text import Text
 from headrace.deploy.evidence import Evidence, contradictions
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.redis_view import Snapshot
+from headrace.schemas.accounts.ledger import Count, FleetLedger, LedgerRow
+from headrace.schemas.accounts.redis_keys import labelled, row_counters
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.ledger import Count, FleetLedger, LedgerRow
-from headrace.schemas.redis_keys import labelled, row_counters
 
 OLDEST_UNSETTLED_S = 60.0
 NO_EVIDENCE = Evidence()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from headrace.broker.state_file import Endpoints
 from headrace.deploy.free_ports import first_of_free
-from headrace.schemas.config import BrokerSection, is_loopback
-from headrace.schemas.socket_folder import endpoint_of, make_socket_folder
+from headrace.schemas.peers.socket_folder import endpoint_of, make_socket_folder
+from headrace.schemas.settings.config import BrokerSection, is_loopback
 
 _ROLES = ("worker", "learner", "weights")
 

@@ -21,8 +21,8 @@ from headrace.deploy.redis_server import check_url, find_server
 from headrace.deploy.resume import write_settings
 from headrace.deploy.run_dir import RunDir, write_private
 from headrace.deploy.stop_signals import StopSignals
-from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ExitCode
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.supervisor")
 

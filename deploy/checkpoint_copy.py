@@ -35,12 +35,12 @@ from headrace.learner_stub.checkpoint import (
     load_checkpoint,
     previous_path,
 )
-from headrace.schemas.bounds import Natural, Version
-from headrace.schemas.config import RedisSection
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.accounts.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
+from headrace.schemas.basics.bounds import Natural, Version
+from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import CheckpointError, write_error
-from headrace.schemas.ledger import Settled
-from headrace.schemas.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
-from headrace.schemas.run_files import replace_private
+from headrace.schemas.settings.config import RedisSection
 
 log = logging.getLogger("headrace.supervisor")
 

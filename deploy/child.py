@@ -16,9 +16,9 @@ from headrace.deploy.fork_server import ForkServer
 from headrace.deploy.liveness_file import VARIABLE as LIVENESS_VARIABLE
 from headrace.deploy.log_rotation import rotated_path, was_rotated_since
 from headrace.deploy.parent_death import bound_to_us
+from headrace.schemas.basics.run_files import opener
+from headrace.schemas.basics.signal_names import signal_name
 from headrace.schemas.errors import ExitCode, write_error
-from headrace.schemas.run_files import opener
-from headrace.schemas.signal_names import signal_name
 
 _TAIL_BYTES = 16 * 1024
 _SENTENCE = 1000

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.deploy.child_environment import child_environment
 from headrace.deploy.output import chosen_output
 from headrace.deploy.supervisor import ProcessSpec, Role
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 
 
 def check_start(config_json: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from headrace.schemas.env_prefix import ENV_PREFIX
+from headrace.schemas.settings.env_prefix import ENV_PREFIX
 
 _BLAS_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -49,12 +49,12 @@ from headrace.deploy.service_manager import service_manager
 from headrace.deploy.several_brokers import whole_run_dir
 from headrace.deploy.slurm import command as slurm_command
 from headrace.deploy.std_streams import ignore_closed_reader, open_std_streams
+from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, LedgerError
-from headrace.schemas.printable import printable
 
 if TYPE_CHECKING:
     from headrace.deploy.summary import Summary
-    from headrace.schemas.config import FleetConfig
+    from headrace.schemas.settings.config import FleetConfig
 
 app = typer.Typer(
     name="headrace",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.deploy.free_ports import first_of_free
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 
 
 def with_client_ports(config: FleetConfig) -> FleetConfig:

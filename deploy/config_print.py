@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import Origins
-from headrace.schemas.redis_keys import without_password
+from headrace.schemas.accounts.redis_keys import without_password
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import Origins
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 

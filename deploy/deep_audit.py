@@ -29,10 +29,10 @@ from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
 from headrace.deploy.evidence import Evidence, read_evidence
 from headrace.deploy.log_rotation import rotated_path
 from headrace.deploy.recorders import Life
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.accounts.recorder import Reading
+from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.ledger import Settled
-from headrace.schemas.recorder import Reading
-from headrace.schemas.redis_keys import without_password
 
 READ_TIMEOUT_S = 2.0
 _END = re.compile(r"worker (\d{1,9}) incarnation (\d{1,9}) took ([\d,]{1,30}) steps")

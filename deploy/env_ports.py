@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.deploy.free_ports import first_of_free
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 
 
 def with_env_ports(config: FleetConfig) -> FleetConfig:

@@ -14,8 +14,8 @@ import gymnasium as gym
 import numpy as np
 
 from headrace.deploy.policy_spaces import BuiltEnv
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError, EnvError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.agents.env import gym_spaces_of
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import take_apart, take_reset_apart

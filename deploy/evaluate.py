@@ -21,8 +21,8 @@ from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.roles import no_exit_from
 from headrace.deploy.saved_policy import ResolvedPolicy, Which, resolve_policy, resolve_settings
 from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ExitCode, ModuleError, RunDirError
-from headrace.schemas.stop_event import stop_event
 
 log = logging.getLogger("headrace.deploy")
 

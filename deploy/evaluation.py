@@ -13,11 +13,11 @@ from typing import Any, Self
 import numpy as np
 
 from headrace.deploy.episode_video import EpisodeVideo
-from headrace.schemas.bounds import Version
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import ConfigError, EnvError
-from headrace.schemas.ledger import Discard
-from headrace.schemas.weights import Arrays
+from headrace.schemas.messages.weights import Arrays
+from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv

@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.schemas.bounds import Natural
+from headrace.schemas.basics.bounds import Natural
+from headrace.schemas.basics.run_files import opener
 from headrace.schemas.errors import write_error
-from headrace.schemas.run_files import opener
 
 _MODEL = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, strict=True)
 

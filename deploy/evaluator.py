@@ -16,8 +16,8 @@ from headrace.deploy.evaluation import Evaluation, PlaySettings
 from headrace.deploy.evaluation_log import EvaluationLog, describe
 from headrace.deploy.saved_policy import BEST_FILE, NEWEST_FILE, counts_of
 from headrace.learner_stub.checkpoint import Checkpoint, hold_checkpoint, keep_best, published_arrays
-from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CheckpointError
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.deploy")
 

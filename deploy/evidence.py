@@ -21,9 +21,9 @@ from headrace.deploy.resume import read_told
 from headrace.deploy.run_facts import keepers_that_failed
 from headrace.deploy.saved_policy import NEWEST_FILE
 from headrace.deploy.several_brokers import learner_dir
-from headrace.schemas.ledger import Settled
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
 from headrace.schemas.messages import SourcePosition
-from headrace.schemas.recorder import Reading, is_unborn, read_recorder
 
 _POSITION = TypeAdapter(list[SourcePosition])
 

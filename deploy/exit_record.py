@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from headrace.schemas.run_files import replace_private
+from headrace.schemas.basics.run_files import replace_private
 
 VARIABLE = "HEADRACE_EXIT_RECORD"
 """Environment variable with the path of the file."""

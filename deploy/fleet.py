@@ -47,15 +47,15 @@ from headrace.deploy.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
 from headrace.deploy.watchdog import FleetWatchdog, recorders_by_slot
-from headrace.schemas.advertised import advertised, host_to_advertise
-from headrace.schemas.bounds import MOST_EPOCH, MOST_LIVES
-from headrace.schemas.config import FleetConfig, is_loopback
+from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.basics.run_files import rendezvous_path
+from headrace.schemas.credentials.keys import client_keys
+from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import RedisUnavailableError, RunDirError, UnreachableError
-from headrace.schemas.keys import client_keys
-from headrace.schemas.loopback_token import server_token
-from headrace.schemas.process_state import ProcessState
-from headrace.schemas.run_files import rendezvous_path
-from headrace.schemas.shared_weights import remove_unused_weights
+from headrace.schemas.messages.shared_weights import remove_unused_weights
+from headrace.schemas.peers.advertised import advertised, host_to_advertise
+from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 log = logging.getLogger("headrace.supervisor")
 

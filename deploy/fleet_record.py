@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from headrace.deploy.fleet_file import FleetFile, ProcessEntry, WaitingEntry, continue_fleet
 from headrace.deploy.run_dir import RunDir
 from headrace.deploy.supervisor import Service, ServiceState
+from headrace.schemas.accounts.process_state import MOST_WORDS
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.process_state import MOST_WORDS
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -25,7 +25,7 @@ from typing import BinaryIO, Self
 import orjson
 
 from headrace.deploy.parent_death import bound_to_us
-from headrace.schemas.stop_event import sigterm_blocked
+from headrace.schemas.basics.stop_event import sigterm_blocked
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -6,9 +6,9 @@ import errno
 import random
 import socket
 
-from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, PortInUseError
-from headrace.schemas.ports import HIGHEST, LOWEST, quiet_ports
+from headrace.schemas.peers.ports import HIGHEST, LOWEST, quiet_ports
+from headrace.schemas.settings.config import FleetConfig
 
 _ROOM = 2000
 """Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from headrace.broker.books_file import EndedLives
 from headrace.deploy.recorders import recorders_in
 from headrace.deploy.redis_view import Snapshot
-from headrace.schemas.config import FleetSection
-from headrace.schemas.recorder import read_recorder
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.settings.config import FleetSection
 
 EPISODES_NEEDED = 100
 """Number of episodes over which a mean return must be taken to count as reached."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.deploy.health_file import HealthRecord, health_records, progress_path
 from headrace.deploy.liveness_file import seconds_silent
 from headrace.deploy.proc_stat import is_stopped
-from headrace.schemas.recorder_file import Pulse, read_pulse
+from headrace.schemas.accounts.recorder_file import Pulse, read_pulse
 
 RUN_DIR_VARIABLE = "HEADRACE_FLEET__RUN_DIR"
 WITHIN_S = 60.0

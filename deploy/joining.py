@@ -14,19 +14,19 @@ from headrace.deploy.named_code import resolve_found
 from headrace.deploy.options import chosen_run, describe_origin, resolve
 from headrace.deploy.run_dir import RUNS, file_name_of
 from headrace.deploy.several_brokers import at_broker, index_for
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.credentials.keys import BROKER, ENV_HOST, PeerKeys, check_fingerprint, client_keys, expected_key
 from headrace.schemas.errors import (
     ConfigError,
     RendezvousError,
     RunDirError,
     WrongFleetError,
 )
-from headrace.schemas.fleet_address import AddressSource, RunDirAddresses, await_address
-from headrace.schemas.keys import BROKER, ENV_HOST, PeerKeys, check_fingerprint, client_keys, expected_key
-from headrace.schemas.rendezvous import Published, Rendezvous
-from headrace.schemas.socket_folder import check_socket, is_socket
-from headrace.schemas.stop_event import stop_event
-from headrace.schemas.worker_port_choice import WorkerPortChoice
+from headrace.schemas.peers.fleet_address import AddressSource, RunDirAddresses, await_address
+from headrace.schemas.peers.rendezvous import Published, Rendezvous
+from headrace.schemas.peers.socket_folder import check_socket, is_socket
+from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
+from headrace.schemas.settings.config import FleetConfig
 
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _HIGHEST_PORT = 65_535

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from headrace.schemas.errors import KeysError
-from headrace.schemas.key_files import (
+from headrace.schemas.credentials.key_files import (
     PeerKey,
     group_rule,
     is_group,
@@ -21,7 +20,8 @@ from headrace.schemas.key_files import (
     read_key_file,
     read_public_key,
 )
-from headrace.schemas.keys import BROKER, ROLES, TOKEN_FILE, read_broker_keys, read_client_keys, server_of
+from headrace.schemas.credentials.keys import BROKER, ROLES, TOKEN_FILE, read_broker_keys, read_client_keys, server_of
+from headrace.schemas.errors import KeysError
 
 
 def make_keys(folder: Path, *, force: bool = False) -> None:

@@ -142,7 +142,7 @@ def redis(
     forgotten its users: the passwords stay.
     """
     from headrace.deploy.redis_users import apply, make_users, what_to_do
-    from headrace.schemas.redis_url import read_redis_url
+    from headrace.schemas.settings.redis_url import read_redis_url
 
     users = make_users(folder, fleet_id, server, force=force)
     typer.echo(what_to_do(users, apply(users, read_redis_url(server)) if server else ""))

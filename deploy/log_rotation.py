@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from headrace.schemas.run_files import open_own
+from headrace.schemas.basics.run_files import open_own
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -13,7 +13,7 @@ import orjson
 
 from headrace.deploy.output import LogFormat, chosen_output
 from headrace.deploy.std_streams import ignore_closed_reader
-from headrace.schemas.printable import printable
+from headrace.schemas.basics.printable import printable
 
 MOST_ALIKE, ALIKE_S = 10, 10.0
 MOST_KINDS = 64

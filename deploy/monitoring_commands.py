@@ -28,7 +28,7 @@ from headrace.schemas.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from headrace.deploy.monitoring.facts import FactsReader
-    from headrace.schemas.config import FleetConfig
+    from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.dashboard")
 
@@ -290,7 +290,7 @@ def _reader_of(config: Path | None, resolved: FleetConfig) -> FactsReader | None
 
 def _url_of(given: str) -> str:
     """Return the URL that `--redis-url` names. Raises `ConfigError`."""
-    from headrace.schemas.redis_url import read_redis_url
+    from headrace.schemas.settings.redis_url import read_redis_url
 
     try:
         return read_redis_url(given)

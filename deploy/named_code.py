@@ -21,10 +21,10 @@ from typing import Any
 from headrace.deploy.fleet_errors import ForeignCodeError
 from headrace.deploy.options import parse_sets, resolve
 from headrace.deploy.seal import is_sealed
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import Origins, values_of_environment
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.plugins import load_object
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import Origins, values_of_environment
+from headrace.schemas.settings.plugins import load_object
 
 _RECORDED = "headrace.workers.envs.video:recorded"
 _MODULES = "headrace.workers.modules"

@@ -26,16 +26,16 @@ from headrace.deploy.event_loop import EventLoop, Timer
 from headrace.deploy.exit_record import ExitRecord
 from headrace.deploy.recorders import Life, covers, is_written_to, recorder_path, recorders_in
 from headrace.deploy.redis_view import Snapshot
-from headrace.schemas.counted_warnings import CountedWarnings
-from headrace.schemas.episode_log import log_path, read_open_episodes
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import Discard, Drop, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.chunks.episode_log import log_path, read_open_episodes
+from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
-from headrace.schemas.keys import PeerKeys
-from headrace.schemas.ledger import Discard, Drop, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, read
-from headrace.schemas.recorder import Reading, is_unborn, read_recorder
-from headrace.schemas.wire import MessageKind, decode_header
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 
 log = logging.getLogger("headrace.supervisor")
 

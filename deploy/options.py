@@ -13,9 +13,9 @@ import typer
 from headrace.deploy.run_dir import newest_run
 from headrace.deploy.several_brokers import at_broker
 from headrace.deploy.std_streams import ignore_closed_reader
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import Origins, load_config
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import Origins, load_config
 
 RECIPES = Path(__file__).parent / "recipes"
 """Configurations that were tuned for one env each, and came with the package."""

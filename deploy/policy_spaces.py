@@ -9,9 +9,9 @@ from typing import Any
 
 import gymnasium as gym
 
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
-from headrace.schemas.spaces import Spaces
 from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.config import EnvRunnerConfig

@@ -18,10 +18,10 @@ from headrace.deploy.goal import Goal, RunNumbers
 from headrace.deploy.output import chosen_output
 from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.std_streams import ignore_closed_reader
-from headrace.schemas.ledger import Drop
-from headrace.schemas.message_base import MOST_SHORT_DETAIL
-from headrace.schemas.printable import one_line
-from headrace.schemas.redis_keys import labelled, revoked_sessions
+from headrace.schemas.accounts.ledger import Drop
+from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
+from headrace.schemas.basics.printable import one_line
+from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 
 LIVE_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 5.0

@@ -13,9 +13,9 @@ from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.progress import name_revoked
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.deploy.told_versions import told_versions
+from headrace.schemas.accounts.redis_keys import revoked_sessions
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.printable import one_line
-from headrace.schemas.redis_keys import revoked_sessions
 
 Row = dict[str, Any]
 NONE_REVOKED: Mapping[str, int] = MappingProxyType({})

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.recorder import Reading
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.recorder import Reading
 
 _NAME = re.compile(r"worker-(\d{1,9})-([1-9]\d{0,8})\.rec")
 

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from headrace.deploy.options import AsJson, examples
 from headrace.deploy.output import with_output_options
+from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.printable import printable
 
 if TYPE_CHECKING:
     from headrace.deploy.redis_inventory import FleetEntry, Inventory, KeyEntry
@@ -113,7 +113,7 @@ def _inventory(redis_url: str, run_dir: Path | None) -> Iterator[tuple[Inventory
     from headrace.deploy.audit import find_books
     from headrace.deploy.redis_inventory import Inventory
     from headrace.deploy.redis_server import serving
-    from headrace.schemas.redis_url import read_redis_url
+    from headrace.schemas.settings.redis_url import read_redis_url
 
     if bool(redis_url) == (run_dir is not None):
         raise ConfigError("name one of --redis-url and --run-dir")

@@ -14,7 +14,7 @@ import redis
 from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, unusable
 from headrace.broker.redis_parser import HashParser
 from headrace.broker.report import LIVE_S
-from headrace.schemas import redis_keys as keys
+from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError
 
 TIMEOUT_S = 5.0

@@ -11,13 +11,13 @@ from redis.exceptions import NoPermissionError
 
 from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, in_words
 from headrace.broker.redis_parser import HashParser, SourceKey, finite
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.env_errors import EnvErrorRow
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
+from headrace.schemas.accounts.logged_metrics import LoggedMetric, RowValues
+from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.errors import RedisContractError, RedisUnavailableError
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import FleetLedger, LedgerRow, add_up
-from headrace.schemas.logged_metrics import LoggedMetric, RowValues
-from headrace.schemas.process_state import ProcessState
 
 READ_TIMEOUT_S = 2.0
 

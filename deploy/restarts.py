@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from headrace.schemas.config import SupervisorSection
+from headrace.schemas.settings.config import SupervisorSection
 
 LONG_LIFE = 10
 """A process that lived for so many times the first pause, and had not died before, starts again without one."""

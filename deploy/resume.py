@@ -20,10 +20,10 @@ from headrace.deploy.fleet_errors import OtherSettingsError
 from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run_dir import RUNS, RunDir
 from headrace.deploy.saved_policy import NEWEST_FILE
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import known_keys
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import known_keys
 
 FIXED = frozenset(
     (

@@ -24,7 +24,7 @@ from headrace.deploy.options import (
     text_of,
 )
 from headrace.deploy.output import with_output_options
-from headrace.schemas.bounds import MOST_LIVES
+from headrace.schemas.basics.bounds import MOST_LIVES
 from headrace.schemas.errors import ConfigError
 
 app = typer.Typer()

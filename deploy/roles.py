@@ -38,7 +38,8 @@ from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.options import describe_origin, resolve
 from headrace.deploy.several_brokers import at_broker, whole_run_dir
 from headrace.deploy.silence_limits import silence_limits
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
+from headrace.schemas.credentials.keys import ENV_HOST
 from headrace.schemas.errors import (
     ConfigError,
     EnvError,
@@ -48,12 +49,11 @@ from headrace.schemas.errors import (
     UnknownEnvError,
     write_error,
 )
-from headrace.schemas.fleet_address import AddressSource, FirstOf, RunDirAddresses
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.keys import ENV_HOST
-from headrace.schemas.rendezvous import Rendezvous
-from headrace.schemas.run_files import RENDEZVOUS_FILE, rendezvous_path
-from headrace.schemas.worker_port_choice import WorkerPortChoice
+from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.rendezvous import Rendezvous
+from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.deploy")
 

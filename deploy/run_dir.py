@@ -6,13 +6,13 @@ DIR/.*.seal          the seals of config.json and settings.json (`seal.py`)
 DIR/config.json      the resolved configuration that the children read; 0600, for the same reason
 DIR/broker.json      the broker's own: its endpoints, and its state for a restart
 DIR/books.json       the books of ended lives of workers, for an empty Redis (`books_file.py`)
-DIR/token            what the broker on loopback asks of its peers (`schemas/loopback_token.py`); 0600
-DIR/ipc/             the broker's Unix sockets, if it has them (`schemas/socket_folder.py`); 0700
+DIR/token            what the broker on loopback asks of its peers (`schemas/credentials/loopback_token.py`); 0600
+DIR/ipc/             the broker's Unix sockets, if it has them (`schemas/peers/socket_folder.py`); 0700
 DIR/lock             held while a supervisor lives
 DIR/logs/            one file a process name, lives appended
 DIR/recorders/       worker-SLOT-INCARNATION.rec, each until Redis has the final books of that life and a learner has
                      taken its end; beside it the log of its open episodes, .episodes
-DIR/rendezvous.json  where the broker publishes its addresses (`schemas/rendezvous.py`)
+DIR/rendezvous.json  where the broker publishes its addresses (`schemas/peers/rendezvous.py`)
 DIR/workers.json     the number of workers that `headrace scale` asked for (`scale.py`)
 DIR/metrics.jsonl    what the run logged, a row a line (`run_rows.py`); further runs in the directory append
 DIR/metrics.csv      the same
@@ -34,8 +34,8 @@ from pathlib import Path
 from types import TracebackType
 
 from headrace.deploy.fleet_errors import NoRunError
+from headrace.schemas.basics.run_files import open_own, replace_private
 from headrace.schemas.errors import RunDirError, write_error
-from headrace.schemas.run_files import open_own, replace_private
 
 RUNS = Path("runs")
 """Folder for runs that are given no directory."""

@@ -20,9 +20,9 @@ import orjson
 from headrace.deploy.run_dir import write_private
 from headrace.deploy.summary import Summary
 from headrace.deploy.supervisor import Role, Service, ServiceState
-from headrace.schemas.env_errors import EnvErrorGroup
+from headrace.schemas.accounts.env_errors import EnvErrorGroup
+from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.run_files import read_object
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -15,7 +15,7 @@ from headrace.deploy.loggers.opening import open_loggers
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.redis_view import LearnerRowView, Snapshot
 from headrace.deploy.run_rows import COLUMNS, evaluation_row, fleet_row, learner_row
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -14,8 +14,8 @@ from headrace.deploy.goal import RunNumbers
 from headrace.deploy.loggers import Row
 from headrace.deploy.progress import weights_lag
 from headrace.deploy.redis_view import LearnerRowView, Snapshot
-from headrace.schemas.lag_buckets import lag_quantiles
-from headrace.schemas.redis_keys import unlabelled
+from headrace.schemas.accounts.lag_buckets import lag_quantiles
+from headrace.schemas.accounts.redis_keys import unlabelled
 
 RETURNS_AND_LENGTHS = tuple(
     f"{name}_{reduce}" for name in ("episode_return", "episode_len") for reduce in ("mean", "min", "max")

@@ -20,8 +20,9 @@ from headrace.broker.redis_weights import weights_in
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.named_code import resolve_found
 from headrace.deploy.options import describe_origin, resolve
-from headrace.schemas.bounds import Version
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.accounts.redis_keys import without_password
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import (
     CheckpointError,
     ConfigError,
@@ -30,11 +31,10 @@ from headrace.schemas.errors import (
     HeadraceError,
     ModuleError,
 )
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
-from headrace.schemas.redis_keys import without_password
-from headrace.schemas.redis_url import read_redis_url
-from headrace.schemas.weights import read_weights, split_modules
-from headrace.schemas.wire import decode
+from headrace.schemas.frames.wire import decode
+from headrace.schemas.messages.weights import read_weights, split_modules
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.redis_url import read_redis_url
 
 if TYPE_CHECKING:  # torch takes a second or two
     from headrace.workers.policy.trained_policy import TrainedPolicy

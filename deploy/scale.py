@@ -18,8 +18,8 @@ from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.run_dir import write_private
 from headrace.deploy.supervisor import Role
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.run_files import read_object
+from headrace.schemas.basics.run_files import read_object
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.supervisor")
 

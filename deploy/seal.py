@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.deploy.run_dir import write_private
-from headrace.schemas.run_files import user_state_folder
+from headrace.schemas.basics.run_files import user_state_folder
 
 log = logging.getLogger("headrace.deploy")
 

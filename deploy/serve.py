@@ -18,8 +18,8 @@ from headrace.deploy.roles import no_exit_from
 from headrace.deploy.saved_policy import ResolvedPolicy, resolve_policy
 from headrace.deploy.service_manager import service_manager
 from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConnectorError, EnvError, ModuleError
-from headrace.schemas.stop_event import stop_event
 
 log = logging.getLogger("headrace.deploy")
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
-from headrace.schemas.printable import one_line
+from headrace.schemas.basics.printable import one_line
 
 if TYPE_CHECKING:
     from headrace.deploy.event_loop import EventLoop

@@ -16,10 +16,10 @@ import zlib
 from pathlib import Path
 
 from headrace.deploy.run_dir import RUNS, file_name_of
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.basics.run_files import RENDEZVOUS_FILE
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.fleet_place import broker_fleet_id
-from headrace.schemas.run_files import RENDEZVOUS_FILE
+from headrace.schemas.peers.fleet_place import broker_fleet_id
+from headrace.schemas.settings.config import FleetConfig
 
 PLACEHOLDER = "{broker}"
 """The text in `fleet.rendezvous` that each broker replaces by its index."""

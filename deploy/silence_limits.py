@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 
 
 def silence_limits(config: FleetConfig) -> dict[str, float]:

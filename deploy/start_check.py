@@ -14,11 +14,11 @@ from typing import Any
 
 from headrace.deploy.env_trial import try_env
 from headrace.deploy.policy_spaces import built_env
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, ModuleError
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
-from headrace.schemas.plugins import load_factory, load_object
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.plugins import load_factory, load_object
 from headrace.workers.config import DEFAULT_MODULE, EnvRunnerConfig, runner_config
 from headrace.workers.connectors.pipeline import Pipeline
 from headrace.workers.envs.native.creators import vector_creator

@@ -15,9 +15,9 @@ from rich.table import Table
 from headrace.deploy.goal import RunNumbers
 from headrace.deploy.progress import name_restarts
 from headrace.deploy.saved_policy import NEWEST_FILE
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.ledger import FleetLedger
+from headrace.schemas.settings.config import FleetConfig
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from headrace.deploy.exit_record import ExitRecord
 from headrace.deploy.fleet_errors import ProcessFailedError
 from headrace.deploy.fork_server import ForkServer
 from headrace.deploy.restarts import RestartPolicy
-from headrace.schemas.config import SupervisorSection
+from headrace.schemas.basics.stop_event import sigterm_blocked
 from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, HeadraceError
-from headrace.schemas.stop_event import sigterm_blocked
+from headrace.schemas.settings.config import SupervisorSection
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.deploy.redis_view import Snapshot
-from headrace.schemas.headrace_version import MOST_VERSION
-from headrace.schemas.printable import one_line
+from headrace.schemas.basics.headrace_version import MOST_VERSION
+from headrace.schemas.basics.printable import one_line
 
 
 def told_versions(seen: Snapshot) -> dict[str, str]:

@@ -34,9 +34,9 @@ from headrace.deploy.service_manager import service_manager
 from headrace.deploy.several_brokers import check_one_broker
 from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.summary import Summary, summarise
-from headrace.schemas.config import FleetConfig, is_loopback
+from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.redis_keys import without_password
+from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -17,7 +17,7 @@ from headrace.deploy.proc_stat import is_stopped
 from headrace.deploy.recorders import recorder_path
 from headrace.deploy.redis_probe import PINGS, RedisProbe
 from headrace.deploy.supervisor import Role, Service, ServiceState, Supervisor
-from headrace.schemas.recorder import Reading, read_recorder
+from headrace.schemas.accounts.recorder import Reading, read_recorder
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -36,13 +36,13 @@ from headrace.deploy.service_manager import service_manager
 from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.supervisor import Role, Service, Supervisor
 from headrace.deploy.watchdog import FleetWatchdog
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.episode_log import log_path
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.chunks.episode_log import log_path
+from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import ExitCode, HeadraceError, write_error
-from headrace.schemas.fleet_address import AddressSource
-from headrace.schemas.keys import client_keys
-from headrace.schemas.recorder import read_recorder
-from headrace.schemas.shared_weights import remove_unused_weights
+from headrace.schemas.messages.shared_weights import remove_unused_weights
+from headrace.schemas.peers.fleet_address import AddressSource
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.learner_stub import connection
+from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import HeadraceError, UnreachableError
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.keys import PeerKeys
-from headrace.schemas.wire import Buffer
+from headrace.schemas.frames.wire import Buffer
+from headrace.schemas.peers.fleet_place import FleetPlace
 
 
 class BrokerLink:

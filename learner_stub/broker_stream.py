@@ -10,10 +10,11 @@ from headrace.learner_stub.broker_link import BrokerLink
 from headrace.learner_stub.lag import LagMonitor
 from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
-from headrace.schemas.batch import ChunkBatch, read_batch_header
-from headrace.schemas.batch_reader import UnreadBatch
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
+from headrace.schemas.chunks.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, refusal
+from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import (
     Fenced,
     LearnerFigures,
@@ -27,7 +28,6 @@ from headrace.schemas.messages import (
     Status,
     read,
 )
-from headrace.schemas.wire import MessageKind, decode_header
 
 log = logging.getLogger("headrace.learner")
 

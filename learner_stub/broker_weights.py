@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from headrace.learner_stub import connection
 from headrace.learner_stub.broker_link import BrokerLink
 from headrace.learner_stub.row_queue import RowQueue
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.errors import DecodeError, RefusedWeightsError, refusal
-from headrace.schemas.headrace_version import headrace_version
+from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import (
     Fenced,
     LearnerHello,
@@ -24,8 +25,7 @@ from headrace.schemas.messages import (
     WeightsRefusal,
     read,
 )
-from headrace.schemas.weights import encode_weights
-from headrace.schemas.wire import MessageKind, decode_header
+from headrace.schemas.messages.weights import encode_weights
 
 _CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (LearnerWelcome, WeightsAck, Fenced, Reject, Status)}
 _RETRY_S = 1.0

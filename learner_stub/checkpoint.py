@@ -1,6 +1,6 @@
 """The learner's checkpoint: one file, written whole or not at all, read without running any of its bytes.
 
-It is a safetensors file with a checksum (`schemas/safetensors.py`):
+It is a safetensors file with a checksum (`schemas/frames/safetensors.py`):
 
     arrays      "module/..." weights, "optimizer/..." moments, "connectors/..." what connectors have learnt; of several
                 modules, each name begins with "modules/MODULE_ID/"; "own/..." of a learner of one's own
@@ -27,12 +27,12 @@ from typing import Any
 import orjson
 from numpy.typing import NDArray
 
-from headrace.schemas.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
+from headrace.schemas.basics.run_files import opener
 from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error
-from headrace.schemas.manifest import Buffer
-from headrace.schemas.run_files import opener
-from headrace.schemas.safetensors import decode_safetensors, encode_safetensors
-from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
+from headrace.schemas.frames.manifest import Buffer
+from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
+from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules
 
 log = logging.getLogger("headrace.learner")
 

@@ -15,13 +15,13 @@ from typing import Protocol
 import zmq
 
 from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
-from headrace.schemas import sockets
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
-from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
-from headrace.schemas.keys import PeerKeys
+from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import LearnerWelcome, ModuleShapes, Status
-from headrace.schemas.wire import Buffer
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 
 _TOKENS: dict[tuple[int, str], str] = {}
 _STREAMING: set[str] = set()

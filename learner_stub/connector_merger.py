@@ -19,10 +19,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConnectorError, HeadraceError
-from headrace.schemas.plugins import build_piece
-from headrace.schemas.weights import CONNECTORS
+from headrace.schemas.messages.weights import CONNECTORS
+from headrace.schemas.settings.plugins import build_piece
 
 State = dict[str, NDArray[Any]]
 Spec = str | Mapping[str, Any] | Callable[[], Any]

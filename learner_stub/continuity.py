@@ -10,7 +10,7 @@ Where a batch is missing, the next chunk of each place shows whether an episode 
 a marker, and its later chunks are left out. A place without a further chunk is ended with its source.
 
 A learner that began after a source knows only the places from which chunks have come since. Of the others it is told
-when the source ends (`schemas/open_episodes.py`).
+when the source ends (`schemas/chunks/open_episodes.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
+from headrace.schemas.accounts.ledger import Count
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
+from headrace.schemas.chunks.open_episodes import in_order, is_open, stops
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Count
-from headrace.schemas.manifest import ALLOWED_DTYPES
+from headrace.schemas.frames.manifest import ALLOWED_DTYPES
 from headrace.schemas.messages import SourceEnd
-from headrace.schemas.open_episodes import in_order, is_open, stops
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
 
 MOST_PLACES = 1 << 20
 """Envs of one source times its agents, for each of which a row is kept. A batch may name an env of any index."""

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.schemas.basics.run_files import read_object
+from headrace.schemas.credentials.keys import DIR_VARIABLE
 from headrace.schemas.errors import ConfigError, UnreachableError
-from headrace.schemas.fleet_address import AddressSource, FirstOf, RunDirAddresses, await_address
-from headrace.schemas.fleet_place import broker_fleet_id
-from headrace.schemas.keys import DIR_VARIABLE
 from headrace.schemas.messages import SourcePosition, read
-from headrace.schemas.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
-from headrace.schemas.run_files import read_object
+from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses, await_address
+from headrace.schemas.peers.fleet_place import broker_fleet_id
+from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
 
 Where = str | Path | None
 """A run directory or a rendezvous; None: the rendezvous in the environment."""

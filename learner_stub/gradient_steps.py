@@ -18,7 +18,7 @@ from headrace.learner_stub.adam import Adam
 from headrace.learner_stub.minibatches import Minibatch, Minibatches, take
 from headrace.learner_stub.module import ClosedForm, TrainableModule
 from headrace.learner_stub.rollout import Rollout
-from headrace.schemas.config import LearnerSection
+from headrace.schemas.settings.config import LearnerSection
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.lag_buckets import LAG_BOUNDS, LAG_BUCKETS
+from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS
+from headrace.schemas.chunks.batch import ChunkBatch
 
 log = logging.getLogger("headrace.learner")
 

@@ -23,7 +23,7 @@ from headrace.learner_stub.fleet_place import await_start
 from headrace.learner_stub.publisher import StateDict, as_arrays
 from headrace.learner_stub.state_tree import pack, unpack
 from headrace.schemas.errors import CheckpointError, DecodeError
-from headrace.schemas.weights import CONNECTORS, split_modules
+from headrace.schemas.messages.weights import CONNECTORS, split_modules
 
 _TREE = "own"
 """The entry of a checkpoint's state with the learner's own values."""

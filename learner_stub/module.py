@@ -7,10 +7,10 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from headrace.schemas.config import ModuleSection
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import HeadraceError, ModuleError
-from headrace.schemas.plugins import load_object
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.settings.config import ModuleSection
+from headrace.schemas.settings.plugins import load_object
 
 
 class ClosedForm(Protocol):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.batch_reader import BatchReader, UnreadBatch
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.chunks.module_spaces import module_spaces_from_json
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import DecodeError, WhichModuleError
-from headrace.schemas.module_spaces import module_spaces_from_json
-from headrace.schemas.spaces import Spaces
 
 
 class ModuleReaders:

@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import OFF_POLICY, STATE_IN, ChunkBatch, is_obs_column
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.lookback import LOOKBACK
+from headrace.schemas.chunks.batch import OFF_POLICY, STATE_IN, ChunkBatch, is_obs_column
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.lookback import LOOKBACK
 
 
 def on_policy(batch: ChunkBatch) -> ChunkBatch:

@@ -18,9 +18,9 @@ from headrace.learner_stub.interruption import Interruption
 from headrace.learner_stub.ppo import NO_INTERRUPTION, Metrics
 from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.training_stats import TrainingStats
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.weights import CONNECTORS, join_modules, split_modules
+from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules
 
 DEFAULT_MODULE = "default_policy"
 

@@ -8,10 +8,10 @@ from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.module import build_frozen_module, build_module
 from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, LearnerPolicy
 from headrace.learner_stub.ppo import PPO
-from headrace.schemas.config import FleetConfig, ModuleSection
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.sampling_settings import PolicySettings, SamplingSettings
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.settings.config import FleetConfig, ModuleSection
+from headrace.schemas.settings.sampling_settings import PolicySettings, SamplingSettings
 
 
 def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> LearnerPolicies:

@@ -44,9 +44,9 @@ from headrace.learner_stub.module import TrainableModule, check_answer, make_clo
 from headrace.learner_stub.rollout import Rollout, join
 from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.training_stats import TrainingStats
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.config import LearnerSection
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
+from headrace.schemas.settings.config import LearnerSection
 
 _FORWARD_ROWS = 4096
 """Observations in one forward pass without gradients; it bounds the memory that images take."""

@@ -21,13 +21,13 @@ from headrace.learner_stub import connection
 from headrace.learner_stub.broker_link import BrokerLink, await_message
 from headrace.learner_stub.broker_weights import BrokerWeights
 from headrace.learner_stub.fleet_place import Where, address_sources, as_list, find_fleet
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.module_spaces import check_module_ids
+from headrace.schemas.credentials.keys import PeerKeys, client_keys
 from headrace.schemas.errors import EncodeError, refusal
-from headrace.schemas.fleet_address import AddressSource
-from headrace.schemas.fleet_place import FleetPlace, broker_fleet_id
-from headrace.schemas.keys import PeerKeys, client_keys
-from headrace.schemas.module_spaces import check_module_ids
-from headrace.schemas.weights import check_published, join_modules, weights_digest
+from headrace.schemas.messages.weights import check_published, join_modules, weights_digest
+from headrace.schemas.peers.fleet_address import AddressSource
+from headrace.schemas.peers.fleet_place import FleetPlace, broker_fleet_id
 
 StateDict = Mapping[str, torch.Tensor | NDArray[Any]]
 

@@ -10,11 +10,11 @@ from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.module_readers import ModuleReaders
 from headrace.learner_stub.session import LearnerSession
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.batch_reader import UnreadBatch
-from headrace.schemas.bounds import Version
+from headrace.schemas.accounts.ledger import Count, Drop
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Count, Drop
 from headrace.schemas.messages import SourceEnd
 
 log = logging.getLogger("headrace.learner")

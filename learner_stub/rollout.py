@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.learner_stub.on_policy import on_policy
-from headrace.schemas.batch import STATE_IN, ChunkBatch
-from headrace.schemas.chunk import RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch
+from headrace.schemas.chunks.chunk import RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import nest
 
 
 @dataclass(frozen=True, slots=True)

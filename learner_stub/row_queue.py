@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.schemas.bounds import Version
-from headrace.schemas.learner_messages import MOST_ROWS, LearnerRow
-from headrace.schemas.logged_metrics import MOST_VALUES, is_metric_name
+from headrace.schemas.accounts.logged_metrics import MOST_VALUES, is_metric_name
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.messages.learner_messages import MOST_ROWS, LearnerRow
 
 log = logging.getLogger("headrace.learner")
 

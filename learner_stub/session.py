@@ -15,12 +15,13 @@ from enum import Enum
 from typing import Any
 
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.bounds import MOST_COUNT, Version
-from headrace.schemas.compression import readable_encodings
+from headrace.schemas.accounts.ledger import Count, HeldBatch
+from headrace.schemas.basics.bounds import MOST_COUNT, Version
+from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.chunks.module_spaces import module_spaces_from_json
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.headrace_version import headrace_version
-from headrace.schemas.ledger import Count, HeldBatch
+from headrace.schemas.frames.compression import readable_encodings
 from headrace.schemas.messages import (
     Commit,
     Fenced,
@@ -35,7 +36,6 @@ from headrace.schemas.messages import (
     SourceStart,
     Status,
 )
-from headrace.schemas.module_spaces import module_spaces_from_json
 
 log = logging.getLogger("headrace.learner")
 

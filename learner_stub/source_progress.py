@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from headrace.schemas.ledger import Count, HeldBatch, Settled
+from headrace.schemas.accounts.ledger import Count, HeldBatch, Settled
 from headrace.schemas.messages import SourcePosition
 
 SourceKey = tuple[int, int]

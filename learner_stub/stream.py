@@ -29,14 +29,14 @@ from headrace.learner_stub.lag import mean_lag
 from headrace.learner_stub.session import LearnerSessionState, StreamLimits
 from headrace.learner_stub.stall_detector import StallDetector
 from headrace.learner_stub.update_size import UpdateSize
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.credentials.keys import PeerKeys, client_keys
 from headrace.schemas.errors import ConfigError, UnreachableError, refusal
-from headrace.schemas.fleet_address import AddressSource
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.keys import PeerKeys, client_keys
-from headrace.schemas.learner_messages import MOST_WINDOW_STEPS
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS
+from headrace.schemas.peers.fleet_address import AddressSource
+from headrace.schemas.peers.fleet_place import FleetPlace
 
 log = logging.getLogger("headrace.learner")
 

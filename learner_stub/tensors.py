@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunks.batch import ChunkBatch
 
 
 def to_torch(data: Any, device: torch.device | str | None = None) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from headrace.schemas.learner_messages import LEARNER_PARTS
+from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 
 TRAIN = "train"
 

@@ -23,14 +23,14 @@ from headrace.learner_stub.policy_builder import build_policies
 from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.publisher import WeightPublisher
 from headrace.learner_stub.stream import EpisodeStream
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import CheckpointError, ConnectorError, UnreachableError
-from headrace.schemas.fleet_address import AddressSource
-from headrace.schemas.fleet_place import broker_fleet_id
-from headrace.schemas.keys import client_keys
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.stop_event import stop_event
+from headrace.schemas.peers.fleet_address import AddressSource
+from headrace.schemas.peers.fleet_place import broker_fleet_id
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.learner")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 
 RECENT_EPISODES = 100
 

@@ -44,8 +44,8 @@ def test_a_forbidden_import_would_be_noticed(root: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("headrace.schemas.batch", {"torch", "gymnasium", "zmq", "redis"}),
-        ("headrace.schemas.config", {"torch", "gymnasium", "zmq", "redis"}),
+        ("headrace.schemas.chunks.batch", {"torch", "gymnasium", "zmq", "redis"}),
+        ("headrace.schemas.settings.config", {"torch", "gymnasium", "zmq", "redis"}),
         ("headrace.broker.process", {"torch", "gymnasium"}),
         ("headrace.learner_stub", {"gymnasium"}),
         ("headrace.deploy.cli", {"torch", "gymnasium"}),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.schemas.errors import DecodeError, EncodeError
-from headrace.schemas.wire import ALLOWED_DTYPES, MessageKind, decode, encode
+from headrace.schemas.frames.wire import ALLOWED_DTYPES, MessageKind, decode, encode
 
 FOLDERS = ("schemas", "broker", "workers", "learner_stub", "deploy")
 MODULES = {
@@ -39,7 +39,7 @@ LOADERS = {
 """What gives code for a name: of the standard library, and our own that stand on it."""
 CONFIG = "a name from the user's config or a flag"
 NAMES_BECOME_CODE = {
-    "schemas/plugins.py": CONFIG,
+    "schemas/settings/plugins.py": CONFIG,
     "workers/envs/creators.py": CONFIG,
     "workers/modules/protocol.py": CONFIG,
     "workers/__init__.py": "its own public names, loaded when asked for",
@@ -185,7 +185,7 @@ def test_names_become_code_only_where_config_is_read(root: Path) -> None:
     [
         "import importlib\nimportlib.import_module(header['module'])",
         "from importlib import import_module as load\nload(header['module'])",
-        "from headrace.schemas.plugins import load_object\nload_object(header['build'], 'build')",
+        "from headrace.schemas.settings.plugins import load_object\nload_object(header['build'], 'build')",
         "from headrace.schemas import plugins\nmade = map(plugins.load_object, header['names'], keys)",
         "from headrace.workers.envs import creators\ncreators.find_creator(header['env'])",
     ],

@@ -118,7 +118,7 @@ def test_type_checkers_follow_an_editable_install(source: Path, tmp_path: Path) 
     for name in FOLDERS:
         assert (Path(pointer.read_text().strip()) / "headrace" / name / "py.typed").exists(), pointer.read_text()
     (tmp_path / "script.py").write_text(
-        "from headrace.schemas.nearest_names import nearest_name\n"
+        "from headrace.schemas.settings.nearest_names import nearest_name\n"
         "from headrace import __version__\n"
         "reveal_type(nearest_name(__version__, [], cutoff=0.5))\n"
         "nearest_name(3)\n"
@@ -136,7 +136,7 @@ def test_the_wheel_runs_where_nothing_of_the_repository_is(
     """In a fresh environment, from an empty folder."""
     python, site = _fresh_environment(tmp_path / "fresh", wheel)
     (tmp_path / "empty").mkdir()
-    code = "import headrace.schemas.wire as w, headrace.deploy as d; print(w.__file__); print(d.__file__)"
+    code = "import headrace.schemas.frames.wire as w, headrace.deploy as d; print(w.__file__); print(d.__file__)"
     found = subprocess.run([python, "-c", code], cwd=tmp_path / "empty", capture_output=True, text=True, check=True)
     assert all(line.startswith(str(site)) for line in found.stdout.split())
     command = tmp_path / "fresh" / "bin" / "headrace"

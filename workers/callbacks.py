@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.schemas.errors import CallbackError, ConfigError, RunnerBusyError
-from headrace.schemas.plugins import load_object
+from headrace.schemas.settings.plugins import load_object
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RunnerCallback:
         """Handle an `episode` that terminated or was truncated, as `episode.end` says."""
 
     def on_episode_aborted(self, *_: Any, **kwargs: Any) -> None:
-        """Handle an `episode` that will never finish; `reason` is a value of `schemas.ledger.Discard`."""
+        """Handle an `episode` that will never finish; `reason` is a value of `schemas.accounts.ledger.Discard`."""
 
     def on_env_failed(self, *_: Any, **kwargs: Any) -> None:
         """Handle the failure `exc` of the env at `env_index`, which is about to be rebuilt; `episode` may be None."""

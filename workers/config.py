@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.nearest_names import nearest_name
-from headrace.schemas.sampling_settings import SamplingSettings
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.nearest_names import nearest_name
+from headrace.schemas.settings.sampling_settings import SamplingSettings
 
 DEFAULT_MODULE = "headrace.workers.modules:actor_critic"
 

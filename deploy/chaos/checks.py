@@ -19,8 +19,8 @@ from headrace.deploy.chaos.schedule import SLOT_TARGETS
 from headrace.deploy.chaos.trial import Injected, Outcome
 from headrace.deploy.chaos.truth import steps_by_life
 from headrace.deploy.recorders import Life
+from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.folded_lives import FoldedLives
 
 _BEFORE_S, _AFTER_S = 2.0, 6.0
 

@@ -21,9 +21,9 @@ from headrace.deploy.fleet_errors import BrokenPromiseError
 from headrace.deploy.options import parse_sets, resolve
 from headrace.deploy.run_dir import new_run_dir
 from headrace.deploy.std_streams import ignore_closed_reader
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, RunDirError, write_error
-from headrace.schemas.run_files import replace_private
+from headrace.schemas.settings.config import FleetConfig
 
 PLAN, REPORT_JSON, REPORT_HTML = "plan.json", "report.json", "report.html"
 WIDTH = 120

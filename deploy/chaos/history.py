@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from headrace.deploy.recorders import Life
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 
 _SHOWN = 20
 

@@ -19,12 +19,12 @@ from typing import Any
 import orjson
 
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import format_episode_id
+from headrace.schemas.basics.run_files import replace_private
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import format_episode_id
+from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.keys import client_keys
-from headrace.schemas.run_files import replace_private
-from headrace.schemas.stop_event import stop_event
 
 RECORD, POSITION, SLOW = "record.jsonl", "position.json", "slow"
 _COMMIT_S = 0.1

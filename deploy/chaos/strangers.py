@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from headrace.schemas.handshakes import Handshakes
-from headrace.schemas.keys import ADMITTED
-from headrace.schemas.wire import MessageKind, encode
+from headrace.schemas.credentials.keys import ADMITTED
+from headrace.schemas.frames.wire import MessageKind, encode
+from headrace.schemas.peers.handshakes import Handshakes
 
 _CONNECTIONS = 4
 _MESSAGES = 50

@@ -20,10 +20,10 @@ from headrace.deploy.child import describe_end
 from headrace.deploy.fleet_errors import ProcessFailedError
 from headrace.deploy.recorders import Life, recorders_in
 from headrace.deploy.stop_signals import StopSignals
-from headrace.schemas.bounds import MOST_COUNT
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.basics.bounds import MOST_COUNT
+from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ExitCode, UnreachableError
-from headrace.schemas.printable import printable
-from headrace.schemas.recorder import read_recorder
 
 START_S = 180.0
 TURN_S = 0.05

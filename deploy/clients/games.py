@@ -6,7 +6,7 @@ import secrets
 from typing import Any, Protocol
 
 from headrace.deploy.clients.http_client import PolicyServer, ServerRefusedError
-from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
+from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
 from headrace.workers.serving.client import PolicyClient
 
 PATIENCE_S = 60.0

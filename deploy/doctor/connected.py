@@ -8,9 +8,9 @@ from typing import Any
 from headrace.deploy.doctor.check import Check, Verdict
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.deploy.told_versions import told_versions
+from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.headrace_version import headrace_version
-from headrace.schemas.printable import one_line
 
 _MOST_NAMED = 5
 _UNTOLD = "no version told"

@@ -20,8 +20,8 @@ from headrace.deploy.doctor.redis_checks import redis_checks
 from headrace.deploy.doctor.software import software_checks
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.proc_stat import is_alive
-from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import RunDirError
+from headrace.schemas.settings.config import FleetConfig
 
 _DISK_FAIL, _DISK_WARN = 100 << 20, 2 << 30
 

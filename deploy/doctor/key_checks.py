@@ -8,10 +8,10 @@ from pathlib import Path
 
 from headrace.deploy.doctor.check import Check, Verdict
 from headrace.deploy.key_pairs import sound_roles
-from headrace.schemas.config import FleetConfig, is_loopback
+from headrace.schemas.credentials.keys import TOKEN_FILE
+from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import KeysError
-from headrace.schemas.keys import TOKEN_FILE
-from headrace.schemas.tokens import read_token
+from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 
 def key_checks(config: FleetConfig) -> Iterator[Check]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from headrace.deploy.doctor.cgroup import Limit, Limits, machine_memory, read_limits
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.deploy")
 

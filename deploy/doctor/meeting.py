@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from headrace.deploy.doctor.check import Check, Verdict
 from headrace.deploy.doctor.network import reachability_check
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.credentials.keys import BROKER, check_fingerprint, client_keys
 from headrace.schemas.errors import ConfigError, KeysError, KeysRefusedError
-from headrace.schemas.keys import BROKER, check_fingerprint, client_keys
-from headrace.schemas.rendezvous import Published, Rendezvous
+from headrace.schemas.peers.rendezvous import Published, Rendezvous
+from headrace.schemas.settings.config import FleetConfig
 
 _ANSWER_S = 6.0
 _LOOK_S = 0.1

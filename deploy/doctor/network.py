@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.schemas.advertised import host_to_advertise
-from headrace.schemas.config import FleetConfig, is_loopback
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.peers.advertised import host_to_advertise
+from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 CONNECT_S = 3.0
 """Seconds that a connection may take."""

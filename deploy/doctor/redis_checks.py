@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from headrace.broker.redis_client import REDIS_FAILURES, connect
 from headrace.deploy.doctor.check import Check, Verdict
 from headrace.deploy.redis_server import CHECK_TIMEOUT_S, check_url, find_server
-from headrace.schemas.config import is_loopback
 from headrace.schemas.errors import HeadraceError
+from headrace.schemas.settings.config import is_loopback
 
 MOST_OFFSET_S = 1.0
 """Seconds by which a clock may be wrong. Ages that people see, and the expiry of addresses, compare two clocks."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from headrace.deploy.loggers.logger_thread import LoggerThread
 from headrace.deploy.loggers.protocol import Logger, RunInfo
 from headrace.deploy.loggers.row_files import CsvFile, FileLogger, JsonlFile
-from headrace.schemas.config import LoggingSection
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.plugins import load_object
+from headrace.schemas.settings.config import LoggingSection
+from headrace.schemas.settings.plugins import load_object
 
 log = logging.getLogger("headrace.supervisor")
 

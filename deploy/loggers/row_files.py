@@ -19,7 +19,7 @@ from typing import Protocol
 import orjson
 
 from headrace.deploy.loggers.protocol import Row
-from headrace.schemas.run_files import open_own, opener
+from headrace.schemas.basics.run_files import open_own, opener
 
 log = logging.getLogger("headrace.supervisor")
 

@@ -16,8 +16,8 @@ from urllib.parse import parse_qs
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.schemas.http_hosts import is_known_host
-from headrace.schemas.tokens import digest_of, same_token
+from headrace.schemas.credentials.tokens import digest_of, same_token
+from headrace.schemas.peers.http_hosts import is_known_host
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import orjson
 
-from headrace.schemas.config import FleetConfig, is_loopback
-from headrace.schemas.config_loading import known_keys
+from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.config_loading import known_keys
 
 _SHOWN_ADDRESSES = 3
 _OF_ENV_HOSTS = (

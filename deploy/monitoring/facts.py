@@ -19,9 +19,9 @@ from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.redis_server import serving
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.deploy.run_dir import is_locked
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.accounts.process_state import ProcessState as ProcessState
 from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError
-from headrace.schemas.process_state import ProcessState as ProcessState
+from headrace.schemas.settings.config import FleetConfig
 
 NOT_STARTED = "the fleet has started none yet"
 """The `redis_error` of a fleet that starts its own Redis later."""

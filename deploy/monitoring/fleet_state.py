@@ -28,11 +28,11 @@ from headrace.deploy.monitoring.findings import Finding, find, verdict
 from headrace.deploy.monitoring.losses import loss_of
 from headrace.deploy.progress import STALE_S, number, weights_lag
 from headrace.deploy.redis_view import LearnerRowView, Snapshot
+from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
+from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, unlabelled
+from headrace.schemas.basics.printable import one_line, printable
 from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.ledger import FleetLedger, LedgerRow, add_up
-from headrace.schemas.printable import one_line, printable
-from headrace.schemas.process_state import ProcessState
-from headrace.schemas.redis_keys import COUNTER_TABLE, unlabelled
 
 Document = dict[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.schemas.ledger import Discard, Drop, FleetLedger
+from headrace.schemas.accounts.ledger import Discard, Drop, FleetLedger
 
 
 @dataclass(frozen=True, slots=True)

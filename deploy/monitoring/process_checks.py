@@ -10,8 +10,8 @@ from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
 from headrace.deploy.progress import number
-from headrace.schemas.printable import one_line
-from headrace.schemas.process_state import ProcessState
+from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.basics.printable import one_line
 
 SILENT_S = 3.0
 """Seconds without a sign of life after which a process is named, if the fleet takes no step."""

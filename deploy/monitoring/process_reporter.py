@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.process_state import ProcessState
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.process_state import ProcessState
 
 INTERVAL_S = 5.0
 LIVE_S = 30

@@ -12,8 +12,8 @@ from headrace.deploy.fleet_file import FleetFile, ProcessEntry
 from headrace.deploy.liveness_file import seconds_silent
 from headrace.deploy.proc_stat import is_alive, is_stopped
 from headrace.deploy.recorders import recorder_path
-from headrace.schemas.process_state import MOST_WORDS, ProcessState
-from headrace.schemas.recorder import read_recorder
+from headrace.schemas.accounts.process_state import MOST_WORDS, ProcessState
+from headrace.schemas.accounts.recorder import read_recorder
 
 GONE = "gone"
 """The state of a process that fleet.json names and that does not live."""

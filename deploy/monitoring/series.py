@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.deploy.redis_view import EventView, FleetView, LearnerRowView
-from headrace.schemas.lag_buckets import lag_quantiles
-from headrace.schemas.printable import one_line
-from headrace.schemas.redis_keys import ACCEPTED_LAG, CONSUMED_LAG, RINGS, labelled
+from headrace.schemas.accounts.lag_buckets import lag_quantiles
+from headrace.schemas.accounts.redis_keys import ACCEPTED_LAG, CONSUMED_LAG, RINGS, labelled
+from headrace.schemas.basics.printable import one_line
 
 Values = Mapping[str, float]
 

@@ -10,9 +10,9 @@ from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import States
 from headrace.deploy.progress import name_revoked, number
-from headrace.schemas.message_base import MOST_SHORT_DETAIL
-from headrace.schemas.printable import one_line
-from headrace.schemas.redis_keys import revoked_sessions
+from headrace.schemas.accounts.redis_keys import revoked_sessions
+from headrace.schemas.basics.printable import one_line
+from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 
 _FULL = 0.9
 """Share of `broker.max_held_bytes` from which on the broker counts as full: the next batch may not fit."""

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 
 from headrace.deploy.monitoring.access import Guard
 from headrace.deploy.service_manager import service_manager
-from headrace.schemas.config import is_loopback
+from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, PortInUseError
-from headrace.schemas.tokens import read_token
+from headrace.schemas.settings.config import is_loopback
 
 MOST_CONNECTIONS = 256
 """At once. A browser has six, of which one follows a page."""

@@ -14,8 +14,8 @@ from types import ModuleType
 from urllib.parse import urlsplit
 
 from headrace.deploy.fleet_errors import RayClusterError
-from headrace.schemas.config import is_loopback
 from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.settings.config import is_loopback
 
 CONNECT_S = 10.0
 _START = "start one with `ray start --head`, or name the address of its head in ray.address"

@@ -23,7 +23,7 @@ from headrace.deploy.options import (
     text_of,
 )
 from headrace.deploy.output import with_output_options
-from headrace.schemas.config import MOST_WORKERS_ON_RAY
+from headrace.schemas.settings.config import MOST_WORKERS_ON_RAY
 
 app = typer.Typer(help="Workers on a Ray cluster (extra ray).", no_args_is_help=True, rich_markup_mode=None)
 

@@ -31,8 +31,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.modules.actor_critic import ActorCritic, actor_critic
 
 Arrays = Mapping[str, NDArray[Any]]

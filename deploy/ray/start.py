@@ -22,12 +22,12 @@ from headrace.deploy.ray.wanted_workers import read_wanted
 from headrace.deploy.ray.worker_actor import WorkerStart
 from headrace.deploy.ray.workers_on_ray import WorkersOnRay, keep_workers
 from headrace.deploy.several_brokers import check_one_broker
-from headrace.schemas.advertised import advertised
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, RendezvousError, RunDirError
-from headrace.schemas.fleet_address import await_address
-from headrace.schemas.rendezvous import Rendezvous
-from headrace.schemas.stop_event import stop_event
+from headrace.schemas.peers.advertised import advertised
+from headrace.schemas.peers.fleet_address import await_address
+from headrace.schemas.peers.rendezvous import Rendezvous
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.ray")
 

@@ -10,8 +10,8 @@ from headrace.deploy.fleet_errors import ScaleError
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.run_dir import write_private
-from headrace.schemas.config import MOST_WORKERS_ON_RAY
 from headrace.schemas.errors import RunDirError
+from headrace.schemas.settings.config import MOST_WORKERS_ON_RAY
 
 
 class WantedWorkers(BaseModel):

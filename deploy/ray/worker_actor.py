@@ -19,8 +19,8 @@ from pathlib import Path
 
 from headrace.deploy.child_environment import child_environment
 from headrace.deploy.exit_record import VARIABLE, take_exit_record
+from headrace.schemas.basics.run_files import opener, replace_private
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.run_files import opener, replace_private
 
 _GUARD = Path(__file__).with_name("guard.py")
 RAYLET_DIED = GUARD_DIED = 1

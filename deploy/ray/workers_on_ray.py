@@ -21,8 +21,8 @@ from headrace.deploy.fleet_errors import ProcessFailedError
 from headrace.deploy.ray.worker_actor import WorkerActor, WorkerEnd, WorkerStart
 from headrace.deploy.restarts import RestartPolicy
 from headrace.deploy.supervisor import INCURABLE
-from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import CrashLoopError, ExitCode
+from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.ray")
 

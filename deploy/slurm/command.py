@@ -16,8 +16,8 @@ from headrace.deploy.options import AsJson, RunDirPath, Sets, chosen_run, config
 from headrace.deploy.output import with_output_options
 from headrace.deploy.several_brokers import check_one_broker
 from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.printable import printable
 
 app = typer.Typer(
     help="A fleet as jobs of a Slurm cluster: a head job, and arrays of workers and env hosts.",

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.deploy.fleet_errors import SlurmError
 from headrace.deploy.run_dir import write_private
+from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import RunDirError, write_error
-from headrace.schemas.run_files import open_own
 
 _JobId = Annotated[int, Field(gt=0, lt=1 << 32)]
 _MOST_ARRAYS = 100_000

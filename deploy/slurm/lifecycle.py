@@ -19,10 +19,10 @@ from headrace.deploy.seal import write_sealed
 from headrace.deploy.slurm.job_file import JobFile, jobs_locked, read_jobs, settings_file, write_jobs
 from headrace.deploy.slurm.scheduler import Task, end, stop, submit, tasks_of
 from headrace.deploy.slurm.submission import Part, for_cluster, job_prefix, sbatch_line
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import load_config
+from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, read_object
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.run_files import RENDEZVOUS_FILE, read_object
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import load_config
 
 WORKERS_DRAIN_S, HEAD_DRAIN_S = 60.0, 120.0
 """Seconds that workers, and then the head, have to drain before `down` takes away their nodes."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from headrace.deploy.fleet_errors import SlurmError
-from headrace.schemas.env_prefix import ENV_PREFIX
+from headrace.schemas.settings.env_prefix import ENV_PREFIX
 
 CALL_S = 60.0
 _FORMAT = "%i|%F|%K|%j|%T|%M|%N|%r"

@@ -7,8 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from headrace.deploy.run_dir import file_name_of
-from headrace.schemas.config import FleetConfig, is_loopback
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 SCRIPTS = Path(__file__).resolve().parent
 EVERY_ADDRESS = "0.0.0.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.schemas import redis_keys as keys
+from headrace.schemas.accounts import redis_keys as keys
 
 
 def redis_keys_as_markdown() -> str:

@@ -14,10 +14,10 @@ import orjson
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_section import FIELDS, meaning_of
-from headrace.schemas.env_prefix import ENV_PREFIX
-from headrace.schemas.sampling_settings import PolicySettings
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_section import FIELDS, meaning_of
+from headrace.schemas.settings.env_prefix import ENV_PREFIX
+from headrace.schemas.settings.sampling_settings import PolicySettings
 from headrace.workers.config import EnvRunnerConfig
 
 SAMPLE_FILE = Path(__file__).parents[2] / "deploy" / "fleet.toml"

@@ -13,8 +13,8 @@
     │   ├── EnvNeighbourError       another env of the same process took it down
     │   ├── EnvHostLostError        the host of remote envs fell silent, left, or was refused
     │   ├── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
-    │   └── (external ones)         RunReturnedError, ClientLostError and ExternalSilenceError of episode_errors.py
-    ├── EpisodeError            a call about an external episode cannot be done; kinds are in episode_errors.py
+    │   └── (external ones)         RunReturnedError, ClientLostError and ExternalSilenceError of episodes.py
+    ├── EpisodeError            a call about an external episode cannot be done; kinds are in episodes.py
     ├── EpisodeTimeoutError     a call about an external episode was not answered within its deadline
     ├── ModuleError             a policy module could not be built, or returned the wrong arrays
     │   ├── WhichModuleError        a fleet of several modules got no module's name, or an unknown one

@@ -27,9 +27,10 @@ from headrace.broker.process import Broker
 from headrace.deploy.audit import audit
 from headrace.deploy.redis_server import prepare_redis, wait_ready
 from headrace.deploy.redis_view import FleetView
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.config import BrokerSection
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.chunks.module_spaces import module_spaces_to_json
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -38,8 +39,7 @@ from headrace.schemas.messages import (
     SourcePosition,
     WorkerHello,
 )
-from headrace.schemas.module_spaces import module_spaces_to_json
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.settings.config import BrokerSection
 
 FLEET = "books"
 SPACES = module_spaces_to_json(

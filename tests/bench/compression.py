@@ -16,9 +16,9 @@ from time import process_time_ns
 
 from bench.table import Row
 from headrace.deploy.options import RECIPES
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.ledger import WorkerTotals
-from headrace.schemas.wire import decode
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.frames.wire import decode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 ENVS = (1, 8)

@@ -19,9 +19,9 @@ from bench.turns import in_turns
 from headrace.learner_stub.module import build_module
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.rollout import join
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.config import LearnerSection, ModuleSection
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.settings.config import LearnerSection, ModuleSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 MARKS = {"headrace": 2.0}

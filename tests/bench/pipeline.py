@@ -20,9 +20,9 @@ from bench.processes import FLEET_ID, FORKED, Processes
 from bench.table import Row, rows_of
 from bench.turns import in_turns
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
-from headrace.schemas.plugins import load_object
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
+from headrace.schemas.settings.plugins import load_object
 from headrace.workers.fleet.worker import run_worker
 
 WORKERS = 2

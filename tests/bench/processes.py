@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from headrace.broker.process import run_broker
 from headrace.broker.state_file import Endpoints, file_path, read_broker_file
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 
 FLEET_ID = "bench"
 FORKED = multiprocessing.get_context("forkserver")

@@ -24,7 +24,7 @@ from bench.serving_clients import Bare, ByHttp, ByZmq
 from bench.serving_servers import echo, echo_http, serve
 from bench.table import Row, rows_of
 from bench.turns import in_turns
-from headrace.schemas.ports import quiet_ports
+from headrace.schemas.peers.ports import quiet_ports
 
 CLIENTS = (1, 8, 64)
 MARK = 0.6

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import zmq
 
-from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
-from headrace.schemas.single_frame import join_frames, split_frame
-from headrace.schemas.wire import MessageKind, decode, encode
+from headrace.schemas.frames.single_frame import join_frames, split_frame
+from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.schemas.messages.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 
 OBSERVATION = np.full(4, 0.01, np.float32)
 AHEAD, MOST_AHEAD = 40_000, 10_000
 """Number of messages of all clients, and of one, that are encoded ahead."""
 KIND_BYTE = 6
-"""Of frame 0, as `schemas/wire.py` draws it."""
+"""Of frame 0, as `schemas/frames/wire.py` draws it."""
 _BODY = b'{"observation": [0.01, 0.01, 0.01, 0.01], "reward": 1.0}'
 _START_S = 60.0
 

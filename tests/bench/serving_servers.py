@@ -14,8 +14,8 @@ import zmq
 from numpy.typing import NDArray
 
 from bench.processes import until_terminated
-from headrace.schemas.serving_settings import ServingSection
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules import actor_critic
 

@@ -26,13 +26,13 @@ from bench.transport import Load
 from bench.turns import cpu_s
 from headrace.deploy.redis_view import FleetView
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.config_loading import build_config
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.ledger import HeldBatch, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals
+from headrace.schemas.accounts.worker_figures import TIME_PARTS
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.messages import Heartbeat, WorkerHello
-from headrace.schemas.module_spaces import module_spaces_to_json
-from headrace.schemas.worker_figures import TIME_PARTS
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.link import BrokerLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver

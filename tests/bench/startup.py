@@ -23,8 +23,8 @@ from bench.table import Row
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.recorders import recorder_path
 from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.errors import RedisUnavailableError, RunDirError
-from headrace.schemas.recorder import read_recorder
 
 MISTAKE_S = 3.0
 """The longest that a mistake may take to be named."""

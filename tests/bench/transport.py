@@ -24,13 +24,13 @@ from bench.table import Row, rows_of
 from bench.turns import in_turns
 from headrace.deploy.key_pairs import make_keys
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunk import CHUNK_TABLE
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
-from headrace.schemas.ledger import WorkerTotals
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.chunk import CHUNK_TABLE
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.fleet.membership import Membership

@@ -31,9 +31,9 @@ from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, rows_of
 from bench.turns import in_turns
 from headrace.learner_stub import WeightPublisher
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.module_weights import write_weights

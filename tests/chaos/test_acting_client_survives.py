@@ -11,7 +11,7 @@ import gymnasium as gym
 import pytest
 
 from headrace.deploy.fleet_file import read_fleet_file
-from headrace.schemas.episode_errors import EpisodeAbortedError
+from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.serving.acting import ActingClient
 from support.fleets.running_fleet import RunningFleet

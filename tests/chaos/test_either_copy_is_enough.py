@@ -18,8 +18,8 @@ import pytest
 from headrace.deploy.redis_server import prepare_redis, wait_ready
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.deploy.resume import read_told
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.recorder import read_recorder
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.recorder import read_recorder
 from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos

@@ -13,12 +13,12 @@ import zmq
 
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.key_pairs import add_key, make_keys
-from headrace.schemas import sockets
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.credentials.keys import ClientKeys, read_client_keys
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.keys import ClientKeys, read_client_keys
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import Message, Obituary, Reject, SupervisorHello, WorkerHello, WorkerWelcome, read
-from headrace.schemas.wire import MessageKind, decode_header
+from headrace.schemas.peers import sockets
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S, wait_until
 

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.deploy.fleet_file import read_fleet_file
 from headrace.deploy.key_pairs import make_keys
-from headrace.schemas.rendezvous import Rendezvous
+from headrace.schemas.peers.rendezvous import Rendezvous
 from support.fleets.machines import Machines
 from support.fleets.two_machines import NoNamespacesError
 from support.waiting import TIMEOUT_S, wait_until

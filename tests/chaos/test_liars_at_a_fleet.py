@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.deploy.fleet_file import read_fleet_file
-from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Heartbeat, WorkerHello, WorkerWelcome, read
-from headrace.schemas.wire import MessageKind
 from support.fleets.running_fleet import RunningFleet
 from support.pipeline.delivery import RawPeer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.schemas.shared_weights import SharedWeights
+from headrace.schemas.messages.shared_weights import SharedWeights
 from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos

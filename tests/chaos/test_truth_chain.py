@@ -14,8 +14,8 @@ import pytest
 import redis
 
 from headrace.deploy.fleet_file import read_fleet_file
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.recorder import Reading, read_recorder
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.recorder import Reading, read_recorder
 from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos

@@ -14,7 +14,7 @@ import pytest
 from headrace.deploy.redis_server import prepare_redis, wait_ready
 from headrace.deploy.redis_view import FleetView
 from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, load_checkpoint
-from headrace.schemas.ledger import add_up
+from headrace.schemas.accounts.ledger import add_up
 from support.waiting import TIMEOUT_S, wait_until
 
 SETTINGS = """\

@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
 from support.fleets.running_fleet import RunningFleet
 

@@ -13,7 +13,7 @@ import pytest
 from headrace.deploy.child import Child
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.supervisor import ProcessSpec, Role, Service, Supervisor
-from headrace.schemas.config import SupervisorSection
+from headrace.schemas.settings.config import SupervisorSection
 from support.waiting import TIMEOUT_S
 
 SECTION = SupervisorSection(

@@ -21,10 +21,10 @@ import zmq
 
 from headrace.deploy.options import resolve
 from headrace.schemas.errors import ConfigError, ExitCode
-from headrace.schemas.handshakes import Handshakes
+from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, decode_header
 from headrace.schemas.messages import Reject, SupervisorHello, read
-from headrace.schemas.ports import ephemeral_range
-from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, decode_header
+from headrace.schemas.peers.handshakes import Handshakes
+from headrace.schemas.peers.ports import ephemeral_range
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from headrace.deploy.client_ports import client_endpoints, with_client_ports
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
 
 
 def config(workers: int, **serving: Any) -> FleetConfig:

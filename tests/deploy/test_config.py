@@ -13,9 +13,9 @@ import pytest
 from headrace.deploy.child_environment import child_environment
 from headrace.deploy.config_print import print_config, to_toml
 from headrace.deploy.options import describe_origin, resolve
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import known_keys, load_config
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import known_keys, load_config
 
 SAMPLE = Path(str(files("headrace.deploy").joinpath("fleet.toml")))
 

@@ -15,8 +15,8 @@ import pytest
 from headrace.deploy.exit_record import exit_record_path, take_exit_record, write_exit_record
 from headrace.deploy.std_streams import ignore_closed_reader
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
+from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.errors import DiskFullError, ExitCode
-from headrace.schemas.recorder import Recorder
 from support.waiting import wait_until
 
 UP = [sys.executable, "-m", "headrace.deploy", "up"]

@@ -23,11 +23,11 @@ from headrace.deploy.doctor.meeting import meeting_checks
 from headrace.deploy.doctor.network import advertised_check, reachability_check
 from headrace.deploy.key_pairs import make_keys
 from headrace.deploy.redis_view import Snapshot
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
+from headrace.schemas.credentials.key_files import read_public_key
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.key_files import read_public_key
-from headrace.schemas.rendezvous import Published
+from headrace.schemas.peers.rendezvous import Published
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
 from support.waiting import TIMEOUT_S
 
 HEADRACE = [sys.executable, "-m", "headrace.deploy"]
@@ -48,7 +48,7 @@ LOOK = """
 import orjson
 from headrace.deploy.doctor.cgroup import read_limits
 from headrace.deploy.doctor.limits import Needs, limit_checks
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 print(orjson.dumps(list(limit_checks(Needs.of_fleet(FleetConfig()), read_limits()))).decode())
 """
 

@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from headrace.deploy.fleet_file import FleetFile
-from headrace.schemas.env_messages import EnvHostWelcome
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.rendezvous import Port, Published
-from headrace.schemas.wire import MessageKind, decode
+from headrace.schemas.frames.wire import MessageKind, decode
+from headrace.schemas.messages.env_messages import EnvHostWelcome
+from headrace.schemas.peers.rendezvous import Port, Published
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes

@@ -17,10 +17,10 @@ import pytest
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.deploy.recorders import recorders_in
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.credentials.key_files import read_public_key
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.key_files import read_public_key
-from headrace.schemas.recorder import read_recorder
-from headrace.schemas.rendezvous import Published, Rendezvous
+from headrace.schemas.peers.rendezvous import Published, Rendezvous
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S, wait_until
 

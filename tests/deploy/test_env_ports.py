@@ -10,9 +10,9 @@ import pytest
 from headrace.deploy.doctor.check import Verdict
 from headrace.deploy.doctor.examination import examine
 from headrace.deploy.env_ports import env_endpoints, own_env_hosts, with_env_ports
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
 
 
 def config(workers: int, env_hosts: int = 0, num_envs: int = 8, **sampling: Any) -> FleetConfig:

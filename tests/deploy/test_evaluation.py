@@ -15,9 +15,9 @@ import pytest
 
 from headrace.deploy.episode_video import EpisodeVideo
 from headrace.deploy.evaluation import Evaluation, PlaySettings
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import ConfigError, EnvError, ExitCode
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
 from headrace.workers import MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.config import runner_config
 from support.envs.counting import Counting

@@ -17,7 +17,7 @@ from headrace.deploy.goal import Goal
 from headrace.deploy.progress import ProgressView
 from headrace.deploy.redis_view import Snapshot
 from headrace.learner_stub.checkpoint import load_checkpoint
-from headrace.schemas.config_loading import load_config
+from headrace.schemas.settings.config_loading import load_config
 from support.fleets.saved_runs import save_run
 from support.waiting import wait_until
 

@@ -13,11 +13,11 @@ from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
 from headrace.deploy.monitoring.findings import awaited, find, verdict
 from headrace.deploy.redis_view import Snapshot
-from headrace.schemas.config import BrokerSection, FleetConfig, LearnerSection, ServingSection
-from headrace.schemas.config import SamplingSection as Sampling
-from headrace.schemas.config_loading import known_keys
-from headrace.schemas.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
-from headrace.schemas.process_state import ProcessState
+from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection
+from headrace.schemas.settings.config import SamplingSection as Sampling
+from headrace.schemas.settings.config_loading import known_keys
 
 NOW = 1_795_280_000.0
 RUN = Path("/runs/a")

@@ -12,8 +12,8 @@ import pytest
 from headrace.deploy.audit import find_books
 from headrace.deploy.redis_server import serving
 from headrace.deploy.redis_view import FleetView
+from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.redis_keys import labelled
 from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.slow

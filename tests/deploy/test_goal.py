@@ -11,8 +11,8 @@ from headrace.deploy.goal import Goal, RunNumbers, show_return
 from headrace.deploy.progress import ProgressDisplay, ProgressView, weights_lag
 from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.summary import Summary, ledger_table, print_summary, summarise
+from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.ledger import FleetLedger
 
 START = RunNumbers(steps=1000, episodes=50, mean_return=480.0, window=100)
 BOOKS = FleetLedger(

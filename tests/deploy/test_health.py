@@ -20,8 +20,8 @@ from headrace.deploy.health import Question, answer, asked_plainly
 from headrace.deploy.health_file import HealthFile, HealthRecord, health_records
 from headrace.deploy.liveness_file import LivenessFile
 from headrace.deploy.proc_stat import start_ticks
+from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.recorder import Recorder
 from support.waiting import TIMEOUT_S, wait_until
 
 SETTINGS = ("--set", "sampling.num_envs=2", "--set", "learner.steps_per_update=64", "--set", "learner.epochs=1")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.schemas.config_loading import load_config
+from headrace.schemas.settings.config_loading import load_config
 from support.containers.compose import read_compose
 from support.containers.container import image_of
 from support.waiting import TIMEOUT_S

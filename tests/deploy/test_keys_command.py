@@ -21,11 +21,11 @@ from headrace.deploy.key_pairs import add_key, listed_keys, make_keys, revoke_ke
 from headrace.deploy.progress import ProgressView
 from headrace.deploy.ps import table
 from headrace.deploy.redis_view import Snapshot
-from headrace.schemas.config import BrokerSection, FleetConfig, KeysSection
+from headrace.schemas.accounts.redis_keys import SESSIONS_REVOKED, labelled
+from headrace.schemas.credentials.key_files import read_key_file
+from headrace.schemas.credentials.keys import ROLES, read_broker_keys, read_client_keys
 from headrace.schemas.errors import ExitCode, KeysError
-from headrace.schemas.key_files import read_key_file
-from headrace.schemas.keys import ROLES, read_broker_keys, read_client_keys
-from headrace.schemas.redis_keys import SESSIONS_REVOKED, labelled
+from headrace.schemas.settings.config import BrokerSection, FleetConfig, KeysSection
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes

@@ -14,8 +14,8 @@ import yaml
 
 from headrace.deploy.key_pairs import make_keys
 from headrace.deploy.monitoring.exporter.metrics_text import exposed_name
-from headrace.schemas.config_loading import load_config
-from headrace.schemas.redis_keys import GAUGE_TABLE, LEARNER_TIME
+from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, LEARNER_TIME
+from headrace.schemas.settings.config_loading import load_config
 from support.containers.kustomize import Object, build, pod_spec
 
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]

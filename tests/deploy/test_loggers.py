@@ -12,8 +12,8 @@ import pytest
 from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.logger_thread import MOST_WAITING, LoggerThread
 from headrace.deploy.loggers.opening import open_loggers
-from headrace.schemas.config import LoggingSection
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import LoggingSection
 from support.waiting import TIMEOUT_S, wait_until
 
 LEARNER_ROW: Row = {

@@ -15,8 +15,8 @@ from headrace.deploy import load_policy
 from headrace.deploy.fleet_errors import ForeignCodeError
 from headrace.deploy.named_code import OWN, names_in, resolve_found
 from headrace.deploy.seal import is_sealed, write_sealed
-from headrace.schemas.config import FleetConfig
 from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.settings.config import FleetConfig
 from headrace.workers import connectors
 from support.fleets.saved_runs import save_run, save_run_of_two
 from support.waiting import TIMEOUT_S
@@ -86,7 +86,7 @@ def test_no_command_runs_what_a_crafted_file_names(tmp_path: Path, command: tupl
         {"env": RECORDED, "env_config": {"env": "evil:make"}},
         {"env": RECORDED, "env_config": {"env": RECORDED, "env_config": {"env": "evil:make"}}},
         {"env_to_module": ["headrace.deploy.child:subprocess.run"]},
-        {"env_to_module": ["headrace.schemas.plugins:load_object"]},
+        {"env_to_module": ["headrace.schemas.settings.plugins:load_object"]},
         {"module_to_env": [{"build": "evil-pkg:x", "config": {}}]},
         {"env_to_module": ["headrace.workers.connectors.evil:x"]},
         {"policies": {"a": {"build": "evil:build"}}},

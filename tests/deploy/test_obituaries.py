@@ -16,12 +16,12 @@ import zmq
 from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.exit_record import ExitRecord
 from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.recorder import Recorder
+from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import Ack, Obituary, read, read_hello
-from headrace.schemas.ports import quiet_ports
-from headrace.schemas.recorder import Recorder
-from headrace.schemas.wire import MessageKind, decode_header
+from headrace.schemas.peers.ports import quiet_ports
 from support.waiting import TIMEOUT_S, wait_until
 
 FLEET = "fleet-t"
@@ -266,7 +266,7 @@ def test_what_an_earlier_supervisor_left_untold_is_told(
     """Not so for a recorder whose writer still lives (this very process), until that has ended."""
     script = f"""
 import pathlib
-from headrace.schemas.recorder import Recorder
+from headrace.schemas.accounts.recorder import Recorder
 Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -24,7 +24,7 @@ from command_reference import commands
 
 from headrace.deploy.cli import app
 from headrace.deploy.monitoring.exporter.files import DEFAULT_LISTEN, MonitoringFile
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 from support.fleets.running_fleet import RunningFleet
 from support.ports import free_port
 from support.waiting import TIMEOUT_S, wait_until

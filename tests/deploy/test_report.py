@@ -13,8 +13,8 @@ from headrace.deploy.monitoring.report.report_command import write_report
 from headrace.deploy.monitoring.report.run_series import RunSeries
 from headrace.deploy.redis_view import Snapshot
 from headrace.deploy.run_rows import fleet_row, history_row
+from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.redis_keys import labelled
 from support.html_pages import Page, assert_needs_nothing
 
 HOSTILE = "<script>alert(1)</script>"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from headrace.deploy.restarts import RestartPolicy
-from headrace.schemas.config import SupervisorSection
+from headrace.schemas.settings.config import SupervisorSection
 
 SECTION = SupervisorSection(
     restart_backoff_s=1.0, restart_backoff_max_s=5.0, max_restarts_per_window=6, restart_window_s=60.0

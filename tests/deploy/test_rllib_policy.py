@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.deploy.ray.rllib_policy import build, save_weights
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import Box, Discrete, Spaces
 
 SPACES = Spaces(observation=Box(shape=(4,), dtype="<f4"), action=Discrete(n=2))
 OBS = np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32)

@@ -20,8 +20,8 @@ from headrace.deploy.fleet_record import FleetRecord
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.run_dir import RunDir, write_private
 from headrace.deploy.supervisor import Role
+from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.errors import ExitCode, RunDirError
-from headrace.schemas.recorder import Recorder
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery

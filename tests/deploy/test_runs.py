@@ -20,8 +20,8 @@ from headrace.deploy.fleet_errors import OtherSettingsError
 from headrace.deploy.fleet_file import FleetFile, read_addresses
 from headrace.deploy.resume import EarlierRun, write_settings
 from headrace.deploy.run_dir import RunDir, file_name_of, new_run_dir
-from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import ExitCode
+from headrace.schemas.settings.config_loading import build_config
 from support.waiting import TIMEOUT_S, wait_until
 
 FRAGMENT = 8 * 64

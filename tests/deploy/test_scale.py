@@ -12,7 +12,7 @@ import pytest
 from headrace.deploy.fleet_errors import ScaleError
 from headrace.deploy.fleet_file import FleetFile
 from headrace.deploy.scale import asked_workers, scale
-from headrace.schemas.config import FleetConfig, FleetSection, SamplingSection
+from headrace.schemas.settings.config import FleetConfig, FleetSection, SamplingSection
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
 

@@ -22,9 +22,9 @@ from headrace.deploy.clients import http_client
 from headrace.deploy.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
 from headrace.learner_stub.training_arrays import training_arrays
-from headrace.schemas.episode_errors import EpisodesClosedError
 from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, PortInUseError
-from headrace.schemas.weights import CONNECTORS, join_modules
+from headrace.schemas.errors.episodes import EpisodesClosedError
+from headrace.schemas.messages.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient

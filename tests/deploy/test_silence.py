@@ -13,8 +13,8 @@ from headrace.deploy.liveness_file import seconds_silent
 from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.deploy.watchdog import FleetWatchdog, recorders_by_slot, why_silent
-from headrace.schemas.ledger import Settled, WorkerTotals
-from headrace.schemas.recorder import Reading
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.accounts.recorder import Reading
 from support.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ S = 1_000_000_000
 
 TOUCHING = """
 import sys, time, pathlib
-from headrace.schemas.recorder import Recorder
+from headrace.schemas.accounts.recorder import Recorder
 life = int(sys.argv[1])
 recorder = Recorder(pathlib.Path(sys.argv[2]) / f"worker-0-{life}.rec", 0, life)
 while True:

@@ -14,9 +14,9 @@ import pytest
 from headrace.deploy.options import resolve
 from headrace.deploy.slurm.lifecycle import dry_run, prepare
 from headrace.deploy.slurm.submission import SCRIPTS, for_cluster
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import load_config
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import load_config
 
 SHELLCHECK = shutil.which("shellcheck")
 KNOWN_TO_BOTH = {

@@ -19,9 +19,9 @@ from headrace.deploy.fork_server import ForkServer
 from headrace.deploy.run_dir import RunDir
 from headrace.deploy.start_check import check_start
 from headrace.deploy.stop_signals import StopSignals
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEnvError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
 from support.waiting import TIMEOUT_S
 
 USER_CODE = '''

@@ -12,8 +12,8 @@ import pytest
 from headrace.deploy.fleet_errors import ProcessFailedError
 from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
-from headrace.schemas.config import SupervisorSection
 from headrace.schemas.errors import CrashLoopError, ExitCode
+from headrace.schemas.settings.config import SupervisorSection
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.deploy.fleet import COPY_DEADLINE_S, OBITUARY_DEADLINE_S
 from headrace.deploy.supervisor import INCURABLE, Role
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 from support.waiting import TIMEOUT_S
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"

@@ -19,9 +19,9 @@ from headrace.deploy.proc_stat import is_alive
 from headrace.deploy.summary import Summary
 from headrace.deploy.supervisor import ProcessSpec, Role
 from headrace.deploy.up import UpOptions, up
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes

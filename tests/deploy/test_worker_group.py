@@ -19,9 +19,9 @@ from headrace.deploy.recorders import recorders_in
 from headrace.deploy.stop_signals import StopSignals
 from headrace.deploy.worker_group import FleetElsewhere, WorkerGroup
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.config_loading import build_config
+from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.recorder import Reading, read_recorder
+from headrace.schemas.settings.config_loading import build_config
 from support.fleets.running_fleet import RunningFleet
 from support.ports import free_port
 from support.runners.process_driver import is_running

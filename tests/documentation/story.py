@@ -19,7 +19,7 @@ import pytest
 from documentation.blocks import Block
 from documentation.stand_ins import STAND_INS, EnoughError
 
-from headrace.schemas.config_loading import load_config
+from headrace.schemas.settings.config_loading import load_config
 from headrace.workers import EnvRunner
 from support.waiting import PATIENCE
 

@@ -18,11 +18,11 @@ from typer.main import get_command
 
 from headrace.deploy.cli import app
 from headrace.deploy.run_rows import COLUMNS
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import known_keys
+from headrace.schemas.accounts.ledger import Discard, Drop
+from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, GAUGE_TABLE, TABLE
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.ledger import Discard, Drop
-from headrace.schemas.redis_keys import COUNTER_TABLE, GAUGE_TABLE, TABLE
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import known_keys
 from headrace.workers.callbacks import EVENTS
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,12 @@ import numpy as np
 from fuzz.lying_broker import Frames, LyingBroker
 from fuzz.mutations import Mutator, peek
 
-from headrace.schemas.env_messages import WITHOUT_SEED, EnvHeartbeat, EnvHostWelcome, EnvOrders
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.fleet_place import FleetPlace
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode
 from headrace.schemas.messages import Fenced, Message, Reject
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.wire import Buffer, MessageKind, decode_header, encode
+from headrace.schemas.messages.env_messages import WITHOUT_SEED, EnvHeartbeat, EnvHostWelcome, EnvOrders
+from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command

@@ -13,11 +13,11 @@ import numpy as np
 import zmq
 from fuzz.mutations import Mutator, peek
 
-from headrace.schemas.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.port_watch import STRANGE_MESSAGES
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.wire import Buffer, MessageKind, decode, decode_header, encode
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode, decode_header, encode
+from headrace.schemas.messages.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command

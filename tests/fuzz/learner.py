@@ -16,14 +16,14 @@ from fuzz.lying_broker import Frames, LyingBroker
 from fuzz.mutations import Mutator, peek, uncounted
 
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.compression import LZ4
+from headrace.schemas.accounts.ledger import HeldBatch, Settled
+from headrace.schemas.chunks.module_spaces import module_spaces_from_json, module_spaces_to_json
+from headrace.schemas.chunks.open_episodes import OPEN_EPISODE, open_episodes
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import DecodeError, HeadraceError
-from headrace.schemas.ledger import HeldBatch, Settled
+from headrace.schemas.frames.compression import LZ4
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode_packed
 from headrace.schemas.messages import Fenced, LearnerWelcome, Message, Reject, SourceEnd, SourceGap, SourceStart, Status
-from headrace.schemas.module_spaces import module_spaces_from_json, module_spaces_to_json
-from headrace.schemas.open_episodes import OPEN_EPISODE, open_episodes
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.wire import Buffer, MessageKind, decode_header, encode_packed
 
 FLEET = "f"
 LIES = 600

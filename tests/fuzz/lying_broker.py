@@ -10,7 +10,7 @@ from typing import Self
 import zmq
 from fuzz.mutations import peek
 
-from headrace.schemas.wire import Buffer, MessageKind
+from headrace.schemas.frames.wire import Buffer, MessageKind
 
 Frames = Sequence[Buffer]
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import orjson
 
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.wire import Buffer, MessageKind, decode_header, encode_packed
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode_packed
 
 NUMBERS = (0, 1, -1, 2, 65_535, 2**31 - 1, 2**32, 2**40 - 1, 2**48 - 1, 2**53 - 1, 2**53, 2**62, 2**63 - 1, 2**64 - 1)
 FRACTIONS = (0.5, -0.0, 1e-300, 1e300, -1e308)

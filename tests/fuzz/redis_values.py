@@ -37,12 +37,12 @@ from headrace.deploy.redis_view import FleetView
 from headrace.deploy.run_rows import fleet_row, learner_row
 from headrace.deploy.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, save_checkpoint
-from headrace.schemas import redis_keys as keys
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.folded_lives import fold
+from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
 from headrace.schemas.errors import DecodeError, HeadraceError, RedisUnavailableError
-from headrace.schemas.folded_lives import fold
-from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife
-from headrace.schemas.weights import encode_weights, read_weights
-from headrace.schemas.wire import decode
+from headrace.schemas.frames.wire import decode
+from headrace.schemas.messages.weights import encode_weights, read_weights
 
 FLEET = "fuzzed"
 ROUND = 12

@@ -44,15 +44,15 @@ from headrace.deploy.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.fleet_place import keys_folder
 from headrace.learner_stub.learner_state import LearnerState
-from headrace.schemas.config import BrokerSection, FleetConfig
-from headrace.schemas.episode_log import EpisodeLog, read_open_episodes
+from headrace.schemas.accounts.folded_lives import fold
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.recorder import Recorder, read_recorder
+from headrace.schemas.basics.run_files import endpoint_in, run_state
+from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.folded_lives import fold
-from headrace.schemas.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
-from headrace.schemas.recorder import Recorder, read_recorder
-from headrace.schemas.run_files import endpoint_in, run_state
-from headrace.schemas.wire import WireLimits
-from headrace.schemas.worker_messages import Obituary
+from headrace.schemas.frames.wire import WireLimits
+from headrace.schemas.messages.worker_messages import Obituary
+from headrace.schemas.settings.config import BrokerSection, FleetConfig
 
 FLEET = "fleet-1"
 READS_A_ROUND = 60

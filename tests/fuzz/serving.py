@@ -10,11 +10,11 @@ from dataclasses import replace
 import zmq
 from fuzz.mutations import NUMBERS, Mutator
 
-from headrace.schemas.port_watch import STRANGE_MESSAGES
-from headrace.schemas.serving_errors import HTTP_STATUS
-from headrace.schemas.serving_messages import ANSWERS, ClientHello
-from headrace.schemas.single_frame import join_frames, split_frame
-from headrace.schemas.wire import MessageKind, decode, encode
+from headrace.schemas.errors.serving import HTTP_STATUS
+from headrace.schemas.frames.single_frame import join_frames, split_frame
+from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.schemas.messages.serving_messages import ANSWERS, ClientHello
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from support.serving.hostile_requests import Hostile, codes_by_http
 from support.serving.other_client import somebody_else
 from support.serving.served import LIMITS, Served

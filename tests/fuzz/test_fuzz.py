@@ -25,15 +25,15 @@ from headrace.deploy.run_dir import RunDir
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, StreamLimits
-from headrace.schemas.batch import read_batch_header
-from headrace.schemas.batch_reader import UnreadBatch
-from headrace.schemas.env_messages import EnvHostWelcome
-from headrace.schemas.episode_log import EpisodeLog, read_open_episodes
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.chunks.batch import read_batch_header
+from headrace.schemas.chunks.batch_reader import UnreadBatch
+from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.errors import DecodeError, RunDirError
-from headrace.schemas.ledger import Settled
+from headrace.schemas.frames.wire import MessageKind, decode, decode_header, encode
 from headrace.schemas.messages import Ack, LearnerWelcome, Reject, SourceStart, Status, WorkerHello, read
-from headrace.schemas.serving_messages import ClientHello
-from headrace.schemas.wire import MessageKind, decode, decode_header, encode
+from headrace.schemas.messages.env_messages import EnvHostWelcome
+from headrace.schemas.messages.serving_messages import ClientHello
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits
 from support.serving.served import Served

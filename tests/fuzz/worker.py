@@ -16,13 +16,13 @@ import numpy as np
 from fuzz.lying_broker import Frames, LyingBroker
 from fuzz.mutations import Mutator, peek
 
-from headrace.schemas.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
+from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode
 from headrace.schemas.messages import Ack, Fenced, Message, Reject, WeightsPart, WorkerHello, WorkerWelcome
-from headrace.schemas.weights import encode_weights
-from headrace.schemas.wire import Buffer, MessageKind, decode_header, encode
+from headrace.schemas.messages.weights import encode_weights
+from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.workers.fleet.link import BrokerLink
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver

@@ -15,10 +15,10 @@ import orjson
 import torch
 import xxhash
 
-from headrace.schemas import wire
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunk import EpisodeChunk, to_episode
-from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
+from headrace.schemas.frames import wire
 
 _JSON = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 _COUNTERS = (

@@ -23,7 +23,7 @@ from fingerprints import canonical
 from golden_cases import CASES
 from golden_play import Hosts, play
 
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.workers.modules import actor_critic, lstm_actor_critic
 
 PATH = Path(__file__).parent / "chunks.json"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.schemas.spaces import Box, Dict, Discrete, MultiDiscrete, Spaces, leaf_size, leaves, nest
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiDiscrete, Spaces, leaf_size, leaves, nest
 
 EIGHTHS = 8
 MODULUS = 1024

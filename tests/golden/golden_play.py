@@ -18,8 +18,8 @@ from typing import Any, Self
 import numpy as np
 from fingerprints import Fingerprint, add_lives, add_samples, counters, finished, without_clocks
 
-from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 
 HERE = Path(__file__).parent

@@ -19,14 +19,24 @@ import numpy as np
 import orjson
 from pydantic import BaseModel
 
-import headrace.schemas.env_messages
-import headrace.schemas.serving_agents  # noqa: F401 - messages of both, and of serving_messages.py, have samples too
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
-from headrace.schemas.ledger import WorkerTotals
+import headrace.schemas.messages.env_messages
+import headrace.schemas.messages.serving_agents  # noqa: F401 - messages of both, and of serving_messages.py, have samples too
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
+from headrace.schemas.chunks.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    Tuple,
+    leaf_shape,
+    leaves,
+)
+from headrace.schemas.frames.wire import Buffer, decode
 from headrace.schemas.messages import Message
-from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Tuple, leaf_shape, leaves
-from headrace.schemas.wire import Buffer, decode
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -23,8 +23,8 @@ import orjson
 from golden_samples import golden, message_classes, write
 from pydantic.json_schema import models_json_schema
 
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 FOLDER = Path(__file__).parent
 BATCHES, SEED = 3, 5

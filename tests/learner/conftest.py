@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from headrace.learner_stub.module import TrainableModule, build_module
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
-from headrace.schemas.config import ModuleSection
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.settings.config import ModuleSection
 
 CONTEXTS = 3
 SPACES = Spaces(observation=Box(shape=(CONTEXTS,), dtype="<f4"), action=Discrete(n=CONTEXTS))

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.learner_stub import advantages, to_torch, vtrace
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.ledger import WorkerTotals
-from headrace.schemas.spaces import Box, Dict, Discrete, Spaces
-from headrace.schemas.spaces import Tuple as TupleSpace
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.chunks.chunk import EpisodeChunk
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Tuple as TupleSpace
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
 from support.pipeline.delivery import SPACES, Envs

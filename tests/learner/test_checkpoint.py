@@ -24,7 +24,7 @@ from headrace.learner_stub.checkpoint import (
 )
 from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, RunDirError
-from headrace.schemas.safetensors import encode_safetensors
+from headrace.schemas.frames.safetensors import encode_safetensors
 
 
 class _KilledError(BaseException):

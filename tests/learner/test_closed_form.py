@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from headrace.learner_stub.module import TrainableModule, build_module
 from headrace.learner_stub.ppo import PPO
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.config import LearnerSection, ModuleSection
-from headrace.schemas.spaces import Box, Dict, Discrete, MultiDiscrete, Space, Spaces
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiDiscrete, Space, Spaces
+from headrace.schemas.settings.config import LearnerSection, ModuleSection
 from headrace.workers.modules.actor_critic import ActorCritic, actor_critic
 
 MakeBatch = Callable[..., ChunkBatch]

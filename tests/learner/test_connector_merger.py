@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.learner_stub import ConnectorMerger
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, ConnectorError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import Connector, FlattenObservations, MeanStd

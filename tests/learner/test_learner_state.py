@@ -17,7 +17,7 @@ from headrace.learner_stub import LearnerState
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, published_arrays, save_checkpoint
 from headrace.learner_stub.policy_file import save_policy
 from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, UnreachableError
-from headrace.schemas.safetensors import decode_safetensors, encode_safetensors
+from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 
 PLACE = {"slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [96, 3], "dropped": {}}}
 

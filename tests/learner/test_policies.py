@@ -16,11 +16,11 @@ from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, Learner
 from headrace.learner_stub.policy_builder import build_policies
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.training_arrays import training_arrays
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
-from headrace.schemas.config import FleetConfig, LearnerSection
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.settings.config import FleetConfig, LearnerSection
 
 MakeBatch = Callable[..., ChunkBatch]
 NewModule = Callable[[], TrainableModule]

@@ -18,11 +18,11 @@ from headrace.learner_stub.module import TrainableModule, build_module
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.rollout import join
 from headrace.learner_stub.training import staleness
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
-from headrace.schemas.config import LearnerSection, ModuleSection
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Spaces, Tuple
 from headrace.schemas.errors import ConfigError, ModuleError
-from headrace.schemas.spaces import Box, Dict, Discrete, Spaces, Tuple
+from headrace.schemas.settings.config import LearnerSection, ModuleSection
 
 NewModule = Callable[[], TrainableModule]
 MakeBatch = Callable[..., ChunkBatch]

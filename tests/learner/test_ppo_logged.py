@@ -10,8 +10,8 @@ import pytest
 
 from headrace.learner_stub.on_policy import on_policy
 from headrace.learner_stub.rollout import join
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 
 MakeBatch = Callable[..., ChunkBatch]
 ENDS = [ChunkEnd.ONGOING, ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.learner_stub.ppo import PPO
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.config import LearnerSection
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.settings.config import LearnerSection
 
 MakeBatch = Callable[..., ChunkBatch]
 

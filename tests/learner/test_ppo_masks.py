@@ -12,7 +12,7 @@ from headrace.learner_stub.minibatches import minibatches_for
 from headrace.learner_stub.module import build_module
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.rollout import join
-from headrace.schemas.config import LearnerSection, ModuleSection
+from headrace.schemas.settings.config import LearnerSection, ModuleSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
 CHOICES = 4

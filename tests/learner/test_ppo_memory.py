@@ -14,10 +14,10 @@ from headrace.learner_stub.minibatches import ChunkMinibatches, minibatches_for
 from headrace.learner_stub.module import build_module
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.rollout import join
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.config import LearnerSection, ModuleSection
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
+from headrace.schemas.settings.config import LearnerSection, ModuleSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules import sequences
 

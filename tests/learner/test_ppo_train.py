@@ -21,11 +21,11 @@ from headrace.learner_stub.module import TrainableModule
 from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
 from headrace.learner_stub.ppo import PPO
 from headrace.learner_stub.training import gather, train
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.config import LearnerSection
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import CheckpointError
-from headrace.schemas.stop_event import stop_event
+from headrace.schemas.settings.config import LearnerSection
 
 pytestmark = pytest.mark.long
 

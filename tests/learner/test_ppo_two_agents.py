@@ -11,7 +11,7 @@ import torch
 
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 
 pytestmark = pytest.mark.long

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.learner_stub.row_queue import GATHER_S, MOST_WAITING, RowQueue
-from headrace.schemas.learner_messages import MOST_ROWS
+from headrace.schemas.messages.learner_messages import MOST_ROWS
 
 
 def test_a_row_has_the_numbers_of_every_kind_that_learners_have() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.learner_stub import WeightPublisher
-from headrace.schemas.keys import BrokerKeys
-from headrace.schemas.loopback_token import ServerToken
+from headrace.schemas.credentials.keys import BrokerKeys
+from headrace.schemas.credentials.loopback_token import ServerToken
 from support.pipeline.delivery import BrokerThread, Feeder, StartBroker, StartFeeder, end_worker_forks
 from support.waiting import TIMEOUT_S
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.ledger import add_up
+from headrace.schemas.accounts.ledger import add_up
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient

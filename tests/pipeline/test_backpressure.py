@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.broker.process import Broker
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.ledger import add_up
+from headrace.schemas.accounts.ledger import add_up
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of
 from support.waiting import TIMEOUT_S, wait_until
 

@@ -7,13 +7,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from headrace.schemas.batch import BatchHeader, read_batch_header
-from headrace.schemas.bounds import WINDOW
-from headrace.schemas.episode_log import EpisodeLog
-from headrace.schemas.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.recorder import Recorder, read_recorder
+from headrace.schemas.basics.bounds import WINDOW
+from headrace.schemas.chunks.batch import BatchHeader, read_batch_header
+from headrace.schemas.chunks.episode_log import EpisodeLog
+from headrace.schemas.frames.wire import decode_header
 from headrace.schemas.messages import WorkerHello
-from headrace.schemas.recorder import Recorder, read_recorder
-from headrace.schemas.wire import decode_header
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits, Shipment

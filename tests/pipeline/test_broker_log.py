@@ -17,8 +17,8 @@ from headrace.broker.batch_log import BatchLog, LogNote, log_folder, segment_pat
 from headrace.broker.log_records import BATCH, MAGIC, Record, SegmentReader, encode_record
 from headrace.broker.state_file import read_broker_file
 from headrace.learner_stub import EpisodeStream
+from headrace.schemas.accounts.ledger import Settled, add_up
 from headrace.schemas.errors import DiskFullError, RunDirError
-from headrace.schemas.ledger import Settled, add_up
 from support.pipeline.delivery import (
     Envs,
     StartBroker,

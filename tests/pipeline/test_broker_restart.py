@@ -14,9 +14,10 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.state_file import file_path, read_broker_file
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.credentials.tokens import digest_of
 from headrace.schemas.errors import FencedError, RunDirError
-from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -30,7 +31,6 @@ from headrace.schemas.messages import (
     WorkerHello,
     WorkerWelcome,
 )
-from headrace.schemas.tokens import digest_of
 from support.pipeline.delivery import (
     Envs,
     Feeder,

@@ -11,10 +11,10 @@ import pytest
 from headrace.broker import worker_sessions
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub import session as learner_session
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.accounts.ledger import Count
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.ledger import Count
-from headrace.schemas.wire import Buffer, decode, encode, is_compressed
+from headrace.schemas.frames.wire import Buffer, decode, encode, is_compressed
 from headrace.workers.fleet import membership
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder
 from support.pipeline.worker_threads import SAMPLING, WorkerThread, closed_row, drain

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.session import LearnerSession, StreamLimits
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.ledger import Settled
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.messages import LearnerWelcome, SourceStart
 from support.pipeline.delivery import Envs, Witness
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from headrace.learner_stub.continuity import SourceEpisodes
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from support.pipeline.several_agents import AgentWitness, come_and_go
 
 

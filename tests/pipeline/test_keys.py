@@ -16,17 +16,9 @@ from headrace.deploy.event_loop import EventLoop
 from headrace.deploy.key_pairs import add_key, make_keys, revoke_key
 from headrace.deploy.obituary_sender import ObituarySender
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas import sockets
-from headrace.schemas.config import FleetConfig, KeysSection
-from headrace.schemas.errors import (
-    ConfigError,
-    ExitCode,
-    KeyNotAllowedError,
-    KeysError,
-    KeysRefusedError,
-    UnreachableError,
-)
-from headrace.schemas.keys import (
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.accounts.redis_keys import revoked_sessions
+from headrace.schemas.credentials.keys import (
     ADMITTED,
     BROKER,
     ENV_HOST,
@@ -35,10 +27,18 @@ from headrace.schemas.keys import (
     read_client_keys,
     read_env_port_keys,
 )
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.errors import (
+    ConfigError,
+    ExitCode,
+    KeyNotAllowedError,
+    KeysError,
+    KeysRefusedError,
+    UnreachableError,
+)
+from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import Obituary, WeightsPull
-from headrace.schemas.redis_keys import revoked_sessions
-from headrace.schemas.wire import MessageKind, decode_header
+from headrace.schemas.peers import sockets
+from headrace.schemas.settings.config import FleetConfig, KeysSection
 from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState

@@ -10,12 +10,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.episode_log import EpisodeLog, log_path
-from headrace.schemas.ledger import Drop, LedgerRow, Settled
+from headrace.schemas.accounts.ledger import Drop, LedgerRow, Settled
+from headrace.schemas.accounts.recorder import Recorder, read_recorder
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.chunks.episode_log import EpisodeLog, log_path
 from headrace.schemas.messages import WorkerHello
-from headrace.schemas.recorder import Recorder, read_recorder
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper

@@ -15,11 +15,11 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.learner_stub import EpisodeStream, WeightPublisher, connection
 from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
-from headrace.schemas.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, LAG_LABELS
-from headrace.schemas.learner_messages import LEARNER_PARTS
+from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, LAG_LABELS
+from headrace.schemas.accounts.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
+from headrace.schemas.frames.wire import Buffer, decode
 from headrace.schemas.messages import Commit, LearnerFigures, LearnerHello, read
-from headrace.schemas.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
-from headrace.schemas.wire import Buffer, decode
+from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder
 from support.waiting import TIMEOUT_S, wait_until
 

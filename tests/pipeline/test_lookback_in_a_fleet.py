@@ -11,7 +11,7 @@ from golden_samples import make_lookback_batch
 
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.continuity import SourceEpisodes
-from headrace.schemas.chunk import EpisodeChunk, to_episode
+from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread
 from support.waiting import TIMEOUT_S

@@ -17,11 +17,11 @@ import pytest
 
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.credentials.keys import ENV_HOST, client_keys
+from headrace.schemas.credentials.loopback_token import LoopbackToken, ServerToken, server_token, token_path
+from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import KeysError, KeysRefusedError
-from headrace.schemas.keys import ENV_HOST, client_keys
-from headrace.schemas.loopback_token import LoopbackToken, ServerToken, server_token, token_path
-from headrace.schemas.port_listing import PortListing, listed_token
-from headrace.schemas.tokens import read_token
+from headrace.schemas.peers.port_listing import PortListing, listed_token
 from support.pipeline.delivery import (
     BrokerThread,
     Envs,
@@ -266,7 +266,7 @@ def test_the_right_token_opens_no_port_of_another_role(guarded: BrokerThread) ->
 
 
 def test_a_token_is_never_shown_to_another_machine(tmp_path: Path) -> None:
-    from headrace.schemas.handshakes import Handshakes
+    from headrace.schemas.peers.handshakes import Handshakes
 
     server_token(tmp_path, asked=True)
     keys = client_keys(tmp_path, "worker")

@@ -11,7 +11,8 @@ import pytest
 
 from headrace.broker.state_file import file_path, read_broker_file
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.frames.wire import MessageKind, encode
 from headrace.schemas.messages import (
     Commit,
     Heartbeat,
@@ -25,7 +26,6 @@ from headrace.schemas.messages import (
     WorkerHello,
     read,
 )
-from headrace.schemas.wire import MessageKind, encode
 from support.pipeline.delivery import (
     FLEET,
     BrokerThread,

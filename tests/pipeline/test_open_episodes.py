@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.session import LearnerSession, StreamLimits
-from headrace.schemas import episode_log
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import format_episode_id
-from headrace.schemas.episode_log import EpisodeLog, read_open_episodes
-from headrace.schemas.ledger import Settled
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.chunks import episode_log
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import format_episode_id
+from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
+from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.messages import LearnerWelcome, Obituary, SourceEnd, SourcePosition, SupervisorHello
-from headrace.schemas.open_episodes import OpenEpisodes
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, Witness
 from support.waiting import TIMEOUT_S, wait_until
 

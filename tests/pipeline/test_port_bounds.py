@@ -12,8 +12,8 @@ import pytest
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.messages import SupervisorHello
-from headrace.schemas.port_watch import STRANGE_MESSAGES
-from headrace.schemas.refusal_budget import REFUSED_BURST
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
+from headrace.schemas.peers.refusal_budget import REFUSED_BURST
 from support.pipeline.delivery import FLEET, Envs, Process, StartFeeder, batches_of, broker_process
 from support.raw_zmtp import RawZmtp, frame, head, memory_of
 from support.waiting import wait_until

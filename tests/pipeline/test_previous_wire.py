@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, read_tag
+from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, read_tag
 from headrace.workers.fleet.session import SessionState
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, Witness, batches_of
 from support.pipeline.tape import PEERS, Entry, OldBroker, OldPeers, Player, deaf, read_tape

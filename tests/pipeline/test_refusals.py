@@ -8,8 +8,10 @@ import socket
 import pytest
 
 from headrace.learner_stub import EpisodeStream
+from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError, WrongFleetError
-from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.frames.wire import PROTOCOL_MINOR, MessageKind
 from headrace.schemas.messages import (
     Bye,
     LearnerHello,
@@ -20,8 +22,6 @@ from headrace.schemas.messages import (
     WorkerWelcome,
     read,
 )
-from headrace.schemas.spaces import Box, Discrete, Spaces
-from headrace.schemas.wire import PROTOCOL_MINOR, MessageKind
 from support.pipeline.delivery import (
     FLEET,
     SPACES,

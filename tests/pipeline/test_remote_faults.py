@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.chunk import EpisodeChunk
+from headrace.schemas.chunks.chunk import EpisodeChunk
 from support.envs import remote_faults
 from support.envs.fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
 from support.fleets.env_hosts import EnvHosts

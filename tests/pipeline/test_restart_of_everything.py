@@ -18,11 +18,11 @@ from headrace.broker.state_file import read_broker_file
 from headrace.deploy.redis_server import RedisLaunch, prepare_redis, wait_ready
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.config_loading import build_config
+from headrace.schemas.accounts.redis_keys import RUNNER_STATE, key_name
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.messages import Ack, WorkerHello, WorkerWelcome
-from headrace.schemas.redis_keys import RUNNER_STATE, key_name
-from headrace.schemas.weights import CONNECTORS
+from headrace.schemas.messages.weights import CONNECTORS
+from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.config import runner_config
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits

@@ -16,11 +16,11 @@ from headrace.deploy.several_brokers import at_broker, index_for
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.learner_stub.stall_detector import STARVED_S, StallDetector
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, DecodeError, RefusedError, UnreachableError, WrongFleetError
 from headrace.schemas.messages import Status, WorkerHello
-from headrace.schemas.rendezvous import Published
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.weights import Arrays, weights_digest
+from headrace.schemas.messages.weights import Arrays, weights_digest
+from headrace.schemas.peers.rendezvous import Published
 from support.pipeline.delivery import SPACES, BrokerThread, Envs, StartBroker, StartFeeder, Witness, batches_of
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -97,7 +97,7 @@ def test_a_version_is_hashed_once_for_all_brokers(
         hashed.append(sorted(arrays))
         return weights_digest(arrays)
 
-    for module in ("learner_stub.publisher", "schemas.weights"):
+    for module in ("learner_stub.publisher", "schemas.messages.weights"):
         monkeypatch.setattr(f"headrace.{module}.weights_digest", counted)
     weights.publish({"w": np.zeros(4, np.float32)})
     wait_until(lambda: (weights.pump(), weights.acknowledged[1] == 1)[1], "both to have it")

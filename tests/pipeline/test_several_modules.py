@@ -12,12 +12,12 @@ import pytest
 
 from headrace.broker.state_file import read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.accounts.ledger import add_up
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.errors import EncodeError, ModuleError, WhichModuleError
-from headrace.schemas.ledger import add_up
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WorkerHello
-from headrace.schemas.module_spaces import module_spaces_to_json
-from headrace.schemas.recorder import read_recorder
-from headrace.schemas.wire import Buffer, MessageKind, decode, encode
 from headrace.workers.policy.policies import PolicyMappingError
 from support.pipeline.delivery import (
     FLEET,

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.learner_stub import WeightPublisher
-from headrace.schemas import shared_weights
-from headrace.schemas.bounds import Version
-from headrace.schemas.messages import WeightsHeader, read
-from headrace.schemas.shared_weights import SharedWeights, remove_unused_weights
-from headrace.schemas.weights import encode_weights, weights_digest
-from headrace.schemas.wire import Buffer, MessageKind, decode, encode
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
+from headrace.schemas.messages import WeightsHeader, read, shared_weights
+from headrace.schemas.messages.shared_weights import SharedWeights, remove_unused_weights
+from headrace.schemas.messages.weights import encode_weights, weights_digest
 from headrace.workers.fleet.weights import OTHERS_PULL_S, WeightsReceiver
 from support.pipeline.delivery import FLEET, BrokerThread, Feeder, StartBroker, StartFeeder
 from support.waiting import TIMEOUT_S, wait_until
@@ -195,7 +194,7 @@ def test_one_worker_of_a_machine_pulls_for_all(
 _CLAIM = """
 import sys, time
 from pathlib import Path
-from headrace.schemas import shared_weights
+from headrace.schemas.messages import shared_weights
 shared_weights.MEMORY = Path(sys.argv[1])
 shared = shared_weights.SharedWeights("fleet")
 assert shared.claim()
@@ -388,10 +387,10 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from headrace.schemas import shared_weights
+from headrace.schemas.messages import shared_weights
 from headrace.schemas.messages import WeightsHeader, read
-from headrace.schemas.weights import encode_weights
-from headrace.schemas.wire import decode
+from headrace.schemas.messages.weights import encode_weights
+from headrace.schemas.frames.wire import decode
 shared_weights.MEMORY = Path(sys.argv[1])
 shared = shared_weights.SharedWeights("fleet")
 for seq in (1, 2):

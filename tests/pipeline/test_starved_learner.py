@@ -10,10 +10,10 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream, stall_detector
 from headrace.learner_stub.training import gather
-from headrace.schemas.bounds import WINDOW
-from headrace.schemas.config_loading import build_config
-from headrace.schemas.ledger import HeldBatch, WorkerTotals, add_up
+from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals, add_up
+from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.messages import WorkerHello
+from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, StartFeeder

@@ -12,11 +12,11 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream, stall_detector
 from headrace.learner_stub.session import LearnerSession, StreamLimits
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.accounts.ledger import WorkerTotals, add_up
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
-from headrace.schemas.ledger import WorkerTotals, add_up
+from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
-from headrace.schemas.wire import Buffer
 from support.pipeline.delivery import (
     FLEET,
     SPACES,

@@ -17,10 +17,10 @@ from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
 from headrace.learner_stub.training import gather, train
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.config_loading import build_config
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.settings.config_loading import build_config
 from support.pipeline.delivery import BrokerThread, Process, worker_process
 from support.pipeline.worker_threads import constant_value
 from support.waiting import TIMEOUT_S, wait_until

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import RefusedWeightsError, WeightsMismatchError, WhichModuleError
 from headrace.schemas.messages import LearnerHello, LearnerWelcome, Status, WorkerHello, tellable_shapes
-from headrace.schemas.spaces import Box, Discrete, Spaces
-from headrace.schemas.weights import check_published
+from headrace.schemas.messages.weights import check_published
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import SAMPLING, WorkerThread, constant_value
 from support.waiting import TIMEOUT_S, wait_until

@@ -20,9 +20,9 @@ import zmq
 
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError, UnreachableError
-from headrace.schemas.loopback_token import server_token
-from headrace.schemas.port_watch import STRANGE_MESSAGES
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder, batches_of, broker_process
 from support.waiting import TIMEOUT_S, wait_until
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import EncodeError, FencedError
+from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
-from headrace.schemas.weights import encode_weights
-from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
+from headrace.schemas.messages.weights import encode_weights
 from headrace.workers.fleet.weights import BROADCAST_S, PIECES_IN_FLIGHT, PULL_RETRY_S, WeightsReceiver
 from support.pipeline.delivery import (
     FLEET,

@@ -15,7 +15,7 @@ import pytest
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.training import gather
 from headrace.learner_stub.update_size import UpdateSize
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunks.batch import ChunkBatch
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartFeeder, worker_process
 from support.pipeline.worker_threads import constant_value
 from support.waiting import TIMEOUT_S, wait_until

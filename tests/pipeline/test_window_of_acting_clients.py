@@ -10,8 +10,8 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher, stall_detector
 from headrace.learner_stub.training import gather
-from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
-from headrace.schemas.ledger import add_up
+from headrace.schemas.accounts.ledger import add_up
+from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.acting import ActingClient

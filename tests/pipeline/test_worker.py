@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.accounts.ledger import add_up
+from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.errors import ExitCode, RefusedError, UnreachableError
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.ledger import add_up
-from headrace.schemas.recorder import read_recorder
-from headrace.schemas.weights import weights_digest
+from headrace.schemas.messages.weights import weights_digest
+from headrace.schemas.peers.fleet_place import FleetPlace
 from support.pipeline.delivery import BrokerThread, Process, StartBroker, Witness, worker_process
 from support.pipeline.worker_threads import (
     AT_RANDOM,

@@ -13,10 +13,10 @@ import pytest
 from headrace.broker.report import Report
 from headrace.broker.worker_figures import fleet_figures, row_figures
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.config_loading import build_config
+from headrace.schemas.accounts.redis_keys import WORKER_TABLE
+from headrace.schemas.accounts.worker_figures import TIME_PARTS, Ports
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.redis_keys import WORKER_TABLE
-from headrace.schemas.worker_figures import TIME_PARTS, Ports
+from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.worker import host_of_ports
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.env_hosts import EnvHosts

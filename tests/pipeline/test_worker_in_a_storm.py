@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.errors import EnvRestartBudgetError
-from headrace.schemas.recorder import read_recorder
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row

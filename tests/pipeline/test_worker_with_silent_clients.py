@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.ledger import add_up
+from headrace.schemas.accounts.ledger import add_up
 from headrace.workers.serving.client import PolicyClient
 from support.pipeline.delivery import BrokerThread, Witness, worker_process
 from support.pipeline.worker_threads import AT_RANDOM, closed_row, drain

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headrace.learner_stub import EpisodeStream
+from headrace.schemas.accounts.ledger import add_up
 from headrace.schemas.errors import NoEnvHostError
-from headrace.schemas.ledger import add_up
 from support.pipeline.delivery import BrokerThread, Process, Witness, script_process
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
 from support.waiting import wait_until

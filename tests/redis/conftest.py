@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from headrace.deploy.redis_server import RedisLaunch, find_server, prepare_redis, wait_ready
-from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from support import ports
 from support.secured_redis import Certificates, SecuredRedis, TlsFront, has_tls
 

@@ -23,13 +23,10 @@ from headrace.broker.reporter import RedisReporter
 from headrace.deploy.audit import audit, equation, find_books, render, warnings
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.errors import RunDirError
-from headrace.schemas.folded_lives import fold
-from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
-from headrace.schemas.messages import LearnerHello, SourcePosition, WorkerHello
-from headrace.schemas.recorder import Recorder
-from headrace.schemas.redis_keys import (
+from headrace.schemas.accounts.folded_lives import fold
+from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.recorder import Recorder
+from headrace.schemas.accounts.redis_keys import (
     FLEET,
     INCARNATIONS,
     LEDGER,
@@ -38,6 +35,9 @@ from headrace.schemas.redis_keys import (
     TOTALS,
     key_name,
 )
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.errors import RunDirError
+from headrace.schemas.messages import LearnerHello, SourcePosition, WorkerHello
 from support.waiting import TIMEOUT_S, wait_until
 
 

@@ -23,9 +23,9 @@ from headrace.deploy.checkpoint_copy import (
 )
 from headrace.deploy.run_dir import RunDir
 from headrace.learner_stub.checkpoint import Checkpoint, previous_path, save_checkpoint
-from headrace.schemas.config import RedisSection
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
+from headrace.schemas.settings.config import RedisSection
 from support.waiting import wait_until
 
 PLACE = {"slot": 0, "incarnation": 3, "settled": {"seq": 4, "committed": [256, 9], "dropped": {}}}

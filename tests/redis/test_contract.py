@@ -21,9 +21,9 @@ from headrace.deploy.audit import find_books
 from headrace.deploy.redis_inventory import Inventory
 from headrace.deploy.redis_server import check_url
 from headrace.deploy.redis_view import FleetView, Snapshot
-from headrace.schemas import redis_keys as keys
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import ExitCode, RedisContractError
-from headrace.schemas.ledger import LedgerRow
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
 

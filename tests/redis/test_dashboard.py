@@ -16,9 +16,9 @@ import pytest
 
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.deploy.monitoring.page.app import ASSETS, SCRIPTS
-from headrace.schemas import redis_keys as keys
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.ledger import LedgerRow
 from support.dashboards import Dashboard, States, ask
 from support.waiting import TIMEOUT_S, wait_until
 

@@ -14,9 +14,9 @@ import orjson
 import pytest
 
 from headrace.broker.report import MergeScript, Part, Report
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.env_errors import EnvErrorRow
-from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.ledger import LedgerRow
 from support.browser import Browser, needs_chromium
 from support.dashboards import Dashboard, ask
 from support.fleets.running_fleet import RunningFleet

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.broker.env_errors import MOST_GROUPS, EnvErrors
 from headrace.broker.redis_parser import HashParser
-from headrace.schemas.env_errors import MOST_GROUPS as MOST_OF_A_LIFE
-from headrace.schemas.env_errors import MOST_TRACEBACK, OTHERS, EnvErrorGroup, EnvErrorRow
+from headrace.schemas.accounts.env_errors import MOST_GROUPS as MOST_OF_A_LIFE
+from headrace.schemas.accounts.env_errors import MOST_TRACEBACK, OTHERS, EnvErrorGroup, EnvErrorRow
 from headrace.schemas.errors import (
     EnvContractError,
     EnvCrashError,

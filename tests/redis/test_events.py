@@ -15,7 +15,7 @@ import pytest
 from headrace.broker.state_file import read_broker_file
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas import redis_keys as keys
+from headrace.schemas.accounts import redis_keys as keys
 from support.pipeline.delivery import FLEET, Feeder, Process, broker_process
 from support.waiting import wait_until
 

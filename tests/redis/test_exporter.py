@@ -24,10 +24,10 @@ from headrace.deploy.monitoring.exporter.metrics_text import exposed_name, metri
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.web_port import WebPort
 from headrace.deploy.redis_view import Snapshot
+from headrace.schemas.accounts.ledger import Drop, LedgerRow
+from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled
 from headrace.schemas.errors import ConfigError, PortInUseError
-from headrace.schemas.ledger import Drop, LedgerRow
-from headrace.schemas.process_state import ProcessState
-from headrace.schemas.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled
 from support.waiting import TIMEOUT_S, wait_until
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"

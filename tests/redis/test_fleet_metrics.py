@@ -11,10 +11,10 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.source import Source, StoredBatch
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.redis_keys import QUANTILES, labelled, row_counters
+from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import LearnerHello, WorkerHello
-from headrace.schemas.redis_keys import QUANTILES, labelled, row_counters
 
 
 def header(seq: int, steps: int, **totals: Any) -> BatchHeader:

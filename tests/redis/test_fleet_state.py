@@ -18,12 +18,12 @@ from headrace.deploy.monitoring.fleet_state import StateReader, cpu_shares, ledg
 from headrace.deploy.monitoring.losses import LOSSES
 from headrace.deploy.monitoring.series import SeriesReader
 from headrace.deploy.redis_view import FleetView
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.env_errors import EnvErrorGroup
-from headrace.schemas.lag_buckets import LAG_LABELS, lag_quantiles
-from headrace.schemas.ledger import Discard, Drop, FleetLedger, LedgerRow
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.env_errors import EnvErrorGroup
+from headrace.schemas.accounts.lag_buckets import LAG_LABELS, lag_quantiles
+from headrace.schemas.accounts.ledger import Discard, Drop, FleetLedger, LedgerRow
+from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.messages import LearnerRow
-from headrace.schemas.process_state import ProcessState
 
 MakeRow = Callable[..., LedgerRow]
 START = 1_795_280_000.0

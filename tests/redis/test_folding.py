@@ -17,10 +17,10 @@ from headrace.broker.reporter import RedisReporter
 from headrace.broker.saved_state import read_saved_state
 from headrace.deploy.audit import audit
 from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.schemas.accounts.folded_lives import FoldedLives, fold
+from headrace.schemas.accounts.ledger import LedgerRow, add_up
+from headrace.schemas.accounts.redis_keys import FOLDED, GAUGES, LEDGER, SOURCES, TOTALS, WORKERS, key_name
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.folded_lives import FoldedLives, fold
-from headrace.schemas.ledger import LedgerRow, add_up
-from headrace.schemas.redis_keys import FOLDED, GAUGES, LEDGER, SOURCES, TOTALS, WORKERS, key_name
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes

@@ -11,10 +11,10 @@ import pytest
 
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.deploy.redis_view import FleetView
-from headrace.schemas import redis_keys as keys
-from headrace.schemas.lag_buckets import LAG_LABELS
-from headrace.schemas.learner_messages import LEARNER_PARTS
-from headrace.schemas.ledger import LedgerRow
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.lag_buckets import LAG_LABELS
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 
 MakeRow = Callable[..., LedgerRow]
 BEGAN = 1_795_280_000.0

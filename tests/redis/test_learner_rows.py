@@ -16,10 +16,10 @@ from headrace.broker.state_file import read_broker_file
 from headrace.broker.worker_metrics import MOST_NAMES, WorkerMetrics
 from headrace.deploy.redis_view import FleetView, LearnerRowView
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.logged_metrics import LoggedMetric
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
+from headrace.schemas.accounts.redis_keys import LEARNER_ROWS, METRICS, key_name
 from headrace.schemas.messages import LearnerRow
-from headrace.schemas.redis_keys import LEARNER_ROWS, METRICS, key_name
 from support.pipeline.delivery import FLEET, broker_process
 from support.waiting import wait_until
 

@@ -27,9 +27,9 @@ from headrace.deploy.redis_server import check_url
 from headrace.deploy.redis_users import apply, make_users
 from headrace.deploy.redis_view import FleetView
 from headrace.deploy.saved_policy import find_policy
-from headrace.schemas.config import RedisSection
+from headrace.schemas.accounts.redis_keys import TOTALS, WORKERS, key_name
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
-from headrace.schemas.redis_keys import TOTALS, WORKERS, key_name
+from headrace.schemas.settings.config import RedisSection
 from support.fleets.running_fleet import RunningFleet
 from support.secured_redis import SecuredRedis
 from support.waiting import TIMEOUT_S

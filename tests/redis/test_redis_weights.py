@@ -10,7 +10,7 @@ from headrace.broker.redis_blob import PIECE_BYTES, RedisBlob
 from headrace.broker.redis_weights import LARGEST_BYTES, weights_in
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
-from headrace.schemas.redis_keys import FLEET, WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
+from headrace.schemas.accounts.redis_keys import FLEET, WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
 from support.waiting import wait_until
 
 FRAMES = [b"tag", b'{"a": 1}', bytes(range(256)) * 10_000, b"", bytes(PIECE_BYTES)]

@@ -16,12 +16,10 @@ from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.audit import audit
 from headrace.deploy.redis_view import FleetView, Snapshot
-from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import LedgerRow
-from headrace.schemas.logged_metrics import LoggedMetric, SumsOfLife
-from headrace.schemas.messages import LearnerRow
-from headrace.schemas.redis_keys import (
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
+from headrace.schemas.accounts.redis_keys import (
     EVENTS,
     FLEET,
     INCARNATIONS,
@@ -34,6 +32,8 @@ from headrace.schemas.redis_keys import (
     Key,
     key_name,
 )
+from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.messages import LearnerRow
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes

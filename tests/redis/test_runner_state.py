@@ -11,10 +11,10 @@ from headrace.broker.limits import BrokerLimits
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
 from headrace.broker.saved_state import SavedState
-from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.accounts.redis_keys import RUNNER_STATE, key_name
+from headrace.schemas.accounts.runner_counters import LARGEST_BYTES, Counters
 from headrace.schemas.messages import Bye, Heartbeat, WorkerHello, WorkerWelcome
-from headrace.schemas.redis_keys import RUNNER_STATE, key_name
-from headrace.schemas.runner_counters import LARGEST_BYTES, Counters
 
 KNOWN: Counters = {"num_episodes_lifetime": 7, "num_agent_steps_sampled_lifetime": {"a": 12}}
 

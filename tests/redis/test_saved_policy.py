@@ -13,7 +13,7 @@ from headrace.deploy.fleet_file import FleetFile
 from headrace.deploy.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import published_arrays
 from headrace.schemas.errors import CheckpointError, ConfigError, RedisUnavailableError
-from headrace.schemas.weights import encode_weights
+from headrace.schemas.messages.weights import encode_weights
 from support.fleets.saved_runs import MEAN_STD, arrays_of, best_action, cart_module
 
 

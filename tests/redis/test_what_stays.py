@@ -13,7 +13,7 @@ from headrace.deploy.audit import audit
 from headrace.deploy.redis_inventory import Inventory
 from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas import redis_keys as keys
+from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder
 from support.waiting import TIMEOUT_S, wait_until

@@ -12,13 +12,13 @@ from golden_samples import SPACES, encoded, header_of, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.schemas.batch import ChunkBatch, encode_batch, is_obs_column
-from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import ChunkBatch, encode_batch, is_obs_column
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Tuple
 from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.frames.wire import ALLOWED_DTYPES, OWN_FRAME_BYTES
 from headrace.schemas.messages import SupervisorHello
-from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Tuple
-from headrace.schemas.wire import ALLOWED_DTYPES, OWN_FRAME_BYTES
 
 BOX = SPACES["box"]
 SIZES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.schemas import compression
-from headrace.schemas.advertised import is_own_address
-from headrace.schemas.compression import LZ4, readable_encodings
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.wire import (
+from headrace.schemas.frames import compression
+from headrace.schemas.frames.compression import LZ4, readable_encodings
+from headrace.schemas.frames.wire import (
     OWN_FRAME_BYTES,
     MessageKind,
     WireLimits,
@@ -25,6 +24,7 @@ from headrace.schemas.wire import (
     encode_packed,
     is_compressed,
 )
+from headrace.schemas.peers.advertised import is_own_address
 
 RANDOM = np.random.default_rng(0)
 PIXELS = np.repeat(RANDOM.integers(0, 255, (64, 84), np.uint8), 84, 1)

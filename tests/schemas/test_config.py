@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config, known_keys, load_config
 from headrace.schemas.errors import ConfigError, ExitCode
-from headrace.schemas.plugins import load_object
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config, known_keys, load_config
+from headrace.schemas.settings.plugins import load_object
 
 FILE = """
 [sampling]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.schemas import errors
-from headrace.schemas.redis_keys import TABLE, WEIGHTS_BLOB, key_name
+from headrace.schemas.accounts.redis_keys import TABLE, WEIGHTS_BLOB, key_name
 
 
 def _all(base: type[errors.HeadraceError]) -> Iterator[type[errors.HeadraceError]]:

@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from headrace.schemas.errors import ExitCode
-from headrace.schemas.fleet_address import RunDirAddresses
-from headrace.schemas.fleet_place import FleetPlace
+from headrace.schemas.peers.fleet_address import RunDirAddresses
+from headrace.schemas.peers.fleet_place import FleetPlace
 
 
 def write(run_dir: Path, name: str, content: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, decode, read_tag
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, decode, read_tag
 
 FOLDER = Path(golden_samples.__file__).parent
 TODAY = dict(golden_samples.golden())

@@ -18,13 +18,13 @@ import pytest
 import xxhash
 
 from headrace.learner_stub import ConnectorMerger
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.batch_reader import decode_batch
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.chunks.module_spaces import module_spaces_from_json
+from headrace.schemas.chunks.spaces import space_from_json, spaces_from_json
 from headrace.schemas.errors import ConnectorError, DecodeError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, WireLimits, decode
 from headrace.schemas.messages import Message, read, read_hello
-from headrace.schemas.module_spaces import module_spaces_from_json
-from headrace.schemas.spaces import space_from_json, spaces_from_json
-from headrace.schemas.wire import DEFAULT_LIMITS, MessageKind, WireLimits, decode
 
 pytestmark = pytest.mark.long
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace.schemas import known_keys
-from headrace.schemas.key_files import key_file
-from headrace.schemas.known_keys import KnownKeys
+from headrace.schemas.credentials import known_keys
+from headrace.schemas.credentials.key_files import key_file
+from headrace.schemas.credentials.known_keys import KnownKeys
 
 
 def new_public() -> bytes:

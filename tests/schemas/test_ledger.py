@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.schemas.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals, add_up
+from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals, add_up
 
 ROW = LedgerRow(
     slot=1,

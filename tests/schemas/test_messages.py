@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from golden_samples import message_classes, sample_model
 
-from headrace.schemas.bounds import Version
+from headrace.schemas.accounts.ledger import Discard, Drop, WorkerTotals
+from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import (
     DecodeError,
     FencedError,
@@ -16,7 +17,7 @@ from headrace.schemas.errors import (
     WrongFleetError,
     refusal,
 )
-from headrace.schemas.ledger import Discard, Drop, WorkerTotals
+from headrace.schemas.frames.wire import MessageKind, decode
 from headrace.schemas.messages import (
     HELLO_BY_ROLE,
     Ack,
@@ -27,7 +28,6 @@ from headrace.schemas.messages import (
     read,
     read_hello,
 )
-from headrace.schemas.wire import MessageKind, decode
 
 KINDS = sorted(message_classes(), key=lambda cls: cls.__name__)
 

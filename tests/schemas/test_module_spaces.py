@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.errors import DecodeError
-from headrace.schemas.module_spaces import (
+from headrace.schemas.chunks.module_spaces import (
     MOST_MODULES,
     check_mapping_table,
     check_module_ids,
     module_spaces_from_json,
     module_spaces_to_json,
 )
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.errors import DecodeError
 
 ONE = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2))
 TWO = Spaces(observation=Discrete(n=5), action=Box(shape=(2,), dtype="<f4"))

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from headrace.deploy.logs import Identity, Readable
-from headrace.schemas.counted_warnings import INTERVAL_S, MOST_KINDS, CountedWarnings
-from headrace.schemas.printable import printable
-from headrace.schemas.tokens import digest_of, same_token
+from headrace.schemas.basics.counted_warnings import INTERVAL_S, MOST_KINDS, CountedWarnings
+from headrace.schemas.basics.printable import printable
+from headrace.schemas.credentials.tokens import digest_of, same_token
 
 
 def test_a_repeated_warning_is_one_line_in_ten_seconds_with_its_count(caplog: pytest.LogCaptureFixture) -> None:

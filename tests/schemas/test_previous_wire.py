@@ -14,10 +14,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.batch_reader import decode_batch
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, decode, read_tag
 from headrace.schemas.messages import read
-from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, decode, read_tag
 
 PREVIOUS = golden_wire.folder_of(PROTOCOL_MAJOR, PROTOCOL_MINOR - 1)
 MODELS: dict[str, type[BaseModel]] = {

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.schemas.bounds import WINDOW
+from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.recorder import Reading, Recorder, read_recorder
+from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.errors import RunDirError
-from headrace.schemas.ledger import Discard, Drop, HeldBatch, Settled, WorkerTotals
-from headrace.schemas.recorder import Reading, Recorder, read_recorder
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes

@@ -18,13 +18,13 @@ from headrace.broker.rendezvous_file import RendezvousFile, note_stopped
 from headrace.deploy.monitoring.page import app as page
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.fleet_place import find_fleet
-from headrace.schemas import advertised as advertising
-from headrace.schemas.advertised import advertised, host_to_advertise
-from headrace.schemas.config_loading import build_config
+from headrace.schemas.credentials.keys import ClientKeys, check_fingerprint
 from headrace.schemas.errors import ConfigError, KeysError, RunDirError, UnreachableError
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.keys import ClientKeys, check_fingerprint
-from headrace.schemas.rendezvous import RENDEZVOUS_VARIABLE, Published, Rendezvous
+from headrace.schemas.peers import advertised as advertising
+from headrace.schemas.peers.advertised import advertised, host_to_advertise
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Published, Rendezvous
+from headrace.schemas.settings.config_loading import build_config
 from support.waiting import wait_until
 
 AT = {"worker": "tcp://node1:5701", "learner": "tcp://node1:5702", "weights": "tcp://node1:5703"}

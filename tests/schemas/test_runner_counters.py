@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.accounts.runner_counters import LARGEST_BYTES, Counters, fitting, larger, read_counters
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import WorkerTotals
 from headrace.schemas.messages import Heartbeat, read
-from headrace.schemas.runner_counters import LARGEST_BYTES, Counters, fitting, larger, read_counters
 
 MANY: Counters = {
     "num_episodes_lifetime": 3,

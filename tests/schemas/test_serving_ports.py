@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.config_loading import build_config
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config_loading import build_config
 
 
 def sections(workers: int, **serving: Any) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import pytest
 from golden_samples import SPACES
 from pydantic import ValidationError
 
-from headrace.schemas.errors import DecodeError
-from headrace.schemas.spaces import (
+from headrace.schemas.chunks.spaces import (
     MAX_DEPTH,
     Box,
     Dict,
@@ -28,6 +27,7 @@ from headrace.schemas.spaces import (
     space_from_json,
     spaces_from_json,
 )
+from headrace.schemas.errors import DecodeError
 
 
 @pytest.mark.parametrize("family", SPACES)

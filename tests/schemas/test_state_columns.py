@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from golden_samples import SPACES, encoded, make_recurrent_batch
 
-from headrace.schemas.batch_reader import decode_batch
+from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.schemas.errors import DecodeError
 
 BOX = SPACES["box"]

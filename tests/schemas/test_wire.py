@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.schemas.errors import DecodeError, EncodeError
-from headrace.schemas.wire import (
+from headrace.schemas.frames.wire import (
     ALLOWED_DTYPES,
     DEFAULT_LIMITS,
     OWN_FRAME_BYTES,

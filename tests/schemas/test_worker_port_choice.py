@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.schemas.rendezvous import Port, Published, Rendezvous
-from headrace.schemas.worker_port_choice import WorkerPortChoice
+from headrace.schemas.peers.rendezvous import Port, Published, Rendezvous
+from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
 
 
 def publish(path: Path, **ports: Port | str) -> None:

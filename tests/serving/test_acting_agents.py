@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
-from headrace.schemas.episode_errors import EpisodeAbortedError
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.serving_errors import BadRequestError
+from headrace.schemas.errors.episodes import EpisodeAbortedError
+from headrace.schemas.errors.serving import BadRequestError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.shipped_episodes import ShippedEpisodes

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
-from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodesClosedError
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.serving_errors import BadRequestError, NotYetError, ServingError, StepOrderError
-from headrace.schemas.serving_messages import ClientPull
-from headrace.schemas.serving_settings import ServingSection
+from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
+from headrace.schemas.errors.serving import BadRequestError, NotYetError, ServingError, StepOrderError
+from headrace.schemas.messages.serving_messages import ClientPull
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import EpisodeAbortedError, EpisodeError
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.ledger import Discard
-from headrace.schemas.serving_errors import BadRequestError
-from headrace.schemas.wire import DEFAULT_LIMITS
+from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError
+from headrace.schemas.errors.serving import BadRequestError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
 from headrace.workers.serving.client import PolicyClient

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import to_episode
-from headrace.schemas.episode_errors import NoActionYetError, UnknownEpisodeError
+from headrace.schemas.chunks.chunk import to_episode
+from headrace.schemas.chunks.spaces import Box, Dict, Tuple
 from headrace.schemas.errors import ConfigError, DecodeError, EnvContractError
-from headrace.schemas.serving_agents import AgentsStep, served_spaces_from_json
-from headrace.schemas.serving_errors import BadRequestError, StepOrderError
-from headrace.schemas.serving_settings import ServingSection
-from headrace.schemas.spaces import Box, Dict, Tuple
-from headrace.schemas.wire import encode
+from headrace.schemas.errors.episodes import NoActionYetError, UnknownEpisodeError
+from headrace.schemas.errors.serving import BadRequestError, StepOrderError
+from headrace.schemas.frames.wire import encode
+from headrace.schemas.messages.serving_agents import AgentsStep, served_spaces_from_json
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.serving.acting import ActingClient
 from headrace.workers.serving.client import PolicyClient

@@ -14,21 +14,23 @@ import orjson
 import pytest
 import zmq
 
-from headrace.schemas.episode_errors import (
+from headrace.schemas.errors import EnvContractError, HeadraceError
+from headrace.schemas.errors.episodes import (
     EpisodeCompletedError,
     EpisodeStartedError,
     NoActionYetError,
     UnknownEpisodeError,
 )
-from headrace.schemas.errors import EnvContractError, HeadraceError
-from headrace.schemas.serving_errors import (
+from headrace.schemas.errors.serving import (
     BadRequestError,
     MessageTooLargeError,
     SessionTakenError,
     StepOrderError,
     error_of,
 )
-from headrace.schemas.serving_messages import (
+from headrace.schemas.frames.single_frame import split_frame
+from headrace.schemas.frames.wire import decode, encode
+from headrace.schemas.messages.serving_messages import (
     ANSWERS,
     ClientHello,
     ClientReject,
@@ -36,8 +38,6 @@ from headrace.schemas.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
-from headrace.schemas.single_frame import split_frame
-from headrace.schemas.wire import decode, encode
 from headrace.workers.serving.client import PolicyClient
 from support.serving.plain_episodes import rule
 from support.serving.served import LIMITS, Served

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
-from headrace.schemas.serving_messages import ClientHeartbeat
+from headrace.schemas.messages.serving_messages import ClientHeartbeat
 from headrace.workers.serving.client import PolicyClient
 from support.serving.served import Served
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
-from headrace.schemas.single_frame import join_frames, split_frame
-from headrace.schemas.wire import MessageKind, WireMessage, decode, encode
+from headrace.schemas.frames.single_frame import join_frames, split_frame
+from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode
+from headrace.schemas.messages.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from support.serving.plain_episodes import rule
 from support.serving.served import Served

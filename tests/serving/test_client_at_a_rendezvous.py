@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.schemas.episode_errors import EpisodeAbortedError
 from headrace.schemas.errors import ConfigError, RendezvousError
-from headrace.schemas.rendezvous import RENDEZVOUS_VARIABLE, Port, Published
+from headrace.schemas.errors.episodes import EpisodeAbortedError
+from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Port, Published
 from headrace.workers.serving.client import PolicyClient
 from support.serving.plain_episodes import rule
 from support.serving.served import Served

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from support.serving.agent_lives import Life, check
 from support.serving.served_agents import ByHttp, ByZmq, served_agents
 from support.waiting import wait_until

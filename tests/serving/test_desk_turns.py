@@ -10,8 +10,8 @@ import urllib.request
 import numpy as np
 import zmq
 
-from headrace.schemas.serving_messages import ClientHello, EpisodeStart, EpisodeStep
-from headrace.schemas.wire import Buffer, WireMessage, decode, encode
+from headrace.schemas.frames.wire import Buffer, WireMessage, decode, encode
+from headrace.schemas.messages.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.workers.serving.client import PolicyClient
 from support.serving.plain_episodes import rule
 from support.serving.served import Served

@@ -11,9 +11,9 @@ import numpy as np
 import orjson
 import zmq
 
-from headrace.schemas.serving_errors import HTTP_STATUS
-from headrace.schemas.serving_messages import ANSWERS
-from headrace.schemas.wire import MessageKind, decode, encode
+from headrace.schemas.errors.serving import HTTP_STATUS
+from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.schemas.messages.serving_messages import ANSWERS
 from headrace.workers.serving.client import PolicyClient
 from support.serving.hostile_requests import Hostile, codes_by_http
 from support.serving.served_agents import rule, served_agents

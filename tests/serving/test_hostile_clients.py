@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.schemas.serving_errors import HTTP_STATUS
-from headrace.schemas.serving_messages import ANSWERS
-from headrace.schemas.single_frame import join_frames, split_frame
-from headrace.schemas.spaces import Box, Discrete, Spaces
-from headrace.schemas.wire import decode, encode
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.errors.serving import HTTP_STATUS
+from headrace.schemas.frames.single_frame import join_frames, split_frame
+from headrace.schemas.frames.wire import decode, encode
+from headrace.schemas.messages.serving_messages import ANSWERS
 from headrace.workers.serving.client import PolicyClient
 from support.serving.hostile_requests import Hostile, codes_by_http
 from support.serving.other_client import somebody_else

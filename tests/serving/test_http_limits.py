@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.schemas.spaces import Discrete, MultiDiscrete, Spaces
+from headrace.schemas.chunks.spaces import Discrete, MultiDiscrete, Spaces
 from headrace.workers.serving.http import connection as http_connection
 from headrace.workers.serving.http.connection import HEAD_BYTES
 from headrace.workers.serving.http.server import connection_limit

@@ -7,7 +7,13 @@ import logging
 import orjson
 import pytest
 
-from headrace.schemas.serving_messages import ClientBye, ClientHeartbeat, ClientHello, EpisodeAbort, EpisodeStart
+from headrace.schemas.messages.serving_messages import (
+    ClientBye,
+    ClientHeartbeat,
+    ClientHello,
+    EpisodeAbort,
+    EpisodeStart,
+)
 from headrace.workers.serving.http import server as http_server
 from headrace.workers.serving.http.connection import HttpRequest
 from headrace.workers.serving.http.responses import HttpAnswer

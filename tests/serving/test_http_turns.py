@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.schemas.serving_messages import ClientHeartbeat, ClientHello
+from headrace.schemas.messages.serving_messages import ClientHeartbeat, ClientHello
 from headrace.workers.serving.client import PolicyClient
 from support.serving.http_sampler import STEPS, drive, sample_until, sampler
 from support.serving.plain_episodes import rule

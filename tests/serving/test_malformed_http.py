@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
-from headrace.schemas.serving_errors import HTTP_STATUS
+from headrace.schemas.errors.serving import HTTP_STATUS
 from support.serving.other_client import somebody_else
 from support.serving.raw_http import HEALTH, RawHttp, head, put
 from support.serving.served import Served

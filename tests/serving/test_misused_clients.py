@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.episode_errors import EpisodeError, EpisodesClosedError
 from headrace.schemas.errors import ConfigError, EnvContractError
-from headrace.schemas.serving_errors import BadRequestError
+from headrace.schemas.errors.episodes import EpisodeError, EpisodesClosedError
+from headrace.schemas.errors.serving import BadRequestError
 from headrace.workers.serving.client import PolicyClient
 from support.serving.acting_clients import ServingRunner, acting, serving_runner
 

@@ -17,14 +17,14 @@ import pytest
 import zmq
 
 from headrace.deploy.key_pairs import make_keys
-from headrace.schemas.episode_errors import EpisodeAbortedError, NoFreePlaceError
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
+from headrace.schemas.credentials.keys import read_client_port_keys
+from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableError
-from headrace.schemas.keys import read_client_port_keys
-from headrace.schemas.loopback_token import server_token
-from headrace.schemas.serving_messages import ClientHeartbeat
-from headrace.schemas.single_frame import split_frame
-from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
-from headrace.schemas.wire import decode
+from headrace.schemas.errors.episodes import EpisodeAbortedError, NoFreePlaceError
+from headrace.schemas.frames.single_frame import split_frame
+from headrace.schemas.frames.wire import decode
+from headrace.schemas.messages.serving_messages import ClientHeartbeat
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.client.server_place import ServerPlace

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.schemas.port_watch import STRANGE_MESSAGES
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.env_hosts import EnvHosts

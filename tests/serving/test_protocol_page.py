@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.schemas.chunk import to_episode
-from headrace.schemas.episode_errors import EpisodeError
-from headrace.schemas.serving_errors import HTTP_STATUS, ServingError
-from headrace.schemas.single_frame import join_frames, split_frame
-from headrace.schemas.wire import MessageKind, decode, encode
+from headrace.schemas.chunks.chunk import to_episode
+from headrace.schemas.errors.episodes import EpisodeError
+from headrace.schemas.errors.serving import HTTP_STATUS, ServingError
+from headrace.schemas.frames.single_frame import join_frames, split_frame
+from headrace.schemas.frames.wire import MessageKind, decode, encode
 from support.serving.served import Served
 from support.serving.served_agents import served_agents
 from support.waiting import TIMEOUT_S

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.serving_messages import EpisodeStep
-from headrace.schemas.spaces import Box, Dict, Discrete, Space, Tuple, column_dtype, leaf_shape, leaves
+from headrace.schemas.messages.serving_messages import EpisodeStep
 from headrace.workers.serving.space_codec import SpaceCodec, row_or_error
 
 BEYOND = float(np.finfo(np.float32).max) * 2

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, to_episode
-from headrace.schemas.episode_errors import EpisodeAbortedError
+from headrace.schemas.chunks.chunk import ChunkEnd, to_episode
+from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.client import PolicyClient
 from support.serving.agent_lives import Life, check

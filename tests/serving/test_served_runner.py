@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from headrace.deploy.key_pairs import make_keys
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import CannotLogError, EpisodeAbortedError
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.credentials.keys import TOKEN_FILE
+from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
-from headrace.schemas.keys import TOKEN_FILE
-from headrace.schemas.serving_settings import ServingSection
-from headrace.schemas.tokens import read_token
+from headrace.schemas.errors.episodes import CannotLogError, EpisodeAbortedError
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.serving_messages import (
+from headrace.schemas.messages.serving_messages import (
     ANSWERS,
     ClientHello,
     ClientReject,

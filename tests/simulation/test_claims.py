@@ -13,9 +13,9 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.refusals import Refusals
 from headrace.broker.worker_sessions import UNHEARD_S
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.key_files import PeerKey
-from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.messages import (
     Ack,
     Commit,

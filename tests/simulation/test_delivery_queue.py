@@ -13,7 +13,7 @@ from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.rounds import Rounds
 from headrace.broker.source import Source, StoredBatch
-from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 
 SLOTS, LEASE_S = 4, 2.0
 News = tuple[Source, StoredBatch | None]

@@ -6,8 +6,8 @@ from headrace.broker.acknowledgements import GATHER_S
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.learner_stub.session import LearnerSession, StreamLimits
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.ledger import Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import (
     Ack,
     Bye,

@@ -18,9 +18,9 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.slot_owners import MOST_SLOTS, SlotOwners
 from headrace.broker.state_file import BrokerFile, Endpoints
-from headrace.schemas.batch import BatchHeader
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.key_files import PeerKey
 from headrace.schemas.messages import (
     Bye,
     Commit,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from headrace.broker.limits import BrokerLimits
-from headrace.schemas.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.workers.fleet.window import SessionLimits
 from support.simulation.checker import History
 from support.simulation.world import FRAGMENT_STEPS, LEASE_S, Faults, Settings, World

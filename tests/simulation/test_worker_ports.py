@@ -14,13 +14,13 @@ from headrace.broker.limits import BrokerLimits
 from headrace.broker.rendezvous_file import RendezvousFile
 from headrace.broker.worker_ports import WorkerPorts
 from headrace.deploy.key_pairs import make_keys
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.accounts.worker_figures import Ports
+from headrace.schemas.credentials.key_files import read_public_key
+from headrace.schemas.credentials.keys import read_broker_keys
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.key_files import read_public_key
-from headrace.schemas.keys import read_broker_keys
-from headrace.schemas.ledger import Settled, WorkerTotals
 from headrace.schemas.messages import Bye, Heartbeat, WorkerHello, read
-from headrace.schemas.rendezvous import Port, Published, Rendezvous
-from headrace.schemas.worker_figures import Ports
+from headrace.schemas.peers.rendezvous import Port, Published, Rendezvous
 from support.waiting import wait_until
 
 LEASE_S = BrokerLimits().lease_s

@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
-from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from support.envs.crowd import policy_of
 from support.envs.toy_agents import check_books

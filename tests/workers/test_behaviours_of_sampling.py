@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError
 from support.runners.callbacks import Recording
 from support.runners.kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, episodes_of, resets_of, whole_polls

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules.protocol import build_module

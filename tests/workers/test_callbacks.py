@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, ConfigError, EnvRestartBudgetError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import EVENTS, RunnerCallback

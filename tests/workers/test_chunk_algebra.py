@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ChunkError
 from support.envs.counting import NestedCounting
 from support.envs.toy import Walk, runner

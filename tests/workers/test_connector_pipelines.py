@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ConfigError, ConnectorError, ModuleError
-from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import (
     ClipActions,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConnectorError, ModuleError, StateError
-from headrace.schemas.ledger import Discard
-from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
+from headrace.schemas.frames.state_arrays import arrays_to_state, state_to_arrays
 from headrace.workers import PolicySpec
 from headrace.workers.connectors import FrameStack, MeanStd
 from headrace.workers.connectors.connector import Connector

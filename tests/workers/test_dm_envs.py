@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.dm_envs import DmEnv, space_of
 from support.envs.toy import check_books, runner

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
 from headrace.workers.envs.restarts import RestartBudget

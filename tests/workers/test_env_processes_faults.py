@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError
-from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.pool import EnvProcessPool
 from support.envs.fault_table import BAD_DATA, DEATHS, HANGS

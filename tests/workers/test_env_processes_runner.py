@@ -9,9 +9,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.errors import ConfigError, EnvError, EnvHangError, EnvRestartBudgetError
-from headrace.schemas.gymnasium_spaces import to_gym
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
 from support.envs.toy import check_books

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-from headrace.schemas.config_section import ConfigSection, meaning_of
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import (
     ConfigError,
     EnvContractError,
@@ -21,7 +21,7 @@ from headrace.schemas.errors import (
     ModuleError,
     UnknownEnvError,
 )
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.settings.config_section import ConfigSection, meaning_of
 from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner, register_env
 from headrace.workers.connectors import Connector, Rows
 from support.envs.toy import Counting, runner

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import EnvRestartBudgetError
-from headrace.schemas.ledger import Discard
 from headrace.workers import EnvContext, RunnerCallback
 from support.envs.toy import check_books, runner
 

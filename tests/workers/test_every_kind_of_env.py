@@ -14,7 +14,7 @@ import pytest
 from dm_env import specs
 from gymnasium.vector import AutoresetMode
 
-from headrace.schemas.chunk import ChunkEnd, to_episode
+from headrace.schemas.chunks.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import EnvRaisedError, EnvRestartBudgetError
 from headrace.workers import RunnerCallback, VectorEnv
 from support.envs.counting import LENGTHS, Broken, Counted, Drawing, Unsound

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.episode_errors import CannotLogError, EpisodeBusyError, NoActionYetError
 from headrace.schemas.errors import EnvContractError
+from headrace.schemas.errors.episodes import CannotLogError, EpisodeBusyError, NoActionYetError
 from headrace.workers.external import Answer
 from support.envs.external_agents import idle, see, table
 from support.envs.toy_agents import check_books

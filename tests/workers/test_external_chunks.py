@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
-from headrace.schemas.episode_errors import (
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.errors import ConfigError, EnvError, ModuleError
+from headrace.schemas.errors.episodes import (
     CannotLogError,
     EpisodeAbortedError,
     EpisodesClosedError,
 )
-from headrace.schemas.errors import ConfigError, EnvError, ModuleError
-from headrace.schemas.ledger import Discard
 from headrace.workers import RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.connectors import FlattenObservations, FrameStack, PreviousActionReward
 from headrace.workers.external import Answer, ExternalEnv

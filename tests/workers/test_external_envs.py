@@ -7,8 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
-from headrace.schemas.episode_errors import (
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodeBusyError,
     EpisodeCompletedError,
@@ -18,8 +20,6 @@ from headrace.schemas.episode_errors import (
     NoFreePlaceError,
     UnknownEpisodeError,
 )
-from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.spaces import convert
 from headrace.workers.external import Answer, ExternalEpisodes
 from headrace.workers.external.episodes import REMEMBERED

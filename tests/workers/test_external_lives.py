@@ -9,16 +9,16 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
-from headrace.schemas.episode_errors import (
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodeError,
     EpisodesClosedError,
     EpisodeTimeoutError,
     NoFreePlaceError,
 )
-from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
-from headrace.schemas.ledger import Discard
 from headrace.workers.external import Answer, ExternalEnv
 from support.envs.external import Failing, Idle, Serving, idle, pieced, see, table
 from support.envs.toy import check_books, runner

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import (
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors.episodes import (
     ExternalSilenceError,
 )
-from headrace.schemas.errors import ConfigError
 from headrace.workers import EnvRunnerConfig
 from support.envs import external, external_agents
 from support.envs.external import Idle, idle, see, table

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ChunkError, DecodeError, ModuleError
-from headrace.schemas.ledger import WorkerTotals
 from headrace.workers.modules import actor_critic
 from support.envs.toy import Counting, Walk, runner
 from support.envs.toy_agents import multi_runner, scheduled

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, to_episode
+from headrace.schemas.chunks.chunk import ChunkEnd, to_episode
 from headrace.schemas.errors import ConfigError
 from headrace.workers import EnvContext
 from headrace.workers.callbacks import RunnerCallback

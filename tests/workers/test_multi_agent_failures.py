@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError, ModuleError
-from headrace.schemas.ledger import Discard
 from headrace.workers.policy.module_weights import read_weights
 from support.envs.toy_agents import Schedule, Together, check_books, multi_runner
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from support.envs.toy_agents import Together, check_books, multi_runner
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.schemas.chunk import EpisodeChunk, to_episode
+from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
 from headrace.schemas.errors import ConnectorError, ModuleError
 from headrace.workers import PolicySpec
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward

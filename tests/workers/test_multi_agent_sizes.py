@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.batch import BatchHeader, encode_batch
-from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, encode_batch
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.workers.policy.module_weights import read_weights
 from support.envs.toy_agents import Together, check_books, multi_runner
 

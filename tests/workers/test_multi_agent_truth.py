@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from support.envs.toy_agents import check_books, multi_runner, scheduled
 
 pytestmark = pytest.mark.long

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
 from support.envs.native_vectors import vector_of

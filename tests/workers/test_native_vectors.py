@@ -11,7 +11,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import MeanStd

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvContractError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 

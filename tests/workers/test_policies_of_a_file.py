@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.config_loading import build_config, parse_text
 from headrace.schemas.errors import ConfigError, ModuleError, WhichModuleError
-from headrace.schemas.weights import join_modules
+from headrace.schemas.messages.weights import join_modules
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import build_config, parse_text
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv
 from headrace.workers.config import runner_config
 from headrace.workers.modules import actor_critic

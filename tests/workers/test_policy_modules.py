@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.acting import Actor
@@ -228,7 +228,7 @@ def test_building_modules_takes_no_more_of_torch_than_importing_it_does() -> Non
     """Each worker, learner and server builds some at its start, and who uses "meta" tensors waits for sympy."""
     script = """
 import sys
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.workers.modules import actor_critic, lstm_actor_critic
 pixels = Box(low=0.0, high=255.0, shape=(8, 8, 1), dtype="|u1")
 for build in (actor_critic, lstm_actor_critic):

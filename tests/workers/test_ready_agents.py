@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
-from headrace.schemas.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from support.envs.crowd import policy_of
 from support.envs.toy_agents import check_books

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
 from headrace.workers.agents.examples import two_carts
 from support.envs.toy import check_books

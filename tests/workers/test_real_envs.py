@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from support.envs.toy import check_books, runner
 from support.fleets.env_hosts import EnvHosts
 from support.ports import free_port

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
 from headrace.workers.connectors import PreviousActionReward
 from headrace.workers.modules import LstmActorCritic, RecurrentModule, lstm_actor_critic, sequences

@@ -17,12 +17,12 @@ import pytest
 import zmq
 
 from headrace.deploy.key_pairs import make_keys
-from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.env_messages import EnvHeartbeat, EnvHostHello
+from headrace.schemas.chunks.chunk import EpisodeChunk
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
-from headrace.schemas.loopback_token import server_token
-from headrace.schemas.spaces import Box, Discrete, Spaces
-from headrace.schemas.wire import MessageKind, decode, encode
+from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.schemas.messages.env_messages import EnvHeartbeat, EnvHostHello
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote import pool as remote_pool
 from headrace.workers.envs.remote.spaces_check import problem_of

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.errors import CallbackError, EnvError, RunnerBusyError, RunnerStoppedError
-from headrace.schemas.ledger import Discard
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.sampling.sample_size import SampleSizeError
 from support.envs.toy import Counting, runner

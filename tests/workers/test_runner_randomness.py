@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers import EnvContext
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.envs.spaces import convert

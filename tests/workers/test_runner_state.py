@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from gymnasium.vector.utils import batch_space
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.ledger import Discard
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.runner.env_runner import EnvRunner
 from support.envs.toy import Counting, runner

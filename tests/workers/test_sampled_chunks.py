@@ -8,10 +8,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace.schemas.batch import BatchHeader, encode_batch
-from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.ledger import Discard, WorkerTotals
+from headrace.schemas.accounts.ledger import Discard, WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, encode_batch
+from headrace.schemas.chunks.batch_reader import decode_batch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from support.envs.toy import Counting, Walk, check_books, runner
 
 

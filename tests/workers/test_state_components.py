@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.schemas.errors import DecodeError, EncodeError, ModuleError, StateError
-from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
-from headrace.schemas.wire import MessageKind, decode, encode
+from headrace.schemas.frames.state_arrays import arrays_to_state, state_to_arrays
+from headrace.schemas.frames.wire import MessageKind, decode, encode
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
 from headrace.workers.runner.state_components import Selection
 from support.envs.counting import NestedCounting

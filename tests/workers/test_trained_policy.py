@@ -13,8 +13,8 @@ import pytest
 import torch
 from golden_envs import Choices, Nested, Picture, Push, Walk
 
+from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ExportError, PolicyCallError, WhichModuleError
-from headrace.schemas.spaces import Spaces, leaves
 from headrace.workers import EnvRunner, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.examples import TwoCarts, two_carts
 from headrace.workers.connectors import (

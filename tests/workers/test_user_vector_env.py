@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, VectorEnv
 from support.envs.toy import Counting, Faulty, Walk, check_books, runner

@@ -7,8 +7,8 @@ from typing import Any
 
 import gymnasium as gym
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.spaces import convert
 
 ALL = "__all__"

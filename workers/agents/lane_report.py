@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.agents.env import ALL, AgentDict
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat

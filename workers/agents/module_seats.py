@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.observations import Observations
 from headrace.workers.policy.acting_module import ActingModule

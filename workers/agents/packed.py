@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.gymnasium_spaces import to_gym
-from headrace.schemas.spaces import column_dtype, leaf_shape, leaves
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
+from headrace.schemas.chunks.spaces import column_dtype, leaf_shape, leaves
 from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, MultiAgentEnv
 from headrace.workers.agents.episodes import MultiAgentEpisode

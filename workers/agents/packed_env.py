@@ -8,8 +8,18 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.spaces import Box, Dict, MultiBinary, Space, Spaces, Tuple, box_bounds, column_dtype, leaf_shape
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import (
+    Box,
+    Dict,
+    MultiBinary,
+    Space,
+    Spaces,
+    Tuple,
+    box_bounds,
+    column_dtype,
+    leaf_shape,
+)
 from headrace.workers.agents.env import ALL, AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.agents.lane_report import check_known, read_reset, take_step_apart, with_content

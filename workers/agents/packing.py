@@ -20,9 +20,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Box, Dict, Space, Spaces, Tuple
 from headrace.schemas.errors import DecodeError, EnvContractError
-from headrace.schemas.spaces import Box, Dict, Space, Spaces, Tuple
 from headrace.workers.agents.env import ALL, AgentDict
 
 Columns = Mapping[str, NDArray[Any]]

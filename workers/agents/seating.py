@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from headrace.schemas.chunk import format_episode_id
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.chunk import format_episode_id
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.agents.acting_seats import seat_groups
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.lane_report import LaneReport
 from headrace.workers.envs.failures import Failure

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConnectorError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.agents.acting_seats import ActingSeats, acting_seats
 from headrace.workers.agents.env import AgentDict
 from headrace.workers.agents.episodes import Seat

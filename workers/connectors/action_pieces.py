@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.schemas.spaces import Box, Dict, Space, Spaces, Tuple, box_bounds, column_dtype, leaves
+from headrace.schemas.chunks.spaces import Box, Dict, Space, Spaces, Tuple, box_bounds, column_dtype, leaves
 from headrace.workers.connectors.connector import Columns, Connector, Rows, Tensors
 from headrace.workers.envs.bounds import ActionBounds, bounded_box
 

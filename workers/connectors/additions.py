@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Box, Dict, Space, Spaces, leaves
 from headrace.schemas.errors import ConfigError, ConnectorError
-from headrace.schemas.spaces import Box, Dict, Space, Spaces, leaves
 from headrace.workers.connectors.connector import Columns, Connector, Rows
 from headrace.workers.connectors.flatten import as_vectors, one_hot_size
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.plugins import build_piece
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.settings.plugins import build_piece
 
 if TYPE_CHECKING:  # processes that only build connectors start faster without it
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, Spaces, leaf_size, leaves
+from headrace.schemas.chunks.spaces import Box, Discrete, Leaf, MultiDiscrete, Spaces, leaf_size, leaves
 from headrace.workers.connectors.connector import Columns, Connector, Rows, Tensors
 
 if TYPE_CHECKING:

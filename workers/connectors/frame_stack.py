@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Box, Spaces, box_bounds, column_dtype
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.spaces import Box, Spaces, box_bounds, column_dtype
 from headrace.workers.connectors.connector import Columns, Connector, Rows
 from headrace.workers.envs.bounds import bounded_box
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Box, Dict, Space, Spaces, Tuple, leaves
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.spaces import Box, Dict, Space, Spaces, Tuple, leaves
 from headrace.workers.connectors.connector import Columns, Connector, Rows, State, Tensors
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import ConnectorError, HeadraceError
-from headrace.schemas.spaces import Space, Spaces, column_dtype, leaf_shape, leaves
 from headrace.workers.connectors.connector import Columns, Exportable, Freezable, Rows, State, Tensors, build_connector
 
 _Expected = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import ConnectorError
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
-from headrace.schemas.weights import CONNECTORS
+from headrace.schemas.messages.weights import CONNECTORS
 from headrace.workers.connectors.connector import Columns, Exportable, Rows, State, Tensors
 from headrace.workers.connectors.pipeline import Pipeline
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import (
+from headrace.schemas.chunks.spaces import (
     Box,
     Dict,
     Discrete,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.sequential_step import Outcome
 

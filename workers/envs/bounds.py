@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Box, Discrete, Leaf, MultiDiscrete, box_bounds, column_dtype, leaf_shape
+from headrace.schemas.chunks.spaces import Box, Discrete, Leaf, MultiDiscrete, box_bounds, column_dtype, leaf_shape
 
 if TYPE_CHECKING:  # processes of envs import this file too, and start faster without it
     import torch

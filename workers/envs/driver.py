@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
 from headrace.workers.envs.failures import Failure

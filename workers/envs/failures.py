@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.schemas.episode_errors import ClientLostError, EpisodeAbortedError
+from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.errors import (
     CallbackError,
     EnvContractError,
@@ -18,7 +18,7 @@ from headrace.schemas.errors import (
     EnvNeighbourError,
     EnvRaisedError,
 )
-from headrace.schemas.ledger import Discard
+from headrace.schemas.errors.episodes import ClientLostError, EpisodeAbortedError
 from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.error_text import message_of, plain
 from headrace.workers.metrics.failure_groups import FailureGroups, first_bytes, last_bytes

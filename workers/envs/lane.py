@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import UNSEEDED
+from headrace.schemas.chunks.chunk import UNSEEDED
 from headrace.workers.envs.restarts import RestartBudget
 from headrace.workers.randomness.seeds import EPISODE_BITS, EnvSeeds
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.workers.envs.bounds import leaf_bounds
 from headrace.workers.envs.error_text import brief
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvError
 from headrace.workers.envs.backend import EnvBackend, InlineBackend, PoolBackend, Replies
 from headrace.workers.envs.failures import Failure

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.workers.envs.checks import check_info, check_rewards, end_of, take_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.observations import Observations

@@ -8,8 +8,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import (
+from headrace.schemas.chunks.spaces import (
     Box,
     Dict,
     Discrete,
@@ -19,7 +18,8 @@ from headrace.schemas.spaces import (
     Spaces,
     Tuple,
 )
-from headrace.schemas.wire import ALLOWED_DTYPES
+from headrace.schemas.errors import EnvContractError
+from headrace.schemas.frames.wire import ALLOWED_DTYPES
 
 _WRAPPERS = {
     "MissionSpace": "give a function that wraps the env in minigrid.wrappers.ImgObsWrapper, which leaves the mission "

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import CallbackError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvBackend, EnvHostsHere, Replies
 from headrace.workers.envs.driver import StartEpisodes

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import CannotLogError, NoActionYetError
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.errors import EnvContractError, HeadraceError
-from headrace.schemas.spaces import Spaces, nest
+from headrace.schemas.errors.episodes import CannotLogError, NoActionYetError
 from headrace.workers.agents.env import ALL
 from headrace.workers.external.calls import Call, OnAnswer, Place, Row, RowReader, add_reward
 from headrace.workers.external.episodes import EpisodeTable

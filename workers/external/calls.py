@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Space
 from headrace.schemas.errors import EnvContractError, HeadraceError
-from headrace.schemas.spaces import Space
 from headrace.workers.envs.bounds import LARGEST_REWARD
 from headrace.workers.envs.checks import check_rewards
 from headrace.workers.envs.observations import Observations

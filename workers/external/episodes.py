@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import (
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.errors.episodes import (
     CannotLogError,
     ClientLostError,
     EpisodeAbortedError,

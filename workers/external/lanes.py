@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import ClientLostError
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, HeadraceError
+from headrace.schemas.errors.episodes import ClientLostError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import StartEpisodes

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from headrace.schemas.episode_errors import RunReturnedError
+from headrace.schemas.errors.episodes import RunReturnedError
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.external.self_driven import SelfDrivenEnv
 

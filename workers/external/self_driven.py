@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
-from headrace.schemas.episode_errors import EpisodeError, EpisodeTimeoutError, NoFreePlaceError, RunReturnedError
 from headrace.schemas.errors import EnvError
+from headrace.schemas.errors.episodes import EpisodeError, EpisodeTimeoutError, NoFreePlaceError, RunReturnedError
 from headrace.workers.external.calls import Answer, OnAnswer
 from headrace.workers.external.episodes import EpisodeTable
 

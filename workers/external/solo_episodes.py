@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import CannotLogError, NoActionYetError
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.errors.episodes import CannotLogError, NoActionYetError
 from headrace.workers.envs.checks import check_info
 from headrace.workers.external.calls import Call, OnAnswer, Row, RowReader, SoloCall, SoloPlace, add_reward
 from headrace.workers.external.episodes import EpisodeTable

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ConfigError, EnvContractError
-from headrace.schemas.spaces import Spaces, leaves
 from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations

@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import zmq
 
-from headrace.schemas import sockets
-from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, HeadraceError, refusal
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.handshakes import CLIENT_EVENTS, Handshakes
-from headrace.schemas.keys import PeerKeys
+from headrace.schemas.frames.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
 from headrace.schemas.messages import Ack, Fenced, Message, Reject, WorkerWelcome, read
-from headrace.schemas.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import Shipment

@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.schemas.advertised import is_own_address
-from headrace.schemas.compression import LZ4, readable_encodings
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.episode_log import EpisodeLog, log_path
+from headrace.schemas.accounts.ledger import Drop
+from headrace.schemas.accounts.recorder import Recorder
+from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.chunks.episode_log import EpisodeLog, log_path
+from headrace.schemas.chunks.module_spaces import module_spaces_to_json
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.headrace_version import headrace_version
-from headrace.schemas.keys import client_keys
-from headrace.schemas.ledger import Drop
+from headrace.schemas.frames.compression import LZ4, readable_encodings
 from headrace.schemas.messages import WorkerHello
-from headrace.schemas.module_spaces import module_spaces_to_json
-from headrace.schemas.recorder import Recorder
-from headrace.schemas.shared_weights import SharedWeights
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.messages.shared_weights import SharedWeights
+from headrace.schemas.peers.advertised import is_own_address
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.fleet.link import BrokerLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver

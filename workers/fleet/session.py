@@ -13,13 +13,14 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from headrace.schemas.bounds import Version
-from headrace.schemas.compression import LZ4
-from headrace.schemas.counted_warnings import CountedWarnings
-from headrace.schemas.env_errors import EnvErrorGroup
-from headrace.schemas.ledger import Drop, HeldBatch, Settled, WorkerTotals
-from headrace.schemas.logged_metrics import LoggedMetrics
-from headrace.schemas.message_base import MOST_DETAIL, MOST_SHORT_DETAIL
+from headrace.schemas.accounts.env_errors import EnvErrorGroup
+from headrace.schemas.accounts.ledger import Drop, HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.logged_metrics import LoggedMetrics
+from headrace.schemas.accounts.runner_counters import Counters, fitting
+from headrace.schemas.accounts.worker_figures import Ports
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.frames.compression import LZ4
 from headrace.schemas.messages import (
     Ack,
     Bye,
@@ -32,9 +33,8 @@ from headrace.schemas.messages import (
     WorkerHello,
     WorkerWelcome,
 )
-from headrace.schemas.runner_counters import Counters, fitting
-from headrace.schemas.worker_figures import Ports
-from headrace.schemas.worker_messages import MOST_SILENCE_S
+from headrace.schemas.messages.message_base import MOST_DETAIL, MOST_SHORT_DETAIL
+from headrace.schemas.messages.worker_messages import MOST_SILENCE_S
 from headrace.workers.fleet.window import SessionLimits, Shipment, Window
 
 log = logging.getLogger("headrace.worker")

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.schemas.batch import MOST_ABORTED, BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunk import DEFAULT_AGENT, ChunkEnd
-from headrace.schemas.episode_log import EpisodeLog
+from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch, WorkerTotals, plus
+from headrace.schemas.accounts.recorder import Recorder
+from headrace.schemas.chunks.batch import MOST_ABORTED, BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.chunk import DEFAULT_AGENT, ChunkEnd
+from headrace.schemas.chunks.episode_log import EpisodeLog
 from headrace.schemas.errors import InfosTooLargeError
-from headrace.schemas.ledger import Count, Drop, HeldBatch, WorkerTotals, plus
-from headrace.schemas.recorder import Recorder
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import Shipment
 from headrace.workers.metrics.totals import RunnerTotals

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.schemas.blobs import frames_of
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
+from headrace.schemas.frames.blobs import frames_of
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
-from headrace.schemas.shared_weights import SharedWeights
-from headrace.schemas.weights import MOST_WEIGHTS_BYTES, Arrays, read_weights
-from headrace.schemas.weights_messages import PIECE_BYTES
-from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.schemas.messages.shared_weights import SharedWeights
+from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, read_weights
+from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.schemas.bounds import WINDOW
-from headrace.schemas.ledger import Drop, HeldBatch, WorkerTotals
-from headrace.schemas.wire import Buffer, decompressed
+from headrace.schemas.accounts.ledger import Drop, HeldBatch, WorkerTotals
+from headrace.schemas.basics.bounds import WINDOW
+from headrace.schemas.frames.wire import Buffer, decompressed
 
 
 @dataclass(slots=True)

@@ -12,8 +12,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from headrace.schemas.advertised import advertised, host_to_advertise
-from headrace.schemas.config import FleetConfig
+from headrace.schemas.accounts.ledger import Discard, Drop
+from headrace.schemas.accounts.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
+from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, Ports
+from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import (
     CallbackError,
     ConfigError,
@@ -24,12 +26,10 @@ from headrace.schemas.errors import (
     NoEnvHostError,
     StateError,
 )
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.ledger import Discard, Drop
-from headrace.schemas.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.messages import tellable_shapes
-from headrace.schemas.stop_event import stop_event
-from headrace.schemas.worker_figures import MOST_VERSIONS, PORT_PATTERN, Ports
+from headrace.schemas.peers.advertised import advertised, host_to_advertise
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from headrace.schemas.env_errors import MOST_GROUPS, MOST_TRACEBACK, OTHERS, EnvErrorGroup, fingerprint_of
+from headrace.schemas.accounts.env_errors import MOST_GROUPS, MOST_TRACEBACK, OTHERS, EnvErrorGroup, fingerprint_of
 
 
 class FailureGroups:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.logged_metrics import LoggedMetric
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
 
 Path = tuple[str, ...]
 """("num_episodes",), or ("num_agent_steps_sampled", "agent_0"), which is in a dict of its own in the report."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TypeVar
 
-from headrace.schemas.worker_figures import TIME_PARTS, TimePart
+from headrace.schemas.accounts.worker_figures import TIME_PARTS, TimePart
 
 R = TypeVar("R")
 

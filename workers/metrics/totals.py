@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from headrace.schemas.batch import MOST_ABORTED
-from headrace.schemas.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.batch import MOST_ABORTED
 from headrace.workers.metrics.failure_groups import FailureGroups
 from headrace.workers.metrics.timers import Timers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.schemas.spaces import Box, Dict, Discrete, MultiBinary, Spaces
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, Spaces
 
 MASK = "action_mask"
 

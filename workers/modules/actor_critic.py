@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers.modules.action_masks import MASK, has_action_mask
 from headrace.workers.modules.closed_form import Chain, ClosedForm, Layer, choice_of, is_plain, join, linears_of
 from headrace.workers.modules.distributions import ActionDistribution

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.schemas.spaces import Box, Discrete
+from headrace.schemas.chunks.spaces import Box, Discrete
 from headrace.workers.modules.layers import BlankLinear
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)

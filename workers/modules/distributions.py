@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import (
+from headrace.schemas.chunks.spaces import (
     Box,
     Dict,
     Discrete,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.schemas.spaces import (
+from headrace.schemas.chunks.spaces import (
     Box,
     Dict,
     Discrete,

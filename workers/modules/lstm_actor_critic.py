@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from headrace.schemas.chunks.spaces import Box, Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import Box, Spaces
 from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.modules.encoders import Encoder
 from headrace.workers.modules.layers import BlankLSTM, linear, orthogonal

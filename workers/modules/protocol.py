@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, HeadraceError, ModuleError
-from headrace.schemas.spaces import Spaces
 
 NumpyAct = Callable[[Mapping[str, NDArray[Any]], "NDArray[Any] | None"], dict[str, NDArray[Any]]]
 """(observation columns, noise or None for the mode) -> step columns by name, all (rows, ...)."""

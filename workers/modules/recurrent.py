@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import STATE_IN, ChunkBatch
+from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch
+from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import nest
 
 
 class Memory:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import STATE_IN
+from headrace.schemas.chunks.batch import STATE_IN
+from headrace.schemas.chunks.lookback import LOOKBACK
+from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.lookback import LOOKBACK
-from headrace.schemas.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.workers.modules.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]

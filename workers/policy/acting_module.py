@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import action_root

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import OFF_POLICY, STATE_IN, ChunkBatch, belongs_to_space
+from headrace.schemas.chunks.batch import OFF_POLICY, STATE_IN, ChunkBatch, belongs_to_space
+from headrace.schemas.chunks.lookback import LOOKBACK
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.lookback import LOOKBACK
-from headrace.schemas.sampling_settings import SamplingSettings
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.settings.sampling_settings import SamplingSettings
 from headrace.workers.policy.acting import Actor
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaves, nest
 from headrace.schemas.errors import ExportError
-from headrace.schemas.spaces import Space, Spaces, column_dtype, leaves, nest
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.policy.acting import flatten_actions

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Discrete, Space, Spaces
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import Discrete, Space, Spaces
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.modules.action_masks import MASK, has_action_mask
 

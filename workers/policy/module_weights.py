@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import WhichModuleError
-from headrace.schemas.weights import check_shapes, split_modules
+from headrace.schemas.messages.weights import check_shapes, split_modules
 
 _DTYPES = {torch.from_numpy(np.empty(0, dtype)).dtype: np.dtype(dtype) for dtype in ("<f4", "<f8", "<i8")}
 """The dtypes of nearly all parameters and buffers, which numpy copies straight from the wire's read-only arrays."""
@@ -45,7 +45,7 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
     `state` may be:
 
     - that mapping already
-    - arrays under names joined by `schemas.weights.join_modules`
+    - arrays under names joined by `schemas.messages.weights.join_modules`
     - the arrays of the only module there is
 
     Raises `WhichModuleError` for an unknown module, or for arrays that do not say which module they belong to.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.schemas.chunks.module_spaces import check_mapping_table, check_module_ids
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError
-from headrace.schemas.module_spaces import check_mapping_table, check_module_ids
-from headrace.schemas.plugins import load_object
-from headrace.schemas.sampling_settings import PolicySettings
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.settings.plugins import load_object
+from headrace.schemas.settings.sampling_settings import PolicySettings
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.spaces import convert
 from headrace.workers.policy.spec import PolicySpec

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.errors import ModuleError, PolicyCallError, WhichModuleError
-from headrace.schemas.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors, split_states

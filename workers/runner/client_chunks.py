@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.module_batches import ModuleBatches

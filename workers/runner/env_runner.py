@@ -14,12 +14,12 @@ import torch
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import EpisodeChunk
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
+from headrace.schemas.accounts.worker_figures import TimePart
+from headrace.schemas.chunks.chunk import EpisodeChunk
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
-from headrace.schemas.ledger import Discard
-from headrace.schemas.logged_metrics import LoggedMetric
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.worker_figures import TimePart
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere

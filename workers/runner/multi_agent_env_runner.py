@@ -7,8 +7,8 @@ from typing import Any
 
 import gymnasium as gym
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import MissingEnvError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.agents import ExternalAgents

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import ConnectorError, ModuleError, StateError
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
-from headrace.schemas.weights import split_modules
+from headrace.schemas.messages.weights import split_modules
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import PIPELINES, join_states, split_states
 from headrace.workers.policy.acting_module import ActingModule

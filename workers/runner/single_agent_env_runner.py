@@ -8,10 +8,10 @@ from typing import Any
 import gymnasium as gym
 import torch
 
-from headrace.schemas.batch import ChunkBatch
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, MissingEnvError
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
-from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.external.vector import ExternalVector

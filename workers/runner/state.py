@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.errors import MissingEnvError, ModuleError, StateError
-from headrace.schemas.ledger import Discard
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import PIPELINES

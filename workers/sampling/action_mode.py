@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.schemas.chunk import EXPLORE, RANDOM_ACTIONS
+from headrace.schemas.chunks.chunk import EXPLORE, RANDOM_ACTIONS
 
 
 @dataclass(frozen=True, slots=True)

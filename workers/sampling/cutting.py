@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import STATE_IN, ChunkBatch, is_obs_column
-from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
-from headrace.schemas.ledger import Discard
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
+from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.lookback import look_back

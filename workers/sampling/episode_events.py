@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError
-from headrace.schemas.ledger import Discard
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane

@@ -11,8 +11,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd, format_episode_id
-from headrace.schemas.spaces import Spaces, nest
+from headrace.schemas.chunks.chunk import ChunkEnd, format_episode_id
+from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.fragment import ChunkInfos
 
@@ -38,7 +38,7 @@ _ELSEWHERE = {
     "to_numpy": "the chunks in on_sample_end, whose arrays are NumPy's",
     "finalize": "the chunks in on_sample_end, whose arrays are NumPy's",
     "cut": "the chunks in on_sample_end, which the sampler has cut",
-    "concat_episode": "headrace.schemas.chunk.to_episode(chunks)",
+    "concat_episode": "headrace.schemas.chunks.chunk.to_episode(chunks)",
     "slice": "chunk[a:b] of the chunks in on_sample_end",
     "agent_episodes": "episode.agents",
     "get_agents_to_act": "episode.agents_to_act",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from headrace.schemas.episode_errors import ExternalSilenceError
+from headrace.schemas.errors.episodes import ExternalSilenceError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.lanes import ExternalDriver as ExternalLanes
 

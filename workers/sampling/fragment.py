@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import is_obs_column
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import is_obs_column
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.lane import Episode
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import OFF_POLICY, ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.batch import OFF_POLICY, ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import ConnectorError
-from headrace.schemas.ledger import Discard
-from headrace.schemas.module_spaces import DEFAULT_MODULE_ID
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import OFF_POLICY
-from headrace.schemas.spaces import Space, leaves, nest
+from headrace.schemas.chunks.batch import OFF_POLICY
+from headrace.schemas.chunks.spaces import Space, leaves, nest
 from headrace.workers.envs.actions import action_root
 from headrace.workers.external.calls import Row
 from headrace.workers.policy.acting import Columns

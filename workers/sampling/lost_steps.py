@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.schemas.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.sampling.cutting import Marker
 from headrace.workers.sampling.fragment import OpenChunk

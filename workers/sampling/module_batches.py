@@ -8,8 +8,8 @@ from typing import overload
 
 import numpy as np
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 
 _LAST = {ChunkEnd.ONGOING: 1, ChunkEnd.ABORTED: 2}
 

@@ -13,8 +13,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import is_obs_column
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.batch import is_obs_column
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 
 Rows = NDArray[np.intp]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Generic
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import LaneDriver

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.agents.episodes import AgentEpisode
 from headrace.workers.sampling.cutting import Marker, Stamp, cut
 from headrace.workers.sampling.fragment import OpenChunk

@@ -12,10 +12,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import OFF_POLICY, ChunkBatch
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.batch import OFF_POLICY, ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConnectorError, ModuleError
-from headrace.schemas.ledger import Discard
 from headrace.workers.agents.acting_seats import ActingSeats, SeatGroup, acting_seats, seat_groups
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.agents.module_seats import ModuleSeats

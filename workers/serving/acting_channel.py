@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.batch import ChunkBatch, read_batch_header
-from headrace.schemas.batch_reader import BatchReader, UnreadBatch
-from headrace.schemas.blobs import frames_of
-from headrace.schemas.bounds import Version
-from headrace.schemas.ledger import Discard
-from headrace.schemas.serving_errors import BadRequestError, NotYetError
-from headrace.schemas.serving_messages import ChunkShipment
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.weights import Arrays, encode_weights
-from headrace.schemas.wire import Buffer, MessageKind, WireLimits, decode_header
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
+from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.errors.serving import BadRequestError, NotYetError
+from headrace.schemas.frames.blobs import frames_of
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode_header
+from headrace.schemas.messages.serving_messages import ChunkShipment
+from headrace.schemas.messages.weights import Arrays, encode_weights
 from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.runner.client_chunks import ClientChunks
 from headrace.workers.serving.shipped_episodes import ShippedEpisodes

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.serving_errors import StepOrderError
-from headrace.schemas.serving_messages import ChunkShipment, ClientPart, ClientPull
+from headrace.schemas.errors.serving import StepOrderError
+from headrace.schemas.messages.serving_messages import ChunkShipment, ClientPart, ClientPull
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.session_records import Address, Reply, SessionRecord, ack_of
 

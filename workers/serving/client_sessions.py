@@ -11,14 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from headrace.schemas.accounts.worker_figures import ServingFigures
+from headrace.schemas.credentials.tokens import same_token
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.serving_errors import (
+from headrace.schemas.errors.serving import (
     BadRequestError,
     ServerFullError,
     SessionTakenError,
     UnknownSessionError,
 )
-from headrace.schemas.serving_messages import (
+from headrace.schemas.messages.serving_messages import (
     AnyStep,
     ChunkShipment,
     ClientBye,
@@ -30,8 +32,6 @@ from headrace.schemas.serving_messages import (
     EpisodeAbort,
     EpisodeStart,
 )
-from headrace.schemas.tokens import same_token
-from headrace.schemas.worker_figures import ServingFigures
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
 from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from headrace.schemas.worker_figures import ServingFigures
+from headrace.schemas.accounts.worker_figures import ServingFigures
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.client_sessions import ClientSessions

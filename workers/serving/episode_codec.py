@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.schemas.serving_agents import AgentsStep, agent_spaces_to_json
-from headrace.schemas.serving_messages import EpisodeStep
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.messages.serving_agents import AgentsStep, agent_spaces_to_json
+from headrace.schemas.messages.serving_messages import EpisodeStep
 from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
 from headrace.workers.serving.space_codec import SpaceCodec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
 from headrace.workers.external.calls import DriverLoop, OnAnswer, Row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
 from headrace.workers.external.calls import DriverLoop
 

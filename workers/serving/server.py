@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from headrace.schemas.serving_settings import ServingSection
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.dispatcher import Dispatcher, Listener

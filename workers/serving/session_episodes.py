@@ -11,18 +11,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import (
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodeCompletedError,
     EpisodesClosedError,
     EpisodeStartedError,
     UnknownEpisodeError,
 )
-from headrace.schemas.errors import HeadraceError
-from headrace.schemas.serving_errors import ServerFullError, StepOrderError, SupersededError
-from headrace.schemas.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
-from headrace.schemas.wire import MessageKind
+from headrace.schemas.errors.serving import ServerFullError, StepOrderError, SupersededError
+from headrace.schemas.frames.wire import MessageKind
+from headrace.schemas.messages.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.serving.latencies import Latencies
 from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
 from headrace.workers.serving.session_records import (

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from headrace.schemas.episode_errors import (
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodeCompletedError,
     EpisodeError,
     UnknownEpisodeError,
 )
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors.serving import code_of, facts_of
+from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
-from headrace.schemas.serving_errors import code_of, facts_of
-from headrace.schemas.serving_messages import MOST_WAITING_FOR, ClientReject
-from headrace.schemas.wire import MessageKind
+from headrace.schemas.messages.serving_messages import MOST_WAITING_FOR, ClientReject
 
 
 class Address(Protocol):

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd
-from headrace.schemas.ledger import Discard
-from headrace.schemas.serving_errors import BadRequestError, ServerFullError
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
+from headrace.schemas.errors.serving import BadRequestError, ServerFullError
 
 MOST_OPEN = 4096
 """The most open episodes of all clients together."""

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.row_layout import row_layout_of
-from headrace.schemas.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.wire import Buffer
+from headrace.schemas.frames.row_layout import row_layout_of
+from headrace.schemas.frames.wire import Buffer
 from headrace.workers.envs.bounds import leaf_bounds
 
 Row = TypeVar("Row")

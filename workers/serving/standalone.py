@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.schemas.bounds import Version
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.ledger import Discard
-from headrace.schemas.weights import Arrays
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.messages.weights import Arrays
+from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner

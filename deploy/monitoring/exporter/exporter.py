@@ -23,11 +23,11 @@ from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.web_port import WebPort
 from headrace.deploy.options import chosen_run
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, HeadraceError
-from headrace.schemas.redis_url import read_redis_url
-from headrace.schemas.stop_event import stop_event
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.redis_url import read_redis_url
 
 log = logging.getLogger("headrace.exporter")
 

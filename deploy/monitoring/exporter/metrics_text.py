@@ -1,7 +1,7 @@
 """Metrics of fleets in the text formats of Prometheus and OpenMetrics, for `headrace exporter` and the dashboard.
 
-Names, meanings and units of counters and gauges are those of `schemas/redis_keys.py`: a metric that is added there
-appears here. `exposed_name` makes them names as Prometheus wants them.
+Names, meanings and units of counters and gauges are those of `schemas/accounts/redis_keys.py`: a metric that is added
+there appears here. `exposed_name` makes them names as Prometheus wants them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from headrace.deploy.monitoring.findings import find
 from headrace.deploy.monitoring.processes import SUPERVISOR
 from headrace.deploy.progress import weights_lag
 from headrace.deploy.redis_view import Snapshot
-from headrace.schemas.ledger import Discard, Drop
-from headrace.schemas.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled, unlabelled
+from headrace.schemas.accounts.ledger import Discard, Drop
+from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled, unlabelled
 
 PREFIX = "headrace_"
 _SPELT = (("_unix_s", "_timestamp_seconds"), ("_per_s", "_per_second"), ("_s", "_seconds"))

@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.page.hub import INTERVALS, Hub
-from headrace.schemas.config import FleetConfig
-from headrace.schemas.rendezvous import Published
-from headrace.schemas.run_files import RENDEZVOUS_FILE, rendezvous_path
+from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
+from headrace.schemas.peers.rendezvous import Published
+from headrace.schemas.settings.config import FleetConfig
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("uPlot.iife.min.js", "charts.js", "app.js")

@@ -13,7 +13,7 @@ import orjson
 
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.series import Series, SeriesReader
-from headrace.schemas.redis_keys import RINGS
+from headrace.schemas.accounts.redis_keys import RINGS
 
 WANTED_S = 10.0
 """Seconds for which a request counts as interest in new states."""

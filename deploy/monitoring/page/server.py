@@ -15,8 +15,8 @@ from headrace.deploy.monitoring.page.hub import INTERVALS, Hub
 from headrace.deploy.monitoring.series import SeriesReader
 from headrace.deploy.monitoring.web_port import WebPort
 from headrace.deploy.redis_view import FleetView
+from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.stop_event import stop_event
 
 READ_S, IDLE_S = 1.0, 5.0
 """Seconds between two reads, while the page is open somewhere, and while it is not."""

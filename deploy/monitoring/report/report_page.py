@@ -13,7 +13,7 @@ from headrace.deploy.monitoring.html_page import folded, page, paragraph, table,
 from headrace.deploy.monitoring.losses import loss_of
 from headrace.deploy.monitoring.report.line_chart import Chart, Curve, chart_html, duration, short_number
 from headrace.deploy.monitoring.report.run_series import RunSeries
-from headrace.schemas.printable import one_line, printable
+from headrace.schemas.basics.printable import one_line, printable
 
 MOST_CHARTS = 24
 """Charts of learner's figures, and of what callbacks logged."""

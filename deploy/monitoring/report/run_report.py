@@ -31,12 +31,12 @@ from headrace.deploy.redis_view import FleetView, Snapshot
 from headrace.deploy.run_dir import is_locked
 from headrace.deploy.run_facts import plain_errors, read_run_facts
 from headrace.deploy.run_rows import history_row
-from headrace.schemas.config_loading import known_keys
-from headrace.schemas.env_errors import EnvErrorRow
+from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.ledger import FleetLedger
+from headrace.schemas.accounts.redis_keys import RINGS, without_password
+from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.ledger import FleetLedger
-from headrace.schemas.redis_keys import RINGS, without_password
-from headrace.schemas.run_files import read_object
+from headrace.schemas.settings.config_loading import known_keys
 
 _PLACES = ("fleet.run_dir", "redis.url")
 """Settings that say where a run was, and not what it was."""

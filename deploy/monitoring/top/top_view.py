@@ -13,7 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from headrace.deploy.monitoring.report.line_chart import duration, short_number
-from headrace.schemas.printable import one_line
+from headrace.schemas.basics.printable import one_line
 
 Document = Mapping[str, Any]
 Curves = Mapping[str, Sequence[float | None]]

@@ -19,7 +19,7 @@ from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.workers.modules import actor_critic
 
 RUNNERS, NUM_ENVS, LENGTH, WARM_UP_S = 2, 8, 250, 5.0

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from headrace.schemas.chunk import to_episode
+from headrace.schemas.chunks.chunk import to_episode
 from headrace.workers import EnvContext
 
 KINDS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}

@@ -20,7 +20,7 @@ import numpy as np
 from headrace.deploy.clients.games import ByHttp, ByZmq, Games, LostError
 from headrace.deploy.clients.http_client import PolicyServer
 from headrace.schemas.errors import UnreachableError
-from headrace.schemas.serving_messages import ClientRequest, EpisodeStep
+from headrace.schemas.messages.serving_messages import ClientRequest, EpisodeStep
 from headrace.workers.serving.client import PolicyClient
 from support.waiting import TIMEOUT_S
 

@@ -11,7 +11,7 @@ import torch
 
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
 from headrace.learner_stub.training_arrays import training_arrays
-from headrace.schemas.weights import CONNECTORS, join_modules
+from headrace.schemas.messages.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import ActorCritic, actor_critic
 from support.fleets.serving_process import cart_spaces

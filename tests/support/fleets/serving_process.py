@@ -10,7 +10,7 @@ from pathlib import Path
 
 import gymnasium as gym
 
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.envs.spaces import spaces_of
 
 

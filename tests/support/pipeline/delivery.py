@@ -25,19 +25,19 @@ import zmq
 from headrace.broker.process import Broker
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas import sockets
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunk import CHUNK_TABLE, ChunkEnd, EpisodeChunk
-from headrace.schemas.config import BrokerSection
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.credentials.keys import BrokerKeys, PeerKeys
+from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.handshakes import Handshakes
-from headrace.schemas.keys import BrokerKeys, PeerKeys
-from headrace.schemas.ledger import HeldBatch, LedgerRow, WorkerTotals
-from headrace.schemas.loopback_token import ServerToken
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import WorkerHello
-from headrace.schemas.spaces import Box, Discrete, Spaces
-from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.handshakes import Handshakes
+from headrace.schemas.settings.config import BrokerSection
 from headrace.workers.fleet.link import BrokerLink
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
@@ -128,7 +128,7 @@ _BROKER = """
 import sys, orjson, logging
 from pathlib import Path
 from headrace.broker.process import run_broker
-from headrace.schemas.config_loading import build_config
+from headrace.schemas.settings.config_loading import build_config
 logging.basicConfig()
 config, redis_url = build_config(orjson.loads(sys.argv[2])), sys.argv[3] or None
 run_broker(config, fleet_id="fleet", run_dir=Path(sys.argv[1]), redis_url=redis_url)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
-from headrace.schemas.ledger import add_up
+from headrace.schemas.accounts.ledger import add_up
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import WorkerThread, closed_row
 from support.waiting import PATIENCE, wait_until

@@ -87,8 +87,8 @@ def run(run_dir: str, config: str, endpoint: str, slot: str, incarnation: str) -
     """Be a worker until SIGTERM; its recorder stands in `run_dir`."""
     import logging
 
-    from headrace.schemas.config_loading import build_config
     from headrace.schemas.errors import HeadraceError
+    from headrace.schemas.settings.config_loading import build_config
     from headrace.workers.fleet.worker import run_worker
 
     logging.basicConfig()

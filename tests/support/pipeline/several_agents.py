@@ -8,8 +8,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 
 TWO_CARTS: dict[str, Any] = {

@@ -18,7 +18,7 @@ import orjson
 import zmq
 
 from headrace.broker.state_file import Endpoints
-from headrace.schemas.wire import Buffer, MessageKind, decode
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode
 from support.pipeline.delivery import Feeder, LoopThread
 from support.waiting import TIMEOUT_S
 

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.module import build_module
-from headrace.schemas.batch import ChunkBatch
-from headrace.schemas.config import ModuleSection
-from headrace.schemas.config_loading import build_config
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.ledger import LedgerRow
 from headrace.schemas.messages import Obituary, SupervisorHello
-from headrace.schemas.recorder import read_recorder
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.settings.config import ModuleSection
+from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet import worker as worker_module
 from support.pipeline.delivery import FLEET, BrokerThread, LoopThread, RawPeer
 from support.waiting import wait_until

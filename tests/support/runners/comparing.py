@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.state_arrays import arrays_to_state, state_to_arrays
+from headrace.schemas.chunks.chunk import EpisodeChunk
+from headrace.schemas.frames.state_arrays import arrays_to_state, state_to_arrays
 
 
 def assert_same(a: Any, b: Any) -> None:

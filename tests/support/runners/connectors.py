@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.workers.connectors import (
     Connector,
     Rows,

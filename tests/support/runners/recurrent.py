@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.batch_reader import decode_batch
-from headrace.schemas.ledger import WorkerTotals
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"

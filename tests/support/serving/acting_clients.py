@@ -12,12 +12,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk
-from headrace.schemas.ledger import Discard, WorkerTotals
-from headrace.schemas.serving_messages import ChunkShipment
-from headrace.schemas.serving_settings import ServingSection
-from headrace.schemas.weights import join_modules, weights_digest
+from headrace.schemas.accounts.ledger import Discard, WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
+from headrace.schemas.messages.serving_messages import ChunkShipment
+from headrace.schemas.messages.weights import join_modules, weights_digest
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.policy.module_weights import read_weights
 from headrace.workers.serving.acting import ActingClient

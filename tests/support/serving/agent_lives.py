@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.chunk import ChunkEnd, EpisodeChunk, to_episode
+from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from support.serving.served_agents import rule
 
 

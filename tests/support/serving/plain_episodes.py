@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.episode_errors import (
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodeStartedError,
     NoFreePlaceError,
     UnknownEpisodeError,
 )
-from headrace.schemas.errors import HeadraceError
-from headrace.schemas.spaces import Box, Discrete, Spaces
 from headrace.workers.external.calls import DriverLoop
 
 SPACES = Spaces(observation=Box(shape=(2,), dtype="<f4", low=-100.0, high=100.0), action=Discrete(n=1000))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from headrace.schemas.keys import CLIENT_PORT, BrokerKeys
-from headrace.schemas.loopback_token import ServerToken
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.credentials.keys import CLIENT_PORT, BrokerKeys
+from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
 from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.serving.acting_channel import ActingChannel

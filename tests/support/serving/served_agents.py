@@ -15,13 +15,13 @@ import orjson
 import torch
 import zmq
 
-from headrace.schemas.chunk import EpisodeChunk
-from headrace.schemas.ledger import Discard
-from headrace.schemas.serving_agents import AgentsStep
-from headrace.schemas.serving_errors import error_of
-from headrace.schemas.serving_messages import ClientHello, ClientReject, EpisodeAbort, EpisodeStart
-from headrace.schemas.serving_settings import ServingSection
-from headrace.schemas.wire import decode, encode
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.chunk import EpisodeChunk
+from headrace.schemas.errors.serving import error_of
+from headrace.schemas.frames.wire import decode, encode
+from headrace.schemas.messages.serving_agents import AgentsStep
+from headrace.schemas.messages.serving_messages import ClientHello, ClientReject, EpisodeAbort, EpisodeStart
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.serving.served_env import ServedEnvs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.ledger import Count, HeldBatch, LedgerRow, plus
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import Count, HeldBatch, LedgerRow, plus
 
 Key = tuple[int, int]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.schemas.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 
 
 def totals(batches: int, **changes: Any) -> WorkerTotals:

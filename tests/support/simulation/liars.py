@@ -15,8 +15,9 @@ from typing import Any
 
 import orjson
 
-from headrace.schemas.batch import BatchHeader, read_batch_header
+from headrace.schemas.chunks.batch import BatchHeader, read_batch_header
 from headrace.schemas.errors import DecodeError
+from headrace.schemas.frames.wire import MessageKind, decode_header, encode
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -29,7 +30,6 @@ from headrace.schemas.messages import (
     WorkerHello,
     read,
 )
-from headrace.schemas.wire import MessageKind, decode_header, encode
 
 Content = Message | BatchHeader
 

@@ -19,11 +19,12 @@ from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.learner_stub.session import LearnerSessionState as LearnerState
 from headrace.learner_stub.source_progress import ArrivalKind
 from headrace.learner_stub.update_size import UpdateSize
-from headrace.schemas.batch import BatchHeader
-from headrace.schemas.folded_lives import FoldedLives
-from headrace.schemas.lag_buckets import LAG_BUCKETS
-from headrace.schemas.learner_messages import LEARNER_PARTS
-from headrace.schemas.ledger import Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.lag_buckets import LAG_BUCKETS
+from headrace.schemas.accounts.ledger import Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.chunks.module_spaces import module_spaces_to_json
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.messages import (
     Ack,
     LearnerFigures,
@@ -33,8 +34,7 @@ from headrace.schemas.messages import (
     SupervisorHello,
     WorkerHello,
 )
-from headrace.schemas.module_spaces import module_spaces_to_json
-from headrace.schemas.spaces import Box, Discrete, Spaces
+from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 from headrace.workers.fleet.session import SessionState as WorkerState
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment

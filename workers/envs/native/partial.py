@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import nest
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.failures import Failure

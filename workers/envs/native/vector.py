@@ -21,9 +21,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError, EnvHangError
-from headrace.schemas.spaces import nest
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.failures import Failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from headrace.schemas.signal_names import signal_name
+from headrace.schemas.basics.signal_names import signal_name
 from headrace.workers.envs.process.control import Phase
 
 _STACK_BYTES = 1 << 16

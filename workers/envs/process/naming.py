@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from headrace.schemas.errors import ConfigError, MissingEnvError
-from headrace.schemas.plugins import load_object
+from headrace.schemas.settings.plugins import load_object
 from headrace.workers.envs.creators import registered_creator
 
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
-from headrace.schemas.gymnasium_spaces import to_gym
-from headrace.schemas.spaces import Spaces
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, write_actions
 from headrace.workers.envs.backend import NextSeeds, Replies

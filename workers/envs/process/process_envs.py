@@ -12,8 +12,8 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.spaces import Spaces
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.context import EnvContext

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Name -> (dtype, shape)."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.env_messages import EnvAnswers
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.messages.env_messages import EnvAnswers
 from headrace.workers.envs.actions import write_actions
 from headrace.workers.envs.bounds import unsound_rewards
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.env_messages import EnvAnswers
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.wire import Buffer, MessageKind, encode
+from headrace.schemas.frames.wire import Buffer, MessageKind, encode
+from headrace.schemas.messages.env_messages import EnvAnswers
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Command

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from headrace.schemas.env_messages import NO_SEED, EnvHostHello
-from headrace.schemas.printable import one_line
+from headrace.schemas.basics.printable import one_line
+from headrace.schemas.messages.env_messages import NO_SEED, EnvHostHello
 from headrace.workers.envs.process.control import Command
 
 

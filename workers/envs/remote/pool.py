@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.counted_warnings import CountedWarnings
-from headrace.schemas.env_messages import (
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.basics.printable import one_line
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves, spaces_from_json
+from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.schemas.messages import Fenced, Message, Reject, read
+from headrace.schemas.messages.env_messages import (
     NO_SEED,
     EnvAnswers,
     EnvHeartbeat,
@@ -21,13 +28,6 @@ from headrace.schemas.env_messages import (
     EnvHostHello,
     EnvHostWelcome,
 )
-from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
-from headrace.schemas.gymnasium_spaces import to_gym
-from headrace.schemas.headrace_version import headrace_version
-from headrace.schemas.messages import Fenced, Message, Reject, read
-from headrace.schemas.printable import one_line
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves, spaces_from_json
-from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, Replies

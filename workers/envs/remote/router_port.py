@@ -1,7 +1,7 @@
 """The port of a worker to which env hosts, or clients, connect: one ROUTER socket, with keys, with a token, or without.
 
-The worker answers libzmq's question whether to let a peer in (`schemas/zap.py`) when it next looks at the port. So a
-handshake takes until the next poll of the envs; a peer retries one that takes too long.
+The worker answers libzmq's question whether to let a peer in (`schemas/peers/zap.py`) when it next looks at the port.
+So a handshake takes until the next poll of the envs; a peer retries one that takes too long.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ from dataclasses import dataclass
 
 import zmq
 
-from headrace.schemas import sockets
-from headrace.schemas.config import is_loopback
-from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.credentials.keys import ENV_PORT, BrokerKeys, keys_folder, read_env_port_keys
+from headrace.schemas.credentials.loopback_token import ServerToken, token_for_port
 from headrace.schemas.errors import ConfigError, PortInUseError
-from headrace.schemas.keys import ENV_PORT, BrokerKeys, keys_folder, read_env_port_keys
-from headrace.schemas.loopback_token import ServerToken, token_for_port
-from headrace.schemas.port_listing import PortListing
-from headrace.schemas.port_watch import WATCH_EVENTS, PeerAccount, PortBounds, PortWatch, connection_limit, source_of
-from headrace.schemas.ports import ports_to_try
-from headrace.schemas.wire import DEFAULT_LIMITS, Buffer
-from headrace.schemas.zap import ENDPOINT, judge
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.port_listing import PortListing
+from headrace.schemas.peers.port_watch import (
+    WATCH_EVENTS,
+    PeerAccount,
+    PortBounds,
+    PortWatch,
+    connection_limit,
+    source_of,
+)
+from headrace.schemas.peers.ports import ports_to_try
+from headrace.schemas.peers.zap import ENDPOINT, judge
+from headrace.schemas.settings.config import is_loopback
 
 log = logging.getLogger(__name__)
 

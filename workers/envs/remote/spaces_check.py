@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_shape, leaves
-from headrace.schemas.wire import DEFAULT_LIMITS
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.frames.wire import DEFAULT_LIMITS
 
 KindProblem = Callable[[Spaces], str]
 """Says in words why envs with these spaces are of the wrong kind for the worker, or nothing.

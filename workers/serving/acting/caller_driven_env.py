@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.schemas.gymnasium_spaces import to_gym
-from headrace.schemas.spaces import Spaces
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from headrace.schemas.episode_errors import EpisodeTimeoutError
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_size, leaves
+from headrace.schemas.credentials.keys import CLIENT, PeerKeys, client_keys
 from headrace.schemas.errors import ConfigError, HeadraceError
-from headrace.schemas.keys import CLIENT, PeerKeys, client_keys
-from headrace.schemas.ledger import Discard
-from headrace.schemas.serving_errors import MessageTooLargeError, UnknownSessionError
-from headrace.schemas.serving_messages import ClientBye
-from headrace.schemas.spaces import Spaces, column_dtype, leaf_size, leaves
-from headrace.schemas.wire import DEFAULT_LIMITS
+from headrace.schemas.errors.episodes import EpisodeTimeoutError
+from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS
+from headrace.schemas.messages.serving_messages import ClientBye
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.calls import Answer
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner

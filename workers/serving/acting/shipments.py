@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.batch import BatchHeader, ChunkBatch, encode_batch
+from headrace.schemas.accounts.ledger import Discard, WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.errors import InfosTooLargeError, UnreachableError
-from headrace.schemas.ledger import Discard, WorkerTotals
-from headrace.schemas.serving_errors import MessageTooLargeError, NotYetError, UnknownSessionError
-from headrace.schemas.serving_messages import MOST_EPISODES, ChunkShipment
-from headrace.schemas.wire import Buffer
+from headrace.schemas.errors.serving import MessageTooLargeError, NotYetError, UnknownSessionError
+from headrace.schemas.frames.wire import Buffer
+from headrace.schemas.messages.serving_messages import MOST_EPISODES, ChunkShipment
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
 from headrace.workers.sampling.module_batches import Cut, batches_of

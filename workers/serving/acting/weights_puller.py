@@ -6,13 +6,13 @@ import logging
 import threading
 from dataclasses import dataclass
 
-from headrace.schemas.blobs import frames_of
-from headrace.schemas.bounds import Version
+from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError, HeadraceError, UnreachableError
-from headrace.schemas.serving_errors import UnknownSessionError
-from headrace.schemas.serving_messages import ClientPart, ClientPull
-from headrace.schemas.weights import Arrays, read_weights
-from headrace.schemas.wire import decode
+from headrace.schemas.errors.serving import UnknownSessionError
+from headrace.schemas.frames.blobs import frames_of
+from headrace.schemas.frames.wire import decode
+from headrace.schemas.messages.serving_messages import ClientPart, ClientPull
+from headrace.schemas.messages.weights import Arrays, read_weights
 from headrace.workers.serving.client import PolicyClient
 
 log = logging.getLogger(__name__)

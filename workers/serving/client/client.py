@@ -17,18 +17,19 @@ from typing import Any, Self
 import zmq
 from numpy.typing import NDArray
 
-from headrace.schemas.episode_errors import (
+from headrace.schemas.chunks.spaces import Spaces, nest
+from headrace.schemas.credentials.keys import CLIENT, PeerKeys, client_keys
+from headrace.schemas.errors import HeadraceError, UnreachableError
+from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodesClosedError,
     NoActionYetError,
     NoFreePlaceError,
     UnknownEpisodeError,
 )
-from headrace.schemas.errors import HeadraceError, UnreachableError
-from headrace.schemas.keys import CLIENT, PeerKeys, client_keys
-from headrace.schemas.serving_agents import served_spaces_from_json
-from headrace.schemas.serving_errors import UnknownSessionError
-from headrace.schemas.serving_messages import (
+from headrace.schemas.errors.serving import UnknownSessionError
+from headrace.schemas.messages.serving_agents import served_spaces_from_json
+from headrace.schemas.messages.serving_messages import (
     ClientBye,
     ClientHeartbeat,
     ClientHello,
@@ -38,7 +39,6 @@ from headrace.schemas.serving_messages import (
     EpisodeAnswer,
     EpisodeStart,
 )
-from headrace.schemas.spaces import Spaces, nest
 from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
 from headrace.workers.serving.client.server_place import ServerPlace, find_server
@@ -61,10 +61,10 @@ class PolicyClient:
     `timeout_s`. The client repeats requests when a connection breaks. Requests are idempotent: a retry gets the same
     answer and is not a second step.
 
-    Calls raise the error with which the server refuses them (`schemas/serving_errors.py`, `schemas/episode_errors.py`),
-    and `UnreachableError`. Its kind `WorkerWaitsError` says that the server lives, but its worker took no step in time;
-    it may wait for the learner. The same call may be repeated. A server that has restarted does not know the old
-    episodes: the next call of each raises `EpisodeAbortedError`.
+    Calls raise the error with which the server refuses them (`errors/serving.py` and `errors/episodes.py` in
+    `schemas/`), and `UnreachableError`. Its kind `WorkerWaitsError` says that the server lives, but its worker took no
+    step in time; it may wait for the learner. The same call may be repeated. A server that has restarted does not know
+    the old episodes: the next call of each raises `EpisodeAbortedError`.
     """
 
     @classmethod

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import zmq
 from numpy.typing import NDArray
 
-from headrace.schemas import sockets
+from headrace.schemas.credentials.keys import CLIENT, PeerKeys
 from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, WorkerWaitsError
-from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
-from headrace.schemas.keys import CLIENT, PeerKeys
+from headrace.schemas.errors.serving import BadRequestError, MessageTooLargeError, error_of
+from headrace.schemas.frames.single_frame import join_frames, split_frame
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, decode, encode
 from headrace.schemas.messages import Message, read
-from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError, error_of
-from headrace.schemas.serving_messages import (
+from headrace.schemas.messages.serving_messages import (
     ANSWERS,
     AnyStep,
     ChunkShipment,
@@ -27,8 +27,8 @@ from headrace.schemas.serving_messages import (
     ClientReject,
     ClientRequest,
 )
-from headrace.schemas.single_frame import join_frames, split_frame
-from headrace.schemas.wire import DEFAULT_LIMITS, decode, encode
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
 from headrace.workers.serving.client.server_place import SERVER, ServerPlace
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.serving_agents import ALL
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.messages.serving_agents import ALL
 from headrace.workers.envs.bounds import LARGEST_REWARD
 
 _MAX_INFO_BYTES = DEFAULT_LIMITS.header_bytes // 2

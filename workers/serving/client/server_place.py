@@ -7,12 +7,12 @@ import threading
 import time
 from pathlib import Path
 
+from headrace.schemas.credentials.keys import PeerKeys, expected_key
 from headrace.schemas.errors import ConfigError, RendezvousError
-from headrace.schemas.fleet_address import AddressSource, await_address
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.keys import PeerKeys, expected_key
-from headrace.schemas.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
-from headrace.schemas.worker_port_choice import WorkerPortChoice
+from headrace.schemas.peers.fleet_address import AddressSource, await_address
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
+from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
 
 SERVER = "policy server"
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import httptools
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError, NotYetError, TooSlowError
+from headrace.schemas.errors.serving import BadRequestError, MessageTooLargeError, NotYetError, TooSlowError
 from headrace.workers.serving.http.responses import CONTINUE, HttpAnswer, refused
 
 HEAD_BYTES = 1 << 16

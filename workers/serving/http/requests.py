@@ -11,11 +11,11 @@ from urllib.parse import unquote_to_bytes
 
 import orjson
 
-from headrace.schemas.http_hosts import is_known_host
+from headrace.schemas.errors.serving import BadRequestError, MessageTooLargeError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.messages import read
-from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
-from headrace.schemas.serving_messages import AnyStep, ClientRequest
-from headrace.schemas.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.messages.serving_messages import AnyStep, ClientRequest
+from headrace.schemas.peers.http_hosts import is_known_host
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.connection import HttpRequest
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.serving_errors import HTTP_STATUS, code_of, facts_of
-from headrace.schemas.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind
+from headrace.schemas.errors.serving import HTTP_STATUS, code_of, facts_of
+from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind
 from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
 from headrace.workers.serving.session_records import Reply
 from headrace.workers.serving.space_codec import SpaceCodec

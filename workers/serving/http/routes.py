@@ -21,7 +21,7 @@ from functools import partial
 from urllib.parse import parse_qsl
 
 from headrace.schemas.messages import read
-from headrace.schemas.serving_messages import (
+from headrace.schemas.messages.serving_messages import (
     ClientBye,
     ClientHeartbeat,
     ClientHello,

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Any, NamedTuple
 
-from headrace.schemas.counted_warnings import CountedWarnings
+from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.serving_errors import BadRequestError, NotYetError, ServerFullError, UnauthorizedError
-from headrace.schemas.serving_messages import AnyStep
+from headrace.schemas.errors.serving import BadRequestError, NotYetError, ServerFullError, UnauthorizedError
+from headrace.schemas.messages.serving_messages import AnyStep
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
 from headrace.workers.serving.episode_codec import EpisodeCodec

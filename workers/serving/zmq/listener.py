@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.schemas.bounds import MOST_COUNT
+from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.errors import HeadraceError, WireError
-from headrace.schemas.messages import read
-from headrace.schemas.serving_errors import BadRequestError, MessageTooLargeError
-from headrace.schemas.serving_messages import REQUESTS, ChunkShipment, ClientRequest
-from headrace.schemas.single_frame import join_frames, split_frame
-from headrace.schemas.wire import (
+from headrace.schemas.errors.serving import BadRequestError, MessageTooLargeError
+from headrace.schemas.frames.single_frame import join_frames, split_frame
+from headrace.schemas.frames.wire import (
     Buffer,
     MessageKind,
     WireLimits,
@@ -19,6 +17,8 @@ from headrace.schemas.wire import (
     decode_header,
     encode,
 )
+from headrace.schemas.messages import read
+from headrace.schemas.messages.serving_messages import REQUESTS, ChunkShipment, ClientRequest
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec

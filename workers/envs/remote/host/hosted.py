@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunk import ChunkEnd
-from headrace.schemas.env_messages import NO_SEED, EnvAnswers, EnvHostWelcome, EnvOrders
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import DecodeError, EncodeError, EnvContractError
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper
+from headrace.schemas.messages.env_messages import NO_SEED, EnvAnswers, EnvHostWelcome, EnvOrders
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure

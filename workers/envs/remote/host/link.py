@@ -7,11 +7,11 @@ from typing import Any
 
 import zmq
 
-from headrace.schemas import sockets
-from headrace.schemas.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
-from headrace.schemas.keys import ENV_HOST, PeerKeys
+from headrace.schemas.credentials.keys import ENV_HOST, PeerKeys
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.messages import Message
-from headrace.schemas.wire import DEFAULT_LIMITS, Buffer
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
 
 _LARGEST_FRAME = DEFAULT_LIMITS.payload_bytes + (1 << 20)
 

@@ -10,15 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from headrace.schemas.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
+from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, refusal
-from headrace.schemas.fleet_place import FleetPlace
-from headrace.schemas.headrace_version import headrace_version
-from headrace.schemas.keys import PeerKeys
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Reject, read
-from headrace.schemas.spaces import Spaces
-from headrace.schemas.stop_event import stop_event
-from headrace.schemas.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.schemas.messages.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
+from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.pool import EnvProcessPool

@@ -1,0 +1,65 @@
+"""Failures of envs, in groups of the same cause: in heartbeats, and in the Redis hash `errors`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.schemas.basics.bounds import Natural, Positive, Slot
+
+MOST_GROUPS = 32
+"""Groups of one worker. The failures of further ones are in a group of kind `OTHERS`."""
+
+OTHERS = "others"
+"""Kind of the group for failures that have none of their own, and its field in Redis."""
+
+MOST_TRACEBACK = 4096
+MOST_SLOTS = 8
+
+UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
+
+
+class EnvErrorGroup(BaseModel):
+    """The failures of envs in one life of a worker that have kind, env, exception and place in common.
+
+    `message` and `traceback` are those of one of them.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    kind: Annotated[str, Field(max_length=40)]
+    """As in `Discard`: env_exception, env_hang, env_bad_data, env_crash, env_host_lost, callback_exception, ..."""
+    env: Annotated[str, Field(max_length=200)] = ""
+    exception: Annotated[str, Field(max_length=200)] = ""
+    """Name of its class."""
+    message: Annotated[str, Field(max_length=500)] = ""
+    where: Annotated[str, Field(max_length=300)] = ""
+    """"FILE:LINE" where it was raised; of bad data, what was bad."""
+    count: Positive = 1
+    first_unix_s: UnixSeconds = 0.0
+    last_unix_s: UnixSeconds = 0.0
+    traceback: Annotated[str, Field(max_length=MOST_TRACEBACK)] = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the digest of what its failures have in common."""
+        if self.kind == OTHERS:
+            return OTHERS
+        return fingerprint_of(self.kind, self.env, self.exception, self.where)
+
+
+class EnvErrorRow(EnvErrorGroup):
+    """One group of a fleet, over all workers and lives: a field of the Redis hash `errors`."""
+
+    slots: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = []
+    """Slots of the workers that had it, the newest last."""
+    lives: dict[str, Natural] = {}
+    """By "slot/incarnation", what the newest life of a slot has told so far, all of it in `count`."""
+
+
+def fingerprint_of(kind: str, env: str, exception: str, where: str) -> str:
+    """Return the digest of what the failures of a group have in common."""
+    facts: list[Any] = [kind, env, exception, where]
+    return hashlib.blake2b(orjson.dumps(facts), digest_size=8).hexdigest()

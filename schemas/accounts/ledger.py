@@ -1,0 +1,227 @@
+"""The books: which steps were made, and what became of them. Each number is measured where it happens, then added up.
+
+For each life of a worker (slot, incarnation), in steps and in chunks:
+
+    stepped   = open + discarded + dropped + shipped        by the worker, at the moment it ships a batch
+    shipped   = accepted + lost                             lost: shipped batches no broker accepted, by name
+    accepted  = committed + held + dropped by name          by the broker, which alone decides what became of a batch
+
+Steps are those of chunks, so they are an agent's: in an env of several agents an env step counts once for each agent
+that acted in it. `open` steps are in fragment buffers, or were cut and wait for their number. Discarded steps never
+became a chunk. Steps that the worker dropped became a chunk, but their batch got no number.
+
+Numbers from worker and broker belong to the same moment, because the worker's totals ride in the header of each batch.
+The broker keeps the totals of the last batch it accepted, so `shipped` there and `accepted` here cover exactly the same
+batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Strict
+
+from headrace.schemas.basics.bounds import BatchCount, IncarnationOrNone, Natural, OpenSteps, Positive, Slot
+
+_MODEL = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+Count = Annotated[tuple[Natural, Natural], Strict(False)]
+"""(steps, chunks). Not strict, since JSON has only lists; the two integers are strict."""
+
+
+class Discard(StrEnum):
+    """Reasons for which steps never became a chunk."""
+
+    ENV_EXCEPTION = "env_exception"
+    ENV_HANG = "env_hang"
+    ENV_BAD_DATA = "env_bad_data"
+    RESET = "reset"
+    SHUTDOWN = "shutdown"
+    FENCED = "fenced"
+    WORKER_KILLED = "worker_killed"
+    CALLBACK_EXCEPTION = "callback_exception"
+    ENV_CRASH = "env_crash"
+    ENV_NEIGHBOUR = "env_neighbour"
+    """Another env took down the process that both were in."""
+    ENV_HOST_LOST = "env_host_lost"
+    """The host of remote envs fell silent, left, or was refused."""
+    CLIENT_LOST = "client_lost"
+    """The client that drove an external episode is gone."""
+    TRAINING_DISABLED = "training_disabled"
+    """Steps of external episodes that were not to be trained on."""
+    UNSHIPPED = "unshipped"
+    """Steps of a client that acts by itself, which it could not bring to its worker: the worker died, forgot the
+    client, or takes no message so large.
+    """
+
+
+class Drop(StrEnum):
+    """Reasons for which a batch that was cut did not reach a commit."""
+
+    STALE = "stale"
+    OVERFLOW = "overflow"
+    OVERSIZE = "oversize"
+    POISON = "poison"
+    FENCED = "fenced"
+    SHUTDOWN = "shutdown"
+    GAP = "gap"
+    BROKER_LOST = "broker_lost"
+    WORKER_KILLED = "worker_killed"
+    OTHER = "other"
+    """A reason that only a newer peer knows."""
+
+
+class WorkerTotals(BaseModel):
+    """Running totals of one incarnation right after batch `seq` was cut (0: none yet), in steps unless named so."""
+
+    model_config = _MODEL
+    seq: Natural = 0
+    stepped: Natural = 0
+    open: OpenSteps = 0
+    shipped: Natural = 0
+    shipped_chunks: Natural = 0
+    discarded: dict[str, Natural] = {}
+    dropped: dict[str, Count] = {}
+    """Dropped by the worker itself before the batch got a number, such as the last cut of a fenced worker."""
+    episodes: Natural = 0
+    env_failures: Natural = 0
+    env_rebuilds: Natural = 0
+    env_steps: Natural | None = None
+    """Steps of envs, counted once for all agents that acted. None from a peer or a book that knows envs of one agent
+    only.
+    """
+    module_steps: dict[str, Natural] = {}
+    """`shipped` by module; in a row, as of the last batch accepted. Empty where that is not known."""
+
+    @property
+    def steps_of_envs(self) -> int:
+        """Return `env_steps`; where that is not known, `stepped`, since every step is then an env's."""
+        return self.stepped if self.env_steps is None else self.env_steps
+
+    @property
+    def largest(self) -> int:
+        """Return the largest counter of all; `discarded` and what is `open` are part of `stepped`."""
+        chunks = sum(count[1] for count in self.dropped.values())
+        events = (self.episodes, self.env_failures, self.env_rebuilds)
+        return max(self.stepped, self.steps_of_envs, self.shipped_chunks, chunks, *events)
+
+
+class HeldBatch(BaseModel):
+    """The counts of a batch that a worker, the broker or a learner holds."""
+
+    model_config = _MODEL
+    seq: Positive
+    steps: BatchCount
+    chunks: BatchCount
+
+
+class Settled(BaseModel):
+    """The final state of one incarnation's batches 1..seq. It depends on history alone, so the longer one wins."""
+
+    model_config = _MODEL
+    seq: Natural = 0
+    committed: Count = (0, 0)
+    dropped: dict[str, Count] = {}
+
+    def add(self, committed: Count, dropped: Mapping[str, Count]) -> Settled:
+        """Return the value one batch further on."""
+        merged = dict(self.dropped)
+        for reason, count in dropped.items():
+            merged[reason] = plus(merged.get(reason, (0, 0)), count)
+        return Settled(seq=self.seq + 1, committed=plus(self.committed, committed), dropped=merged)
+
+    def total(self) -> Count:
+        """Return steps and chunks of all settled batches."""
+        total = self.committed
+        for count in self.dropped.values():
+            total = plus(total, count)
+        return total
+
+
+def plus(a: Count, b: Count) -> Count:
+    """Return the componentwise sum."""
+    return (a[0] + b[0], a[1] + b[1])
+
+
+class LedgerRow(BaseModel):
+    """The books of one incarnation, as the broker reports them to Redis in one write, in (steps, chunks) pairs."""
+
+    model_config = _MODEL
+    slot: Slot
+    incarnation: IncarnationOrNone
+    totals: WorkerTotals
+    accepted: Count
+    held: Count
+    settled: Settled
+    lost: dict[str, Count] = {}
+    """Shipped but never accepted, by name: as the recorder of a dead worker holds them, or as a fenced worker told."""
+    closed: bool = False
+    end_taken: bool = False
+    """True once a learner's user has taken the end: no episode of this life lacks its marker."""
+
+    def problems(self, name: str = "") -> Iterator[str]:
+        """Yield one sentence for each equation that does not hold. `name` says in it what the row is about."""
+        name = name or f"slot {self.slot} incarnation {self.incarnation}"
+        t = self.totals
+        discarded, dropped = sum(t.discarded.values()), _sum(t.dropped)
+        if t.stepped != t.open + discarded + dropped[0] + t.shipped:
+            yield (
+                f"{name}: stepped {t.stepped} != open {t.open} + discarded {discarded} + dropped {dropped[0]} "
+                f"+ shipped {t.shipped}"
+            )
+        shipped, reached = (t.shipped, t.shipped_chunks), plus(self.accepted, _sum(self.lost))
+        if shipped != reached:
+            yield f"{name}: shipped {shipped} != accepted {self.accepted} + lost {_sum(self.lost)} (steps, chunks)"
+        kept = plus(self.held, self.settled.total())
+        if self.accepted != kept:
+            yield (
+                f"{name}: accepted {self.accepted} != held {self.held} + settled {self.settled.total()} (steps, chunks)"
+            )
+        if t.module_steps and self.accepted[0] != sum(t.module_steps.values()):
+            yield f"{name}: accepted {self.accepted[0]} steps != those of its modules {sum(t.module_steps.values())}"
+        if self.closed and t.open:
+            yield f"{name}: closed with {t.open} steps still open"
+
+
+def _sum(counts: Mapping[str, Count]) -> Count:
+    total = (0, 0)
+    for count in counts.values():
+        total = plus(total, count)
+    return total
+
+
+class FleetLedger(BaseModel):
+    """All rows added up: stepped = committed + queued + sum dropped[reason] + sum discarded[reason]."""
+
+    model_config = ConfigDict(frozen=True)
+    stepped: int = 0
+    committed: tuple[int, int] = (0, 0)
+    queued: int = 0
+    """Steps in workers' buffers, the broker's memory, or the learner's hands."""
+    dropped: dict[str, tuple[int, int]] = {}
+    discarded: dict[str, int] = {}
+
+    def balance(self) -> int:
+        """Return steps on the left of the equation less those on the right; 0 when the books balance."""
+        right = self.committed[0] + self.queued + _sum(self.dropped)[0] + sum(self.discarded.values())
+        return self.stepped - right
+
+
+def add_up(rows: Mapping[tuple[int, int], LedgerRow]) -> FleetLedger:
+    """Add up the books of every incarnation to those of the fleet."""
+    stepped = queued = 0
+    committed: Count = (0, 0)
+    dropped: dict[str, Count] = {}
+    discarded: dict[str, int] = {}
+    for row in rows.values():
+        stepped += row.totals.stepped
+        queued += row.totals.open + row.held[0]
+        committed = plus(committed, row.settled.committed)
+        for source in (row.totals.dropped, row.lost, row.settled.dropped):
+            for reason, count in source.items():
+                dropped[reason] = plus(dropped.get(reason, (0, 0)), count)
+        for reason, steps in row.totals.discarded.items():
+            discarded[reason] = discarded.get(reason, 0) + steps
+    return FleetLedger(stepped=stepped, committed=committed, queued=queued, dropped=dropped, discarded=discarded)

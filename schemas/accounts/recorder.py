@@ -1,0 +1,224 @@
+"""The flight recorder: a small memory-mapped file with a worker's running totals, readable after any death.
+
+    0      8 x i64   magic, layout version, slot, incarnation, pid, number of commits, 0, 0
+    64     128 x i64 area 0   ┐ commit n writes area n % 2 whole and then stores n, a single word, so one area is
+    1088   128 x i64 area 1   ┘ complete at every instant and a SIGKILL between two stores tears nothing
+    2112   1024 x 3 x i64     the window: (seq, steps, chunks) of each batch cut, at seq % 1024, written before the
+                              commit that counts it and not overwritten before it is settled
+
+The page cache outlives the process, so nothing is ever flushed. A reader on the same host sees the last commit after a
+kill or a segfault. It does not after a power loss, when the books of the host's workers are gone with the host.
+
+A live writer may be read too: the reader starts over when another commit ended while it read. An update costs about 0.3
+microseconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.recorder_file import (
+    AREA,
+    COMMITS,
+    HEADER,
+    LAYOUT,
+    MAGIC,
+    RING,
+    SILENT_UNTIL_NS,
+    STEPPED_NS,
+    UPDATED_NS,
+    newest_area,
+    read_words,
+)
+from headrace.schemas.basics.bounds import WINDOW
+from headrace.schemas.basics.run_files import opener
+from headrace.schemas.errors import write_error
+
+_WORDS = RING + 3 * WINDOW
+_SEQ, _STEPPED, _OPEN, _SHIPPED, _SHIPPED_CHUNKS, _EPISODES, _FAILURES, _REBUILDS, _SETTLED_SEQ = range(1, 10)
+_COMMITTED, _ACCEPTED, _ENV_STEPS = 10, 13, 14
+_DISCARDED = 16
+_DROPPED = _DISCARDED + 16
+_SETTLED_DROPPED = _DROPPED + 32
+_DISCARDS = {reason.value: i for i, reason in enumerate(Discard)}
+_DROPS = {reason.value: i for i, reason in enumerate(Drop)}
+
+
+class Recorder:
+    """The writing side; one process, one thread."""
+
+    def __init__(self, path: Path, slot: int, incarnation: int) -> None:
+        self.path = path
+        try:
+            with open(path, "w+b", opener=opener) as file:
+                os.posix_fallocate(file.fileno(), 0, 8 * _WORDS)  # with a sparse file, a full disk would mean SIGBUS
+                self._map = mmap.mmap(file.fileno(), 8 * _WORDS)
+        except OSError as error:
+            raise write_error(str(path), error, "the recorder") from error
+        self._words = memoryview(self._map).cast("q")
+        self._areas = [self._words[HEADER + i * AREA : HEADER + (i + 1) * AREA] for i in (0, 1)]
+        self._values = array("q", bytes(8 * AREA))
+        self._commits = 0
+        self._commit()
+        for i, word in enumerate((LAYOUT, slot, incarnation, os.getpid()), start=1):
+            self._words[i] = word
+        self._words[0] = MAGIC
+
+    def step(self, stepped: int, open_steps: int, env_steps: int, discarded: Mapping[str, int]) -> None:
+        """Record progress between two batches: the hot path's update. It also ends an announced silence."""
+        v = self._values
+        v[_OPEN], v[_ENV_STEPS], v[SILENT_UNTIL_NS] = open_steps, env_steps, 0
+        for reason, steps in discarded.items():
+            v[_DISCARDED + _DISCARDS[reason]] = steps
+        self._commit(stepped)
+
+    def touch(self, silence_s: float = 0.0) -> None:
+        """Record that the process is alive, and how long it may be silent beyond its lease from now on."""
+        self._values[SILENT_UNTIL_NS] = time.monotonic_ns() + int(silence_s * 1e9)
+        self._commit()
+
+    def totals(self, totals: WorkerTotals, batch: HeldBatch | None = None) -> None:
+        """Record all totals and, with `batch`, that it was cut. Call it before the batch is sent."""
+        if batch is not None:
+            at = RING + 3 * (batch.seq % WINDOW)
+            self._words[at], self._words[at + 1], self._words[at + 2] = batch.seq, batch.steps, batch.chunks
+        v = self._values
+        v[_SEQ], v[_OPEN] = totals.seq, totals.open
+        v[_SHIPPED], v[_SHIPPED_CHUNKS] = totals.shipped, totals.shipped_chunks
+        v[_ENV_STEPS] = totals.steps_of_envs
+        v[_EPISODES], v[_FAILURES], v[_REBUILDS] = totals.episodes, totals.env_failures, totals.env_rebuilds
+        for reason, steps in totals.discarded.items():
+            v[_DISCARDED + _DISCARDS[reason]] = steps
+        self._counts(_DROPPED, totals.dropped)
+        self._commit(totals.stepped)
+
+    def settled(self, settled: Settled, accepted: int) -> None:
+        """Record what the broker last said became of this incarnation's batches."""
+        v = self._values
+        v[_SETTLED_SEQ], v[_ACCEPTED] = settled.seq, accepted
+        v[_COMMITTED], v[_COMMITTED + 1] = settled.committed
+        self._counts(_SETTLED_DROPPED, settled.dropped)
+        self._commit()
+
+    def close(self) -> None:
+        """Release the mapping; the file stays for its readers."""
+        for view in (*self._areas, self._words):
+            view.release()
+        self._map.close()
+
+    def _counts(self, base: int, counts: Mapping[str, Count]) -> None:
+        other = (0, 0)
+        for reason, count in counts.items():
+            if reason not in _DROPS or reason == Drop.OTHER:
+                other = plus(other, count)
+            else:
+                at = base + 2 * _DROPS[reason]
+                self._values[at], self._values[at + 1] = count
+        at = base + 2 * _DROPS[Drop.OTHER]
+        self._values[at], self._values[at + 1] = other
+
+    def _commit(self, stepped: int | None = None) -> None:
+        """Show the values to readers. `stepped`: the new number of steps, where it may have grown."""
+        v = self._values
+        v[UPDATED_NS] = time.monotonic_ns()
+        if stepped is not None and stepped != v[_STEPPED]:
+            v[_STEPPED], v[STEPPED_NS] = stepped, v[UPDATED_NS]
+        self._commits += 1
+        self._areas[self._commits & 1][:] = self._values
+        self._words[COMMITS] = self._commits
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The content of a recorder file. `updated_ns` and `silent_until_ns` are on the host's monotonic clock."""
+
+    slot: int
+    incarnation: int
+    pid: int
+    updated_ns: int
+    silent_until_ns: int
+    accepted: int
+    totals: WorkerTotals
+    settled: Settled
+    window: list[HeldBatch]
+    """Batches after `settled.seq`, in order."""
+
+
+def read_recorder(path: Path) -> Reading | None:
+    """Read the last commit in the file at `path`.
+
+    None when there is no file, when its writer died before the first commit, and for a file that is not a recorder of a
+    known layout. Raises nothing but OSError for a file it may not read.
+    """
+    words = read_words(path, _WORDS)
+    if words is None:
+        return None
+    try:
+        return _reading(words)
+    except ValidationError:
+        return None
+
+
+def is_unborn(path: Path) -> bool:
+    """Return whether the writer of this file has recorded nothing yet, or died before it did."""
+    try:
+        with path.open("rb") as file:
+            return not any(file.read(8))
+    except FileNotFoundError:
+        return True
+
+
+def _reading(words: memoryview) -> Reading:
+    v = newest_area(words)
+    totals = WorkerTotals(
+        seq=v[_SEQ],
+        stepped=v[_STEPPED],
+        open=v[_OPEN],
+        shipped=v[_SHIPPED],
+        shipped_chunks=v[_SHIPPED_CHUNKS],
+        discarded={reason: v[_DISCARDED + i] for reason, i in _DISCARDS.items() if v[_DISCARDED + i]},
+        dropped=_read_counts(v, _DROPPED),
+        episodes=v[_EPISODES],
+        env_failures=v[_FAILURES],
+        env_rebuilds=v[_REBUILDS],
+        env_steps=v[_ENV_STEPS] if words[1] > 1 else None,
+    )
+    settled = Settled(
+        seq=v[_SETTLED_SEQ],
+        committed=(v[_COMMITTED], v[_COMMITTED + 1]),
+        dropped=_read_counts(v, _SETTLED_DROPPED),
+    )
+    first = max(settled.seq, totals.seq - WINDOW) + 1
+    window = [_read_batch(words, seq) for seq in range(first, totals.seq + 1)]
+    return Reading(
+        slot=words[2],
+        incarnation=words[3],
+        pid=words[4],
+        updated_ns=v[UPDATED_NS],
+        silent_until_ns=v[SILENT_UNTIL_NS],
+        accepted=v[_ACCEPTED],
+        totals=totals,
+        settled=settled,
+        window=[batch for batch in window if batch is not None],
+    )
+
+
+def _read_counts(values: memoryview, base: int) -> dict[str, Count]:
+    counts = {reason: (values[base + 2 * i], values[base + 2 * i + 1]) for reason, i in _DROPS.items()}
+    return {reason: count for reason, count in counts.items() if count != (0, 0)}
+
+
+def _read_batch(words: memoryview, seq: int) -> HeldBatch | None:
+    at = RING + 3 * (seq % WINDOW)
+    if words[at] != seq:
+        return None
+    return HeldBatch(seq=seq, steps=words[at + 1], chunks=words[at + 2])

@@ -1,0 +1,82 @@
+"""Figures and ports that a worker sends in heartbeats: its time by part, its clients, and where peers reach it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+from headrace.schemas.basics.bounds import Natural
+from headrace.schemas.basics.headrace_version import HeadraceVersion
+
+TimePart = Literal["env", "inference", "connectors", "serialise", "wait", "other"]
+"""A part of a worker's time.
+
+| part | the worker |
+|---|---|
+| env | builds, resets and steps envs, or waits for their answers |
+| inference | chooses actions |
+| connectors | runs `env_to_module` and `module_to_env` |
+| serialise | cuts, encodes and ships chunks |
+| wait | waits for the learner, the broker, an env host, or a client, whose requests it handles meanwhile |
+| other | does anything else: bookkeeping, callbacks, loading weights |
+"""
+TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
+
+Seconds = Annotated[float, Field(ge=0, le=1e10)]
+
+TimeByPart = Annotated[dict[TimePart, Seconds], Field(max_length=len(TIME_PARTS))]
+"""Seconds since a worker's life began."""
+
+EnvHostCounts = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=1 << 17)], Annotated[int, Field(ge=0, le=1 << 17)]], Strict(False)
+]
+
+MOST_VERSIONS = 8
+
+EnvHostVersions = Annotated[list[HeadraceVersion], Field(max_length=MOST_VERSIONS)]
+"""The versions of Headrace that connected env hosts run, each once; "" stands for those that do not tell it."""
+
+PortKind = Literal["envs", "clients", "http"]
+"""The peers that a port of a worker serves: env hosts, clients by ZeroMQ, or clients by HTTP."""
+PORT_KINDS: tuple[PortKind, ...] = get_args(PortKind)
+
+_HOST = r"([A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
+_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
+PORT_PATTERN = rf"^(tcp|http)://{_HOST}:{_PORT}$"
+PortAddress = Annotated[str, Field(max_length=200, pattern=PORT_PATTERN)]
+_TcpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(tcp://{_HOST}:{_PORT})?$")]
+_HttpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(http://{_HOST}:{_PORT})?$")]
+
+
+class Ports(BaseModel):
+    """Addresses at which a worker serves others, as they reach them; "" for those it does not serve."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    envs: _TcpAddress = ""
+    clients: _TcpAddress = ""
+    http: _HttpAddress = ""
+
+    def by_kind(self) -> dict[PortKind, str]:
+        """Return the addresses that there are."""
+        return {kind: address for kind in PORT_KINDS if (address := getattr(self, kind))}
+
+
+def fits_kind(kind: str, address: str) -> bool:
+    """Return whether peers of this kind can connect to the address."""
+    return address.startswith("http:") is (kind == "http")
+
+
+MOST_CLIENTS = 1 << 20
+
+
+class ServingFigures(BaseModel):
+    """Figures of a policy server. Latencies are from the arrival of a step to its answer, over recent steps."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    clients: Annotated[int, Field(ge=0, le=MOST_CLIENTS)] = 0
+    """Open sessions."""
+    requests: Natural = 0
+    """Requests of this life, heartbeats of clients left out."""
+    latency_p50_s: Seconds = 0.0
+    latency_p95_s: Seconds = 0.0

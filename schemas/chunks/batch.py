@@ -1,0 +1,351 @@
+"""A batch of chunks in columns: samplers fill it, the wire carries it, learners read it.
+
+Each column holds the steps of all chunks, one chunk after another. `table` has one `CHUNK_TABLE` row for each chunk.
+
+| column | rows of chunk i |
+|---|---|
+| step (actions, rewards, ...) | `offsets[i]:offsets[i+1]` |
+| observation ("obs...") | `obs_offsets[i]:obs_offsets[i+1]`: one more than steps, since a chunk has T+1 observations |
+| state ("state_in/...": a recurrent module's memory before the chunk's first step) | one, if the chunk has steps |
+| lookback ("lookback/...": see `lookback.py`) | as many as the chunk looks back |
+
+On the wire (`wire.py`) the columns are the message's arrays. The table is the array `_table`, `_infos` is JSON, and
+`_connectors/...` holds what the connectors learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, overload
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.basics.bounds import BatchCount, EpochOrNone, IncarnationOrNone, Natural, Slot, WeightsSeq
+from headrace.schemas.chunks.batch_views import TimeMajor, Transitions, time_major, transitions
+from headrace.schemas.chunks.chunk import (
+    DEFAULT_AGENT,
+    EXPLORE,
+    RANDOM_ACTIONS,
+    UNSEEDED,
+    ChunkEnd,
+    EpisodeChunk,
+    format_episode_id,
+)
+from headrace.schemas.chunks.lookback import LOOKBACK, Lookback
+from headrace.schemas.chunks.spaces import Space, nest
+from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
+
+Infos = Mapping[int, Mapping[int, dict[str, Any]]]
+"""Non-empty infos only: chunk row -> observation row within the chunk -> info."""
+
+_FIXED_COLUMNS = ("rewards", "weights_seq", "env_t")
+
+
+STATE_IN = "state_in/"
+"""Prefix of state columns, which have one row for each chunk with steps."""
+
+
+OFF_POLICY = "off_policy"
+"""Column of external envs' batches, bool (T,): the env logged this action and did not ask the policy for it. Its `logp`
+is what the policy would have given it, or NaN. Such a step is not a sample of that policy.
+"""
+
+
+MOST_ABORTED = 1000
+"""Aborted episodes that one batch tells of at most, the newest."""
+
+CONNECTOR_UPDATE = "_connectors/"
+"""Prefix on the wire of the arrays of `ChunkBatch.connector_update`."""
+
+
+def is_obs_column(name: str) -> bool:
+    """Return whether `name` is an observation column.
+
+    Observation columns have T+1 rows for each chunk. Step columns have T.
+    """
+    return name == "obs" or name.startswith("obs/")
+
+
+class BatchHeader(BaseModel):
+    """The part of a batch that can be read without array bytes: ids, counts and totals."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    fleet_id: str
+    slot: Slot
+    incarnation: IncarnationOrNone
+    seq: Natural
+    steps: BatchCount
+    chunks: BatchCount
+    learner_epoch: EpochOrNone = 0
+    weights_seq: WeightsSeq = 0
+    weights_digest: str = ""
+    agents: list[str] = [DEFAULT_AGENT]
+    modules: list[str] = ["default_policy"]
+    reasons: list[str] = [""]
+    episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = []
+    """(return, length) of each episode that ended in this batch."""
+    agent_returns: list[float] = []
+    """The return of each agent whose episode ended in this batch, which is of one module; empty in an env of one agent,
+    where it would be that of the episode.
+    """
+    aborted: Annotated[list[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)] = []
+    """(return, length) of episodes that ended before their end since the last batch: their env failed, the client was
+    lost, or the worker leaves.
+    """
+    totals: WorkerTotals
+    """The worker's running totals right after it cut this batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkBatch(Sequence[EpisodeChunk]):
+    """Several chunks. Iterate over them as `EpisodeChunk`, or read `columns` with `offsets` and `obs_offsets`.
+
+    `order` is the order in which chunks are iterated; None is that of the columns.
+    """
+
+    table: NDArray[np.void]
+    columns: dict[str, NDArray[Any]]
+    observation_space: Space
+    action_space: Space
+    agents: Sequence[str] = (DEFAULT_AGENT,)
+    modules: Sequence[str] = ("default_policy",)
+    reasons: Sequence[str] = ("",)
+    infos: Infos = field(default_factory=dict)
+    slot: int = 0
+    incarnation: int = 0
+    seq: int = 0
+    learner_epoch: int = 0
+    weights_digest: str = ""
+    order: NDArray[np.intp] | None = None
+    connector_update: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """The changes of this module's connectors since its last batch, by name: "env_to_module/0.MeanStd/obs/count". It
+    is delivered exactly as often as the batch, and lost with it.
+    """
+    newest: tuple[int, int] = (0, 0)
+    """Newest weights version (learner_epoch, seq) published when the batch was handed out, from which `lag` counts."""
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Return where each chunk's steps begin in a step column: int64 (chunks + 1,)."""
+        return _running(self.table["length"])
+
+    @cached_property
+    def obs_offsets(self) -> NDArray[np.int64]:
+        """Return where each chunk's observations begin in an observation column: int64 (chunks + 1,)."""
+        return self.offsets + _running(self._has_obs)
+
+    @property
+    def _has_obs(self) -> NDArray[np.bool_]:
+        return np.asarray(self.table["length"] > 0)
+
+    @cached_property
+    def state_offsets(self) -> NDArray[np.int64]:
+        """Return where each chunk's row begins in a state column: int64 (chunks + 1,). An end marker has no row."""
+        return _running(self._has_obs)
+
+    @cached_property
+    def lookback_offsets(self) -> NDArray[np.int64]:
+        """Return where each chunk's rows begin in a lookback column: int64 (chunks + 1,)."""
+        return _running(self.table["lookback"])
+
+    def offsets_of(self, name: str) -> NDArray[np.int64]:
+        """Return where each chunk's rows begin in the column `name`: int64 (chunks + 1,)."""
+        if is_obs_column(name):
+            return self.obs_offsets
+        if name.startswith(LOOKBACK):
+            return self.lookback_offsets
+        return self.state_offsets if name.startswith(STATE_IN) else self.offsets
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps in all chunks together."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def lag(self) -> NDArray[np.int64]:
+        """Return by how many versions the weights that chose each step were behind the newest: int64 (steps,).
+
+        Steps that an earlier learner's weights chose, or no weights, are behind all versions of the present learner.
+        """
+        epoch, seq = self.newest
+        if self.learner_epoch != epoch:
+            return np.full(self.steps, seq, np.int64)
+        behind: NDArray[np.int64] = np.maximum(seq - self.columns["weights_seq"], 0)
+        return behind
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes of all arrays together."""
+        return self.table.nbytes + sum(column.nbytes for column in self.columns.values())
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, index: int) -> EpisodeChunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EpisodeChunk]: ...
+    def __getitem__(self, index: int | slice) -> EpisodeChunk | list[EpisodeChunk]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"chunk {index} of {len(self)}")
+        index %= len(self)
+        return self._chunk(int(self.order[index]) if self.order is not None else index)
+
+    def __iter__(self) -> Iterator[EpisodeChunk]:
+        return (self[i] for i in range(len(self)))
+
+    def _chunk(self, i: int) -> EpisodeChunk:
+        row = self.table[i]
+        steps = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        rows = slice(int(self.obs_offsets[i]), int(self.obs_offsets[i + 1]))
+        columns, states, _ = self._apart
+        views = {n: c[rows] if is_obs_column(n) else c[steps] for n, c in columns.items()}
+        t_start, length = int(row["t_start"]), int(row["length"])
+        env_t = views.get("env_t")
+        return EpisodeChunk(
+            episode_id=format_episode_id(int(row["id_high"]), int(row["id_low"])),
+            chunk_index=int(row["chunk_index"]),
+            t_start=t_start,
+            obs=nest(self.observation_space, views, "obs"),
+            actions=nest(self.action_space, views, "actions"),
+            rewards=views["rewards"],
+            weights_seq=views["weights_seq"],
+            env_t=np.arange(t_start, t_start + length) if env_t is None else env_t,
+            end=ChunkEnd(int(row["end"])),
+            end_reason=self.reasons[int(row["reason"])] or None,
+            columns=_further(views),
+            infos=self._chunk_infos(i, length),
+            state_in={n: c[self.state_offsets[i]] for n, c in states.items()} if length else {},
+            lookback=self._lookback(i, t_start),
+            agent_id=self.agents[int(row["agent"])],
+            module_id=self.modules[int(row["module"])],
+            env_index=int(row["env_index"]),
+            slot=self.slot,
+            incarnation=self.incarnation,
+            seed=None if row["seed"] == UNSEEDED else int(row["seed"]),
+            explore=bool(row["flags"] & EXPLORE),
+            random_actions=bool(row["flags"] & RANDOM_ACTIONS),
+            learner_epoch=self.learner_epoch,
+            weights_digest=self.weights_digest,
+            episode_return=float(row["episode_return"]),
+            episode_length=int(row["episode_length"]),
+        )
+
+    def _lookback(self, i: int, t_start: int) -> Lookback | None:
+        _, _, columns = self._apart
+        rows = slice(int(self.lookback_offsets[i]), int(self.lookback_offsets[i + 1])) if columns else slice(0, 0)
+        if rows.start == rows.stop:
+            return None
+        views = {name: column[rows] for name, column in columns.items()}
+        env_t = views.get("env_t")
+        return Lookback(
+            obs=nest(self.observation_space, views, "obs"),
+            actions=nest(self.action_space, views, "actions"),
+            rewards=views["rewards"],
+            weights_seq=views["weights_seq"],
+            env_t=np.arange(t_start - rows.stop + rows.start, t_start) if env_t is None else env_t,
+            columns=_further(views),
+        )
+
+    @cached_property
+    def _apart(self) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+        """Return step and observation columns, state columns, and lookback columns; the last two without prefixes."""
+        kinds: dict[str, dict[str, NDArray[Any]]] = {STATE_IN: {}, LOOKBACK: {}, "": {}}
+        for name, column in self.columns.items():
+            prefix = next(prefix for prefix in kinds if name.startswith(prefix))
+            kinds[prefix][name.removeprefix(prefix)] = column
+        return kinds[""], kinds[STATE_IN], kinds[LOOKBACK]
+
+    def _chunk_infos(self, i: int, length: int) -> list[dict[str, Any]]:
+        sparse = self.infos.get(i)
+        return [sparse.get(t, {}) for t in range(length + 1)] if sparse and length else []
+
+    def transitions(self) -> Transitions:
+        """Return copies of all steps, each with the observation after it; see `Transitions`."""
+        return transitions(self)
+
+    def time_major(self) -> TimeMajor:
+        """Return copies of the chunks side by side, time first, padded to the longest; see `TimeMajor`."""
+        return time_major(self)
+
+    def select(self, keep: NDArray[np.bool_]) -> ChunkBatch:
+        """Return a copy with only the chunks where `keep` (bool, one for each chunk in column order) is true."""
+        return replace(
+            self,
+            table=self.table[keep],
+            columns={n: c[np.repeat(keep, np.diff(self.offsets_of(n)))] for n, c in self.columns.items()},
+            infos={new: self.infos[old] for new, old in enumerate(np.flatnonzero(keep).tolist()) if old in self.infos},
+            order=None,
+        )
+
+    def halves(self) -> list[ChunkBatch]:
+        """Split the batch in two, in column order; each half has its own infos.
+
+        The first half keeps what the connectors learnt.
+        """
+        first = np.arange(len(self)) < len(self) // 2
+        return [self.select(first), replace(self.select(~first), connector_update={})]
+
+
+def _further(views: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {n: v for n, v in views.items() if n not in _FIXED_COLUMNS and not belongs_to_space(n)}
+
+
+def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """Return 0 and then the running sum of `counts`."""
+    sums = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=sums[1:])
+    return sums
+
+
+def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = False) -> list[Buffer]:
+    """Return the frames of a BATCH message. Large arrays are not copied. `compressed` is as of `wire.encode`.
+
+    Raises `EncodeError` as `encode` does, and for infos that are not JSON. Raises `InfosTooLargeError` for too many
+    bytes of infos.
+    """
+    if reserved := [name for name in batch.columns if name.startswith("_")]:
+        raise EncodeError(f"column {reserved[0]!r}: names that begin with an underscore are the codec's own")
+    arrays: dict[str, NDArray[Any]] = {"_table": batch.table.view(np.uint8), **batch.columns}
+    if batch.infos:
+        arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
+    arrays |= {CONNECTOR_UPDATE + name: array for name, array in batch.connector_update.items()}
+    absent = {name for name in ("agent_returns", "aborted") if not getattr(header, name)}  # as most batches
+    return encode(MessageKind.BATCH, header.model_dump(exclude=absent or None), arrays, compressed=compressed)
+
+
+def _dump_infos(infos: Infos) -> bytes:
+    rows = {str(i): {str(t): info for t, info in row.items()} for i, row in infos.items()}
+    try:
+        written = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError as error:
+        raise EncodeError(
+            f"an info cannot be written as JSON: {error}; drop the value in the env, or set infos = 'none'"
+        ) from error
+    if len(written) > DEFAULT_LIMITS.infos_bytes:
+        raise InfosTooLargeError(len(written), DEFAULT_LIMITS.infos_bytes)
+    return written
+
+
+def read_batch_header(header: Mapping[str, Any]) -> BatchHeader:
+    """Parse the header of a BATCH message. Raises `DecodeError`."""
+    try:
+        return BatchHeader.model_validate(header)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DecodeError("bad_batch_header", f"{where:.100}: {first['msg']:.200}") from error
+
+
+def belongs_to_space(name: str) -> bool:
+    """Return whether a column holds leaves of the observation or the action space."""
+    return is_obs_column(name) or name == "actions" or name.startswith("actions/")

@@ -1,0 +1,228 @@
+"""Episode chunks: the record of one agent's experience, and the table row that describes a chunk in a batch.
+
+A chunk is a contiguous part of one agent's episode: T steps and T+1 observations. The extra observation is the one
+after the last step, from which a learner bootstraps. At an episode's end it is the env's true final observation, never
+the first one after the next reset.
+
+T is never 0, except in an end marker (`ChunkEnd.ABORTED`). An end marker says that the episode will never finish, and
+why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunks.chunk_arrays import (
+    check_adjacent,
+    join_columns,
+    join_infos,
+    join_observations,
+    join_shared,
+    map_arrays,
+)
+from headrace.schemas.chunks.lookback import Lookback, check_lookbacks
+from headrace.schemas.errors import ChunkError
+
+
+class ChunkEnd(IntEnum):
+    """How a chunk ends: the episode goes on, or it ended in one of three ways."""
+
+    ONGOING = 0
+    TERMINATED = 1
+    TRUNCATED = 2
+    ABORTED = 3
+
+
+DEFAULT_AGENT = "default_agent"
+"""The agent of an env that has one."""
+
+UNSEEDED = 2**64 - 1
+"""Stands in the seed field when the env was reset without a seed. Larger than any seed."""
+
+EXPLORE = 1
+RANDOM_ACTIONS = 2
+
+CHUNK_TABLE = np.dtype(
+    [
+        ("id_high", "<u8"),  # episode id, 128 bits
+        ("id_low", "<u8"),
+        ("seed", "<u8"),  # what the env's reset got, or UNSEEDED
+        ("t_start", "<i8"),  # env step of the episode at which the chunk starts
+        ("episode_return", "<f8"),  # sum of rewards up to and including this chunk
+        ("episode_length", "<i8"),  # steps up to and including this chunk
+        ("chunk_index", "<u4"),  # 0 for the first chunk of the episode
+        ("length", "<u4"),  # T
+        ("env_index", "<u4"),
+        ("agent", "<u2"),  # indices into the batch header's lists
+        ("module", "<u2"),
+        ("reason", "<u2"),  # why the episode was ABORTED; 0 is no reason
+        ("end", "|u1"),  # ChunkEnd
+        ("flags", "|u1"),  # EXPLORE | RANDOM_ACTIONS
+        ("lookback", "<u4"),  # rows of lookback columns: see lookback.py
+    ]
+)
+"""One row for each chunk, in the order in which their steps stand in the batch's columns."""
+
+
+def format_episode_id(high: int, low: int) -> str:
+    """Write an episode id as 32 hexadecimal digits."""
+    return f"{high:016x}{low:016x}"
+
+
+@dataclass(slots=True, eq=False)
+class EpisodeChunk:
+    """T steps of one agent's episode.
+
+    Arrays are views: of the sampler's buffers, or read-only ones of a received message.
+
+    - obs: (T+1, *shape), in the nesting of the observation space.
+    - actions: (T, *shape), in the nesting of the module's action space and in its units, also where actions are
+      random. Random ones are drawn from that space and go the policy's way to the env.
+    - rewards: float64 (T,). weights_seq, env_t: int64 (T,).
+    - columns: further per-step arrays (T, ...) such as `logp` and `values`. `actions_for_env`, in the env's units, is
+      there where the module or its connectors make the env's action of `actions`; else the env got `actions`.
+    - infos: T+1 dicts aligned with obs; empty when no info had any content.
+    - state_in: a recurrent module's memory before the first step, by name, one row without a leading axis. Empty for
+      other modules, and for a cut that begins within a chunk, where the memory is not known.
+    - lookback: the steps just before, at most `episode_lookback_horizon`; None if there are none.
+    """
+
+    episode_id: str
+    chunk_index: int
+    t_start: int
+    obs: Any
+    actions: Any
+    rewards: NDArray[np.float64]
+    weights_seq: NDArray[np.int64]
+    env_t: NDArray[np.int64]
+    end: ChunkEnd
+    end_reason: str | None = None
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    infos: list[dict[str, Any]] = field(default_factory=list)
+    state_in: dict[str, NDArray[Any]] = field(default_factory=dict)
+    lookback: Lookback | None = None
+    agent_id: str = DEFAULT_AGENT
+    module_id: str = "default_policy"
+    env_index: int = 0
+    slot: int = 0
+    incarnation: int = 0
+    seed: int | None = 0
+    """The seed for the reset of the env, or of the vector that it is part of.
+
+    None: the env began this episode without a seed, with its own random numbers. This holds for all but the first
+    episode of an env where `seed_every_episode` is false, for envs that a vector resets by itself, and for external
+    envs.
+    """
+    explore: bool = True
+    random_actions: bool = False
+    learner_epoch: int = 0
+    weights_digest: str = ""
+    episode_return: float = 0.0
+    episode_length: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, steps: slice) -> EpisodeChunk:
+        """Return the steps `a` to `b` of `chunk[a:b]`, counted from the chunk's own first step, as a chunk of views.
+
+        A cut that ends before this chunk does is ONGOING. A cut that begins after its first step has no lookback: the
+        steps before it are in the rest of this chunk. Raises `ChunkError` for a cut without a step, or with a stride.
+        """
+        if not isinstance(steps, slice):
+            raise TypeError(f"a chunk takes a slice, as in chunk[2:5], not {steps!r:.40}")
+        start, stop, stride = steps.indices(len(self))
+        if stride != 1 or start >= stop:
+            raise ChunkError(f"{self!r}[{steps.start}:{steps.stop}:{steps.step}] is no contiguous run of steps")
+        if stop - start == len(self):
+            return replace(self)
+        rest = len(self) - stop
+        return replace(
+            self,
+            t_start=self.t_start if start == 0 else int(self.env_t[start]),
+            obs=map_arrays(lambda leaf: leaf[start : stop + 1], self.obs),
+            actions=map_arrays(lambda leaf: leaf[start:stop], self.actions),
+            rewards=self.rewards[start:stop],
+            weights_seq=self.weights_seq[start:stop],
+            env_t=self.env_t[start:stop],
+            end=ChunkEnd.ONGOING if rest else self.end,
+            end_reason=None if rest else self.end_reason,
+            columns={name: column[start:stop] for name, column in self.columns.items()},
+            infos=self.infos[start : stop + 1],
+            state_in={} if start else self.state_in,
+            lookback=None if start else self.lookback,
+            episode_return=self.episode_return - float(self.rewards[stop:].sum()),
+            episode_length=self.episode_length - rest,
+        )
+
+    def concat(self, other: EpisodeChunk) -> EpisodeChunk:
+        """Join this chunk and the one that follows it into one, as `to_episode` does."""
+        return to_episode((self, other))
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the episode terminated or was truncated with this chunk."""
+        return self.end in (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED)
+
+    @property
+    def is_terminated(self) -> bool:
+        """Return whether the episode terminated with this chunk."""
+        return self.end is ChunkEnd.TERMINATED
+
+    @property
+    def is_truncated(self) -> bool:
+        """Return whether the episode was truncated with this chunk."""
+        return self.end is ChunkEnd.TRUNCATED
+
+    def __repr__(self) -> str:
+        steps = f"t={self.t_start}..{self.t_start + len(self)}"
+        return f"EpisodeChunk({self.episode_id[:8]}#{self.chunk_index}, {steps}, {self.agent_id}, {self.end.name})"
+
+
+def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
+    """Join the chunks of one agent's episode, given in any order, into a single chunk. Its arrays are copies.
+
+    The result ends as the last chunk does, which may be an ABORTED marker. `learner_epoch` and `weights_digest` are
+    those of the last chunk, while `weights_seq` covers every step. `explore` and `random_actions` say whether any step
+    was so. Lookback is that of the first chunk, so a whole episode has none. Where some chunks have random actions and
+    others a policy's, columns that only one kind has ("logp") are left out.
+
+    Raises `ChunkError` and names what differs: ids, a gap or an overlap, observations at a boundary, columns, lookback.
+    """
+    parts = sorted(chunks, key=lambda chunk: (chunk.chunk_index, chunk.t_start))
+    if not parts:
+        raise ChunkError("no chunk was given to make an episode of")
+    for before, after in pairwise(parts):
+        check_adjacent(before, after, ongoing=before.end is ChunkEnd.ONGOING)
+    first, last = parts[0], parts[-1]
+    bodies = [chunk for chunk in parts if len(chunk)] or [first]
+    joined = replace(
+        first,
+        obs=join_observations([chunk.obs for chunk in bodies]),
+        actions=join_columns([chunk.actions for chunk in bodies]),
+        rewards=np.concatenate([chunk.rewards for chunk in bodies]),
+        weights_seq=np.concatenate([chunk.weights_seq for chunk in bodies]),
+        env_t=np.concatenate([chunk.env_t for chunk in bodies]),
+        end=last.end,
+        end_reason=last.end_reason,
+        columns=join_shared([chunk.columns for chunk in bodies]),
+        infos=join_infos(bodies),
+        explore=any(chunk.explore for chunk in bodies),
+        random_actions=any(chunk.random_actions for chunk in bodies),
+        learner_epoch=last.learner_epoch,
+        weights_digest=last.weights_digest,
+        episode_return=last.episode_return,
+        episode_length=last.episode_length,
+    )
+    check_lookbacks(parts, joined)
+    return joined

@@ -1,0 +1,43 @@
+"""Gymnasium's spaces from Headrace's own. The only schema that imports gymnasium: load it only where it is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from headrace.schemas.chunks.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Space,
+    Tuple,
+    box_bounds,
+    column_dtype,
+)
+
+
+def to_gym(space: Space) -> gym.Space[Any]:
+    """Return a gymnasium space equal to the one from which workers made `space`.
+
+    The exception is MultiBinary((n,)), which comes back as MultiBinary(n); gymnasium does not count them as equal.
+    """
+    match space:
+        case Box():
+            low, high = box_bounds(space)
+            dtype = column_dtype(space)
+            return gym.spaces.Box(low.astype(dtype), high.astype(dtype), space.shape, dtype.type)
+        case Discrete():
+            return gym.spaces.Discrete(space.n, start=space.start)
+        case MultiDiscrete():
+            nvec, start = np.reshape(space.nvec, space.shape), np.reshape(space.start, space.shape)
+            return gym.spaces.MultiDiscrete(nvec, dtype=column_dtype(space).type, start=start)
+        case MultiBinary():
+            return gym.spaces.MultiBinary(space.shape[0] if len(space.shape) == 1 else space.shape)
+        case Dict():
+            return gym.spaces.Dict({key: to_gym(sub) for key, sub in space.spaces.items()})
+        case Tuple():
+            return gym.spaces.Tuple([to_gym(sub) for sub in space.spaces])

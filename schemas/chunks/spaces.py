@@ -1,0 +1,230 @@
+"""Spaces as data: the form of an observation or action, without gymnasium and without code.
+
+A `Space` is a tree of leaves. Its JSON form travels in HELLO and WELCOME, so a learner can build its module before the
+first chunk arrives. A nested space is flattened into named columns: the leaf at `Dict(arm=Tuple(Box, Discrete))` under
+root `obs` is the column `obs/arm/0`, and `nest` rebuilds the user's own nesting from such columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.frames.wire import ALLOWED_DTYPES, DEFAULT_LIMITS
+
+_MODEL = ConfigDict(frozen=True, extra="forbid")
+MAX_DEPTH = 8
+"""Levels of Dict and Tuple above a leaf."""
+
+
+def _wire_dtype(name: str) -> str:
+    if name not in ALLOWED_DTYPES:
+        raise ValueError(f"dtype {name!r:.40} may not go on the wire")
+    return name
+
+
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+DType = Annotated[str, AfterValidator(_wire_dtype)]
+Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max_length=DEFAULT_LIMITS.dims - 1)]
+"""Shape of one row; a column has one more axis."""
+
+
+class Box(BaseModel):
+    """Real-valued array.
+
+    `low` and `high` are scalars when every element shares them, else flat lists in C order; None is infinite.
+    """
+
+    model_config = _MODEL
+    kind: Literal["box"] = "box"
+    shape: Shape
+    dtype: DType
+    low: float | tuple[float | None, ...] | None = None
+    high: float | tuple[float | None, ...] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, bound in (("low", self.low), ("high", self.high)):
+            if isinstance(bound, tuple) and len(bound) != math.prod(self.shape):
+                raise ValueError(f"{name} has {len(bound)} elements, shape {self.shape} {math.prod(self.shape)}")
+        return self
+
+
+class Discrete(BaseModel):
+    """One integer in [start, start + n)."""
+
+    model_config = _MODEL
+    kind: Literal["discrete"] = "discrete"
+    n: Int64 = Field(gt=0)
+    start: Int64 = 0
+    dtype: DType = "<i8"
+
+
+class MultiDiscrete(BaseModel):
+    """Several integers; element i is in [start[i], start[i] + nvec[i]). Both are flat, in C order of `shape`."""
+
+    model_config = _MODEL
+    kind: Literal["multi_discrete"] = "multi_discrete"
+    nvec: tuple[Annotated[Int64, Field(gt=0)], ...]
+    start: tuple[Int64, ...]
+    shape: Shape
+    dtype: DType = "<i8"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not len(self.nvec) == len(self.start) == math.prod(self.shape):
+            raise ValueError(f"nvec has {len(self.nvec)} elements, start {len(self.start)}, shape {self.shape}")
+        return self
+
+
+class MultiBinary(BaseModel):
+    """Array of zeros and ones."""
+
+    model_config = _MODEL
+    kind: Literal["multi_binary"] = "multi_binary"
+    shape: Shape
+    dtype: DType = "|i1"
+
+
+class Dict(BaseModel):
+    """Named sub-spaces. A name may hold slashes, as dm_control's do, as long as no two leaves share a column."""
+
+    model_config = _MODEL
+    kind: Literal["dict"] = "dict"
+    spaces: dict[str, Space]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_nesting(self)
+        names = [name for name, _ in leaves(self, "")]
+        if len(set(names)) != len(names):
+            raise ValueError("two leaves have the same column name; rename a key with a slash in it")
+        return self
+
+
+class Tuple(BaseModel):
+    """Numbered sub-spaces."""
+
+    model_config = _MODEL
+    kind: Literal["tuple"] = "tuple"
+    spaces: tuple[Space, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_nesting(self)
+        return self
+
+
+Leaf = Box | Discrete | MultiDiscrete | MultiBinary
+Space = Annotated[Box | Discrete | MultiDiscrete | MultiBinary | Dict | Tuple, Field(discriminator="kind")]
+Dict.model_rebuild()
+Tuple.model_rebuild()
+_SPACE: TypeAdapter[Space] = TypeAdapter(Space)
+
+
+def _check_nesting(space: Space) -> None:
+    if _depth(space) > MAX_DEPTH:
+        raise ValueError(f"a space nested deeper than {MAX_DEPTH} levels")
+
+
+def _depth(space: Space) -> int:
+    if isinstance(space, Dict):
+        return 1 + max(map(_depth, space.spaces.values()), default=0)
+    if isinstance(space, Tuple):
+        return 1 + max(map(_depth, space.spaces), default=0)
+    return 0
+
+
+class Spaces(BaseModel):
+    """Observation and action space of one module."""
+
+    model_config = _MODEL
+    observation: Space
+    action: Space
+
+    def to_gymnasium(self) -> tuple[Any, Any]:
+        """Return (observation space, action space) as gymnasium's. Needs gymnasium, which nothing else here does."""
+        from headrace.schemas.chunks.gymnasium_spaces import to_gym
+
+        return to_gym(self.observation), to_gym(self.action)
+
+
+def leaf_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Return the shape of one row of the leaf's column; () for Discrete."""
+    return () if isinstance(leaf, Discrete) else leaf.shape
+
+
+def leaf_size(leaf: Leaf) -> int:
+    """Return the number of elements of one row."""
+    return math.prod(leaf_shape(leaf))
+
+
+def leaves(space: Space, root: str) -> Iterator[tuple[str, Leaf]]:
+    """Yield (column name, leaf) for each leaf below `space`, in the space's order. A bare leaf's column is `root`."""
+    if isinstance(space, Dict):
+        for key, sub in space.spaces.items():
+            yield from leaves(sub, f"{root}/{key}")
+    elif isinstance(space, Tuple):
+        for index, sub in enumerate(space.spaces):
+            yield from leaves(sub, f"{root}/{index}")
+    else:
+        yield root, space
+
+
+def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the lowest and highest value of each element: float64 of the leaf's shape, infinite where unbounded."""
+    return _row(leaf, leaf.low, -np.inf), _row(leaf, leaf.high, np.inf)
+
+
+def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:
+    if not isinstance(bound, tuple):
+        return np.full(leaf.shape, absent if bound is None else bound, np.float64)
+    return np.array([absent if b is None else b for b in bound], np.float64).reshape(leaf.shape)
+
+
+def nest(space: Space, columns: Mapping[str, NDArray[Any]], root: str) -> Any:
+    """Nest the arrays below `root` as `space` is nested: in dicts and tuples."""
+    if isinstance(space, Dict):
+        return {key: nest(sub, columns, f"{root}/{key}") for key, sub in space.spaces.items()}
+    if isinstance(space, Tuple):
+        return tuple(nest(sub, columns, f"{root}/{index}") for index, sub in enumerate(space.spaces))
+    return columns[root]
+
+
+def column_dtype(leaf: Leaf) -> np.dtype[Any]:
+    """Return the dtype of the leaf's column."""
+    return np.dtype(leaf.dtype)
+
+
+def space_from_json(value: Any) -> Space:
+    """Parse the space that a peer sent. Raises `DecodeError`."""
+    _check_depth(value, 2 * MAX_DEPTH + 1)
+    try:
+        return _SPACE.validate_python(value)
+    except ValidationError as error:
+        raise DecodeError("bad_space", f"not a space: {error.errors()[0]['msg']:.200}") from error
+
+
+def spaces_from_json(value: Any) -> Spaces:
+    """Parse the pair of spaces that a peer sent. Raises `DecodeError`."""
+    _check_depth(value, 2 * MAX_DEPTH + 2)
+    try:
+        return Spaces.model_validate(value)
+    except ValidationError as error:
+        raise DecodeError("bad_space", f"not a pair of spaces: {error.errors()[0]['msg']:.200}") from error
+
+
+def _check_depth(value: Any, left: int) -> None:
+    """Refuse a value nested too deep before other code walks it by recursion; a level of a space is two of JSON."""
+    if not isinstance(value, dict | list):
+        return
+    if left < 0:
+        raise DecodeError("bad_space", f"a space nested deeper than {MAX_DEPTH} levels")
+    for sub in value.values() if isinstance(value, dict) else value:
+        _check_depth(sub, left - 1)

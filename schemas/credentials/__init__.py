@@ -1,0 +1,1 @@
+"""Keys and tokens: their files, who is let in by which, and which are revoked."""

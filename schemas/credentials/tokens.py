@@ -1,0 +1,52 @@
+"""Tokens by which a peer shows that it is the one that began, or that it may read a file of its user's.
+
+They are compared in constant time, and kept as digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from pathlib import Path
+
+from headrace.schemas.basics.private_files import mode_for_others
+from headrace.schemas.errors import KeysError
+
+_SHORTEST, _LARGEST_FILE = 16, 4096
+
+
+def same_token(one: str, other: str) -> bool:
+    """Return whether two tokens are equal. The time it takes says nothing about where they differ."""
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def digest_of(token: str) -> str:
+    """Return what may be kept of a token where others can read it: it cannot be used in the token's place."""
+    return hashlib.sha256(b"headrace token\n" + token.encode()).hexdigest()
+
+
+def read_token(path: Path, remedy: str = "headrace keys init makes one") -> str:
+    """Return the one word in the file at `path`. Raises `KeysError`, which says what to do.
+
+    `remedy`: what to do if the file is missing or damaged.
+    """
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if mode := mode_for_others(file.fileno(), path):
+                raise KeysError(str(path), f"others may read it (mode {mode:04o}); chmod 600 {path}")
+            token = file.read(_LARGEST_FILE).decode("ascii").strip()
+    except FileNotFoundError as error:
+        raise KeysError(str(path), f"there is no such file; {remedy}") from error
+    except OSError as error:
+        raise KeysError(str(path), f"it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise KeysError(str(path), f"it is damaged: not of ASCII characters; {remedy}") from error
+    if len(token) < _SHORTEST or not token.isprintable() or " " in token:
+        raise KeysError(str(path), f"it should hold one word of at least {_SHORTEST} characters; {remedy}")
+    return token
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    """Open the file even if it is a pipe to which no process writes."""
+    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)

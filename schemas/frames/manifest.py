@@ -1,0 +1,106 @@
+"""The manifest: where the arrays of a message lie in its frames, as its header says it. `wire.py` draws the layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS, WireLimits
+
+_ALIGN = 64
+OWN_FRAME_BYTES = 64 * 1024
+"""From this size on an array gets a frame of its own. pyzmq copies below it too, since a copy is then cheaper."""
+
+ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
+_DTYPES: dict[str, np.dtype[Any]] = {dtype: np.dtype(dtype) for dtype in ALLOWED_DTYPES}
+
+_OWN_FRAMES = DEFAULT_LIMITS.frames - 3
+"""Large arrays beyond this number join the small ones, at the price of a copy: `WireLimits` bounds the frames."""
+
+Buffer = bytes | bytearray | memoryview
+"""One frame. A memoryview is contiguous and of bytes, as `zmq.Frame.buffer` is."""
+
+
+def pack(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Buffer], list[list[Any]]]:
+    """Lay arrays out in frames. Return (frames, manifest rows [name, dtype, shape, frame, offset])."""
+    joined: list[Buffer] = []
+    joined_bytes = 0
+    own: list[Buffer] = []
+    manifest: list[list[Any]] = []
+    for name, array in arrays.items():
+        raw, dtype = _raw(name, array)
+        if len(raw) >= OWN_FRAME_BYTES and len(own) < _OWN_FRAMES:
+            own.append(raw)
+            manifest.append([name, dtype, array.shape, -len(own), 0])
+        else:
+            manifest.append([name, dtype, array.shape, 0, joined_bytes])
+            padding = -len(raw) % _ALIGN
+            joined += (raw, bytes(padding))
+            joined_bytes += len(raw) + padding
+    first = [b"".join(joined)] if joined else []
+    for row in manifest:
+        if row[3] < 0:
+            row[3] = len(first) - row[3] - 1
+    return [*first, *own], manifest
+
+
+def _raw(name: str, array: NDArray[Any]) -> tuple[Buffer, str]:
+    """Return (bytes, dtype on the wire) of one array.
+
+    A large one is not copied if it is contiguous and little-endian.
+    """
+    dtype = array.dtype
+    if dtype.byteorder == ">":
+        dtype = dtype.newbyteorder("<")
+        array = array.astype(dtype)
+    code = dtype.str
+    if code not in ALLOWED_DTYPES:
+        raise EncodeError(f"array {name!r} has dtype {dtype}, which may not go on the wire")
+    if array.ndim > DEFAULT_LIMITS.dims:
+        raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_LIMITS.dims} are allowed")
+    if array.nbytes < OWN_FRAME_BYTES:
+        return array.tobytes(), code  # cheaper than a view of its bytes, which are copied into a joint frame anyway
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, code
+
+
+def view(row: Any, frames: Sequence[Buffer], limits: WireLimits) -> tuple[str, NDArray[Any]]:
+    """Return one manifest row as a read-only array over its frame. Raises `DecodeError`.
+
+    Rows may share bytes, since they are read-only. A value of the wrong type is never printed: a list nested a
+    thousand deep has no repr, only a RecursionError.
+    """
+    if not isinstance(row, list) or len(row) != 5:
+        raise DecodeError("bad_manifest", "a row is not [name, dtype, shape, frame, offset]")
+    name, dtype, shape, frame, offset = row
+    if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
+        raise DecodeError("bad_manifest", "a row has a name, dtype or shape of the wrong JSON type")
+    known = _DTYPES.get(dtype)
+    if known is None:
+        raise DecodeError("bad_dtype", f"array {name!r:.80} has dtype {dtype!r:.40}, which is not allowed")
+    if len(shape) > limits.dims:
+        raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {limits.dims} sizes")
+    count = 1
+    for n in shape:
+        if type(n) is not int or not 0 <= n < 1 << 48:
+            raise DecodeError("bad_shape", f"array {name!r:.80} has a shape that is not at most {limits.dims} sizes")
+        count *= n
+    if type(frame) is not int or type(offset) is not int or not 0 <= frame < len(frames) - 2 or offset < 0:
+        raise DecodeError("bad_manifest", f"array {name!r:.80} lies in no frame that was received")
+    nbytes = count * known.itemsize
+    source = frames[2 + frame]
+    if offset + nbytes > len(source):
+        raise DecodeError("bad_shape", f"array {name!r:.80} needs {nbytes} bytes at {offset}, of {len(source)}")
+    if count == 0:
+        if math.prod(n for n in shape if n) >= 1 << 40:
+            raise DecodeError("bad_shape", f"empty array {name!r:.80} claims shape {shape!r:.80}")
+        array: NDArray[Any] = np.empty(shape, known)
+    else:
+        array = np.ndarray(shape, known, source, offset)
+    if array.flags.writeable:
+        array.flags.writeable = False
+    return name, array

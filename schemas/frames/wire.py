@@ -1,0 +1,307 @@
+"""The codec: it writes one message as ZeroMQ frames and reads it back, without running any of its bytes.
+
+    frame 0   16 bytes   "HDRC" | major u8 | minor u8 | kind u8 | 0 | checksum u64le
+                         checksum = xxh3_64 over the first 8 bytes of this frame and all of frame 1
+    frame 1   orjson     the header; with arrays it also has
+                         "payload": {"checksum": xxh3_64 over frames 2.. in order,
+                                     "sizes": [bytes of frame 2, ...],
+                                     "arrays": [[name, dtype, shape, frame, byte offset], ...]}
+                    and "encoding" with "raw_sizes" if they are compressed (`compression.py`)
+    frame 2…  raw        C-contiguous little-endian buffers. Arrays of 64 KiB and more have a frame of their own and are
+                         sent without a copy; smaller ones are joined in one frame, each at a multiple of 64 bytes.
+
+The two checksums chain: frame 0 covers the header, and the header names the checksum of the payload. So a broker checks
+all it reads (frames 0 and 1) without touching array bytes, and the receiver of the arrays checks the rest. xxh3
+protects against faults, not against forgery: forgery is what CURVE is for.
+
+`decode` allocates nothing in proportion to what a header claims. It first compares sizes, counts and dtypes with the
+bytes at hand, and arrays are read-only views of the received frames. It does allocate the parsed header, about thirty
+times its bytes at worst. Anything wrong is one `DecodeError`.
+
+A view may lie at an address that is no multiple of its item size, since libzmq hands small frames out of its receive
+buffer. numpy and torch read such views correctly; other consumers should copy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, unique
+from typing import Any
+
+import orjson
+import xxhash
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import DecodeError, EncodeError
+from headrace.schemas.frames.compression import LZ4, compress, decompress
+from headrace.schemas.frames.manifest import ALLOWED_DTYPES, OWN_FRAME_BYTES, Buffer, pack, view
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS, WireLimits
+
+__all__ = [
+    "ALLOWED_DTYPES",
+    "DEFAULT_LIMITS",
+    "MAGIC",
+    "OWN_FRAME_BYTES",
+    "PROTOCOL_MAJOR",
+    "PROTOCOL_MINOR",
+    "Buffer",
+    "MessageKind",
+    "WireLimits",
+    "WireMessage",
+    "check_payload",
+    "decode",
+    "decode_arrays",
+    "decode_header",
+    "decompressed",
+    "encode",
+    "encode_packed",
+    "is_compressed",
+    "is_deeper",
+    "read_tag",
+]
+
+MAGIC = b"HDRC"
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 1
+
+_TAG = struct.Struct("<4sBBBBQ")
+_TAG_BYTES = _TAG.size
+_TAG_HEAD = struct.Struct("<4sBBBB")
+
+
+@unique
+class MessageKind(IntEnum):
+    """The kinds of messages. Each but BATCH and WEIGHTS has its fields in a file of messages."""
+
+    HELLO = 1
+    WELCOME = 2
+    REJECT = 3
+    FENCED = 4
+    BATCH = 5
+    ACK = 6
+    HEARTBEAT = 7
+    BYE = 8
+    COMMIT = 9
+    STATUS = 10
+    SOURCE_END = 11
+    WEIGHTS = 12
+    WEIGHTS_PULL = 13
+    WEIGHTS_PART = 14
+    OBITUARY = 15
+    WEIGHTS_ACK = 16
+    SKIP = 17
+    SOURCE_START = 18
+    SOURCE_GAP = 19
+    ENV_ORDERS = 21
+    ENV_ANSWERS = 22
+    LEARNER_ROWS = 23
+    EPISODE_START = 40  # from here on: between a policy server and its clients
+    EPISODE_STEP = 41
+    EPISODE_ABORT = 42
+    EPISODE_ANSWER = 43
+    EPISODE_CHUNKS = 44
+
+
+_KINDS = {kind.value: kind for kind in MessageKind}
+
+
+@dataclass(frozen=True, slots=True)
+class WireMessage:
+    """One decoded message. `arrays` are read-only views of the frames it came in."""
+
+    kind: MessageKind
+    header: dict[str, Any]
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+
+def encode(
+    kind: MessageKind,
+    header: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    compressed: bool = False,
+) -> list[Buffer]:
+    """Return the frames of one message. Large arrays are not copied: do not write to them until the message is settled.
+
+    `compressed`: compress its arrays by lz4, which must be installed, and which the receiver must read.
+
+    Raises `EncodeError` for a dtype outside the allow-list (object arrays above all), a header that JSON cannot carry,
+    and a message that no receiver takes (`DEFAULT_LIMITS`). The sender must compare the payload's size with what the
+    receiver advertised.
+    """
+    if not arrays:
+        return _seal(kind, header, [])
+    if len(arrays) > DEFAULT_LIMITS.arrays:
+        raise EncodeError(f"{kind.name} has {len(arrays)} arrays; {DEFAULT_LIMITS.arrays} are allowed")
+    frames, manifest = pack(arrays)
+    if compressed:
+        smaller, raw_sizes = compress(frames)
+        if any(raw_sizes):
+            return encode_packed(kind, header, smaller, manifest, {"encoding": LZ4, "raw_sizes": raw_sizes})
+    return encode_packed(kind, header, frames, manifest)
+
+
+def encode_packed(
+    kind: MessageKind,
+    header: Mapping[str, Any],
+    frames: list[Buffer],
+    manifest: list[list[Any]],
+    encoding: Mapping[str, Any] | None = None,
+) -> list[Buffer]:
+    """Return the frames of a message whose arrays already lie in `frames`, as the manifest says.
+
+    `encoding`: fields that say how the frames are compressed. Raises as `encode` does.
+    """
+    payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest, **(encoding or {})}
+    return _seal(kind, {**header, "payload": payload}, frames)
+
+
+def is_compressed(header: Mapping[str, Any]) -> bool:
+    """Return whether a message whose header `decode_header` gave has compressed arrays."""
+    payload = header.get("payload")
+    return payload is not None and payload.get("encoding") is not None
+
+
+def decompressed(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> list[Buffer]:
+    """Return a message without compression, for a receiver that does not read it. Raises `DecodeError`."""
+    kind, header = decode_header(frames, limits)
+    if not is_compressed(header):
+        return list(frames)
+    payload = header.pop("payload")
+    check_payload(payload, frames)
+    manifest = payload.get("arrays")
+    if not isinstance(manifest, list):
+        raise DecodeError("bad_manifest", "manifest is not a list")
+    return encode_packed(kind, header, decompress(payload, frames[2:], limits), manifest)
+
+
+def _checksum(payload: Sequence[Buffer]) -> int:
+    if len(payload) == 1:
+        return xxhash.xxh3_64_intdigest(payload[0])
+    checksum = xxhash.xxh3_64()
+    for frame in payload:
+        checksum.update(frame)
+    return checksum.intdigest()
+
+
+def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -> list[Buffer]:
+    try:
+        body = orjson.dumps(header)
+    except TypeError as error:
+        raise EncodeError(f"header of {kind.name} cannot be written as JSON: {error}") from error
+    if len(body) > DEFAULT_LIMITS.header_bytes:
+        raise EncodeError(f"header of {kind.name} has {len(body)} bytes; {DEFAULT_LIMITS.header_bytes} are allowed")
+    head = _TAG_HEAD.pack(MAGIC, PROTOCOL_MAJOR, PROTOCOL_MINOR, kind, 0)
+    return [head + xxhash.xxh3_64_intdigest(head + body).to_bytes(8, "little"), body, *payload]
+
+
+def read_tag(frame: Buffer) -> tuple[MessageKind, int, int]:
+    """Read (kind, major, minor) of frame 0 without judging the version: a refusal must reach peers of any version."""
+    return _read_tag(frame)[:3]
+
+
+def _read_tag(frame: Buffer) -> tuple[MessageKind, int, int, int]:
+    """Read (kind, major, minor, checksum) of frame 0."""
+    if len(frame) != _TAG_BYTES:
+        raise DecodeError("bad_tag", f"frame 0 has {len(frame)} bytes, not {_TAG_BYTES}")
+    magic, major, minor, kind, zero, checksum = _TAG.unpack(frame)
+    if magic != MAGIC or zero != 0:
+        raise DecodeError("bad_tag", f"frame 0 starts with {bytes(frame[:8])!r}, which is not Headrace")
+    known = _KINDS.get(kind)
+    if known is None:
+        _check_version(major, minor)
+        raise DecodeError("unknown_kind", f"message kind {kind} is unknown to protocol {PROTOCOL_MAJOR}")
+    return known, major, minor, checksum
+
+
+def _check_version(major: int, minor: int) -> None:
+    if major != PROTOCOL_MAJOR:
+        raise DecodeError("version_mismatch", f"peer speaks protocol {major}.{minor}, this side {PROTOCOL_MAJOR}.x")
+
+
+def decode_header(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> tuple[MessageKind, dict[str, Any]]:
+    """Return (kind, header) after every check that needs no array byte, as a broker does before it forwards it."""
+    if not 2 <= len(frames) <= limits.frames:
+        raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {limits.frames} are allowed")
+    kind, major, minor, checksum = _read_tag(frames[0])
+    _check_version(major, minor)
+    if len(frames[1]) > limits.header_bytes:
+        raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {limits.header_bytes} are allowed")
+    tag, body = bytes(frames[0]), bytes(frames[1])
+    if xxhash.xxh3_64_intdigest(tag[:8] + body) != checksum:
+        raise DecodeError("header_checksum", "tag and header do not match their checksum")
+    header = _load_header(body, limits)
+    _check_sizes(header.get("payload"), frames, limits)
+    return kind, header
+
+
+def _load_header(body: bytes, limits: WireLimits) -> dict[str, Any]:
+    try:
+        header = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise DecodeError("bad_header", f"header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise DecodeError("bad_header", f"header is a JSON {type(header).__name__}, not an object")
+    if body.count(b"[") + body.count(b"{") > limits.header_depth and is_deeper(header, limits.header_depth):
+        raise DecodeError("bad_header", f"header is nested deeper than {limits.header_depth} levels")
+    return header
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Return whether a JSON value is nested deeper than `depth`.
+
+    orjson reads a thousand levels, but writes a quarter of them; `repr` and pydantic fail in ways of their own.
+    """
+    if not isinstance(value, dict | list):
+        return False
+    return depth == 0 or any(
+        is_deeper(sub, depth - 1) for sub in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+def _check_sizes(payload: Any, frames: Sequence[Buffer], limits: WireLimits) -> None:
+    sizes = list(map(len, frames[2:]))
+    if sum(sizes) > limits.payload_bytes:
+        raise DecodeError("payload_too_large", f"payload of {sum(sizes)} bytes; {limits.payload_bytes} are allowed")
+    if payload is None:
+        if sizes:
+            raise DecodeError("payload_sizes", f"{len(sizes)} payload frames, but the header announces none")
+        return
+    if not isinstance(payload, dict) or payload.get("sizes") != sizes:
+        raise DecodeError("payload_sizes", f"payload frames of {sizes[:8]} bytes are not what the header announces")
+
+
+def decode(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> WireMessage:
+    """Return the message in `frames`, its arrays as read-only views. Raises `DecodeError` and nothing else."""
+    kind, header = decode_header(frames, limits)
+    return WireMessage(kind, header, decode_arrays(header, frames, limits))
+
+
+def decode_arrays(
+    header: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS
+) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a message whose `header` came from `decode_header`. Raises `DecodeError`."""
+    payload = header.get("payload")
+    if payload is None:
+        return {}
+    check_payload(payload, frames)
+    if is_compressed(header):
+        frames = [*frames[:2], *decompress(payload, frames[2:], limits)]
+    manifest = payload.get("arrays")
+    if not isinstance(manifest, list) or len(manifest) > limits.arrays:
+        raise DecodeError("bad_manifest", f"manifest is not a list of at most {limits.arrays} arrays")
+    arrays: dict[str, NDArray[Any]] = {}
+    for row in manifest:
+        name, array = view(row, frames, limits)
+        if name in arrays:
+            raise DecodeError("bad_manifest", f"array {name!r} is listed twice")
+        arrays[name] = array
+    return arrays
+
+
+def check_payload(payload: dict[str, Any], frames: Sequence[Buffer]) -> None:
+    """Raise `DecodeError` unless the frames hold the payload that was sent, which the header describes as `payload`."""
+    if payload.get("checksum") != _checksum(frames[2:]):
+        raise DecodeError("payload_checksum", "payload does not match its checksum")

@@ -1,0 +1,203 @@
+"""Messages between a learner and the broker, except BATCH and the weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+from headrace.schemas.accounts.lag_buckets import LagCounts
+from headrace.schemas.accounts.ledger import HeldBatch, Settled
+from headrace.schemas.accounts.logged_metrics import RowValues
+from headrace.schemas.basics.bounds import (
+    Bytes,
+    Epoch,
+    EpochOrNone,
+    Incarnation,
+    Natural,
+    Pid,
+    Positive,
+    Slot,
+    Version,
+    WeightsSeq,
+)
+from headrace.schemas.basics.headrace_version import HeadraceVersion
+from headrace.schemas.chunks.open_episodes import OpenEpisodes
+from headrace.schemas.frames.compression import Encodings
+from headrace.schemas.frames.wire import MessageKind
+from headrace.schemas.messages.message_base import Message, ModuleShapes, SourcePosition, WeightsRefusal
+
+MOST_ROWS = 32
+"""Most rows in one message."""
+
+MOST_WINDOW_STEPS = 1 << 40
+
+
+WindowSteps = Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] | None
+"""Steps that all workers together may have under way: cut and not settled.
+
+0: as many as each worker's own window holds. None: the learner does not know yet, and what it told before holds.
+"""
+
+
+LEARNER_PARTS = ("wait", "decode", "train", "publish")
+"""The parts of a learner's time (`learner_stub/time_spent.py`)."""
+
+MOST_SECONDS = 1e10
+"""More than three centuries."""
+
+TimeOfParts = Annotated[
+    dict[Annotated[str, Field(max_length=20)], Annotated[float, Field(ge=0, le=MOST_SECONDS)]], Field(max_length=16)
+]
+
+
+class LearnerHello(Message):
+    """Connects or reconnects a learner's stream or publisher. Both of one process bear the same token."""
+
+    KIND = MessageKind.HELLO
+    role: Literal["learner"] = "learner"
+    fleet_id: str = ""
+    """Empty: any fleet that this broker serves."""
+    token: str
+    channel: Literal["stream", "publisher"]
+    epoch: EpochOrNone = 0
+    """The epoch this process already holds; 0 asks for one."""
+    position: list[SourcePosition] = []
+    held: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}/[0-9]{1,9}$")], list[HeldBatch]] = {}
+    """Batches received and not yet committed, by "slot/incarnation"."""
+    received_batches: Natural = 0
+    """Batches that ever reached this process, repeated ones too. The broker counts the learner's credit from it."""
+    window_batches: Positive = 64
+    window_bytes: Annotated[Bytes, Field(ge=1)] = 256 << 20
+    window_steps: WindowSteps = None
+    synchronous: bool = False
+    """Workers are to ship an update with each version of the weights, and wait for the next one. The broker's config
+    may say so too.
+    """
+    steps_per_update: Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] = 0
+    """Steps of an update, for synchronous sampling; 0: one cut of each worker."""
+    host: str = ""
+    pid: Pid = 0
+    headrace_version: HeadraceVersion = ""
+    encodings: Encodings = []
+    """Encodings of a batch's arrays that this learner reads. It is given others without compression."""
+
+
+class LearnerWelcome(Message):
+    """The broker's answer to a learner: its lease, and the spaces once a worker has told them."""
+
+    KIND = MessageKind.WELCOME
+    fleet_id: str
+    epoch: Epoch
+    spaces: dict[str, Any] = {}
+    published: Version = (0, 0)
+    weight_shapes: ModuleShapes = {}
+    """Shapes of the weights that workers load, once one has told them."""
+
+
+class LearnerFigures(BaseModel):
+    """Figures that a learner measures of itself, cumulative since it opened its stream."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    time_spent: TimeOfParts = {}
+    """Seconds of its thread by part: those of `LEARNER_PARTS`, which add up to all of its time."""
+    consumed_lag: LagCounts = []
+    """Agent steps handed to its user, by their lag at that moment (`lag_buckets.py`)."""
+
+
+class Commit(Message):
+    """Learner to broker, cumulative: its position at each source that changed since the stream began."""
+
+    KIND = MessageKind.COMMIT
+    LEFT_OUT = frozenset(("figures",))
+    epoch: Epoch
+    position: list[SourcePosition] = []
+    in_hand: Natural = 0
+    """Batches and gaps received and not committed."""
+    consumed_batches: Natural = 0
+    """Number of batches, of all ever received, that the learner's user has been given."""
+    waiting: bool = False
+    window_steps: WindowSteps = None
+    figures: LearnerFigures | None = None
+    """Some times a second; None says that they are as before."""
+
+
+class LearnerRow(BaseModel):
+    """A row of figures that a learner logged, such as the losses of one update.
+
+    (epoch, number) is its name: it rises from row to row, over all lives of a fleet's learners.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    epoch: Epoch
+    number: Positive
+    """Microseconds since 1970 by the learner's clock, raised where needed so that it rises from row to row."""
+    weights_seq: WeightsSeq = 0
+    """Sequence number of the newest weights that the learner had published."""
+    values: RowValues
+
+
+class LearnerRows(Message):
+    """Publisher to broker: rows that the broker has not stored yet, as far as the publisher knows."""
+
+    KIND = MessageKind.LEARNER_ROWS
+    epoch: Epoch
+    rows: Annotated[list[LearnerRow], Field(max_length=MOST_ROWS)]
+
+
+class Status(Message):
+    """Broker to learner: the heartbeat, with the fleet's state."""
+
+    KIND = MessageKind.STATUS
+    epoch: Epoch
+    held_batches: Natural = 0
+    workers: Natural = 0
+    workers_blocked: Natural = 0
+    spaces: dict[str, Any] = {}
+    published: Version = (0, 0)
+    rows_stored: Annotated[tuple[EpochOrNone, Natural], Strict(False)] = (0, 0)
+    """(epoch, number) of the newest row of a learner that is in Redis. Rows up to it need not be sent again."""
+    waiting_for: str = ""
+    """In synchronous sampling: the peer that the round waits for, the learner or some workers."""
+    weight_shapes: ModuleShapes = {}
+    """As in the WELCOME, where they have changed since this connection was last told of them; else empty."""
+    refused: WeightsRefusal | None = None
+    """A worker could not load this version of the weights."""
+
+
+class SourceStart(Message):
+    """Broker to learner, before the first batch of an incarnation on a connection.
+
+    It says what became of the batches up to `settled.seq`, which the learner will not be given.
+    """
+
+    KIND = MessageKind.SOURCE_START
+    slot: Slot
+    incarnation: Incarnation
+    settled: Settled
+
+
+class SourceGap(Message):
+    """Broker to learner, in place of batch `batch.seq`, which was dropped."""
+
+    KIND = MessageKind.SOURCE_GAP
+    slot: Slot
+    incarnation: Incarnation
+    batch: HeldBatch
+    reason: str
+
+
+class SourceEnd(Message):
+    """Broker to learner: batch `seq` was the last of this incarnation; the learner aborts its open episodes.
+
+    It comes again after a reconnect until a position says that the learner's user has taken it. With `seq` 0 it comes
+    once more when the broker has folded this life: the learner may forget it too.
+    """
+
+    KIND = MessageKind.SOURCE_END
+    slot: Slot
+    incarnation: Incarnation
+    seq: Natural
+    reason: str
+    open_episodes: OpenEpisodes | None = None
+    """Episodes that were open, for a learner that began after this incarnation; None where nobody told of them."""

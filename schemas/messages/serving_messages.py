@@ -1,0 +1,236 @@
+"""Messages between a policy server and its clients, over ZeroMQ and, as JSON, over HTTP.
+
+                   client                        policy server
+    HELLO           ─────────────────────────────▶      a session begins, or goes on after a reconnect
+    WELCOME         ◀─────────────────────────────      spaces, limits, episodes that are open
+    EPISODE_START   ─────────────────────────────▶
+    EPISODE_STEP    ─────────────────────────────▶      the observation, and the reward since the step before
+    EPISODE_ABORT   ─────────────────────────────▶
+    EPISODE_ANSWER  ◀─────────────────────────────      to each of the three
+    WEIGHTS_PULL    ─────────────────────────────▶      from here on: of a client that acts by itself
+    WEIGHTS_PART    ◀─────────────────────────────
+    EPISODE_CHUNKS  ─────────────────────────────▶      chunks that it has cut
+    HEARTBEAT, BYE  ─────────────────────────────▶
+    ACK             ◀─────────────────────────────      to these three
+    REJECT          ◀─────────────────────────────      in place of any answer
+
+Steps of an episode are numbered from 0. A client sends one when the one before is answered. Requests are idempotent, so
+any message may be lost or come twice: a client without an answer sends the same request again and gets the same answer.
+It has then taken one step. `request` is the client's own number, repeated in the answer.
+
+A session needs neither an address nor a connection of its own. It is known by its name, and by a token that only its
+client knows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict
+
+from headrace.schemas.basics.bounds import Natural, Positive, Version
+from headrace.schemas.frames.wire import MessageKind
+from headrace.schemas.messages import Message
+
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
+Reason = Annotated[str, Field(max_length=200)]
+End = Literal["no", "terminated", "truncated"]
+
+MOST_WAITING_FOR = 500
+"""Characters of `ClientAck.waiting_for`."""
+
+MOST_EPISODES = 16
+"""The most episodes of each kind in one shipment; more go into the next."""
+
+
+class ClientRequest(Message):
+    """The fields of every request of a client."""
+
+    request: Natural = 0
+    session: Name
+    token: Name
+    """Random, one for each client: it tells apart two clients that chose the same name for their session."""
+
+
+class ClientHello(ClientRequest):
+    """Opens the session, or goes on with it."""
+
+    KIND = MessageKind.HELLO
+    role: Literal["client"] = "client"
+
+
+class EpisodeStart(ClientRequest):
+    """Begins an episode."""
+
+    KIND = MessageKind.EPISODE_START
+    episode: EpisodeId
+    training_enabled: bool = True
+    """False: the episode is counted, and no learner gets it."""
+
+
+class AnyStep(ClientRequest):
+    """Header of one step. Arrays: "obs..." is the observation, "actions..." the action where the client chose it.
+
+    A step of one agent is an `EpisodeStep`, of several an `AgentsStep` (`serving_agents.py`).
+    """
+
+    episode: EpisodeId
+    step: Natural
+    off_policy: bool = False
+    """The client has acted by itself, and sends its action."""
+    end: End = "no"
+    """Any value but "no": this observation is the episode's last."""
+
+    @property
+    def news(self) -> tuple[Any, ...]:
+        """Return the results of the step before, as `log_returns` takes them; empty where the client sent none."""
+        raise NotImplementedError
+
+
+class EpisodeStep(AnyStep):
+    """A step of one agent."""
+
+    KIND = MessageKind.EPISODE_STEP
+    reward: float = 0.0
+    """Sum of rewards since the step before."""
+    info: dict[str, Any] | None = None
+    """Info since the step before."""
+
+    @property
+    def news(self) -> tuple[Any, ...]:
+        """Return the reward and the info."""
+        return (self.reward, self.info) if self.reward or self.info else ()
+
+
+class EpisodeAbort(ClientRequest):
+    """Says that the episode will never finish."""
+
+    KIND = MessageKind.EPISODE_ABORT
+    episode: EpisodeId
+    reason: Reason = ""
+
+
+class ClientPull(ClientRequest):
+    """Asks for a piece of the newest weights.
+
+    When `version` is still the newest, the piece begins at `offset`, after all bytes that the client has of it.
+    Otherwise it is the first piece of the newest version.
+    """
+
+    KIND = MessageKind.WEIGHTS_PULL
+    version: Version = (0, 0)
+    offset: Natural = 0
+
+
+class ChunkShipment(ClientRequest):
+    """Chunks that the client has cut, as the array "batch", uint8: a BATCH message's frames one after another.
+
+    Shipments of a session are numbered from 1. The next one goes out when the last is answered.
+    """
+
+    KIND = MessageKind.EPISODE_CHUNKS
+    number: Positive
+    frame_sizes: list[Natural] = Field(default=[], max_length=64)
+    """Sizes at which to cut the array. Empty if there are only counts: no chunks and no array."""
+    discarded: dict[str, Natural] = Field(default={}, max_length=64)
+    """Steps since the shipment before that will never be in a chunk, by reason."""
+    untrained: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
+    """(return, length) of episodes ended since then that the client did not want to be trained on."""
+    episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
+    """(return, length) of episodes of several agents ended since then that are trained on. Of one agent, the chunks
+    tell.
+    """
+    env_steps: Annotated[tuple[Natural, Natural, Natural], Strict(False)] = (0, 0, 0)
+    """With several agents: env steps since then, how many of them are in chunks, and how many were discarded."""
+
+
+class ClientHeartbeat(ClientRequest):
+    """Says that the client is alive; any other request says so too."""
+
+    KIND = MessageKind.HEARTBEAT
+
+
+class ClientBye(ClientRequest):
+    """Ends the session; the server aborts its open episodes."""
+
+    KIND = MessageKind.BYE
+
+
+class ClientWelcome(Message):
+    """Says that the session is open."""
+
+    KIND = MessageKind.WELCOME
+    request: Natural = 0
+    spaces: dict[str, Any]
+    """As `schemas/chunks/spaces.py` writes them; of several agents, as `serving_agents.py` does."""
+    lease_s: float = Field(gt=0)
+    """Seconds of silence after which the session ends."""
+    max_message_bytes: Positive
+    """A client must not send more: over ZeroMQ it would cost the connection."""
+    episodes: dict[str, Natural] = Field(default={})
+    """Open episodes: id -> next step."""
+
+
+class EpisodeAnswer(Message):
+    """Header of an answer. Arrays "actions..." are the actions, unless the client chose them or the episode is over."""
+
+    KIND = MessageKind.EPISODE_ANSWER
+    request: Natural = 0
+    episode: EpisodeId
+    next_step: Natural
+    weights: Version = (0, 0)
+    """(learner_epoch, seq) of the weights that chose the action."""
+
+
+class ClientPart(Message):
+    """Header of a piece of weights, the array "part", uint8; empty where the client has all.
+
+    The bytes of a version are the frames of a WEIGHTS message one after another; `frame_sizes` says where to cut them.
+    """
+
+    KIND = MessageKind.WEIGHTS_PART
+    request: Natural = 0
+    version: Version
+    """(0, 0): there are no weights yet."""
+    offset: Natural
+    frame_sizes: list[Natural] = []
+
+
+class ClientAck(Message):
+    """Confirms a request that needs no other answer."""
+
+    KIND = MessageKind.ACK
+    request: Natural = 0
+    waiting_for: str = Field(default="", max_length=MOST_WAITING_FOR)
+    """In the answer to a heartbeat: what the worker waits for, so that it takes no steps. Left out while it takes them.
+    """
+
+
+class ClientReject(Message):
+    """Refuses a request, which had no effect."""
+
+    KIND = MessageKind.REJECT
+    request: Natural = 0
+    error: str
+    """The error's code, as in `errors/serving.py` and `errors/episodes.py`."""
+    message: str
+    facts: dict[str, Any] = Field(default={})
+
+
+REQUESTS: dict[MessageKind, type[ClientRequest]] = {
+    cls.KIND: cls
+    for cls in (
+        ClientHello,
+        EpisodeStart,
+        EpisodeStep,
+        EpisodeAbort,
+        ClientPull,
+        ChunkShipment,
+        ClientHeartbeat,
+        ClientBye,
+    )
+}
+ANSWERS: dict[MessageKind, type[Message]] = {
+    cls.KIND: cls for cls in (ClientWelcome, EpisodeAnswer, ClientPart, ClientAck, ClientReject)
+}

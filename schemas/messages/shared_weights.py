@@ -1,0 +1,304 @@
+"""The newest large weights in this machine's memory, for all processes of one user and fleet.
+
+    /dev/shm/headrace-UID/FLEET/        mode 0700; FLEET is a hash of the fleet's id
+        EPOCH-SEQ-DIGEST                one version, mode 0600; it appears whole, and never changes
+        .EPOCH-SEQ-DIGEST.PID           one that is being written
+        puller                          the process that brings the next version from elsewhere holds a lock on it
+        users                           each process that uses the folder holds a shared lock on it
+
+    a version   count u64le | size of each frame u64le | the frames of its WEIGHTS message, each at 64 bytes' multiple
+
+The broker writes a version before it announces it. Workers of its machine find it by the version and digest of the
+announcement, map it, and pull nothing. On another machine one of them pulls the version and writes it for
+the others. Where there is no such file, or it is not what was announced, each pulls its own.
+
+The last process that leaves removes the folder. After a kill, the next that enters any such folder removes it, and so
+does a supervisor at the end of its fleet.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import re
+import shutil
+import stat
+import struct
+from pathlib import Path
+
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.run_files import open_own
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, decode
+from headrace.schemas.messages import WeightsHeader, read
+from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays
+
+log = logging.getLogger(__name__)
+
+MEMORY = Path("/dev/shm")
+"""Where files live in memory."""
+
+_USERS, _PULLER = "users", "puller"
+_NAME = re.compile(r"\.?(\d{1,15})-(\d{1,15})-([0-9a-f]{32})(\.\d+)?")
+_ALIGN = 64
+_TRIES = 10
+"""Times to enter a folder that others remove at the same moment."""
+
+
+class SharedWeights:
+    """This process's access to the folder of one fleet. It enters the folder with the first version.
+
+    Nothing here raises or waits: where memory cannot be shared, it warns once, and workers pull.
+    """
+
+    def __init__(self, fleet_id: str) -> None:
+        self._fleet_id = fleet_id
+        self._root = _root()
+        self._folder = self._root / hashlib.blake2b(fleet_id.encode(), digest_size=12).hexdigest()
+        self._lock: int | None = None
+        self._claim: int | None = None
+        self._unusable = self._told = False
+
+    def write(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
+        """Write a version for other processes, and remove older ones. Return whether it is there.
+
+        The caller has checked the digest of the frames' arrays.
+        """
+        name = _name_of(header.version, header.digest)
+        if not name or not self._enter():
+            return False
+        path, aside = self._folder / name, self._folder / f".{name}.{os.getpid()}"
+        try:
+            self._remove_older(header.version)
+            if not path.exists():
+                _check_room(self._folder, sum(map(len, frames)))
+                _write(aside, frames)
+                aside.replace(path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            self._warn(error)
+            return False
+        return True
+
+    def read(self, version: Version, digest: str) -> Arrays | None:
+        """Return the arrays of a version as views of the file's memory, which they keep. None where it is not there.
+
+        All bytes are checked by the checksums of the message, which its digest was checked with by the writer.
+        """
+        name = _name_of(version, digest)
+        if not name or not self._enter():
+            return None
+        try:
+            message = decode(_map(self._folder / name))
+            header = read(WeightsHeader, message.header)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, DecodeError) as error:
+            self._warn(error)
+            return None
+        told = (header.fleet_id, header.version, header.digest) == (self._fleet_id, version, digest)
+        return message.arrays if told and message.kind is MessageKind.WEIGHTS else None
+
+    def claim(self) -> bool:
+        """Become the process that pulls the next version for this machine. Return False while another one is it.
+
+        The claim ends with `release`, and with the process. Where memory cannot be shared, each process pulls.
+        """
+        if self._claim is not None or not self._enter():
+            return True
+        try:
+            claim = open_own(self._folder / _PULLER, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            self._warn(error)
+            return True
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(claim)
+            return False
+        self._claim = claim
+        return True
+
+    @property
+    def claimed(self) -> bool:
+        """Return whether this process has the claim."""
+        return self._claim is not None
+
+    def release(self) -> None:
+        """Give the claim back, if this process has it."""
+        if self._claim is not None:
+            fcntl.flock(self._claim, fcntl.LOCK_UN)  # a process forked meanwhile would keep it
+            os.close(self._claim)
+            self._claim = None
+
+    def close(self) -> None:
+        """Leave the folder, and remove it if no process uses it."""
+        self.release()
+        if self._lock is not None:
+            _remove_unused(self._folder, self._lock)
+            os.close(self._lock)
+            self._lock = None
+
+    def _enter(self) -> bool:
+        """Take part in the folder, which is this user's alone. Make it if there is none. Return whether that worked."""
+        if self._lock is None and not self._unusable:
+            try:
+                if not self._root.parent.is_dir():
+                    raise FileNotFoundError(f"there is no {self._root.parent}")
+                self._lock = _enter(self._root, self._folder)
+                remove_unused_weights()
+            except OSError as error:
+                self._unusable = True
+                self._warn(error)
+        return self._lock is not None
+
+    def _remove_older(self, version: Version) -> None:
+        for path in self._folder.iterdir():
+            known = _NAME.fullmatch(path.name)
+            if known is not None and (int(known[1]), int(known[2])) < version:
+                path.unlink(missing_ok=True)
+
+    def _warn(self, error: Exception) -> None:
+        log.log(
+            logging.DEBUG if self._told else logging.WARNING,
+            "weights are not shared in %s: %s; each worker of this machine pulls its own copy",
+            self._root,
+            error,
+        )
+        self._told = True
+
+
+def _root() -> Path:
+    return MEMORY / f"headrace-{os.geteuid()}"
+
+
+def remove_unused_weights() -> None:
+    """Remove what killed processes of this user have left: each folder that no process uses."""
+    root = _root()
+    try:
+        _check_own(root)
+        for folder in root.iterdir():
+            _remove_if_unused(folder)
+        root.rmdir()
+    except OSError:
+        return  # there is none, or it is in use
+
+
+def _remove_if_unused(folder: Path) -> None:
+    try:
+        lock = open_own(folder / _USERS, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        return
+    _remove_unused(folder, lock)
+    os.close(lock)
+
+
+def _remove_unused(folder: Path, lock: int) -> None:
+    """Remove a folder if no other process holds its lock. The last one that tries finds itself alone."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    if _is_current(folder, lock):
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.parent.rmdir()
+        except OSError:
+            return  # other fleets use it
+
+
+def _enter(root: Path, folder: Path) -> int:
+    """Return a descriptor with a shared lock on the users of a folder. Raises `OSError`."""
+    for _ in range(_TRIES):
+        try:
+            root.mkdir(mode=0o700, exist_ok=True)
+            _check_own(root)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _check_own(folder)
+            lock = open_own(folder / _USERS, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:  # another process has just removed it
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if _is_current(folder, lock):
+                return lock
+        except BlockingIOError:  # another process is about to remove it
+            pass
+        os.close(lock)
+    raise OSError(f"{folder} comes and goes")
+
+
+def _is_current(folder: Path, lock: int) -> bool:
+    """Return whether the lock's file is still the one in the folder."""
+    try:
+        return os.path.samestat(os.fstat(lock), (folder / _USERS).lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _check_own(folder: Path) -> None:
+    """Raise `OSError` unless this is a folder that this user alone can use."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise PermissionError(f"{folder} is no folder that this user alone can use")
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    """Raise `OSError` where a version would take more than half of the memory that is left for files."""
+    about = os.statvfs(folder)
+    left = about.f_bavail * about.f_frsize
+    if nbytes > left // 2:
+        raise OSError(f"{nbytes} bytes are more than half of the {left} that are left there")
+
+
+def _name_of(version: Version, digest: str) -> str:
+    """Return the name of a version's file; "" for a digest that is none."""
+    name = f"{version[0]}-{version[1]}-{digest}"
+    return name if _NAME.fullmatch(name) else ""
+
+
+def _write(path: Path, frames: list[Buffer]) -> None:
+    path.unlink(missing_ok=True)  # left by a process of the same number that was killed
+    head = struct.pack(f"<{1 + len(frames)}Q", len(frames), *map(len, frames))
+    with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        for part in (head, *frames):
+            file.write(part)
+            file.write(bytes(-len(part) % _ALIGN))
+
+
+def _map(path: Path) -> list[Buffer]:
+    """Return the frames in a file, as views of its memory. Raises `OSError` and `ValueError` for what is none of ours.
+
+    Its numbers are claims: nothing beyond the file's own bytes is touched.
+    """
+    descriptor = open_own(path, os.O_RDONLY)
+    try:
+        about = os.fstat(descriptor)
+        if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{path} is not this user's alone")
+        if not 8 <= about.st_size <= MOST_WEIGHTS_BYTES:
+            raise ValueError(f"{path} has {about.st_size} bytes")
+        whole = memoryview(mmap.mmap(descriptor, about.st_size, prot=mmap.PROT_READ))
+    finally:
+        os.close(descriptor)
+    return _frames_in(whole, path)
+
+
+def _frames_in(whole: memoryview, path: Path) -> list[Buffer]:
+    (count,) = struct.unpack_from("<Q", whole)
+    if count > DEFAULT_LIMITS.frames or 8 * (1 + count) > len(whole):
+        raise ValueError(f"{path} tells of {count} frames")
+    frames, start = list[Buffer](), _aligned(8 * (1 + count))
+    for size in struct.unpack_from(f"<{count}Q", whole, 8):
+        if size > len(whole) - start:
+            raise ValueError(f"{path} tells of more bytes than it has")
+        frames.append(whole[start : start + size])
+        start = _aligned(start + size)
+    return frames
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGN

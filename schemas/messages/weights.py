@@ -1,0 +1,110 @@
+"""One version of the weights as arrays by name: its digest, and the WEIGHTS message that carries it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.errors import DecodeError, WeightsMismatchError, WhichModuleError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode
+from headrace.schemas.messages import WeightsHeader, read
+
+Arrays = Mapping[str, NDArray[Any]]
+
+MOST_WEIGHTS_BYTES = DEFAULT_LIMITS.payload_bytes + 2 * DEFAULT_LIMITS.header_bytes
+"""Bytes of one version's message at most."""
+
+MODULES = "modules/"
+"""Prefix of "module id/name", for arrays of one of several modules."""
+
+CONNECTORS = "connectors/"
+"""Prefix of connector state that goes with weights: "connectors/env_to_module/0.MeanStd/obs/count"."""
+
+T = TypeVar("T")
+
+Shapes = Mapping[str, Sequence[int]]
+"""Shape of each of a module's tensors, by name."""
+
+
+def join_modules(by_module: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
+    """Join {module id: {name: array}} in one mapping, which `split_modules` takes apart. An id has no slash."""
+    return {f"{MODULES}{module_id}/{name}": a for module_id, own in by_module.items() for name, a in own.items()}
+
+
+def split_modules(arrays: Mapping[str, T]) -> dict[str, dict[str, T]] | None:
+    """Split joined names into {module id: {name: array}}.
+
+    None for the weights of one module without a name, as most fleets have.
+    """
+    by_module: dict[str, dict[str, T]] = {}
+    for name, array in arrays.items():
+        if not name.startswith(MODULES):
+            return None
+        module_id, _, own = name.removeprefix(MODULES).partition("/")
+        by_module.setdefault(module_id, {})[own] = array
+    return by_module
+
+
+def check_shapes(given: Shapes, own: Shapes, module_id: str = "") -> None:
+    """Raise `WeightsMismatchError` unless `given` has the names and shapes of a module's `own` tensors."""
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    differ = {
+        name: (tuple(given[name]), tuple(own[name]))
+        for name in own
+        if name in given and tuple(given[name]) != tuple(own[name])
+    }
+    if missing or unknown or differ:
+        raise WeightsMismatchError(missing, unknown, differ, module_id)
+
+
+def check_published(arrays: Arrays, modules: Mapping[str, Shapes]) -> None:
+    """Raise `WeightsMismatchError` or `WhichModuleError` if workers with these `modules` cannot load `arrays`.
+
+    A module that is left out keeps its weights. State of connectors is not checked here.
+    """
+    given = split_modules(arrays)
+    if given is None:
+        if len(modules) != 1:
+            raise WhichModuleError(None, modules)
+        given = {next(iter(modules)): dict(arrays)}
+    for module_id, own in given.items():
+        if module_id not in modules:
+            raise WhichModuleError(module_id, modules)
+        tensors = {name: array.shape for name, array in own.items() if not name.startswith(CONNECTORS)}
+        if tensors:
+            check_shapes(tensors, modules[module_id], module_id if len(modules) > 1 else "")
+
+
+def weights_digest(arrays: Arrays) -> str:
+    """Return blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        hasher.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+        hasher.update(array.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
+
+
+def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str = "") -> list[Buffer]:
+    """Return the frames of a WEIGHTS message. `digest` is that of the arrays, where it is known already.
+
+    Raises `EncodeError` for a dtype that may not go on the wire.
+    """
+    header = WeightsHeader(fleet_id=fleet_id, version=version, digest=digest or weights_digest(arrays))
+    return encode(MessageKind.WEIGHTS, header.model_dump(), arrays)
+
+
+def read_weights(message: WireMessage) -> tuple[WeightsHeader, Arrays]:
+    """Return header and arrays of a decoded WEIGHTS message; no arrays when it only announces a version.
+
+    Raises `DecodeError` when the arrays do not match the digest.
+    """
+    header = read(WeightsHeader, message.header)
+    if message.arrays and weights_digest(message.arrays) != header.digest:
+        raise DecodeError("weights_digest", f"weights {header.version} do not match their digest")
+    return header, message.arrays

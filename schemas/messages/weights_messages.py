@@ -1,0 +1,56 @@
+"""Messages that carry weights from a publisher through the broker to the workers."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace.schemas.basics.bounds import Bytes, Version
+from headrace.schemas.frames.wire import MessageKind
+from headrace.schemas.messages.message_base import Message
+
+
+class WeightsAck(Message):
+    """Broker to publisher: the relay holds this version."""
+
+    KIND = MessageKind.WEIGHTS_ACK
+    version: Version
+
+
+class WeightsHeader(Message):
+    """Header of a WEIGHTS message. Its arrays are the tensors.
+
+    Over PUB a large version comes without arrays, as an announcement that workers can pull it.
+    """
+
+    KIND = MessageKind.WEIGHTS
+    fleet_id: str
+    version: Version
+    digest: str
+    """blake2b-128 over names, dtypes, shapes and bytes of the tensors, in hexadecimal."""
+
+
+PIECE_BYTES = 1 << 20
+"""The length of piece that workers ask for. A broker encodes pieces of this length once for all workers."""
+
+
+class WeightsPull(Message):
+    """Worker to broker: send `length` bytes from `offset` of the newest version's blob."""
+
+    KIND = MessageKind.WEIGHTS_PULL
+    offset: Bytes
+    length: int = Field(ge=1, le=4 << 20)
+    version: Version = (0, 0)
+    """The version being pulled; at offset 0 any version, and the newest comes."""
+
+
+class WeightsPart(Message):
+    """Header of a piece of weights; its one array `part` (uint8) holds the bytes.
+
+    The blob is the version's WEIGHTS frames one after another; `frame_sizes` says where to cut it. When `version` is
+    not the one asked for, the puller starts over with it.
+    """
+
+    KIND = MessageKind.WEIGHTS_PART
+    version: Version
+    offset: Bytes
+    frame_sizes: list[Bytes] = []

@@ -1,0 +1,108 @@
+"""Places that name the addresses of a fleet, and the wait until one does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from headrace.schemas.basics.run_files import endpoint_in, run_state
+from headrace.schemas.errors import HeadraceError, RunDirError
+
+log = logging.getLogger("headrace.fleet")
+
+LOOK_S = 0.2
+SAY_WAITING_S = 10.0
+
+
+class AddressSource(Protocol):
+    """A place that names the addresses of a fleet: its run directory, or its rendezvous."""
+
+    @property
+    def problem(self) -> str:
+        """Return a text on why it names no address for the role that was last asked for."""
+
+    def find(self, role: str) -> str:
+        """Return the address for peers of `role` now; "" while there is none."""
+
+    def stopped(self) -> HeadraceError | None:
+        """Return an error that says so, if the fleet has stopped; None if it runs, or nothing is known."""
+
+
+class RunDirAddresses:
+    """The addresses in the run directory `path` of a fleet on this machine.
+
+    With `running`, those of a run that has stopped or just begins do not count.
+    """
+
+    def __init__(self, path: Path, *, running: bool = False) -> None:
+        self.path = path
+        self._running = running
+
+    @property
+    def problem(self) -> str:
+        """Return a text on why there is no address, with what to do."""
+        stopped = self.stopped()
+        if stopped is not None:
+            return f"the run in {self.path} has stopped: {self._remedy}"
+        return f"the run in {self.path} has no broker yet: start it with `headrace up --run-dir {self.path}`"
+
+    def find(self, role: str) -> str:
+        """Return the address for peers of `role` now; "" while there is none."""
+        if self._running and run_state(self.path) in ("stopped", "starting"):
+            return ""
+        return endpoint_in(self.path, role)
+
+    def stopped(self) -> HeadraceError | None:
+        """Return an error that says so, if the run has stopped."""
+        if run_state(self.path) != "stopped":
+            return None
+        return RunDirError(str(self.path), "its run has stopped", self._remedy)
+
+    @property
+    def _remedy(self) -> str:
+        return f"start it with `headrace up --resume {self.path}`"
+
+
+class FirstOf:
+    """The places of several brokers of one fleet. Its address is that of the first one that has any."""
+
+    def __init__(self, sources: Sequence[AddressSource]) -> None:
+        self._sources = sources
+
+    @property
+    def problem(self) -> str:
+        """Return a text on why none of them names an address."""
+        return "; ".join(source.problem for source in self._sources)
+
+    def find(self, role: str) -> str:
+        """Return the address of the first broker that has one for peers of `role`; "" while there is none."""
+        return next((address for source in self._sources if (address := source.find(role))), "")
+
+    def stopped(self) -> HeadraceError | None:
+        """Return an error that says so, if all have stopped."""
+        errors = [source.stopped() for source in self._sources]
+        return errors[0] if all(errors) else None
+
+
+def await_address(
+    source: AddressSource, role: str, timeout_s: float, pause: Callable[[float], object] = time.sleep
+) -> str:
+    """Return the address for peers of `role`, once `source` names one; "" after `timeout_s`.
+
+    Logs every ten seconds what it waits for. `pause` sleeps for a time in seconds; where it returns true, the wait
+    ends.
+    """
+    began, say_at = time.monotonic(), 0.0
+    while not (address := source.find(role)):
+        waited_s = time.monotonic() - began
+        if waited_s >= timeout_s:
+            return ""
+        if waited_s >= say_at and source.problem:
+            say_at += SAY_WAITING_S
+            log.warning("%s; waiting for it (%.0f s of at most %.0f s)", source.problem, waited_s, timeout_s)
+        if pause(LOOK_S):
+            return ""
+    return address

@@ -1,0 +1,116 @@
+"""Where a peer finds its fleet, which may move, and when it no longer waits for it."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from headrace.schemas.errors import HeadraceError, UnreachableError
+from headrace.schemas.peers.fleet_address import AddressSource
+
+log = logging.getLogger("headrace.fleet")
+
+_LOOK_S = 0.5
+_FIRST_WORD_S, _SAY_WAITING_S = 5.0, 10.0
+
+
+def broker_fleet_id(fleet_id: str, index: int, count: int) -> str:
+    """Return the fleet id of one of `count` brokers, which has books of its own; "" where the fleet's is not known."""
+    return f"{fleet_id}.{index}" if fleet_id and count > 1 else fleet_id
+
+
+class FleetPlace:
+    """The address of one fleet's broker, or of a worker for env hosts, which changes when `headrace up` starts again.
+
+    - role: the kind of peer for which `source` names the address.
+    - source: the fleet's run directory or rendezvous; None: the address stays.
+    - server: what answers there: "broker" or "worker".
+    - patience_s: how long it may be gone before `ended` is set, and `stopped_patience_s` where `source` says that the
+      fleet has stopped.
+    - end: the place that says that the fleet has stopped; None: `source`.
+    - says_waiting: False if another place of this process logs whom it waits for, and that it answers.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        role: str = "",
+        source: AddressSource | None = None,
+        *,
+        server: str = "broker",
+        patience_s: float = math.inf,
+        stopped_patience_s: float | None = None,
+        end: AddressSource | None = None,
+        says_waiting: bool = True,
+    ) -> None:
+        self.endpoint = endpoint
+        self.ended: HeadraceError | None = None
+        """The reason for which the fleet counts as ended; None while it does not."""
+        self._role = role
+        self._source = source
+        self._end = source if end is None else end
+        self._server = server
+        self._patience_s = patience_s
+        self._stopped_patience_s = patience_s if stopped_patience_s is None else stopped_patience_s
+        self._says_waiting = says_waiting
+        self._was_present = self._has_said = self._stopped = False
+        self._gone_since: float | None = None
+        self._look_at = self._look_if_stopped_at = 0.0
+        self._say_at = 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the server answered and does not answer now."""
+        return self._was_present and self._gone_since is not None
+
+    def observe(self, present: bool, now: float) -> str | None:
+        """Note whether the server answers. Return its new address if it has moved, which is `endpoint` from then on.
+
+        A peer that has never met the server has a deadline of its own: here it only hears that the run has stopped.
+        """
+        if present:
+            if self._has_said:
+                log.info("the %s at %s answers", self._server, self.endpoint)
+            self._was_present, self._gone_since, self.ended, self._has_said = True, None, None, False
+            return None
+        if self._gone_since is None:
+            self._gone_since, self._look_at = now, now
+            self._say_at = now + (_FIRST_WORD_S if self._was_present else 0.0)
+        if now < self._look_at:
+            return None
+        self._look_at = now + _LOOK_S
+        moved = self._source.find(self._role) if self._source is not None else ""
+        if moved and moved != self.endpoint:
+            before = f"moved from {self.endpoint} to" if self.endpoint else "appeared at"
+            log.info("the %s has %s %s", self._server, before, moved)
+            self.endpoint, self._gone_since, self._has_said = moved, now, self._says_waiting
+            return moved
+        self._judge(now - self._gone_since, now)
+        return None
+
+    def move_to(self, endpoint: str, now: float) -> None:
+        """Note that the peer leaves a server that answers for another one."""
+        log.info("moving from the %s at %s to the one at %s", self._server, self.endpoint, endpoint)
+        self.endpoint, self._gone_since, self._has_said = endpoint, now, self._says_waiting
+
+    def has_stopped(self, now: float) -> bool:
+        """Return whether the fleet says that it has stopped. It may have said so half a second ago."""
+        if self._end is not None and now >= self._look_if_stopped_at:
+            self._look_if_stopped_at = now + _LOOK_S
+            self._stopped = self._end.stopped() is not None
+        return self._stopped
+
+    def _judge(self, gone_s: float, now: float) -> None:
+        why = self._source.stopped() if self._source is not None else None
+        said, most_s = f"no {self._server} answers at {self.endpoint}", self._patience_s
+        if self._source is not None and why is not None:
+            said, most_s = self._source.problem, self._stopped_patience_s
+        elif not self._was_present:
+            return
+        if self._was_present and gone_s >= most_s:
+            self.ended = self.ended or why or UnreachableError(self._server, self.endpoint, most_s)
+        if self._says_waiting and now >= self._say_at:
+            self._say_at, self._has_said = now + _SAY_WAITING_S, True
+            is_bounded = self._was_present and not self.ended and not math.isinf(most_s)
+            most = f" of at most {most_s:.0f} s" if is_bounded else ""
+            log.warning("%s; waiting for it (%.0f s%s)", said, gone_s, most)

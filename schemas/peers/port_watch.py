@@ -1,0 +1,450 @@
+"""A watch over the connections of one bound ZeroMQ socket. It bounds what libzmq does not.
+
+libzmq bounds the size of one frame. It does not bound the frames of a message that never ends, the connections, or the
+time that a peer may be silent. It keeps the frames of an unfinished message where no program can see them. So a thread
+looks at the connections from the side, at no cost to messages:
+
+    libzmq's monitor ── connection accepted, ended (descriptor) ──▶ PortWatch ── shutdown(descriptor) ──▶ peer is gone
+    the kernel (TCP_INFO) ── bytes that have come on it ──────────▶
+    the port's own thread ── bytes of whole messages from it ─────▶
+
+What has come and is in no whole message is *held*. A peer is *known* once its HELLO, or what the port takes for one,
+was accepted; before that it is a *stranger*. A connection beyond the bounds is shut down: libzmq then frees what it
+holds. An honest peer connects again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
+from headrace.schemas.peers.handshakes import BROKEN_OFF, DISCONNECTED, PROTOCOL, read_event
+from headrace.schemas.peers.refusal_budget import RefusalBudget
+
+log = logging.getLogger(__name__)
+
+ACCEPTED, CLOSED, STOPPED = 0x0020, 0x0080, 0x0400
+"""libzmq's events ACCEPTED, CLOSED and MONITOR_STOPPED."""
+WATCH_EVENTS = ACCEPTED | CLOSED | DISCONNECTED | BROKEN_OFF | PROTOCOL | STOPPED
+"""The events that the monitor of a watched socket must report."""
+
+UNFINISHED_S, SLOWEST_BYTES_S = 60.0, 100_000
+"""A message may take so many seconds to arrive, and longer if it comes at this rate on average."""
+STRANGE_MESSAGES = 64
+"""Messages of a stranger after which its connection ends."""
+STRANGERS = 1024
+"""Strangers at one port. Beyond that the one that came first goes. A few may stay: a fleet's supervisor is silent until
+it has something to say.
+"""
+
+_FAST_LOOK_S, _SLOW_LOOK_S = 0.05, 0.25
+"""Seconds between two looks at strangers and at peers that hold much, and between two looks at all others."""
+_MUCH_BYTES = 1 << 20
+_FREE_BYTES_S = 256
+"""Bytes that a connection may receive in a second beside messages: heartbeats of the protocol."""
+_GREETING_BYTES = 4096
+"""Bytes that a connection may receive before its first message: the handshake."""
+_TINY_FRAMES_RATIO, _TINY_FRAMES_BYTES = 4, 64 << 20
+"""An unfinished message is refused if the process grew by more than the first times its size and the second. A frame of
+two bytes on the wire takes 64 in libzmq's queue, and TCP_INFO counts only bytes.
+"""
+_BURST = 512
+_RECEIVED = struct.Struct("=Q")
+_RECEIVED_AT = 128
+"""The place of tcpi_bytes_received in Linux's `struct tcp_info`."""
+_RESET = struct.pack("ii", 1, 0)
+"""The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
+_PEER, _PROCESS = struct.Struct("3i"), "process "
+"""Linux's `struct ucred` (pid, uid, gid), and how the peer at a Unix socket is called."""
+_SRCFD = 2
+"""libzmq's property of a frame."""
+_OWN_FILES = 256
+"""Descriptors that a process needs beside connections."""
+_STATM = Path("/proc/self/statm")
+_FAMILY = socket.AF_INET6
+"""Has room for the addresses of both families. The kernel knows the descriptor's own."""
+
+
+class Frame(Protocol):
+    """A frame that was received without a copy."""
+
+    def get(self, option: int) -> int | bytes | str:
+        """Return a property of the frame's message. Raises OSError, in pyzmq's form, if there is none."""
+
+
+def source_of(frame: Frame) -> int:
+    """Return the descriptor of the connection on which a frame came; -1 for a peer of ZMTP 2 and before.
+
+    Headrace's own peers speak ZMTP 3. What came from an older one counts as held, so it ends after a while.
+    """
+    try:
+        return int(frame.get(_SRCFD))
+    except Exception:  # noqa: BLE001  pyzmq's ZMQError, which schemas do not import
+        return -1
+
+
+class Monitor(Protocol):
+    """The monitor of a ZeroMQ socket, as its `get_monitor_socket(WATCH_EVENTS)` returns it."""
+
+    def poll(self, timeout: int) -> int:
+        """Return whether a message waits, after at most `timeout` milliseconds."""
+
+    def recv_multipart(self) -> list[bytes]:
+        """Return the next message."""
+
+    def close(self, linger: int) -> None:
+        """Close the monitor's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortBounds:
+    """The bounds of one port. Sizes in bytes."""
+
+    connections: int
+    message_bytes: int = DEFAULT_LIMITS.payload_bytes
+    """The largest message: more must not be held by one connection as an unfinished message, or by all strangers."""
+    held_bytes: int = 1 << 30
+    """The most that all connections hold together."""
+    admits_all: bool = False
+    """True for a port whose peers send no messages: none is a stranger."""
+
+
+@dataclass(slots=True, eq=False)
+class PeerAccount:
+    """The messages of one connection, as the port's own thread has counted them."""
+
+    taken: int = 0
+    """Bytes of its whole messages."""
+    known: bool = False
+    strange: int = 0
+    """Number of its messages that a stranger sent."""
+    refusals: RefusalBudget = field(default_factory=RefusalBudget)
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    fd: int
+    peer: tuple[str, int]
+    since: float
+    received: int = 0
+    """Bytes that had come at the last look."""
+    taken: int = 0
+    base: int = 0
+    """Bytes of them that are in whole messages, and were taken."""
+    held: int = 0
+    held_before: int = 0
+    """`held` at the look before, if no message was taken since and the port was empty meanwhile; else 0."""
+    began: float = 0.0
+    """Time at which it began to hold what it holds."""
+    began_rss: int = 0
+    began_taken: int = 0
+    cut: bool = False
+
+
+class PortWatch:
+    """Watches one bound socket, which the caller has given a monitor, from a thread of its own until `close`.
+
+    `heard`, `strange`, `refused` and `emptied` are called by the thread that receives from the
+    socket. `on_failed_handshake` is called with (event, value) in the watch's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        monitor: Monitor,
+        bounds: PortBounds,
+        on_failed_handshake: Callable[[int, int], None] = lambda event, value: None,
+    ) -> None:
+        self._name, self._monitor, self._bounds = name, monitor, bounds
+        self._on_failed_handshake = on_failed_handshake
+        self._warnings = CountedWarnings(log)
+        self.cuts: Counter[str] = Counter()
+        """Number of connections that were shut down, by reason."""
+        self._connections: dict[int, _Connection] = {}
+        self._strangers: dict[int, _Connection] = {}
+        self._accounts: dict[int, PeerAccount] = {}
+        self._taken_in_all = 0
+        self._emptied = 0
+        self._emptied_seen = 0
+        self._to_cut: deque[tuple[int, PeerAccount, str]] = deque()
+        self._to_count: deque[tuple[int, tuple[str, int], str]] = deque()
+        self._slow_at = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
+        self._thread.start()
+
+    # -- for the thread that receives ---------------------------------------------------------------------------------
+
+    def heard(self, fd: int, nbytes: int) -> PeerAccount:
+        """Count a whole message of the connection at `fd`, which `source_of` knows. Return the account."""
+        account = self._accounts.get(fd)
+        if account is None:
+            account = self._accounts[fd] = PeerAccount()
+        account.taken += nbytes
+        self._taken_in_all += nbytes
+        return account
+
+    def emptied(self) -> None:
+        """Note that no whole message waits at the socket."""
+        self._emptied += 1
+
+    def strange(self, fd: int, account: PeerAccount) -> None:
+        """Count a message of a peer that has not introduced itself."""
+        account.strange += 1
+        if account.strange % STRANGE_MESSAGES == 0:
+            self._to_cut.append((fd, account, "messages without HELLO"))
+
+    def refused(self, fd: int, account: PeerAccount) -> None:
+        """Count a message that was refused. A peer whose messages are refused too often is cut."""
+        if not account.refusals.spend():
+            self._to_cut.append((fd, account, "refused messages"))
+
+    def close(self) -> None:
+        """Wait for the end of the watch. Stop the socket's monitor before (pyzmq: `disable_monitor`)."""
+        self._thread.join()
+
+    def end(self, fd: int, peer: tuple[str, int], why: str) -> None:
+        """End the connection with this peer, an answer of `peer_of`, if it still is at `fd`. It gets nothing more."""
+        if _shut_down(fd, peer):
+            self._to_count.append((fd, peer, why))
+
+    # -- the watch ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_events(self._pause_s()):
+                self._look(time.monotonic())
+        finally:
+            self._monitor.close(0)
+
+    def _pause_s(self) -> float:
+        busy = self._strangers or self._to_cut or any(c.held > _MUCH_BYTES for c in self._connections.values())
+        return _FAST_LOOK_S if busy else _SLOW_LOOK_S
+
+    def _take_events(self, wait_s: float) -> bool:
+        """Take what the monitor says within `wait_s`, a burst at most. Return False once the monitor has ended."""
+        until = time.monotonic() + wait_s
+        for _ in range(_BURST):
+            if not self._monitor.poll(max(0, round((until - time.monotonic()) * 1000))):
+                break
+            event, value = read_event(self._monitor.recv_multipart())
+            if event == STOPPED:
+                return False
+            if event == ACCEPTED:
+                self._admit(value)
+            elif event == DISCONNECTED:
+                self._forget(value)
+            elif event in (BROKEN_OFF, PROTOCOL):
+                self._on_failed_handshake(event, value)
+        return True
+
+    def _admit(self, fd: int) -> None:
+        peer = peer_of(fd)
+        if peer is None:  # it has ended already
+            return
+        connection = self._connections[fd] = _Connection(fd, peer, time.monotonic(), base=_GREETING_BYTES)
+        if not self._bounds.admits_all:
+            self._strangers[fd] = connection
+        if len(self._connections) > self._bounds.connections:
+            first = next(iter(self._strangers.values()), connection)
+            self._cut(first, f"more than {self._bounds.connections} connections")
+        elif len(self._strangers) > STRANGERS:
+            self._cut(next(iter(self._strangers.values())), f"more than {STRANGERS} connections without HELLO")
+
+    def _forget(self, fd: int) -> None:
+        for known in (self._connections, self._strangers, self._accounts):
+            known.pop(fd, None)
+
+    def _look(self, now: float) -> None:
+        while self._to_cut:
+            fd, account, why = self._to_cut.popleft()
+            connection = self._connections.get(fd)
+            if connection is not None and self._accounts.get(fd) is account:
+                self._cut(connection, why)
+        while self._to_count:
+            fd, peer, why = self._to_count.popleft()
+            connection = self._connections.get(fd)
+            if connection is not None and connection.peer == peer:
+                self._strangers.pop(fd, None)
+            self._count(peer, why)
+        emptied, self._emptied_seen = self._emptied != self._emptied_seen, self._emptied
+        if now >= self._slow_at:
+            self._slow_at = now + _SLOW_LOOK_S
+            looked: Iterable[_Connection] = list(self._connections.values())
+        else:
+            looked = [c for c in self._connections.values() if c.held > _MUCH_BYTES or c.fd in self._strangers]
+        for connection in looked:
+            self._measure(connection, now, emptied=emptied)
+            if why := self._judge(connection, now):
+                self._cut(connection, why)
+        self._judge_together(list(self._strangers.values()), self._bounds.message_bytes, "strangers")
+        self._judge_together(list(self._connections.values()), self._bounds.held_bytes, "all connections")
+
+    def _measure(self, connection: _Connection, now: float, *, emptied: bool) -> None:
+        """Read how much the connection holds.
+
+        A message was taken, and the port was empty: then everything that had come at the last look was taken too.
+        """
+        account = self._accounts.get(connection.fd)
+        taken = account.taken if account is not None else 0
+        if account is not None and account.known:
+            self._strangers.pop(connection.fd, None)
+        received = _received(connection.fd)
+        news, connection.taken = taken - connection.taken, taken
+        if news > 0:
+            connection.base += news
+            if emptied:
+                connection.base = max(connection.base, connection.received)
+        connection.held_before = connection.held if connection.began and emptied and not news else 0
+        connection.received = received
+        connection.held = max(0, received - connection.base)
+        if connection.held <= _FREE_BYTES_S * (now - connection.since):
+            connection.began = 0.0
+        elif news or not connection.began:
+            connection.began, connection.began_rss, connection.began_taken = now, _rss(), self._taken_in_all
+
+    def _judge(self, connection: _Connection, now: float) -> str:
+        """Return why the connection must end; "" if it may stay."""
+        bounds = self._bounds
+        spare = _FREE_BYTES_S * (now - connection.since)
+        if bounds.admits_all:
+            return "bytes at a port that only sends" if connection.held > bounds.message_bytes + spare else ""
+        if connection.held_before > bounds.message_bytes + spare:
+            return f"an unfinished message of more than {bounds.message_bytes >> 20} MiB"
+        if connection.held_before and now - connection.began > UNFINISHED_S + connection.held / SLOWEST_BYTES_S:
+            return f"a message of which only a part came in {UNFINISHED_S:g} s"
+        return ""
+
+    def _judge_together(self, connections: Sequence[_Connection], most: int, who: str) -> None:
+        """Cut those that hold much, the one that began first before others, until the rest holds at most `most`."""
+        holders = sorted((c for c in connections if c.began and not c.cut), key=lambda c: c.began)
+        held = sum(c.held for c in holders)
+        if holders and held > _MUCH_BYTES and self._growth(holders[0]) > _TINY_FRAMES_BYTES + _TINY_FRAMES_RATIO * held:
+            held -= holders[0].held
+            self._cut(holders.pop(0), "an unfinished message of many tiny frames")
+        for connection in holders:
+            if held <= most:
+                return
+            held -= connection.held
+            self._cut(connection, f"{who} held more than {most >> 20} MiB of unfinished messages")
+
+    def _growth(self, connection: _Connection) -> int:
+        """Return how much this process grew since the connection began to hold, apart from messages that were taken."""
+        return _rss() - connection.began_rss - 2 * (self._taken_in_all - connection.began_taken)
+
+    def _cut(self, connection: _Connection, why: str) -> None:
+        """Shut the connection down, unless its descriptor has become another one. Count that."""
+        connection.cut = True
+        self._strangers.pop(connection.fd, None)
+        if _shut_down(connection.fd, connection.peer):
+            self._count(connection.peer, why)
+
+    def _count(self, peer: tuple[str, int], why: str) -> None:
+        self.cuts[why] += 1
+        text = f"closed a connection of {_words(peer)} at the {self._name} port: {why}; {self.cuts[why]:,} so far"
+        self._warnings.warn(b"", why, text)
+
+
+def connection_limit(most: int, ports: int = 1) -> int:
+    """Return how many connections each of `ports` ports may have: `most`, if this process may open so many files.
+
+    Raise the soft limit of open files for that as far as the system lets this process. Without descriptors left a
+    process can neither write its state nor accept peers.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most * ports + _OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    places = most if soft == resource.RLIM_INFINITY else min(most, max(soft - _OWN_FILES, soft // 2) // ports)
+    if places < most:
+        log.warning("at most %d connections at a port, not %d: this process may open only %d files", places, most, soft)
+    return places
+
+
+# -- the kernel's side ------------------------------------------------------------------------------------------------
+
+
+class _Borrowed:
+    """A socket object for a descriptor that libzmq owns, for the time of a `with`. Its end does not close it."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=fd)
+
+    def __enter__(self) -> socket.socket:
+        return self._socket
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.detach()
+
+
+def peer_of(fd: int) -> tuple[str, int] | None:
+    """Return the address of the peer at a descriptor; None if it is no connection (any more), or cannot be known."""
+    try:
+        with _Borrowed(fd) as borrowed:
+            return _address(borrowed)
+    except (OSError, AttributeError):
+        return None
+
+
+def _address(found: socket.socket) -> tuple[str, int]:
+    """Return (host, port); of a Unix socket's peer, which has no address, ("process PID", inode of this end)."""
+    peer = found.getpeername()
+    if isinstance(peer, tuple):
+        return str(peer[0]), int(peer[1])
+    pid, _, _ = _PEER.unpack(found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return f"{_PROCESS}{pid}", os.fstat(found.fileno()).st_ino
+
+
+def _words(peer: tuple[str, int]) -> str:
+    host, port = peer
+    return host if host.startswith(_PROCESS) else f"{host}:{port}"
+
+
+def _received(fd: int) -> int:
+    """Return how many bytes have come at a descriptor in all; 0 where the system does not tell."""
+    try:
+        with _Borrowed(fd) as borrowed:
+            told = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
+    except (OSError, AttributeError):
+        return 0
+    return int(_RECEIVED.unpack_from(told, _RECEIVED_AT)[0]) if len(told) >= _RECEIVED_AT + _RECEIVED.size else 0
+
+
+def _shut_down(fd: int, peer: tuple[str, int]) -> bool:
+    """Shut down the connection with `peer` at `fd`. Do nothing and return False if another one has the descriptor.
+
+    A copy of the descriptor is asked and shut down, since libzmq may close its own between the two.
+    """
+    try:
+        copy = socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=os.dup(fd))
+    except OSError:
+        return False
+    with copy:
+        try:
+            if _address(copy) != peer:
+                return False
+            copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            copy.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+    return True
+
+
+def _rss() -> int:
+    """Return the resident memory of this process; 0 where the system does not tell."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

@@ -1,0 +1,608 @@
+"""The configuration of a fleet: sections of frozen values, each validated when built.
+
+`config_loading.py` finds where the values come from; `deploy/fleet.toml` shows every key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from headrace.schemas.basics.bounds import WINDOW
+from headrace.schemas.credentials.key_files import group_rule, is_group
+from headrace.schemas.credentials.loopback_token import token_path
+from headrace.schemas.settings.config_section import ConfigSection
+from headrace.schemas.settings.redis_url import read_redis_url
+from headrace.schemas.settings.sampling_settings import SamplingSettings
+from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.schemas.settings.slurm_settings import SlurmSection
+
+LEAST_WINDOW = 4
+_HIGHEST_PORT = 65_535
+DEFAULT_WINDOW = 16
+"""Batches in a worker's window when the learner's need, or the length of batches, is not known."""
+
+_DEFAULT_STALENESS = 8
+
+
+class FleetSection(ConfigSection):
+    """Settings of the fleet as a whole."""
+
+    workers: int = Field(
+        default=2,
+        ge=0,
+        le=1000,  # the broker gives slots from 1000 on to workers that were started alone
+        description="sampler processes `up` starts on this machine",
+    )
+    env_hosts: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="env hosts `up` starts on this machine too, shared out among the workers; for env_placement remote",
+    )
+    run_dir: str = Field(
+        default="",
+        description="folder for fleet.json, logs, recorders, checkpoints and Redis data; empty: `up` makes "
+        "runs/ENV-TIME, and other commands take the newest run in runs/",
+    )
+    check_env: bool = Field(
+        default=True,
+        description="build, reset and step one env in a process of its own before anything starts; false: only look up "
+        "what is named",
+    )
+    until_return: float | None = Field(
+        default=None, description="stop when the mean return of the last 100 episodes reaches this"
+    )
+    until_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="stop after this many env steps, counted from the start of the run or of its resume",
+    )
+    timeout_s: float | None = Field(
+        default=None, gt=0, description="give up after this many seconds with exit code 17 (TIMEOUT)"
+    )
+    fleet_id: str = Field(
+        default="", pattern=r"^[A-Za-z0-9_.-]*$", description="name of the fleet; empty makes one per run directory"
+    )
+    rendezvous: str = Field(
+        default="",
+        max_length=4096,
+        description="where the broker publishes its addresses, and peers on other machines find them: a file; for "
+        "peers also http(s)://..., or dns://NAME with the ports of [broker]; empty: rendezvous.json of run_dir; with "
+        "several brokers {broker} in it stands for the index of each",
+    )
+    scratch_dir: str = Field(
+        default="",
+        description="folder on a disk of this machine for recorders and logs of `headrace worker --count`, which go to "
+        "the run directory at its end; empty: the run directory itself",
+    )
+
+
+class SamplingSection(SamplingSettings):
+    """Settings of sampling, for every worker."""
+
+    env: str = Field(
+        default="CartPole-v1", min_length=1, description='a registered gymnasium id, or "package.module:make_env"'
+    )
+
+
+class ModuleSection(ConfigSection):
+    """The policy module. Workers and the learner build it by the same name."""
+
+    build: str = Field(
+        default="headrace.workers.modules:actor_critic", description='what builds the module, as "package.module:build"'
+    )
+    config: dict[str, Any] = Field(default={}, description="keyword arguments of build")
+
+
+class WorkerSection(ConfigSection):
+    """Settings of a worker's connection to the broker."""
+
+    window_batches: int | None = Field(
+        default=None,
+        ge=1,
+        le=WINDOW - 1,
+        description="batches a worker keeps until they are settled; absent: the window follows the learner's updates",
+    )
+    window_bytes: int = Field(
+        default=256 << 20, ge=1, description="bytes a worker keeps until they are settled; one batch is always allowed"
+    )
+    random_actions_before_weights: bool = Field(
+        default=False, description="sample at random until the first weights arrive"
+    )
+    connect_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="how long to wait for a broker; a supervisor's own worker: for its first answer only",
+    )
+    drain_timeout_s: float = Field(default=10.0, gt=0, description="how long SIGTERM waits for batches to be accepted")
+    advertise: str = Field(
+        default="",
+        max_length=180,
+        pattern=r"^[^\s/@]*$",
+        description="name or address by which env hosts and clients reach this worker; empty: the address that it "
+        "binds for them, or this machine's name where that is a wildcard",
+    )
+    compression: Literal["auto", "lz4", "none"] = Field(
+        default="auto",
+        description="compress batches: auto, on the way to a broker on another machine; lz4, always; none, never; it "
+        "needs `pip install headrace[lz4]` here and at the broker, which unpacks them for a learner without it",
+    )
+    ends_with_fleet: bool = Field(
+        default=False,
+        description="a worker that `up` has not started ends, with exit code 0, once the fleet has reached its goal or "
+        "is stopped; false: it waits for the next fleet at the same address",
+    )
+
+
+class BrokerSection(ConfigSection):
+    """The broker's endpoints and limits."""
+
+    transport: Literal["tcp", "ipc"] = Field(
+        default="tcp",
+        description="tcp: the three ports below; ipc: Unix sockets in a folder of mode 0700, for processes of this "
+        "user on this machine, without a token",
+    )
+    host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs [keys]")
+    advertise: str = Field(
+        default="",
+        max_length=255,
+        pattern=r"^[^\s/@]*$",
+        description="name or address by which peers reach the broker; empty: host, or this machine's name where host "
+        "is 0.0.0.0 or ::",
+    )
+    count: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="brokers of the fleet, of which each is started alone and has the workers whose slot modulo count "
+        "is its index; one learner consumes all",
+    )
+    index: int | None = Field(
+        default=None,
+        ge=0,
+        le=63,
+        description="which broker this one is, or which one workers without a slot join; absent: by their machine",
+    )
+    worker_port: int = Field(default=0, ge=0, le=65535, description="port for workers; 0 takes a free one")
+    learner_port: int = Field(default=0, ge=0, le=65535, description="port for learners; 0 takes a free one")
+    weights_port: int = Field(default=0, ge=0, le=65535, description="port that relays weights; 0 takes a free one")
+    allow_insecure: bool = Field(
+        default=False,
+        description="serve other machines without keys and unencrypted, and every user of this one without a token; "
+        "every start warns",
+    )
+    max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16, description="largest batch accepted")
+    max_held_bytes: int = Field(
+        default=1 << 30, ge=1 << 20, description="bytes held until committed; beyond that, see overflow"
+    )
+    max_held_batches: int | None = Field(
+        default=None, ge=1, description="batches held until committed; beyond that, see overflow; absent: no bound"
+    )
+    max_held_age_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="with overflow drop_oldest: how long a batch may wait for the learner; absent: no bound",
+    )
+    max_connections: int = Field(
+        default=4096,
+        ge=1,
+        description="connections at each port; beyond that the one that is silent for longest is closed",
+    )
+    overflow: Literal["block", "drop_oldest", "drop_stale"] = Field(
+        default="block",
+        description="what happens beyond max_held_bytes and max_held_batches: workers wait (block), or the oldest "
+        "batches that no learner was given are dropped; drop_stale waits too, with max_staleness = 8",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=1,
+        description="the largest lag in weights versions with which a batch may go to the learner; older ones are "
+        "dropped as stale, on arrival and in the queue; absent: no bound, or 8 with overflow drop_stale",
+    )
+    ack: Literal["learner", "broker"] = Field(
+        default="learner", description="whose acknowledgement lets a worker forget a batch"
+    )
+    log: bool = Field(
+        default=False,
+        description="keep accepted batches on disk, in broker-log of the run directory, until they are settled",
+    )
+    log_max_bytes: int = Field(default=4 << 30, ge=1 << 20, description="bytes of that log, at most")
+    log_when_full: Literal["stop", "go_on"] = Field(
+        default="stop",
+        description="what the broker does where the log, or its disk, is full: end with an error, or warn and "
+        "acknowledge batches without the log until there is room",
+    )
+    lease_s: float = Field(default=10.0, gt=0, description="silence after which a worker counts as lost")
+    heartbeat_interval_s: float = Field(default=1.0, gt=0, description="time between two heartbeats of a peer")
+    report_interval_s: float = Field(default=0.5, gt=0, description="time between reports of the broker to Redis")
+
+    @model_validator(mode="after")
+    def _check(self) -> BrokerSection:
+        if self.lease_s < 2 * self.heartbeat_interval_s:
+            raise ValueError(
+                f"lease_s = {self.lease_s} must be at least twice heartbeat_interval_s = {self.heartbeat_interval_s}"
+            )
+        if self.max_held_age_s is not None and self.overflow != "drop_oldest":
+            raise ValueError(
+                f"max_held_age_s = {self.max_held_age_s} drops the oldest batches, and overflow = {self.overflow!r} "
+                "does not; set overflow = 'drop_oldest', or leave max_held_age_s out"
+            )
+        if self.log and (self.overflow == "drop_oldest" or self.staleness_bound() is not None):
+            raise ValueError(
+                f"log = true keeps every batch for the learner; overflow = {self.overflow!r} and max_staleness = "
+                f"{self.max_staleness} drop some, which the next broker would deliver; leave one of them out"
+            )
+        if self.index is not None and self.index >= self.count:
+            raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")
+        if self.max_batch_bytes > self.max_held_bytes:
+            raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
+        ports = [port for port in (self.worker_port, self.learner_port, self.weights_port) if port]
+        if self.transport == "ipc":
+            self._check_ipc(ports)
+        if len(set(ports)) < len(ports):
+            raise ValueError(
+                f"worker_port = {self.worker_port}, learner_port = {self.learner_port} and weights_port = "
+                f"{self.weights_port} must differ (0 takes a free one)"
+            )
+        return self
+
+    def _check_ipc(self, ports: list[int]) -> None:
+        """Raise ValueError for settings of tcp."""
+        if not is_loopback(self.host):
+            raise ValueError(
+                f"transport = 'ipc' serves this machine alone, and host = {self.host!r} serves others; leave one out"
+            )
+        if ports:
+            raise ValueError(f"transport = 'ipc' has no ports, and {ports} are configured; leave one of them out")
+        if self.allow_insecure:
+            raise ValueError(
+                "transport = 'ipc' serves one user alone, and allow_insecure = true lets others in; leave one out"
+            )
+
+    def staleness_bound(self) -> int | None:
+        """Return how many versions behind the newest a batch may be; None for any number."""
+        return (
+            _DEFAULT_STALENESS if self.max_staleness is None and self.overflow == "drop_stale" else self.max_staleness
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a broker that binds `host` can be reached from this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class LearnerSection(ConfigSection):
+    """Settings of the reference PPO learner.
+
+    The defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
+    """
+
+    enabled: bool = Field(default=True, description="false: `up` starts no learner; connect your own EpisodeStream")
+    steps_per_update: int = Field(default=2048, gt=0, description="agent steps gathered for one PPO update")
+    epochs: int = Field(default=10, gt=0, description="passes over the steps of one update, at most")
+    minibatch_size: int = Field(default=256, gt=0, description="steps of one gradient step")
+    learning_rate: float = Field(default=1e-3, gt=0, description="learning rate of Adam")
+    anneal_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description="agent steps over which learning_rate and clip fall in a line to anneal_to of their values; "
+        "absent: they stay",
+    )
+    anneal_to: float = Field(
+        default=0.0, ge=0, le=1, description="share of learning_rate and clip that is left after anneal_steps"
+    )
+    gamma: float = Field(default=0.98, gt=0, le=1, description="discount of rewards, for each step")
+    gae_lambda: float = Field(default=0.9, ge=0, le=1, description="lambda of generalised advantage estimation")
+    clip: float = Field(default=0.2, gt=0, description="bound of PPO's ratio: it is clipped to 1 - clip and 1 + clip")
+    value_coefficient: float = Field(default=0.5, ge=0, description="weight of the value loss")
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
+    max_grad_norm: float = Field(default=0.5, gt=0, description="norm to which the gradient is clipped")
+    target_kl: float = Field(
+        default=0.03,
+        gt=0,
+        description="divergence at which an update stops after its current epoch; 1e9: never",
+    )
+    policies_to_train: list[str] | None = Field(
+        default=None, description="module ids to train; absent: all. The others stay frozen as they were built"
+    )
+    evaluate_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description="agent steps trained on between two evaluations of the newest checkpoint, by a process of its own "
+        "that `up` starts; 0: none",
+    )
+    evaluate_episodes: int = Field(default=10, ge=1, description="whole episodes of one such evaluation")
+    seed: int = Field(default=0, ge=0, description="root of the learner's random numbers")
+    torch_threads: int = Field(default=1, gt=0, description="threads that torch may use in the learner")
+
+
+REDIS_BYTES_PER_HOUR = 2 << 30
+
+
+class RedisSection(ConfigSection):
+    """The Redis that the fleet reports to."""
+
+    url: str = Field(
+        default="",
+        description="address, redis://[user:password@]host:port/db, or rediss:// for TLS; or the path of a file of "
+        "mode 0600 that has it; empty: the fleet starts its own in the run directory",
+    )
+    bytes_per_hour: int = Field(
+        default=REDIS_BYTES_PER_HOUR,
+        ge=0,
+        le=1 << 48,
+        description="bytes that copies of checkpoints and weights may write to Redis in an hour, half each; large ones "
+        "are written less often; 0: Redis has no copies, and a start takes none from it",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _read_file(cls, url: str) -> str:
+        return read_redis_url(url)
+
+
+class KeysSection(ConfigSection):
+    """Keys of the fleet's sockets; `schemas/credentials/keys.py` describes the files."""
+
+    dir: str = Field(
+        default="",
+        description="folder that `headrace keys init` made, or a copy of this machine's part; for peers on the same "
+        "machine also a run directory, or a copy of its token; empty: no keys",
+    )
+    group: str = Field(
+        default="",
+        description="group of this machine's keys; empty: that of the only key of its role in the folder, or among "
+        "several the default group; for `up` and the broker, the group of the fleet's own workers",
+    )
+
+    @field_validator("group")
+    @classmethod
+    def _named(cls, group: str) -> str:
+        if not is_group(group):
+            raise ValueError(f"{group!r} is no name of a group; {group_rule()}")
+        return group
+
+    @field_validator("dir")
+    @classmethod
+    def _absolute(cls, folder: str) -> str:
+        """Make the folder absolute, so that it is the same for every process of the fleet."""
+        return str(Path(folder).expanduser().absolute()) if folder else ""
+
+
+MOST_WORKERS_ON_RAY = 10_000
+
+
+class RaySection(ConfigSection):
+    """Workers that `up` keeps on a Ray cluster (extra ray)."""
+
+    address: str = Field(
+        default="auto",
+        min_length=1,
+        description="the cluster: HOST:PORT of its head, or auto: that of RAY_ADDRESS, else the one on this machine",
+    )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_WORKERS_ON_RAY,
+        description="workers that `up` keeps there, each in an actor of its own",
+    )
+    cpus_per_worker: float = Field(default=1.0, gt=0, description="CPUs that Ray sets aside for a worker, num_cpus")
+
+
+class SupervisorSection(ConfigSection):
+    """Settings of the supervisor, by which `up` keeps its processes alive."""
+
+    restart_backoff_s: float = Field(
+        default=0.2,
+        gt=0,
+        description="pause before the first restart, if the process lived less than ten times as long; "
+        "it doubles each time, with jitter",
+    )
+    restart_backoff_max_s: float = Field(default=10.0, gt=0, description="longest pause before a restart")
+    max_restarts_per_window: int = Field(
+        default=10, ge=0, description="restarts of one process before it counts as crash-looping"
+    )
+    restart_window_s: float = Field(default=60.0, gt=0, description="time window of max_restarts_per_window")
+    zombie_grace_s: float = Field(
+        default=30.0, gt=0, description="how long a silent worker that was replaced may live on, to find itself fenced"
+    )
+    hung_after_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="how long the learner may take for one minibatch before it counts as hung and is replaced",
+    )
+    stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
+    stop_signal: Literal["SIGTERM", "SIGINT"] = Field(
+        default="SIGTERM",
+        description="what tells a process of the fleet to drain; with SIGINT they take no notice of SIGTERM, for "
+        "managers that send it to each process of a job, as Slurm's scancel does",
+    )
+
+    @property
+    def blocks_sigterm(self) -> bool:
+        """Return whether the supervisor starts its processes with SIGTERM blocked."""
+        return self.stop_signal != "SIGTERM"
+
+
+class LoggingSection(ConfigSection):
+    """Settings of what `up` logs of a run. It always writes `metrics.jsonl` and `metrics.csv` in the run directory."""
+
+    interval_s: float = Field(default=5.0, gt=0, description="time between two rows about the whole fleet")
+    tensorboard: bool = Field(
+        default=False, description="log to TensorBoard files too, in run_dir/tensorboard (extra tensorboard)"
+    )
+    wandb: bool = Field(default=False, description="log to Weights & Biases too (extra wandb)")
+    mlflow: bool = Field(default=False, description="log to MLflow too (extra mlflow)")
+    loggers: list[str] = Field(
+        default=[], description='loggers of your own, each as "package.module:Class", which is called with a RunInfo'
+    )
+    max_file_bytes: int = Field(
+        default=16 << 20,
+        ge=1 << 16,
+        description="size at which a file in run_dir/logs is moved to one that ends in .1, in place of the one before",
+    )
+
+
+class DashboardSection(ConfigSection):
+    """Settings of the live page that `up` serves to browsers on this machine."""
+
+    enabled: bool = Field(default=True, description="`up` serves the page and prints its address")
+    port: int = Field(
+        default=0,
+        ge=0,
+        le=_HIGHEST_PORT,
+        description="of the page, on 127.0.0.1; 0: a free one, which `up` names at its start and in fleet.json",
+    )
+
+
+class FleetConfig(ConfigSection):
+    """The whole configuration: all sections."""
+
+    fleet: FleetSection = FleetSection()
+    sampling: SamplingSection = SamplingSection()
+    module: ModuleSection = ModuleSection()
+    worker: WorkerSection = WorkerSection()
+    broker: BrokerSection = BrokerSection()
+    learner: LearnerSection = LearnerSection()
+    redis: RedisSection = RedisSection()
+    keys: KeysSection = KeysSection()
+    ray: RaySection = RaySection()
+    supervisor: SupervisorSection = SupervisorSection()
+    serving: ServingSection = ServingSection()
+    logging: LoggingSection = LoggingSection()
+    dashboard: DashboardSection = DashboardSection()
+    slurm: SlurmSection = SlurmSection()
+
+    def asks_token(self) -> bool:
+        """Return whether the broker asks for the token of the run directory."""
+        return is_loopback(self.broker.host) and not (self.keys.dir or self.broker.allow_insecure)
+
+    def token_dir(self) -> str:
+        """Return the run directory for whose token a worker's ports ask; "" for none."""
+        run_dir = self.fleet.run_dir
+        return run_dir if run_dir and self.asks_token() and token_path(Path(run_dir)).exists() else ""
+
+    @model_validator(mode="after")
+    def _check(self) -> FleetConfig:
+        host = self.broker.host
+        if not (self.keys.dir or self.broker.allow_insecure or is_loopback(host)):
+            raise ValueError(
+                f"broker.host = {host!r} serves other machines: it needs keys.dir (`headrace keys init` makes keys), "
+                "or 127.0.0.1, or broker.allow_insecure = true on a network you trust"
+            )
+        if self.sampling.synchronous and self.broker.count > 1:
+            raise ValueError(
+                f"sampling.synchronous = true has one broker, and broker.count = {self.broker.count}; leave one of "
+                "them out"
+            )
+        self._check_env_hosts()
+        self.serving.check_slots(self.fleet.workers)
+        policies = sorted(self.sampling.policies or {"default_policy"})
+        unknown = sorted(set(self.learner.policies_to_train or policies) - set(policies))
+        if unknown:
+            raise ValueError(f"learner.policies_to_train names {unknown}; the policies are {policies}")
+        self._check_evaluation()
+        if self.sampling.synchronous and self.worker.random_actions_before_weights:
+            raise ValueError(
+                "sampling.synchronous = true has all steps sampled with the newest weights, and "
+                "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
+            )
+        window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
+        if self.learner.enabled and window is not None and window < enough:
+            raise ValueError(
+                f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
+                f"{self.learner.steps_per_update}: workers and learner would wait for each other; give {enough} or more"
+            )
+        return self
+
+    def _check_evaluation(self) -> None:
+        every = self.learner.evaluate_every_steps
+        if every and not self.learner.enabled:
+            raise ValueError(
+                f"learner.evaluate_every_steps = {every} evaluates checkpoints of the reference learner, and "
+                "learner.enabled = false; leave one of them out"
+            )
+        if every and self.serving.enabled:
+            raise ValueError(
+                f"learner.evaluate_every_steps = {every} plays episodes of sampling.env, and serving.enabled = true: "
+                "clients drive the episodes; leave one of them out"
+            )
+
+    def _check_env_hosts(self) -> None:
+        hosts, workers, placement = self.fleet.env_hosts, self.fleet.workers, self.sampling.env_placement
+        if hosts and placement != "remote":
+            raise ValueError(
+                f"fleet.env_hosts = {hosts} is for sampling.env_placement = 'remote', which is {placement!r}; leave "
+                "one of them out"
+            )
+        if hosts and not 0 < workers <= hosts:
+            raise ValueError(
+                f"fleet.env_hosts = {hosts} cannot serve fleet.workers = {workers}, since each serves one worker; "
+                f"take {max(workers, 1)} or more of them, or other workers"
+            )
+        port = self.sampling.env_hosts_port
+        if placement == "remote" and port and port + workers - 1 > _HIGHEST_PORT:
+            raise ValueError(
+                f"sampling.env_hosts_port = {port} leaves no port for each of fleet.workers = {workers}: the slot is "
+                f"added to it, up to {_HIGHEST_PORT}; lower it"
+            )
+
+    @property
+    def _modules(self) -> int:
+        """Return the number of modules; a cut gives one batch for each."""
+        return len(self.sampling.policies or ("default_policy",))
+
+    def window_batches(self) -> int:
+        """Return how many batches a worker keeps until they are settled, as long as the learner tells no size.
+
+        A small window means fresh data: a worker that may not run ahead samples with newer weights.
+        """
+        if self.worker.window_batches is not None:
+            return self.worker.window_batches
+        if not self.learner.enabled or self.sampling.batch_mode != "truncate_episodes":
+            return min(DEFAULT_WINDOW * self._modules, WINDOW - 1)
+        least, enough = LEAST_WINDOW * self._modules, self._batches_for(2 * self.learner.steps_per_update)
+        return min(max(least, enough), WINDOW - 1)
+
+    def window_steps(self) -> int:
+        """Return how many steps a window's batches have when they are full.
+
+        Batches are small while envs are down, and then the worker keeps more of them. 0 where the user set the number
+        of batches, or where batches vary.
+        """
+        if self.worker.window_batches is not None or self.sampling.batch_mode != "truncate_episodes":
+            return 0
+        return self.window_batches() // self._modules * self._cut_steps
+
+    def window_env_steps(self) -> int | None:
+        """Return the most env steps that a worker may have under way; None where batches vary.
+
+        It is one cut more than the window has: batches that are smaller leave room for it.
+        """
+        if self.sampling.batch_mode != "truncate_episodes":
+            return None
+        return (self.window_batches() // self._modules + 1) * self._cut_steps
+
+    @property
+    def _cut_steps(self) -> int:
+        """Return the env steps of a cut while all envs are up."""
+        return self.sampling.num_envs * self.sampling.rollout_fragment_length
+
+    def _batches_for(self, steps: int) -> int:
+        """Return how many batches each worker must have under way for `steps` of the fleet.
+
+        A cut gives one batch for each module.
+
+        Agents that act together make more steps of a cut than this counts. 1 where batches vary.
+        """
+        if self.sampling.batch_mode != "truncate_episodes":
+            return 1
+        return math.ceil(steps / (self._cut_steps * max(1, self.fleet.workers))) * self._modules

@@ -1,0 +1,175 @@
+"""Loading of a configuration: defaults < file < environment (`HEADRACE_SECTION__KEY`) < flags.
+
+`load_config` also returns the origin of each value. An unknown key is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.env_prefix import ENV_PREFIX
+from headrace.schemas.settings.nearest_names import nearest_name
+
+_AS_JSON = {
+    "dict_type": """a table, as JSON such as '{"key": 1}'""",
+    "list_type": """a list, as JSON such as '["a", "b"]'""",
+}
+"""Form of a value that text cannot give, by pydantic's name of the error."""
+
+Origins = dict[str, str]
+"""Dotted key -> origin of its value, for keys that are not at their default."""
+
+
+def load_config(
+    path: Path | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[FleetConfig, Origins]:
+    """Return the configuration, and the origin of every value that is not the default.
+
+    `flags` maps dotted keys ("sampling.num_envs") to values; None means not given. Raises `ConfigError`.
+    """
+    values: dict[str, Any] = {}
+    origins: Origins = {}
+    if path is not None:
+        _merge(values, origins, _read_file(path), str(path))
+    for key, value in values_of_environment(environ).items():
+        _set(values, origins, key, value, f"environment {ENV_PREFIX}{key.replace('.', '__').upper()}")
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _set(values, origins, key, value, "flag")
+    return build_config(values, origins), origins
+
+
+def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> FleetConfig:
+    """Build the configuration from `values` (sections of keys).
+
+    Raises `ConfigError` for the first thing that is wrong.
+    """
+    try:
+        config = FleetConfig.model_validate(values)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        source = (origins or {}).get(key)
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"unknown key{_nearest(key)}", key=key, source=source) from error
+        if first["type"] == "value_error":
+            raise ConfigError(str(first["ctx"]["error"]), key=key, source=source) from error
+        if isinstance(first["input"], str) and first["type"] in _AS_JSON:
+            said = f"should be {_AS_JSON[first['type']]}, got {first['input']!r:.80}"
+            raise ConfigError(said, key=key, source=source) from error
+        said = first["msg"].replace("Input should", "should").replace("String should", "should")
+        got = "" if key == "redis.url" else f", got {first['input']!r:.80}"  # it may have a password
+        raise ConfigError(f"{said}{got}", key=key, source=source) from error
+    for section, content in config.model_dump().items():
+        for key, value in content.items():
+            if (odd := _beyond_json(value)) is not None:
+                dotted = f"{section}.{key}"
+                raise ConfigError(odd, key=dotted, source=(origins or {}).get(dotted))
+    return config
+
+
+def _beyond_json(value: Any) -> str | None:
+    """Name, in words, a part of `value` that JSON cannot carry to other processes unchanged.
+
+    None when there is none.
+    """
+    if isinstance(value, dict):
+        return next(filter(None, map(_beyond_json, value.values())), None)
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(_beyond_json, value)), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"should be a finite number, got {value}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"should be an integer of at most 64 bits, got {value!s:.40}"
+    if value is not None and not isinstance(value, bool | int | float | str):
+        return f"should be made of tables, lists, text, numbers and booleans, got a {type(value).__name__}"
+    return None
+
+
+def known_keys() -> dict[str, Any]:
+    """Return every dotted key with its default."""
+    return {
+        f"{section}.{key}": value
+        for section, values in FleetConfig().model_dump().items()
+        for key, value in values.items()
+    }
+
+
+def _nearest(key: str) -> str:
+    known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
+    elsewhere = [name for name in known if "." in key and name.partition(".")[2] == key.partition(".")[2]]
+    near = nearest_name(key, elsewhere or known, cutoff=0.0 if elsewhere else 0.5)
+    return f"; did you mean {near}?" if near else "; `headrace up --print-config` lists all keys"
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or JSON by its suffix.
+
+    `up` gives its children the resolved configuration as JSON, which has null.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        tree = orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"the file cannot be read: {error.strerror}", source=str(path)) from error
+    except (tomllib.TOMLDecodeError, orjson.JSONDecodeError, UnicodeDecodeError) as error:
+        language = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"is not {language}: {error}", source=str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError("is not an object of sections", source=str(path))
+    return tree
+
+
+def _merge(values: dict[str, Any], origins: Origins, tree: Mapping[str, Any], source: str) -> None:
+    for section, content in tree.items():
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"stands outside any [section]{_nearest(section)}", key=section, source=source)
+        values.setdefault(section, {})  # this way an unknown section is reported even when it is empty
+        for key, value in content.items():
+            _set(values, origins, f"{section}.{key}", value, source)
+
+
+def _set(values: dict[str, Any], origins: Origins, dotted: str, value: Any, source: str) -> None:
+    """Note a value under "section.key", or inside a table of free names: "module.config.hidden"."""
+    section, _, key = dotted.partition(".")
+    table = values.setdefault(section, {})
+    field, *inside = key.split(".")
+    if inside and isinstance(known_keys().get(f"{section}.{field}"), dict):
+        dotted = f"{section}.{field}"
+        for name in (field, *inside[:-1]):
+            known = table.get(name)
+            table[name] = table = dict(known) if isinstance(known, Mapping) else {}
+        table[inside[-1]] = value
+    else:
+        table[key] = value
+    origins[dotted] = source
+
+
+def values_of_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Read HEADRACE_SAMPLING__NUM_ENVS=8 as {"sampling.num_envs": "8"}; None: from this process's environment."""
+    found = {}
+    for name, text in (os.environ if environ is None else environ).items():
+        section, double, key = name.removeprefix(ENV_PREFIX).lower().partition("__")
+        if name.startswith(ENV_PREFIX) and double:
+            found[f"{section}.{key}"] = parse_text(text)
+    return found
+
+
+def parse_text(text: str) -> Any:
+    """Parse a value that a person typed: JSON for tables, lists and null; else text, which each field reads itself."""
+    if not text.startswith(("{", "[")) and text != "null":
+        return text
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text

@@ -1,0 +1,69 @@
+"""The URL of Redis as settings name it: itself, or a private file that has it, since `ps` shows argv."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
+from headrace.schemas.basics.private_files import mode_for_others
+
+TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+"""Parameters of a rediss:// URL that name files."""
+
+NOT_A_URL = (
+    "redis://[user:password@]HOST:PORT/DB, or rediss:// for TLS; in a password write / as %2F, # as %23, ? as %3F, "
+    "@ as %40; TLS may have ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE"
+)
+_LARGEST_FILE = 4096
+
+
+def read_redis_url(text: str) -> str:
+    """Return the URL that `text` is, or that stands in the file at this path; "" for "".
+
+    Files that the URL names get absolute paths. Raises `ValueError` with a sentence that has no password.
+    """
+    if not text or "://" in text:
+        return _with_absolute_files(text)
+    return _with_absolute_files(_read(Path(text).expanduser()))
+
+
+def _read(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8", opener=_at_once) as file:
+            if mode := mode_for_others(file.fileno(), path):
+                raise ValueError(f"others may read {path} (mode {mode:04o}); chmod 600 {path}")
+            text = file.read(_LARGEST_FILE).strip()
+    except FileNotFoundError:
+        # What was given may be a URL without its beginning, with a password in it.
+        raise ValueError(
+            f"should be {NOT_A_URL}; or the path of a file that has such a URL, and there is none"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__})") from None
+    if "://" not in text or len(text.split()) != 1:
+        raise ValueError(f"{path} should have one line with a URL: {NOT_A_URL}")
+    return text
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for a writer, for which a pipe would wait."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _with_absolute_files(url: str) -> str:
+    """Make the paths in the URL absolute, so that they are the same for every process of the fleet."""
+    if not url.startswith("rediss://"):
+        return url
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url  # the client refuses it, and does not show it
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    if "@" in parts.path + parts.query + parts.fragment or not any(name in TLS_FILES for name, _ in options):
+        return url
+    absolute = [
+        (name, str(Path(value).expanduser().absolute()) if name in TLS_FILES and value else value)
+        for name, value in options
+    ]
+    return urlunsplit(parts._replace(query=urlencode(absolute, quote_via=quote, safe="/")))

@@ -1,0 +1,95 @@
+"""Settings of the policy server inside each worker: where clients connect, and what they may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, field_validator, model_validator
+
+from headrace.schemas.settings.config_section import ConfigSection
+
+HIGHEST_PORT = 65_535
+
+
+class ServingSection(ConfigSection):
+    """Settings of serving: clients drive the episodes.
+
+    sampling.env is not stepped: its spaces are those of observations and actions that clients exchange.
+    """
+
+    enabled: bool = Field(
+        default=False,
+        description="clients elsewhere drive the episodes, at most sampling.num_envs at once in each worker",
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to bind; off loopback needs [keys]")
+    port: int = Field(
+        default=0,
+        ge=0,
+        le=HIGHEST_PORT,
+        description="port for ZeroMQ, to which the worker's slot is added; 0 takes a free one",
+    )
+    http_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=HIGHEST_PORT,
+        description="port for HTTP, to which the worker's slot is added; 0 takes a free one; absent: no HTTP",
+    )
+    http_token: str = Field(
+        default="",
+        description="file, readable by its owner only, with the token HTTP clients show; empty: http.token of keys.dir",
+    )
+    http_hosts: list[str] = Field(
+        default=[],
+        description="names by which HTTP clients may call a server that wants no token, as in the URL; addresses, "
+        "localhost and serving.host always count",
+    )
+    allow_insecure: bool = Field(
+        default=False,
+        description="serve other machines without keys or token, or all users of this one; every start warns",
+    )
+    lease_s: float = Field(default=30.0, ge=0.2, description="silence after which a client's episodes are aborted")
+    max_sessions: int = Field(default=1024, ge=1, description="clients that may have a session at once")
+    http_max_connections: int = Field(
+        default=1024, ge=1, description="HTTP connections at once; at most half as many as files may be open"
+    )
+    max_message_bytes: int = Field(default=16 << 20, ge=1 << 12, le=1 << 28, description="largest message of a client")
+
+    client_inference: bool = Field(
+        default=False, description="clients may pull the weights, act by themselves and ship chunks"
+    )
+
+    @field_validator("http_token")
+    @classmethod
+    def _absolute(cls, file: str) -> str:
+        """Make the file's path absolute, so that it is the same for every process of the fleet."""
+        return str(Path(file).expanduser().absolute()) if file else ""
+
+    @model_validator(mode="after")
+    def _check(self) -> ServingSection:
+        if self.port and self.port == self.http_port:
+            raise ValueError(f"port = {self.port} and http_port = {self.http_port} must differ")
+        if self.http_token and self.http_port is None:
+            raise ValueError("http_token is for HTTP, and http_port is absent; give a port (0: a free one)")
+        return self
+
+    def check_slots(self, workers: int) -> None:
+        """Raise ValueError unless each of `workers` workers, whose slot is added, gets ports that no other has."""
+        port, http_port = self.port, self.http_port or 0
+        if not self.enabled or workers < 1:
+            return
+        for name, first in (("port", port), ("http_port", http_port)):
+            if first + workers - 1 > HIGHEST_PORT:
+                raise ValueError(
+                    f"serving.{name} = {first} leaves no port for each of fleet.workers = {workers}: the slot is added "
+                    f"to it, up to {HIGHEST_PORT}; lower it"
+                )
+        apart = abs(port - http_port)
+        if not (port and http_port and apart < workers):
+            return
+        lower, upper = ("port", "http_port") if port < http_port else ("http_port", "port")
+        pairs = [f"{lower} of slot {slot + apart} and {upper} of slot {slot}" for slot in range(workers - apart)]
+        further = f", and {len(pairs) - 3} more" if len(pairs) > 3 else ""
+        raise ValueError(
+            f"serving.port = {port} and serving.http_port = {http_port} are {apart} apart, and each of fleet.workers = "
+            f"{workers} adds its slot: the same are {', '.join(pairs[:3])}{further}; keep them {workers} or more apart"
+        )
