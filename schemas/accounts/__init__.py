@@ -1,1 +1,1 @@
-"""What is counted: the books, the recorder that outlives its worker, figures, the names in Redis."""
+"""Accounts: the books, the recorder that outlives its worker, the figures of a worker, and the names in Redis."""

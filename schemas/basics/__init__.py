@@ -1,1 +1,1 @@
-"""What everything stands on: bounds of numbers, files that are written whole, signals to stop, printable text."""
+"""The ground floor: bounds of numbers, files that are written whole, signals to stop, and printable text."""

@@ -48,6 +48,13 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+def umask() -> int:
+    """The permissions that no new file gets; asking for it sets it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 def test_init_makes_keys_for_all_roles_and_says_what_to_copy_where(tmp_path: Path) -> None:
     result = headrace("keys", "init", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -130,7 +137,7 @@ def test_a_group_has_keys_of_its_own_which_are_listed_and_revoked(tmp_path: Path
     added = headrace("keys", "add", "worker", "--group", "gpu", cwd=tmp_path)
     assert added.returncode == 0, added.stderr
     assert "{worker.gpu.secret,broker.public} HOST:keys/" in added.stdout
-    assert mode(keys / "worker.gpu.secret") == 0o600
+    assert (mode(keys / "worker.gpu.secret"), mode(keys / "worker.gpu.public")) == (0o600, 0o644 & ~umask())
     again = headrace("keys", "add", "worker", "--group", "gpu", cwd=tmp_path)
     assert again.returncode == ExitCode.KEYS
     assert "worker.gpu.secret cannot be used: it is there already" in again.stderr

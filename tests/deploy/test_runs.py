@@ -22,7 +22,7 @@ from headrace.deploy.resume import EarlierRun, write_settings
 from headrace.deploy.run_dir import RunDir, file_name_of, new_run_dir
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config_loading import build_config
-from support.waiting import TIMEOUT_S, wait_until
+from support.waiting import PATIENCE, TIMEOUT_S, wait_until
 
 FRAGMENT = 8 * 64
 """Env steps of one fragment of one worker, by default."""
@@ -80,9 +80,9 @@ def test_a_run_is_found_again_refused_to_others_and_resumed(tmp_path: Path) -> N
         f"until {UNTIL:,} env steps, counted from here, where {first['env_steps']:,} env steps are done",
     ):
         assert part in again.stderr
-    slow = "in Redis waits: Timeout"  # as on any machine that is busy
-    lines = again.stderr.splitlines()
-    alarms = [line for line in lines if re.search("WARNING|ERROR|unsettled", line) and slow not in line]
+    alarms = [line for line in again.stderr.splitlines() if re.search("WARNING|ERROR|unsettled", line)]
+    if PATIENCE > 1:  # Redis may answer late where the machine is slow
+        alarms = [line for line in alarms if "in Redis waits: Timeout" not in line]
     assert not alarms, "a normal end raises an alarm"
     assert headrace(tmp_path, "audit", "--strict").returncode == 0
 

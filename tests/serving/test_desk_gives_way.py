@@ -89,7 +89,7 @@ def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_f
         with pytest.raises(KeyboardInterrupt):
             dispatcher.run_once(0.0)
         interrupted.set()
-        wait_until(lambda: listener.sleepers, timeout_s=TIMEOUT_S, what="a thread that waits at the listener")
+        wait_until(lambda: listener.sleepers, "a thread that waits at the listener")
     finally:
         interrupted.set()
         dispatcher.stop()
