@@ -1,5 +1,5 @@
 """Entry point of `python -m headrace.deploy`, the `headrace` command. The supervisor starts its children by it."""
 
-from headrace.deploy.entry import main
+from headrace.deploy.command.entry import main
 
 main()

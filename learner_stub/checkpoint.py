@@ -8,7 +8,7 @@ It is a safetensors file with a checksum (`schemas/frames/safetensors.py`):
                 and state (counters, newest returns)
 
 Of two checkpoints of a fleet the one with the higher (epoch, saves) is newer. The supervisor keeps a copy of the newest
-one in Redis (`deploy/checkpoint_copy.py`).
+one in Redis (`deploy/fleet/checkpoint_copy.py`).
 
 A new checkpoint is written beside the old one, flushed to disk, and moved into its place. The old one is kept as
 `<name>.previous`. So a `kill -9` at any moment leaves at least one whole file.

@@ -48,7 +48,7 @@ def test_a_forbidden_import_would_be_noticed(root: Path, tmp_path: Path) -> None
         ("headrace.schemas.settings.config", {"torch", "gymnasium", "zmq", "redis"}),
         ("headrace.broker.process", {"torch", "gymnasium"}),
         ("headrace.learner_stub", {"gymnasium"}),
-        ("headrace.deploy.cli", {"torch", "gymnasium"}),
+        ("headrace.deploy.command.cli", {"torch", "gymnasium"}),
         ("headrace.workers.serving.client", {"torch", "gymnasium"}),
     ],
 )

@@ -12,13 +12,13 @@ from typing import Any
 
 import orjson
 
-from headrace.deploy.audit_command import audit_deeply, audit_run
 from headrace.deploy.chaos.history import History, Line, read_record
 from headrace.deploy.chaos.recorder import RECORD
 from headrace.deploy.chaos.schedule import SLOT_TARGETS
 from headrace.deploy.chaos.trial import Injected, Outcome
 from headrace.deploy.chaos.truth import steps_by_life
-from headrace.deploy.recorders import Life
+from headrace.deploy.process.recorders import Life
+from headrace.deploy.report.audit_command import audit_deeply, audit_run
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.errors import HeadraceError
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from headrace.deploy.recorders import Life
+from headrace.deploy.process.recorders import Life
 from headrace.schemas.chunks.chunk import ChunkEnd
 
 _SHOWN = 20

@@ -18,8 +18,8 @@ from typing import Any
 
 import orjson
 
-from headrace.deploy.child_environment import child_environment
-from headrace.deploy.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.schemas.errors import RunDirError
 
 STOP_S = 60.0

@@ -16,10 +16,10 @@ from headrace.deploy.chaos.processes import FleetProcesses, Folders, OwnProcess
 from headrace.deploy.chaos.recorder import RECORD
 from headrace.deploy.chaos.relay import Relay
 from headrace.deploy.chaos.schedule import ELSEWHERE, Event, Kind, Plan
-from headrace.deploy.child import describe_end
-from headrace.deploy.fleet_errors import ProcessFailedError
-from headrace.deploy.recorders import Life, recorders_in
-from headrace.deploy.stop_signals import StopSignals
+from headrace.deploy.process.child import describe_end
+from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.recorders import Life, recorders_in
+from headrace.deploy.process.stop_signals import StopSignals
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.basics.printable import printable

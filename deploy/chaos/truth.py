@@ -24,7 +24,7 @@ from typing import Any
 import gymnasium as gym
 from pydantic import BaseModel, ConfigDict
 
-from headrace.deploy.recorders import Life
+from headrace.deploy.process.recorders import Life
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import build_env, find_creator
 

@@ -18,8 +18,8 @@ from headrace.deploy.doctor.meeting import meeting_checks
 from headrace.deploy.doctor.network import advertised_checks, port_checks, reachability_check
 from headrace.deploy.doctor.redis_checks import redis_checks
 from headrace.deploy.doctor.software import software_checks
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.proc_stat import is_alive
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config import FleetConfig
 

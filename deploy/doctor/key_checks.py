@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.deploy.key_pairs import sound_roles
+from headrace.deploy.run.key_pairs import sound_roles
 from headrace.schemas.credentials.keys import TOKEN_FILE
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import KeysError

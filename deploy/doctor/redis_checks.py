@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.deploy.redis_server import CHECK_TIMEOUT_S, check_url, find_server
+from headrace.deploy.run.redis_server import CHECK_TIMEOUT_S, check_url, find_server
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.settings.config import is_loopback
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Row = Mapping[str, float | int | str]
-"""One row: column -> value. `deploy/run_rows.py` says which columns there are."""
+"""One row: column -> value. `deploy/report/run_rows.py` says which columns there are."""
 
 
 class Logger(Protocol):

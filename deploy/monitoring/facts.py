@@ -12,13 +12,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.monitoring.processes import SUPERVISOR, processes_of
 from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
-from headrace.deploy.proc_stat import is_alive
-from headrace.deploy.redis_server import serving
-from headrace.deploy.redis_view import FleetView, Snapshot
-from headrace.deploy.run_dir import is_locked
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.run.redis_server import serving
+from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.process_state import ProcessState as ProcessState
 from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError
 from headrace.schemas.settings.config import FleetConfig

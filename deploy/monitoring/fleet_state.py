@@ -26,8 +26,8 @@ from typing import Any
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
 from headrace.deploy.monitoring.losses import loss_of
-from headrace.deploy.progress import STALE_S, number, weights_lag
-from headrace.deploy.redis_view import LearnerRowView, Snapshot
+from headrace.deploy.report.progress import STALE_S, number, weights_lag
+from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, unlabelled

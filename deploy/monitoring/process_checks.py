@@ -9,7 +9,7 @@ from headrace.deploy.monitoring.connecting import env_host_command
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
-from headrace.deploy.progress import number
+from headrace.deploy.report.progress import number
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.printable import one_line
 

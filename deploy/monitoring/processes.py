@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.deploy.fleet_file import FleetFile, ProcessEntry
-from headrace.deploy.liveness_file import seconds_silent
-from headrace.deploy.proc_stat import is_alive, is_stopped
-from headrace.deploy.recorders import recorder_path
+from headrace.deploy.process.liveness_file import seconds_silent
+from headrace.deploy.process.proc_stat import is_alive, is_stopped
+from headrace.deploy.process.recorders import recorder_path
+from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
 from headrace.schemas.accounts.process_state import MOST_WORDS, ProcessState
 from headrace.schemas.accounts.recorder import read_recorder
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from headrace.deploy.redis_view import FleetView
+from headrace.deploy.run.redis_view import FleetView
 
 INTERVAL_S = 5
 KEPT = 24

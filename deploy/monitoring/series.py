@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.deploy.redis_view import EventView, FleetView, LearnerRowView
+from headrace.deploy.run.redis_view import EventView, FleetView, LearnerRowView
 from headrace.schemas.accounts.lag_buckets import lag_quantiles
 from headrace.schemas.accounts.redis_keys import ACCEPTED_LAG, CONSUMED_LAG, RINGS, labelled
 from headrace.schemas.basics.printable import one_line

@@ -9,7 +9,7 @@ from headrace.deploy.monitoring.connecting import client_addresses, env_host_com
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import States
-from headrace.deploy.progress import name_revoked, number
+from headrace.deploy.report.progress import name_revoked, number
 from headrace.schemas.accounts.redis_keys import revoked_sessions
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headrace.deploy.monitoring.access import Guard
-from headrace.deploy.service_manager import service_manager
+from headrace.deploy.process.service_manager import service_manager
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.settings.config import is_loopback

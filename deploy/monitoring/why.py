@@ -11,7 +11,7 @@ import orjson
 
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
-from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.basics.printable import printable
 
 WATCH_S = 1.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
 
-from headrace.deploy.fleet_errors import RayClusterError
+from headrace.deploy.process.fleet_errors import RayClusterError
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.settings.config import is_loopback
 

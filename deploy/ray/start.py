@@ -13,15 +13,15 @@ from typing import Any
 
 import orjson
 
-from headrace.deploy.fleet_file import read_addresses
-from headrace.deploy.logs import Identity, set_up_logging
-from headrace.deploy.named_code import resolve_found
-from headrace.deploy.options import chosen_run, resolve
 from headrace.deploy.ray.cluster import addresses, joined, reachable
 from headrace.deploy.ray.wanted_workers import read_wanted
 from headrace.deploy.ray.worker_actor import WorkerStart
 from headrace.deploy.ray.workers_on_ray import WorkersOnRay, keep_workers
-from headrace.deploy.several_brokers import check_one_broker
+from headrace.deploy.run.fleet_file import read_addresses
+from headrace.deploy.run.named_code import resolve_found
+from headrace.deploy.run.options import chosen_run, resolve
+from headrace.deploy.run.several_brokers import check_one_broker
+from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, RendezvousError, RunDirError
 from headrace.schemas.peers.advertised import advertised

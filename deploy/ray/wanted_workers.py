@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from headrace.deploy.fleet_errors import ScaleError
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.proc_stat import is_alive
-from headrace.deploy.run_dir import write_private
+from headrace.deploy.process.fleet_errors import ScaleError
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.run_dir import write_private
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config import MOST_WORKERS_ON_RAY
 

@@ -17,8 +17,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.deploy.child_environment import child_environment
-from headrace.deploy.exit_record import VARIABLE, take_exit_record
+from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.exit_record import VARIABLE, take_exit_record
 from headrace.schemas.basics.run_files import opener, replace_private
 from headrace.schemas.errors import RunDirError
 

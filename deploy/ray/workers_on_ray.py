@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from headrace.deploy.child import describe_end
-from headrace.deploy.fleet_errors import ProcessFailedError
+from headrace.deploy.process.child import describe_end
+from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.restarts import RestartPolicy
+from headrace.deploy.process.supervisor import INCURABLE
 from headrace.deploy.ray.worker_actor import WorkerActor, WorkerEnd, WorkerStart
-from headrace.deploy.restarts import RestartPolicy
-from headrace.deploy.supervisor import INCURABLE
 from headrace.schemas.errors import CrashLoopError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
 

@@ -1,5 +1,5 @@
 """Entry point of `python -m headrace`, the `headrace` command."""
 
-from headrace.deploy.entry import main
+from headrace.deploy.command.entry import main
 
 main()

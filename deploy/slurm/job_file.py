@@ -13,8 +13,8 @@ from typing import Annotated
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.deploy.fleet_errors import SlurmError
-from headrace.deploy.run_dir import write_private
+from headrace.deploy.process.fleet_errors import SlurmError
+from headrace.deploy.run.run_dir import write_private
 from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import RunDirError, write_error
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import orjson
 
 from headrace.broker.rendezvous_file import note_stopped
-from headrace.deploy.fleet_errors import OtherSettingsError, SlurmError
-from headrace.deploy.key_pairs import make_keys
-from headrace.deploy.resume import EarlierRun
-from headrace.deploy.run_dir import RunDir, new_run_dir
-from headrace.deploy.seal import write_sealed
+from headrace.deploy.process.fleet_errors import OtherSettingsError, SlurmError
+from headrace.deploy.run.key_pairs import make_keys
+from headrace.deploy.run.resume import EarlierRun
+from headrace.deploy.run.run_dir import RunDir, new_run_dir
+from headrace.deploy.run.seal import write_sealed
 from headrace.deploy.slurm.job_file import JobFile, jobs_locked, read_jobs, settings_file, write_jobs
 from headrace.deploy.slurm.scheduler import Task, end, stop, submit, tasks_of
 from headrace.deploy.slurm.submission import Part, for_cluster, job_prefix, sbatch_line

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.deploy.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.slurm.job_file import JobFile, read_jobs
 from headrace.deploy.slurm.scheduler import Task, tasks_of
 

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from headrace.deploy.fleet_errors import SlurmError
+from headrace.deploy.process.fleet_errors import SlurmError
 from headrace.schemas.settings.env_prefix import ENV_PREFIX
 
 CALL_S = 60.0

@@ -6,7 +6,7 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 
-from headrace.deploy.run_dir import file_name_of
+from headrace.deploy.run.run_dir import file_name_of
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 

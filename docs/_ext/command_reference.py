@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from headrace.deploy.cli import app
+from headrace.deploy.command.cli import app
 
 
 def commands_as_markdown() -> str:

@@ -24,9 +24,9 @@ import orjson
 from bench.table import Row, show
 from headrace.broker.folding import MOST_AT_ONCE
 from headrace.broker.process import Broker
-from headrace.deploy.audit import audit
-from headrace.deploy.redis_server import prepare_redis, wait_ready
-from headrace.deploy.redis_view import FleetView
+from headrace.deploy.report.audit import audit
+from headrace.deploy.run.redis_server import prepare_redis, wait_ready
+from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import module_spaces_to_json

@@ -15,7 +15,7 @@ from statistics import median
 from time import process_time_ns
 
 from bench.table import Row
-from headrace.deploy.options import RECIPES
+from headrace.deploy.run.options import RECIPES
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.frames.wire import decode

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from headrace.deploy.options import recipes
+from headrace.deploy.run.options import recipes
 
 LIMIT_S = 1200.0
 WIDTH, HEIGHT, GAP, COLUMNS = 220, 130, 50, 3

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.table import Row
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.recorders import recorder_path
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.process.recorders import recorder_path
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.errors import RedisUnavailableError, RunDirError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import gymnasium as gym
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.serving.acting import ActingClient

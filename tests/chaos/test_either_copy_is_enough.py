@@ -15,9 +15,9 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.redis_server import prepare_redis, wait_ready
-from headrace.deploy.redis_view import FleetView, Snapshot
-from headrace.deploy.resume import read_told
+from headrace.deploy.run.redis_server import prepare_redis, wait_ready
+from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.deploy.run.resume import read_told
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import read_recorder
 from support.fleets.running_fleet import RunningFleet

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.key_pairs import make_keys
 from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.key_pairs import add_key, make_keys
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.key_pairs import add_key, make_keys
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.credentials.keys import ClientKeys, read_client_keys
 from headrace.schemas.errors import ExitCode

@@ -13,13 +13,13 @@ import orjson
 import pytest
 
 from headrace.broker.redis_client import connect
-from headrace.deploy.audit import find_books
 from headrace.deploy.chaos.checks import judge
 from headrace.deploy.chaos.processes import Folders
 from headrace.deploy.chaos.recorder import RECORD
 from headrace.deploy.chaos.schedule import ELSEWHERE, Event, Kind, Plan, read_plan
 from headrace.deploy.chaos.trial import Outcome
-from headrace.deploy.redis_server import serving
+from headrace.deploy.report.audit import find_books
+from headrace.deploy.run.redis_server import serving
 from headrace.schemas.errors import ExitCode
 from support.waiting import TIMEOUT_S
 

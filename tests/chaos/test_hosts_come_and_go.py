@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.peers.rendezvous import Rendezvous
 from support.fleets.machines import Machines
 from support.fleets.two_machines import NoNamespacesError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Heartbeat, WorkerHello, WorkerWelcome, read

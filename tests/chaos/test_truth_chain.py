@@ -13,7 +13,7 @@ import orjson
 import pytest
 import redis
 
-from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.recorder import Reading, read_recorder
 from support.fleets.running_fleet import RunningFleet

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.child import Child
-from headrace.deploy.event_loop import EventLoop
-from headrace.deploy.supervisor import ProcessSpec, Role, Service, Supervisor
+from headrace.deploy.process.child import Child
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, Supervisor
 from headrace.schemas.settings.config import SupervisorSection
 from support.waiting import TIMEOUT_S
 

@@ -19,7 +19,7 @@ import orjson
 import pytest
 import zmq
 
-from headrace.deploy.options import resolve
+from headrace.deploy.run.options import resolve
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, decode_header
 from headrace.schemas.messages import Reject, SupervisorHello, read

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.child import Child, describe_end
-from headrace.deploy.proc_stat import is_alive
+from headrace.deploy.process.child import Child, describe_end
+from headrace.deploy.process.proc_stat import is_alive
 from headrace.schemas.errors import RunDirError
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -88,7 +88,7 @@ def test_children_die_with_their_parent(tmp_path: Path, number: signal.Signals) 
     grandchild = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
     script = f"""
         import sys, signal, pathlib
-        from headrace.deploy.child import Child
+        from headrace.deploy.process.child import Child
         child = Child([sys.executable, "-c", {grandchild!r}], pathlib.Path({str(tmp_path / "log")!r}))
         while "up" not in child.log_path.read_text():
             pass

@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.fleet_file import FleetFile, ProcessEntry
-from headrace.deploy.options import recipes
-from headrace.deploy.stop_signals import StopSignals
+from headrace.deploy.process.stop_signals import StopSignals
+from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
+from headrace.deploy.run.options import recipes
 from headrace.schemas.errors import ExitCode
 from support.waiting import TIMEOUT_S
 

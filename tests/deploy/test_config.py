@@ -10,9 +10,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.child_environment import child_environment
-from headrace.deploy.config_print import print_config, to_toml
-from headrace.deploy.options import describe_origin, resolve
+from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.run.options import describe_origin, resolve
+from headrace.deploy.terminal.config_print import print_config, to_toml
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import known_keys, load_config

@@ -15,8 +15,8 @@ import orjson
 import pytest
 import yaml
 
-from headrace.deploy.key_pairs import make_keys
-from headrace.deploy.redis_users import make_users
+from headrace.deploy.run.key_pairs import make_keys
+from headrace.deploy.run.redis_users import make_users
 from support.containers import compose, pods, sandbox
 from support.containers.container import Container, Image, image_of
 from support.containers.kustomize import build

@@ -12,8 +12,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.exit_record import exit_record_path, take_exit_record, write_exit_record
-from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.deploy.process.exit_record import exit_record_path, take_exit_record, write_exit_record
+from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.errors import DiskFullError, ExitCode

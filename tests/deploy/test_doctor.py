@@ -21,8 +21,8 @@ from headrace.deploy.doctor.key_checks import key_checks
 from headrace.deploy.doctor.limits import Needs, core_check, limit_checks, memory_check, shared_memory_check, task_check
 from headrace.deploy.doctor.meeting import meeting_checks
 from headrace.deploy.doctor.network import advertised_check, reachability_check
-from headrace.deploy.key_pairs import make_keys
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.run.key_pairs import make_keys
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.credentials.key_files import read_public_key
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.peers.rendezvous import Published

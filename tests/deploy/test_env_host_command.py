@@ -15,7 +15,7 @@ import orjson
 import pytest
 import zmq
 
-from headrace.deploy.fleet_file import FleetFile
+from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.frames.wire import MessageKind, decode
 from headrace.schemas.messages.env_messages import EnvHostWelcome

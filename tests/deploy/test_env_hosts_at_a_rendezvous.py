@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from headrace.deploy.key_pairs import make_keys
-from headrace.deploy.recorders import recorders_in
+from headrace.deploy.process.recorders import recorders_in
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.credentials.key_files import read_public_key
 from headrace.schemas.errors import ExitCode

@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.evaluation_log import EvaluationLog
-from headrace.deploy.evaluator import watch
-from headrace.deploy.goal import Goal
-from headrace.deploy.progress import ProgressView
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.policies.evaluator import watch
+from headrace.deploy.report.progress import ProgressView
+from headrace.deploy.run.evaluation_log import EvaluationLog
+from headrace.deploy.run.goal import Goal
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.learner_stub.checkpoint import load_checkpoint
 from headrace.schemas.settings.config_loading import load_config
 from support.fleets.saved_runs import save_run

@@ -12,7 +12,7 @@ import pytest
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
 from headrace.deploy.monitoring.findings import awaited, find, verdict
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection

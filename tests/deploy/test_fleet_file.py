@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_file import FleetFile, read_fleet_file, told_as_starting
-from headrace.deploy.run_dir import RunDir
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file, told_as_starting
+from headrace.deploy.run.run_dir import RunDir
 from headrace.schemas.errors import ConfigError
 
 ENDPOINTS = {"worker": "tcp://127.0.0.1:5701"}

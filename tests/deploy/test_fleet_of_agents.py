@@ -9,9 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.audit import find_books
-from headrace.deploy.redis_server import serving
-from headrace.deploy.redis_view import FleetView
+from headrace.deploy.report.audit import find_books
+from headrace.deploy.run.redis_server import serving
+from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import ExitCode
 from support.waiting import TIMEOUT_S

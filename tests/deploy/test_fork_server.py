@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.child import Child
-from headrace.deploy.child_environment import child_environment
-from headrace.deploy.entry import INTERRUPTED
-from headrace.deploy.exit_record import ExitRecord
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.fork_server import HEADRACE, ForkServer, early_or_new, start_early
-from headrace.deploy.proc_stat import is_alive
+from headrace.deploy.command.entry import INTERRUPTED
+from headrace.deploy.process.child import Child
+from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.exit_record import ExitRecord
+from headrace.deploy.process.fork_server import HEADRACE, ForkServer, early_or_new, start_early
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.errors import ExitCode
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S, wait_until
@@ -158,9 +158,9 @@ def test_ctrl_c_in_the_midst_of_the_imports_of_up_leaves_no_fork_server(tmp_path
 def test_forked_processes_die_with_their_parent_and_outlive_the_fork_server(tmp_path: Path) -> None:
     script = f"""
         import pathlib, select, signal
-        from headrace.deploy.child import Child
-        from headrace.deploy.child_environment import child_environment
-        from headrace.deploy.fork_server import HEADRACE, ForkServer
+        from headrace.deploy.process.child import Child
+        from headrace.deploy.process.child_environment import child_environment
+        from headrace.deploy.process.fork_server import HEADRACE, ForkServer
         folder = pathlib.Path({str(tmp_path)!r})
         with ForkServer(child_environment(1)) as fork_server:
             select.select([fork_server.fd], [], [])
@@ -197,7 +197,7 @@ def test_a_fork_server_that_is_killed_is_replaced_by_executing(
 def test_a_fork_server_that_does_not_answer_starts_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.deploy.fork_server._ANSWER_S", 0.2)
+    monkeypatch.setattr("headrace.deploy.process.fork_server._ANSWER_S", 0.2)
     with ForkServer(ENVIRONMENT) as fork_server:
         ready(fork_server)
         os.kill(_fork_server_of(os.getpid()), signal.SIGSTOP)

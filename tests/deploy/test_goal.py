@@ -7,10 +7,10 @@ import io
 import orjson
 import pytest
 
-from headrace.deploy.goal import Goal, RunNumbers, show_return
-from headrace.deploy.progress import ProgressDisplay, ProgressView, weights_lag
-from headrace.deploy.redis_view import Snapshot
-from headrace.deploy.summary import Summary, ledger_table, print_summary, summarise
+from headrace.deploy.report.progress import ProgressDisplay, ProgressView, weights_lag
+from headrace.deploy.report.summary import Summary, ledger_table, print_summary, summarise
+from headrace.deploy.run.goal import Goal, RunNumbers, show_return
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.errors import HeadraceError
 

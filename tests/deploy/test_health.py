@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_file import read_addresses
-from headrace.deploy.health import Question, answer, asked_plainly
-from headrace.deploy.health_file import HealthFile, HealthRecord, health_records
-from headrace.deploy.liveness_file import LivenessFile
-from headrace.deploy.proc_stat import start_ticks
+from headrace.deploy.process.liveness_file import LivenessFile
+from headrace.deploy.process.proc_stat import start_ticks
+from headrace.deploy.run.fleet_file import read_addresses
+from headrace.deploy.run.health import Question, answer, asked_plainly
+from headrace.deploy.run.health_file import HealthFile, HealthRecord, health_records
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.errors import ExitCode
 from support.waiting import TIMEOUT_S, wait_until
@@ -212,7 +212,7 @@ def test_a_probe_imports_no_large_library(tmp_path: Path) -> None:
     script = """
 import sys
 sys.argv = ["headrace", "health", "--run-dir", sys.argv[1]]
-from headrace.deploy.entry import main
+from headrace.deploy.command.entry import main
 try:
     main()
 except SystemExit as end:

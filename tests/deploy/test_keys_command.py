@@ -13,14 +13,14 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy import key_pairs
 from headrace.deploy.doctor.examination import examine
-from headrace.deploy.fleet_file import FleetFile
-from headrace.deploy.goal import Goal
-from headrace.deploy.key_pairs import add_key, listed_keys, make_keys, revoke_key, sound_roles
-from headrace.deploy.progress import ProgressView
-from headrace.deploy.ps import table
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.report.progress import ProgressView
+from headrace.deploy.report.ps import table
+from headrace.deploy.run import key_pairs
+from headrace.deploy.run.fleet_file import FleetFile
+from headrace.deploy.run.goal import Goal
+from headrace.deploy.run.key_pairs import add_key, listed_keys, make_keys, revoke_key, sound_roles
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import SESSIONS_REVOKED, labelled
 from headrace.schemas.credentials.key_files import read_key_file
 from headrace.schemas.credentials.keys import ROLES, read_broker_keys, read_client_keys

@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from headrace.deploy.key_pairs import make_keys
 from headrace.deploy.monitoring.exporter.metrics_text import exposed_name
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, LEARNER_TIME
 from headrace.schemas.settings.config_loading import load_config
 from support.containers.kustomize import Object, build, pod_spec

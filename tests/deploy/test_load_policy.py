@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.deploy import load_policy
-from headrace.deploy.fleet_file import FleetFile
+from headrace.deploy.run.fleet_file import FleetFile
 from headrace.learner_stub import save_policy
 from headrace.schemas.errors import (
     CheckpointError,

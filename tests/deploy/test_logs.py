@@ -9,9 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy import logs, output
-from headrace.deploy.logs import Identity, Readable, RepeatedWarnings, set_up_logging
-from headrace.deploy.output import LogFormat, Output
+from headrace.deploy.terminal import logs, output
+from headrace.deploy.terminal.logs import Identity, Readable, RepeatedWarnings, set_up_logging
+from headrace.deploy.terminal.output import LogFormat, Output
 
 
 @pytest.fixture(autouse=True)

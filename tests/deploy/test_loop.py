@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
-from headrace.deploy.event_loop import EventLoop
-from headrace.deploy.stop_signals import StopSignals
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.stop_signals import StopSignals
 from support.waiting import TIMEOUT_S
 
 

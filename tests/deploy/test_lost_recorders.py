@@ -6,7 +6,7 @@ import pytest
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.deploy.obituary_sender import proved_obituary
+from headrace.deploy.fleet.obituary_sender import proved_obituary
 from headrace.schemas.accounts.ledger import Drop, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import LearnerHello, SourcePosition, SupervisorHello
 

@@ -12,9 +12,9 @@ import orjson
 import pytest
 
 from headrace.deploy import load_policy
-from headrace.deploy.fleet_errors import ForeignCodeError
-from headrace.deploy.named_code import OWN, names_in, resolve_found
-from headrace.deploy.seal import is_sealed, write_sealed
+from headrace.deploy.process.fleet_errors import ForeignCodeError
+from headrace.deploy.run.named_code import OWN, names_in, resolve_found
+from headrace.deploy.run.seal import is_sealed, write_sealed
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers import connectors
@@ -85,7 +85,7 @@ def test_no_command_runs_what_a_crafted_file_names(tmp_path: Path, command: tupl
         {"env": "mine:GymV26Environment-v0", "env_config": {"env_id": "evil:Env-v0"}},
         {"env": RECORDED, "env_config": {"env": "evil:make"}},
         {"env": RECORDED, "env_config": {"env": RECORDED, "env_config": {"env": "evil:make"}}},
-        {"env_to_module": ["headrace.deploy.child:subprocess.run"]},
+        {"env_to_module": ["headrace.deploy.process.child:subprocess.run"]},
         {"env_to_module": ["headrace.schemas.settings.plugins:load_object"]},
         {"module_to_env": [{"build": "evil-pkg:x", "config": {}}]},
         {"env_to_module": ["headrace.workers.connectors.evil:x"]},

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from headrace.deploy.event_loop import EventLoop
-from headrace.deploy.exit_record import ExitRecord
-from headrace.deploy.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.exit_record import ExitRecord
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder

@@ -15,7 +15,7 @@ import pytest
 import typer
 from command_reference import commands
 
-from headrace.deploy.cli import app
+from headrace.deploy.command.cli import app
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.learner_stub.checkpoint import load_checkpoint
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.recorders import recorders_in
+from headrace.deploy.process.recorders import recorders_in
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.errors import ExitCode
 from support.fleets.ray_cluster import RayCluster, processes_of, ray_cluster
 from support.fleets.running_fleet import RunningFleet

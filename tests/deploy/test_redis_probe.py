@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect
-from headrace.deploy.redis_probe import PINGS, RedisProbe
-from headrace.deploy.redis_server import prepare_redis, wait_ready
-from headrace.deploy.supervisor import ProcessSpec, Role
-from headrace.deploy.watchdog import FleetWatchdog, recorders_by_slot
+from headrace.deploy.fleet.redis_probe import PINGS, RedisProbe
+from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
+from headrace.deploy.process.supervisor import ProcessSpec, Role
+from headrace.deploy.run.redis_server import prepare_redis, wait_ready
 from support.waiting import TIMEOUT_S, wait_until
 
 if TYPE_CHECKING:

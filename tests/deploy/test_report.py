@@ -11,8 +11,8 @@ import pytest
 from headrace.deploy.monitoring.report.line_chart import Chart, Curve, chart_html
 from headrace.deploy.monitoring.report.report_command import write_report
 from headrace.deploy.monitoring.report.run_series import RunSeries
-from headrace.deploy.redis_view import Snapshot
-from headrace.deploy.run_rows import fleet_row, history_row
+from headrace.deploy.report.run_rows import fleet_row, history_row
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import RunDirError
 from support.html_pages import Page, assert_needs_nothing

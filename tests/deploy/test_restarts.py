@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headrace.deploy.restarts import RestartPolicy
+from headrace.deploy.process.restarts import RestartPolicy
 from headrace.schemas.settings.config import SupervisorSection
 
 SECTION = SupervisorSection(

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from headrace.deploy.child import Child
-from headrace.deploy.evaluation_log import EvaluationLog
-from headrace.deploy.fleet_file import read_addresses, read_fleet_file
-from headrace.deploy.fleet_record import FleetRecord
+from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.loggers.row_files import JsonlFile
-from headrace.deploy.run_dir import RunDir, write_private
-from headrace.deploy.supervisor import Role
+from headrace.deploy.process.child import Child
+from headrace.deploy.process.supervisor import Role
+from headrace.deploy.run.evaluation_log import EvaluationLog
+from headrace.deploy.run.fleet_file import read_addresses, read_fleet_file
+from headrace.deploy.run.run_dir import RunDir, write_private
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.errors import ExitCode, RunDirError
 
@@ -41,7 +41,7 @@ def test_two_fleets_cannot_share_a_directory(tmp_path: Path) -> None:
 def test_a_fleet_that_was_killed_leaves_no_lock(tmp_path: Path) -> None:
     script = f"""
 import os, pathlib
-from headrace.deploy.run_dir import RunDir
+from headrace.deploy.run.run_dir import RunDir
 with RunDir(pathlib.Path({str(tmp_path)!r})):
     os.kill(os.getpid(), 9)
 """

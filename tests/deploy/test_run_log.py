@@ -13,10 +13,10 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.audit import find_books
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.redis_server import serving
-from headrace.deploy.redis_view import FleetView, LearnerRowView, Snapshot
+from headrace.deploy.report.audit import find_books
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.redis_server import serving
+from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.schemas.errors import ExitCode
 from support.waiting import TIMEOUT_S, wait_until
 

@@ -16,10 +16,10 @@ from typing import Any, TextIO
 import orjson
 import pytest
 
-from headrace.deploy.fleet_errors import OtherSettingsError
-from headrace.deploy.fleet_file import FleetFile, read_addresses
-from headrace.deploy.resume import EarlierRun, write_settings
-from headrace.deploy.run_dir import RunDir, file_name_of, new_run_dir
+from headrace.deploy.process.fleet_errors import OtherSettingsError
+from headrace.deploy.run.fleet_file import FleetFile, read_addresses
+from headrace.deploy.run.resume import EarlierRun, write_settings
+from headrace.deploy.run.run_dir import RunDir, file_name_of, new_run_dir
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config_loading import build_config
 from support.waiting import PATIENCE, TIMEOUT_S, wait_until

@@ -9,9 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.fleet_errors import ScaleError
-from headrace.deploy.fleet_file import FleetFile
-from headrace.deploy.scale import asked_workers, scale
+from headrace.deploy.fleet.scale import asked_workers, scale
+from headrace.deploy.process.fleet_errors import ScaleError
+from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.settings.config import FleetConfig, FleetSection, SamplingSection
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
@@ -67,7 +67,7 @@ def _sampling(fleet: RunningFleet) -> set[int]:
 def test_a_run_that_cannot_have_more_workers_says_why(
     tmp_path: Path, sampling: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.deploy.scale.is_alive", lambda pid: True)
+    monkeypatch.setattr("headrace.deploy.fleet.scale.is_alive", lambda pid: True)
     FleetFile(fleet_id="demo", state="running").write(tmp_path / "fleet.json")
     config = FleetConfig(sampling=SamplingSection.model_validate(sampling), fleet=FleetSection(workers=2))
     (tmp_path / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))

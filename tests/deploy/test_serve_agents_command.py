@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headrace.deploy.clients import http_client
-from headrace.deploy.saved_policy import find_policy
+from headrace.deploy.run.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
 from headrace.learner_stub.training_arrays import training_arrays
 from headrace.schemas.messages.weights import CONNECTORS, join_modules

@@ -17,9 +17,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from headrace.deploy.cli import app
 from headrace.deploy.clients import http_client
-from headrace.deploy.saved_policy import find_policy
+from headrace.deploy.command.cli import app
+from headrace.deploy.run.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
 from headrace.learner_stub.training_arrays import training_arrays
 from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, PortInUseError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.event_loop import EventLoop
-from headrace.deploy.service_manager import ServiceManager
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.service_manager import ServiceManager
 from support.service_manager import Manager
 from support.waiting import TIMEOUT_S, wait_until
 

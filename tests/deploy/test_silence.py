@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.deploy.liveness_file import seconds_silent
-from headrace.deploy.proc_stat import is_alive
-from headrace.deploy.supervisor import ProcessSpec, Role
-from headrace.deploy.watchdog import FleetWatchdog, recorders_by_slot, why_silent
+from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot, why_silent
+from headrace.deploy.process.liveness_file import seconds_silent
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.process.supervisor import ProcessSpec, Role
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Reading
 from support.waiting import PATIENCE
@@ -89,7 +89,7 @@ def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery,
 
 TURNING = """
 import sys, time
-from headrace.deploy.liveness_file import LivenessFile
+from headrace.deploy.process.liveness_file import LivenessFile
 sign = LivenessFile.from_environment()
 while True:
     if sys.argv[1] == "turns": sign.touch()

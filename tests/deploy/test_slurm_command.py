@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.options import resolve
+from headrace.deploy.run.options import resolve
 from headrace.deploy.slurm.lifecycle import dry_run, prepare
 from headrace.deploy.slurm.submission import SCRIPTS, for_cluster
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.key_pairs import make_keys
-from headrace.deploy.redis_view import FleetView
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.key_pairs import make_keys
+from headrace.deploy.run.redis_view import FleetView
 from support.ports import free_port
 from support.waiting import TIMEOUT_S, wait_until
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from headrace.broker.redis_client import connect
-from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find
-from headrace.deploy.proc_stat import is_alive
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.slow

@@ -13,12 +13,12 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-from headrace.deploy import check_process
-from headrace.deploy.child_environment import child_environment
-from headrace.deploy.fork_server import ForkServer
-from headrace.deploy.run_dir import RunDir
-from headrace.deploy.start_check import check_start
-from headrace.deploy.stop_signals import StopSignals
+from headrace.deploy.fleet import check_process
+from headrace.deploy.policies.start_check import check_start
+from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.fork_server import ForkServer
+from headrace.deploy.process.stop_signals import StopSignals
+from headrace.deploy.run.run_dir import RunDir
 from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEnvError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config

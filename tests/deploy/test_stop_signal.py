@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.run.fleet_file import read_fleet_file
 from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.processes

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import sys
-from headrace.deploy.std_streams import open_std_streams, ignore_closed_reader
+from headrace.deploy.terminal.std_streams import open_std_streams, ignore_closed_reader
 
 open_std_streams()
 for line in range(20_000):
@@ -32,7 +32,9 @@ def test_a_reader_that_has_had_enough_does_not_end_the_writer() -> None:
 
 
 def test_what_an_encoding_lacks_is_replaced() -> None:
-    script = "from headrace.deploy.std_streams import open_std_streams; open_std_streams(); print('\\u2713 fine')"
+    script = (
+        "from headrace.deploy.terminal.std_streams import open_std_streams; open_std_streams(); print('\\u2713 fine')"
+    )
     environment = {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
     assert result.stdout == b"? fine\n", result.stderr

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.deploy.fleet_errors import ProcessFailedError
-from headrace.deploy.proc_stat import is_alive
-from headrace.deploy.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
+from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.process.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
 from headrace.schemas.errors import CrashLoopError, ExitCode
 from headrace.schemas.settings.config import SupervisorSection
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 SLEEP = "import signal; print('up', flush=True); signal.pause()"
 ENDS = """
 import sys
-from headrace.deploy.exit_record import exit_record_path, write_exit_record
+from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 write_exit_record(exit_record_path(), {code}, "no such thing")
 sys.exit({code})
 """

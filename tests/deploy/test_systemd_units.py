@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet import COPY_DEADLINE_S, OBITUARY_DEADLINE_S
-from headrace.deploy.supervisor import INCURABLE, Role
+from headrace.deploy.fleet.fleet import COPY_DEADLINE_S, OBITUARY_DEADLINE_S
+from headrace.deploy.process.supervisor import INCURABLE, Role
 from headrace.schemas.settings.config import FleetConfig
 from support.waiting import TIMEOUT_S
 

@@ -18,9 +18,9 @@ THREADS, LINES = 3, 100
 
 PROGRAM = f"""
 import logging, sys, threading
-from headrace.deploy.goal import Goal, RunNumbers
-from headrace.deploy.logs import Identity, set_up_logging
-from headrace.deploy.progress import ProgressDisplay, ProgressView
+from headrace.deploy.run.goal import Goal, RunNumbers
+from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.deploy.report.progress import ProgressDisplay, ProgressView
 
 sys.setswitchinterval(1e-6)  # threads take turns often, as on a machine with much to do
 set_up_logging(Identity("here", "supervisor"))

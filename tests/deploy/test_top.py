@@ -12,14 +12,14 @@ import pytest
 from rich.text import Text
 from typer.testing import CliRunner
 
+from headrace.deploy.command.monitoring_commands import app
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
 from headrace.deploy.monitoring.fleet_state import fleet_state
 from headrace.deploy.monitoring.top.terminal import KeyParser
 from headrace.deploy.monitoring.top.top import top as show
 from headrace.deploy.monitoring.top.top_view import COLUMNS, TopState, blocks_for, plain, press, screen, sparkline
-from headrace.deploy.monitoring_commands import app
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.errors import ConfigError
 from support.terminal_screen import OnTerminal
 from support.waiting import wait_until

@@ -12,13 +12,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy import child_commands
-from headrace.deploy.fleet_file import FleetFile, read_fleet_file
-from headrace.deploy.log_rotation import rotated_path
-from headrace.deploy.proc_stat import is_alive
-from headrace.deploy.summary import Summary
-from headrace.deploy.supervisor import ProcessSpec, Role
-from headrace.deploy.up import UpOptions, up
+from headrace.deploy.fleet.up import UpOptions, up
+from headrace.deploy.process import child_commands
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.process.supervisor import ProcessSpec, Role
+from headrace.deploy.report.summary import Summary
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.terminal.log_rotation import rotated_path
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes
 PRETEND = "support.fleets.pretend_role"
 ENDS = """
 import sys
-from headrace.deploy.exit_record import exit_record_path, write_exit_record
+from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 write_exit_record(exit_record_path(), {code}, "{sentence}")
 sys.exit({code})
 """

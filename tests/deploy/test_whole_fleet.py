@@ -12,8 +12,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.fleet_file import FleetFile, read_fleet_file
-from headrace.deploy.proc_stat import is_alive
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.schemas.errors import ExitCode
 from support.fleets import slow_training
 from support.fleets.running_fleet import RunningFleet

@@ -12,9 +12,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.audit import find_books
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
+from headrace.deploy.report.audit import find_books
 from headrace.schemas.errors import ExitCode
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S

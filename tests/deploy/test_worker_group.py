@@ -14,10 +14,10 @@ from typing import IO
 
 import pytest
 
-from headrace.deploy.exit_record import ExitRecord
-from headrace.deploy.recorders import recorders_in
-from headrace.deploy.stop_signals import StopSignals
-from headrace.deploy.worker_group import FleetElsewhere, WorkerGroup
+from headrace.deploy.fleet.worker_group import FleetElsewhere, WorkerGroup
+from headrace.deploy.process.exit_record import ExitRecord
+from headrace.deploy.process.recorders import recorders_in
+from headrace.deploy.process.stop_signals import StopSignals
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.errors import ExitCode

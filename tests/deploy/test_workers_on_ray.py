@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.fleet_errors import ScaleError
-from headrace.deploy.fleet_file import FleetFile
+from headrace.deploy.process.fleet_errors import ScaleError
 from headrace.deploy.ray import worker_actor
 from headrace.deploy.ray.cluster import reachable
 from headrace.deploy.ray.wanted_workers import read_wanted, scale_run, write_wanted
+from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
 from support.waiting import TIMEOUT_S, wait_until
 

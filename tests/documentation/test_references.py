@@ -16,8 +16,8 @@ from redis_reference import redis_keys_as_markdown
 from settings_reference import settings, settings_as_markdown
 from typer.main import get_command
 
-from headrace.deploy.cli import app
-from headrace.deploy.run_rows import COLUMNS
+from headrace.deploy.command.cli import app
+from headrace.deploy.report.run_rows import COLUMNS
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, GAUGE_TABLE, TABLE
 from headrace.schemas.errors import ExitCode

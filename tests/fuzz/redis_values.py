@@ -26,16 +26,16 @@ from headrace.broker.redis_client import connect
 from headrace.broker.redis_weights import weights_in
 from headrace.broker.saved_state import read_saved_state
 from headrace.broker.worker_metrics import WorkerMetrics
-from headrace.deploy import deep_audit, ps
-from headrace.deploy.audit import audit, render, warnings
-from headrace.deploy.checkpoint_copy import CheckpointCopier, choose_checkpoint
-from headrace.deploy.fleet_file import FleetFile
-from headrace.deploy.goal import Goal
-from headrace.deploy.progress import ProgressView
-from headrace.deploy.redis_server import prepare_redis, wait_ready
-from headrace.deploy.redis_view import FleetView
-from headrace.deploy.run_rows import fleet_row, learner_row
-from headrace.deploy.saved_policy import find_policy
+from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, choose_checkpoint
+from headrace.deploy.report import deep_audit, ps
+from headrace.deploy.report.audit import audit, render, warnings
+from headrace.deploy.report.progress import ProgressView
+from headrace.deploy.report.run_rows import fleet_row, learner_row
+from headrace.deploy.run.fleet_file import FleetFile
+from headrace.deploy.run.goal import Goal
+from headrace.deploy.run.redis_server import prepare_redis, wait_ready
+from headrace.deploy.run.redis_view import FleetView
+from headrace.deploy.run.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, save_checkpoint
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.folded_lives import fold

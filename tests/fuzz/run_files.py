@@ -27,20 +27,20 @@ from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.log_records import BATCH, MAGIC, NOTE, Record, encode_record
 from headrace.broker.logged_batches import LoggedBatches
 from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
-from headrace.deploy import ps
-from headrace.deploy.audit import audit
-from headrace.deploy.deep_audit import disagreements, read_files, table
-from headrace.deploy.evaluation_log import EvaluationLog, describe
-from headrace.deploy.evidence import read_evidence
-from headrace.deploy.exit_record import ExitRecord, take_exit_record
-from headrace.deploy.fleet_file import FleetFile, continue_fleet, read_addresses, read_fleet_file
+from headrace.deploy.fleet.obituary_sender import write_obituary
 from headrace.deploy.loggers.row_files import CsvFile, JsonlFile
-from headrace.deploy.obituary_sender import write_obituary
-from headrace.deploy.redis_view import Snapshot
-from headrace.deploy.resume import EarlierRun, read_facts, write_settings
-from headrace.deploy.run_dir import RunDir
-from headrace.deploy.run_rows import evaluation_row
-from headrace.deploy.saved_policy import find_policy
+from headrace.deploy.process.exit_record import ExitRecord, take_exit_record
+from headrace.deploy.report import ps
+from headrace.deploy.report.audit import audit
+from headrace.deploy.report.deep_audit import disagreements, read_files, table
+from headrace.deploy.report.evidence import read_evidence
+from headrace.deploy.report.run_rows import evaluation_row
+from headrace.deploy.run.evaluation_log import EvaluationLog, describe
+from headrace.deploy.run.fleet_file import FleetFile, continue_fleet, read_addresses, read_fleet_file
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.resume import EarlierRun, read_facts, write_settings
+from headrace.deploy.run.run_dir import RunDir
+from headrace.deploy.run.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.fleet_place import keys_folder
 from headrace.learner_stub.learner_state import LearnerState

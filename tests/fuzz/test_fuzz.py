@@ -17,11 +17,11 @@ from fuzz.learner import SPACES, batch_of
 from fuzz.run import TARGETS, fuzz, read_corpus
 from fuzz.worker import shipment, welcome
 
-from headrace.deploy.evaluation_log import EvaluationLog
-from headrace.deploy.progress import weights_lag
-from headrace.deploy.redis_view import Snapshot
-from headrace.deploy.resume import EarlierRun
-from headrace.deploy.run_dir import RunDir
+from headrace.deploy.report.progress import weights_lag
+from headrace.deploy.run.evaluation_log import EvaluationLog
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.resume import EarlierRun
+from headrace.deploy.run.run_dir import RunDir
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, StreamLimits

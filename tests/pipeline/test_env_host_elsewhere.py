@@ -14,7 +14,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.run.key_pairs import make_keys
 from support.fleets.two_machines import NoNamespacesError, TwoMachines
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]

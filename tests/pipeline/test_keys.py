@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.deploy.event_loop import EventLoop
-from headrace.deploy.key_pairs import add_key, make_keys, revoke_key
-from headrace.deploy.obituary_sender import ObituarySender
+from headrace.deploy.fleet.obituary_sender import ObituarySender
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.run.key_pairs import add_key, make_keys, revoke_key
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import revoked_sessions

@@ -15,8 +15,8 @@ import redis as redis_client
 from numpy.typing import NDArray
 
 from headrace.broker.state_file import read_broker_file
-from headrace.deploy.redis_server import RedisLaunch, prepare_redis, wait_ready
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.run.redis_server import RedisLaunch, prepare_redis, wait_ready
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.chunks.batch import ChunkBatch

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.slot_owners import SlotOwners
-from headrace.deploy.options import resolve, resolve_each
-from headrace.deploy.several_brokers import at_broker, index_for
+from headrace.deploy.run.options import resolve, resolve_each
+from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.learner_stub.stall_detector import STARVED_S, StallDetector

@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.errors import ExitCode
 from support.fleets.two_machines import NoNamespacesError, TwoMachines
 from support.waiting import TIMEOUT_S, wait_until

@@ -16,7 +16,7 @@ from support.pipeline.delivery import BrokerThread, Process, Witness, script_pro
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
 from support.waiting import wait_until
 
-HOST = "import sys; from headrace.deploy.cli import main; sys.argv[0] = 'headrace'; main()"
+HOST = "import sys; from headrace.deploy.command.cli import main; sys.argv[0] = 'headrace'; main()"
 
 
 def placed(port: int, **settings: Any) -> dict[str, Any]:

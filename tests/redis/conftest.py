@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import redis
 
-from headrace.deploy.redis_server import RedisLaunch, find_server, prepare_redis, wait_ready
+from headrace.deploy.run.redis_server import RedisLaunch, find_server, prepare_redis, wait_ready
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from support import ports
 from support.secured_redis import Certificates, SecuredRedis, TlsFront, has_tls

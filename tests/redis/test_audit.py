@@ -20,8 +20,8 @@ from headrace.broker.limits import BrokerLimits
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
-from headrace.deploy.audit import audit, equation, find_books, render, warnings
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.report.audit import audit, equation, find_books, render, warnings
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
 from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals

@@ -14,14 +14,14 @@ import pytest
 from headrace.broker.redis_blob import PIECE_BYTES, ByteBudget
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
-from headrace.deploy.checkpoint_copy import (
+from headrace.deploy.fleet.checkpoint_copy import (
     CheckpointCopier,
     StartingPoint,
     choose_checkpoint,
     copied_to_redis,
     copies_in,
 )
-from headrace.deploy.run_dir import RunDir
+from headrace.deploy.run.run_dir import RunDir
 from headrace.learner_stub.checkpoint import Checkpoint, previous_path, save_checkpoint
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
@@ -186,7 +186,7 @@ def test_a_learner_alone_keeps_a_copy_and_one_under_a_supervisor_leaves_it_to_th
 def test_an_emptied_redis_gets_the_copy_again(
     copying: Copying, client: Any, fleet_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.deploy.checkpoint_copy.CHECK_S", 0.1)
+    monkeypatch.setattr("headrace.deploy.fleet.checkpoint_copy.CHECK_S", 0.1)
     copying.save()
     copying.start()
     copying.wait_for((1, 1))

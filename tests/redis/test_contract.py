@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from redis.exceptions import ResponseError
 
 from headrace.broker.report import MergeScript, Part, Report
-from headrace.deploy.audit import find_books
-from headrace.deploy.redis_inventory import Inventory
-from headrace.deploy.redis_server import check_url
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.report.audit import find_books
+from headrace.deploy.run.redis_inventory import Inventory
+from headrace.deploy.run.redis_server import check_url
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import ExitCode, RedisContractError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.broker.state_file import read_broker_file
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts import redis_keys as keys
 from support.pipeline.delivery import FLEET, Feeder, Process, broker_process

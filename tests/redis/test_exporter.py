@@ -17,13 +17,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from headrace.broker.report import MergeScript, Part, Report
-from headrace.deploy.fleet_file import FleetFile
 from headrace.deploy.monitoring.exporter import metrics_text as module
 from headrace.deploy.monitoring.exporter.exporter import ExporterOptions, chosen_readers
 from headrace.deploy.monitoring.exporter.metrics_text import exposed_name, metrics_text
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.web_port import WebPort
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.run.fleet_file import FleetFile
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import Drop, LedgerRow
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled

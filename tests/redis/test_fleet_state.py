@@ -17,7 +17,7 @@ from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.fleet_state import StateReader, cpu_shares, ledger
 from headrace.deploy.monitoring.losses import LOSSES
 from headrace.deploy.monitoring.series import SeriesReader
-from headrace.deploy.redis_view import FleetView
+from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorGroup
 from headrace.schemas.accounts.lag_buckets import LAG_LABELS, lag_quantiles

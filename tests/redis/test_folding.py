@@ -15,8 +15,8 @@ from headrace.broker.mirror import Mirror
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.broker.saved_state import read_saved_state
-from headrace.deploy.audit import audit
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.report.audit import audit
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.folded_lives import FoldedLives, fold
 from headrace.schemas.accounts.ledger import LedgerRow, add_up
 from headrace.schemas.accounts.redis_keys import FOLDED, GAUGES, LEDGER, SOURCES, TOTALS, WORKERS, key_name

@@ -14,7 +14,7 @@ from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
 from headrace.broker.state_file import read_broker_file
 from headrace.broker.worker_metrics import MOST_NAMES, WorkerMetrics
-from headrace.deploy.redis_view import FleetView, LearnerRowView
+from headrace.deploy.run.redis_view import FleetView, LearnerRowView
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.logged_metrics import LoggedMetric

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import redis
 
-from headrace.deploy import redis_server
-from headrace.deploy.redis_server import check_url, prepare_redis, serving, wait_ready
+from headrace.deploy.run import redis_server
+from headrace.deploy.run.redis_server import check_url, prepare_redis, serving, wait_ready
 from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.errors import ConfigError, ExitCode, RedisUnavailableError, RunDirError
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from headrace.deploy import redis_server
-from headrace.deploy.redis_server import check_url
+from headrace.deploy.run import redis_server
+from headrace.deploy.run.redis_server import check_url
 from headrace.schemas.errors import RedisUnavailableError
 from support.secured_redis import Certificates, SecuredRedis, TlsFront
 

@@ -19,14 +19,14 @@ import redis
 
 from headrace.broker.redis_client import connect
 from headrace.broker.redis_commands import COMMANDS, READER, USERS
-from headrace.deploy.audit_command import audit_deeply, audit_run
-from headrace.deploy.checkpoint_copy import copies_in
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.ps import reported
-from headrace.deploy.redis_server import check_url
-from headrace.deploy.redis_users import apply, make_users
-from headrace.deploy.redis_view import FleetView
-from headrace.deploy.saved_policy import find_policy
+from headrace.deploy.fleet.checkpoint_copy import copies_in
+from headrace.deploy.report.audit_command import audit_deeply, audit_run
+from headrace.deploy.report.ps import reported
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.redis_server import check_url
+from headrace.deploy.run.redis_users import apply, make_users
+from headrace.deploy.run.redis_view import FleetView
+from headrace.deploy.run.saved_policy import find_policy
 from headrace.schemas.accounts.redis_keys import TOTALS, WORKERS, key_name
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
 from headrace.schemas.settings.config import RedisSection

@@ -14,8 +14,8 @@ import pytest
 from headrace.broker.redis_rows import ReceivedRow
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
-from headrace.deploy.audit import audit
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.report.audit import audit
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife

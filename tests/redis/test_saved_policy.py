@@ -9,8 +9,8 @@ import pytest
 
 from headrace.broker.redis_weights import weights_in
 from headrace.deploy import load_policy
-from headrace.deploy.fleet_file import FleetFile
-from headrace.deploy.saved_policy import find_policy
+from headrace.deploy.run.fleet_file import FleetFile
+from headrace.deploy.run.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import published_arrays
 from headrace.schemas.errors import CheckpointError, ConfigError, RedisUnavailableError
 from headrace.schemas.messages.weights import encode_weights

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace.deploy.audit import audit
-from headrace.deploy.redis_inventory import Inventory
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.report.audit import audit
+from headrace.deploy.run.redis_inventory import Inventory
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from headrace.deploy.logs import Identity, Readable
+from headrace.deploy.terminal.logs import Identity, Readable
 from headrace.schemas.basics.counted_warnings import INTERVAL_S, MOST_KINDS, CountedWarnings
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.credentials.tokens import digest_of, same_token

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
 from headrace.schemas.credentials.keys import read_client_port_keys
 from headrace.schemas.credentials.loopback_token import server_token

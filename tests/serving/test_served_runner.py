@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.credentials.keys import TOKEN_FILE
 from headrace.schemas.credentials.tokens import read_token

@@ -13,7 +13,7 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.rendezvous_file import RendezvousFile
 from headrace.broker.worker_ports import WorkerPorts
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.accounts.worker_figures import Ports
 from headrace.schemas.credentials.key_files import read_public_key

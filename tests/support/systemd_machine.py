@@ -40,7 +40,7 @@ _PREFIX = "/usr" if sys.base_prefix == "/usr" else "/opt/python"
 """Where this Python is on the machine: never in a home folder, since services see none."""
 _PATH = ":".join(dict.fromkeys([f"{_PREFIX}/bin", "/usr/bin", "/usr/sbin"]))
 _PROGRAM = """#!/opt/headrace/bin/python
-from headrace.deploy.entry import main
+from headrace.deploy.command.entry import main
 main()
 """
 _INIT = "exec env -i container=other PATH={path} LC_ALL=C {systemd} --system --unit=multi-user.target --show-status=no"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace.deploy.key_pairs import make_keys
+from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.credentials.loopback_token import server_token
@@ -310,6 +310,6 @@ def test_a_first_host_whose_envs_fit_in_no_memory_is_refused_and_the_worker_wait
 def test_an_env_host_needs_no_torch() -> None:
     code = (
         "import sys, headrace.workers.envs.remote.host.process, headrace.workers.agents.env_process, "
-        "headrace.deploy.cli; sys.exit('torch' in sys.modules)"
+        "headrace.deploy.command.cli; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.logs import Identity, set_up_logging
 from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.web_port import WebPort
-from headrace.deploy.options import chosen_run
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.options import chosen_run
+from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, HeadraceError

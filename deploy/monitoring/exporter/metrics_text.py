@@ -19,8 +19,8 @@ from headrace.deploy.monitoring.facts import Facts, ProcessState
 from headrace.deploy.monitoring.finding_kinds import KINDS
 from headrace.deploy.monitoring.findings import find
 from headrace.deploy.monitoring.processes import SUPERVISOR
-from headrace.deploy.progress import weights_lag
-from headrace.deploy.redis_view import Snapshot
+from headrace.deploy.report.progress import weights_lag
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled, unlabelled
 

@@ -14,7 +14,7 @@ from headrace.deploy.monitoring.page.app import RENDEZVOUS, make_app
 from headrace.deploy.monitoring.page.hub import INTERVALS, Hub
 from headrace.deploy.monitoring.series import SeriesReader
 from headrace.deploy.monitoring.web_port import WebPort
-from headrace.deploy.redis_view import FleetView
+from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import RedisUnavailableError
 

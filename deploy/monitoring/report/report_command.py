@@ -12,8 +12,8 @@ import orjson
 
 from headrace.deploy.monitoring.report.report_page import report_html
 from headrace.deploy.monitoring.report.run_report import read_run, rows_of, series_of
-from headrace.deploy.run_rows import COLUMNS
-from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.deploy.report.run_rows import COLUMNS
+from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import write_error
 

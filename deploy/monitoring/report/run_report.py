@@ -16,21 +16,21 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.deploy.audit import find_books, warnings
-from headrace.deploy.audit_command import read_and_audit
-from headrace.deploy.evaluation_log import EvaluationLog
-from headrace.deploy.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.loggers import Row
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.monitoring.report.line_chart import duration
 from headrace.deploy.monitoring.report.run_series import RunSeries
-from headrace.deploy.redis_server import serving
-from headrace.deploy.redis_view import FleetView, Snapshot
-from headrace.deploy.run_dir import is_locked
-from headrace.deploy.run_facts import plain_errors, read_run_facts
-from headrace.deploy.run_rows import history_row
+from headrace.deploy.report.audit import find_books, warnings
+from headrace.deploy.report.audit_command import read_and_audit
+from headrace.deploy.report.run_facts import plain_errors, read_run_facts
+from headrace.deploy.report.run_rows import history_row
+from headrace.deploy.run.evaluation_log import EvaluationLog
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.run.redis_server import serving
+from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.accounts.redis_keys import RINGS, without_password

@@ -17,8 +17,8 @@ from headrace.deploy.monitoring.fleet_state import Document, StateReader
 from headrace.deploy.monitoring.series import SeriesReader
 from headrace.deploy.monitoring.top.terminal import Terminal
 from headrace.deploy.monitoring.top.top_view import SHOWN_CURVES, Curves, TopState, blocks_for, plain, press, screen
-from headrace.deploy.redis_view import FleetView
-from headrace.deploy.std_streams import ignore_closed_reader
+from headrace.deploy.run.redis_view import FleetView
+from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.errors import HeadraceError, RedisUnavailableError
 
 INTERVAL_S = 1.0

@@ -16,7 +16,7 @@ import zmq
 
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
-from headrace.deploy.exit_record import exit_record_path, write_exit_record
+from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.frames.wire import MessageKind, decode_header

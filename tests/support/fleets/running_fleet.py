@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from headrace.deploy.fleet_file import read_fleet_file
-from headrace.deploy.redis_view import FleetView, Snapshot
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import HeadraceError
 from support.waiting import TIMEOUT_S, wait_until
 

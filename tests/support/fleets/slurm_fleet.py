@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.slurm.job_file import JobFile, read_jobs, write_jobs
 from headrace.deploy.slurm.scheduler import Task, tasks_of
 from headrace.deploy.slurm.submission import SCRIPTS

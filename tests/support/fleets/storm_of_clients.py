@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from headrace.deploy.fleet_file import read_fleet_file
+from headrace.deploy.run.fleet_file import read_fleet_file
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
 

@@ -1,7 +1,7 @@
 """Workers in processes that begin as copies of one with everything imported, as those of a fleet do.
 
-To import torch takes each process seconds of CPU time. `deploy/fork_server.py` cannot serve here: it runs commands of
-Headrace, and the tests give a worker its place and its recorder's folder by themselves.
+To import torch takes each process seconds of CPU time. `deploy/process/fork_server.py` cannot serve here: it runs
+commands of Headrace, and the tests give a worker its place and its recorder's folder by themselves.
 
     python -m support.pipeline.forked_workers SOCKET
 
@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import orjson
 
-from headrace.deploy.child_environment import child_environment
+from headrace.deploy.process.child_environment import child_environment
 
 _MOST_REQUEST = 1 << 17
 

@@ -1,0 +1,104 @@
+"""Entry point of the `headrace` command. It imports next to nothing before Ctrl-C ends the process quietly.
+
+The imports of a command take a second or more. A `KeyboardInterrupt` in the midst of them prints a traceback, or is
+lost in a library that catches it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+UNHEALTHY = 21
+"""Exit code FINDINGS of `schemas.errors.ExitCode`, which takes longer to import than the whole probe."""
+
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells have it."""
+
+_START_NOTHING = frozenset(("--help", "--print-config"))
+"""Options with which `headrace up` starts nothing."""
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it with `INTERRUPTED`, until a command that drains takes the signal.
+
+    SIGINT counts also where it was inherited as ignored, as by `headrace up &` in a script: Ctrl-C in that script ends
+    both.
+    """
+    signal.signal(signal.SIGINT, _on_interrupt)
+    if sys.argv[1:2] == ["health"]:
+        _answer_plain_probe(sys.argv[2:])
+    status: object = 0
+    try:
+        if sys.argv[1:2] == ["up"] and not set(sys.argv) & _START_NOTHING:
+            _start_fork_server()
+        gc.disable()  # to look through what stays takes a seventh of the time of all imports
+        from headrace.deploy.command.cli import main as run_command
+
+        gc.enable()
+        run_command()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except SystemExit as end:
+        status = end.code
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    end_process(status)
+    sys.exit(status)  # type: ignore[arg-type]  # output cannot be written, or there is a message: Python tells of it
+
+
+def _start_fork_server() -> None:
+    """Let the fork server import torch while we import the command line, and read the settings."""
+    from headrace.deploy.process.child_environment import child_environment
+    from headrace.deploy.process.fork_server import start_early
+    from headrace.deploy.process.service_manager import service_manager
+
+    service_manager()  # takes what is for us alone out of the environment
+    start_early(child_environment(1))
+
+
+def end_process(status: object) -> None:
+    """End this process as the interpreter would, but leave its objects alone: to free them all takes 0.2 s.
+
+    Return if output cannot be written, or if `status` is no exit code.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
+    if status is None or isinstance(status, int):
+        os._exit(status or 0)
+
+
+def _answer_plain_probe(words: list[str]) -> None:
+    """Answer `headrace health` and end, if it is asked as probes ask it. The command line takes ten times as long."""
+    from headrace.deploy.run.health import answer, asked_plainly
+
+    question = asked_plainly(words)
+    if question is not None:
+        healthy, sentence = answer(question)
+        print(sentence)  # noqa: T201
+        sys.exit(0 if healthy else UNHEALTHY)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """End at once in the midst of an import. Else let the command clean up; a second Ctrl-C ends it at once."""
+    if _is_importing(frame):
+        os._exit(INTERRUPTED)
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

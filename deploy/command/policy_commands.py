@@ -1,0 +1,124 @@
+"""The commands about a trained policy: `evaluate` and `export`. `serve` is among the roles."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.deploy.run.options import Allow, AsJson, ConfigPath, Env, FleetId, Sets, examples
+from headrace.deploy.terminal.output import with_output_options
+
+app = typer.Typer()
+
+
+class CheckpointChoice(StrEnum):
+    """The checkpoints of a run directory."""
+
+    NEWEST = "newest"
+    BEST = "best"
+
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a checkpoint file, or redis://HOST:PORT.")]
+Checkpoint = Annotated[
+    CheckpointChoice, typer.Option("--checkpoint", help="Of a run directory: the newest checkpoint, or the best one.")
+]
+
+
+@app.command(
+    epilog=examples(
+        "headrace evaluate runs/a --episodes 100",
+        "headrace evaluate runs/a --checkpoint best --render best.mp4",
+        "headrace evaluate runs/a/best.checkpoint --seed 7 --json",
+        "headrace evaluate redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1",
+        "headrace evaluate runs/a --watch --set learner.evaluate_every_steps=20000",
+    )
+)
+@with_output_options
+def evaluate(
+    run: Run,
+    episodes: Annotated[int, typer.Option("--episodes", min=1, help="Whole episodes to play.")] = 100,
+    checkpoint: Checkpoint = CheckpointChoice.NEWEST,
+    num_envs: Annotated[
+        int | None, typer.Option("--num-envs", min=1, help="Environments stepped together; default: as in training.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Of the episodes; default 0. A seed repeats its episodes.")
+    ] = None,
+    explore: Annotated[bool, typer.Option("--explore/--no-explore", help="Sample actions, or take the best.")] = False,
+    render: Annotated[Path | None, typer.Option("--render", help="MP4 file for a video (extra video).")] = None,
+    render_episodes: Annotated[
+        int, typer.Option("--render-episodes", min=1, help="Episodes of the first env in the video.")
+    ] = 1,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Evaluate checkpoints as they come, every learner.evaluate_every_steps, into evaluations.jsonl.",
+        ),
+    ] = False,
+    env: Env = None,
+    fleet_id: FleetId = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    allow: Allow = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play whole episodes with a trained policy, and print returns and lengths.
+
+    Env, module and connectors are those of the run. Nothing that is played is trained on.
+    """
+    from headrace.deploy.command.evaluate import EvaluateOptions
+    from headrace.deploy.command.evaluate import evaluate as evaluate_policy
+    from headrace.deploy.command.evaluate import watch as watch_run
+
+    options = EvaluateOptions(
+        run,
+        which=checkpoint.value,
+        episodes=episodes,
+        num_envs=num_envs,
+        seed=seed,
+        explore=explore,
+        render=render,
+        render_episodes=render_episodes,
+        as_json=as_json,
+        allow=allow or (),
+    )
+    flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
+    (watch_run if watch else evaluate_policy)(config, sets, flags, options)
+
+
+@app.command(
+    epilog=examples(
+        "headrace export runs/a --to policy.onnx",
+        "headrace export runs/a --checkpoint best --to policy.pt",
+        "headrace export runs/a --to policy.pt2 --module-id walker",
+    )
+)
+@with_output_options
+def export(
+    run: Run,
+    to: Annotated[
+        Path,
+        typer.Option("--to", help="File: .pt (TorchScript), .pt2 (torch.export) or .onnx (extra onnx)."),
+    ],
+    checkpoint: Checkpoint = CheckpointChoice.NEWEST,
+    module_id: Annotated[
+        str | None, typer.Option("--module-id", help="Which one, where there are several policies.")
+    ] = None,
+    env: Env = None,
+    fleet_id: FleetId = None,
+    config: ConfigPath = None,
+    sets: Sets = None,
+    allow: Allow = None,
+) -> None:
+    """Write a trained policy to a file for other programs: observations in, the best actions out.
+
+    The file is tried with random observations before it is kept.
+    """
+    from headrace.deploy.command.export import export as export_policy
+
+    flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
+    export_policy(config, sets, flags, run=run, which=checkpoint.value, to=to, module_id=module_id, allow=allow or ())

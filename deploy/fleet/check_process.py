@@ -1,0 +1,153 @@
+"""The process of the check before a start, as the supervisor sees it: `start_check.py` says what it does."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from headrace.deploy.process.child import Child, describe_end
+from headrace.deploy.process.child_commands import check_start
+from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.fleet_errors import StartCheckError
+from headrace.deploy.process.fork_server import ForkServer
+from headrace.deploy.process.stop_signals import StopSignals
+from headrace.deploy.ray.cluster import check_cluster
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.free_ports import check_ports
+from headrace.deploy.run.redis_server import check_url, find_server
+from headrace.deploy.run.resume import write_settings
+from headrace.deploy.run.run_dir import RunDir, write_private
+from headrace.schemas.errors import ExitCode
+from headrace.schemas.settings.config import FleetConfig
+
+log = logging.getLogger("headrace.supervisor")
+
+STEP = "next: "
+"""Prefix of the lines with which the process announces its steps."""
+SAY_WAITING_S = 10.0
+_START_S = 60.0
+"""Seconds that the process may take in addition to its env."""
+
+
+def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignals, fork_server: ForkServer) -> None:
+    """Check ports, Redis and Ray here, and the rest in a process. Returns early when a stop signal comes.
+
+    Waits until `fork_server` is ready.
+
+    Raises `PortInUseError`, `ConfigError`, `RedisUnavailableError`, `RayClusterError`, or `StartCheckError` with the
+    sentence and the exit code that a worker or the learner would end with.
+    """
+    check_ports(config)
+    if config.ray.workers:
+        check_cluster(config.ray.address)
+    if config.redis.url:
+        known = read_fleet_file(run_dir.fleet_json).fleet_id if run_dir.fleet_json.exists() else ""
+        check_url(config.redis.url, config.fleet.fleet_id or known)
+    else:
+        find_server()
+    _await_fork_server(fork_server, signals)
+    if signals.count:
+        return
+    config_json = run_dir.logs / "check.json"
+    write_private(config_json, write_settings(config))
+    child = Child(
+        check_start(config_json), run_dir.logs / "check.log", env=child_environment(1), fork_server=fork_server
+    )
+    limit_s = config.sampling.env_construct_timeout_s + _START_S
+    took_s = _await_end(child, limit_s, signals)
+    returncode = child.reap()
+    config_json.unlink(missing_ok=True)
+    if not returncode or signals.count:
+        return
+    if took_s > limit_s:
+        raise StartCheckError(
+            ExitCode.ENV,
+            f"{_step(child)} took longer than sampling.env_construct_timeout_s = "
+            f"{config.sampling.env_construct_timeout_s:g} s; raise it, or start without: --no-check-env",
+        )
+    raise _error(child, returncode)
+
+
+def _await_fork_server(fork_server: ForkServer, signals: StopSignals) -> None:
+    """Wait until it can fork or has ended, or until a stop signal comes. It is ended after 60 s."""
+
+    def decided() -> bool:
+        return fork_server.is_ready or fork_server.has_ended
+
+    def what() -> str:
+        return "importing torch"
+
+    if not _turn_until(decided, fork_server.fd, fork_server.take_news, _START_S, signals, what):
+        fork_server.close()
+
+
+def _await_end(child: Child, limit_s: float, signals: StopSignals) -> float:
+    """Wait until the process has ended, and return how long that took, in seconds.
+
+    It is killed at its deadline, or when a stop signal comes.
+    """
+    began = time.monotonic()
+    ended: list[int] = []
+
+    def note() -> None:
+        ended.append(child.pid)
+
+    def has_ended() -> bool:
+        return bool(ended)
+
+    if not _turn_until(has_ended, child.pidfd, note, limit_s, signals, lambda: _step(child)):
+        child.send(signal.SIGKILL)
+    return time.monotonic() - began
+
+
+def _turn_until(
+    done: Callable[[], bool],
+    fd: int,
+    note: Callable[[], None],
+    limit_s: float,
+    signals: StopSignals,
+    what: Callable[[], str],
+) -> bool:
+    """Wait until `done`, and call `note` when `fd` is readable. Return False at the deadline or after a stop signal."""
+    loop, began = EventLoop(), time.monotonic()
+    loop.watch(fd, note)
+    loop.watch(signals.fd, signals.clear)
+    next_word = began + SAY_WAITING_S
+    while not done():
+        loop.turn(0.2)
+        now = time.monotonic()
+        if now >= next_word:
+            next_word += SAY_WAITING_S
+            log.info("still %s (%.0f s; given up after %.0f s)", what(), now - began, limit_s)
+        if signals.count or now - began > limit_s:
+            return done()
+    return True
+
+
+def _error(child: Child, returncode: int) -> StartCheckError:
+    """Return the error with which the process ended, and show what user code has printed."""
+    for line in _printed(child):
+        print(line, file=sys.stderr)  # noqa: T201
+    record = child.exit_record
+    if record is not None and record.sentence:
+        return StartCheckError(ExitCode(record.exit_code), record.sentence)
+    return StartCheckError(
+        ExitCode.ENV, f"{_step(child)} ended its process with {describe_end(returncode)}; see what it printed above"
+    )
+
+
+def _step(child: Child) -> str:
+    steps = [line for line in child.log_lines(200) if line.startswith(STEP)]
+    return steps[-1].removeprefix(STEP) if steps else "starting the check"
+
+
+def _printed(child: Child) -> Iterator[str]:
+    for line in child.log_lines(60):
+        if line.startswith("error: "):
+            return
+        if not line.startswith(STEP):
+            yield line

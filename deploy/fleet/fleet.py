@@ -1,0 +1,562 @@
+"""A whole fleet on this machine: Redis, broker, workers and learner, from the first start to the last drain."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.broker.books_file import BooksFile, EndedLives
+from headrace.broker.limits import BrokerState
+from headrace.broker.rendezvous_file import note_stopped
+from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
+from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
+from headrace.deploy.fleet.fleet_record import FleetRecord
+from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.fleet.redis_probe import RedisProbe
+from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
+from headrace.deploy.fleet.silence_limits import silence_limits
+from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
+from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
+from headrace.deploy.monitoring.facts import Facts, free_bytes
+from headrace.deploy.monitoring.process_reporter import ProcessReporter
+from headrace.deploy.monitoring.processes import processes_of
+from headrace.deploy.process import child_commands
+from headrace.deploy.process.child import Child
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.fleet_errors import DrainCutShortError, OwnRedisError
+from headrace.deploy.process.fork_server import ForkServer
+from headrace.deploy.process.stop_signals import StopSignals
+from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
+from headrace.deploy.ray.wanted_workers import write_wanted
+from headrace.deploy.report.progress import STALE_S
+from headrace.deploy.run.broker_ports import first_endpoints
+from headrace.deploy.run.client_ports import client_endpoints, with_client_ports
+from headrace.deploy.run.env_ports import env_endpoints, own_env_hosts, with_env_ports
+from headrace.deploy.run.evaluation_log import EvaluationLog
+from headrace.deploy.run.free_ports import first_of_free
+from headrace.deploy.run.goal import RunNumbers, steps_at_start
+from headrace.deploy.run.redis_server import check_url, prepare_redis, wait_ready
+from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
+from headrace.deploy.run.resume import write_settings
+from headrace.deploy.run.run_dir import RunDir
+from headrace.deploy.run.saved_policy import NEWEST_FILE
+from headrace.deploy.run.seal import write_sealed
+from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.basics.run_files import rendezvous_path
+from headrace.schemas.credentials.keys import client_keys
+from headrace.schemas.credentials.loopback_token import server_token
+from headrace.schemas.errors import RedisUnavailableError, RunDirError, UnreachableError
+from headrace.schemas.messages.shared_weights import remove_unused_weights
+from headrace.schemas.peers.advertised import advertised, host_to_advertise
+from headrace.schemas.settings.config import FleetConfig, is_loopback
+
+log = logging.getLogger("headrace.supervisor")
+
+REDIS_DEADLINE_S = 15.0
+REDIS_ATTEMPTS = 2
+"""Number of restarts without an answer after which the fleet gives up its own server: its files are the likely cause.
+"""
+BROKER_DEADLINE_S = 30.0
+OBITUARY_DEADLINE_S = 5.0
+RECORDERS_INTERVAL_S = 1.0
+SAY_WAITING_S = 5.0
+"""Interval of the log lines that say what the fleet waits for."""
+COPY_DEADLINE_S = 10.0
+REPORT_S = 5.0
+"""Seconds that the broker, at most, takes to hear of a worker's end and to report it."""
+LOOPBACK = "127.0.0.1"
+_TELLING = "the broker to acknowledge the ends of workers"
+HELD_STILL_S = 2.0
+"""Seconds without a commit after which the drain stops waiting for the learner."""
+
+
+class Fleet:
+    """Starts, keeps and drains the processes. Use it from the main thread, within `with`.
+
+    On leaving the block every process still alive is killed.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        run_dir: RunDir,
+        signals: StopSignals,
+        config_origin: str | None,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        client_keys(config.keys.dir, "supervisor", group=config.keys.group)  # raises before anything starts
+        self.config = config
+        self.run_dir = run_dir
+        self.loop = EventLoop()
+        self.record = FleetRecord(run_dir, config.fleet.fleet_id, config_origin)
+        self.supervisor = Supervisor(self.loop, config.supervisor, run_dir.logs, self, fork_server=fork_server)
+        self.numbers_before = RunNumbers()
+        """The numbers in Redis before this run's broker began."""
+        self._poller: SnapshotPoller | None = None
+        self._process_reporter: ProcessReporter | None = None
+        self._signals = signals
+        self._obituary_sender: ObituarySender | None = None
+        self._watchdog: FleetWatchdog | None = None
+        self._starting_point = StartingPoint()
+        self._copier: CheckpointCopier | None = None
+        self._redis_probe: RedisProbe | None = None
+        self._evaluations = EvaluationLog(run_dir.path)
+        self._evaluations.take_new()  # those of earlier runs in the directory
+        self.loop.watch(signals.fd, signals.clear)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.supervisor.kill()
+        self.loop.turn_until(self.supervisor.gone, 5.0)
+        if self._obituary_sender is not None:
+            self._obituary_sender.close()
+        if self._copier is not None:
+            self._copier.finish()
+        self._close_poller()
+        self.record.note(state="stopped")
+        if self._process_reporter is not None:
+            self._process_reporter.close()
+
+    @property
+    def fleet_id(self) -> str:
+        """Return the fleet's name."""
+        return self.record.content.fleet_id
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Return the broker's addresses (worker, learner, weights), and each worker's for env hosts and clients."""
+        return self.record.content.endpoints
+
+    def processes(self) -> dict[str, ProcessState]:
+        """Return the state of each process, the supervisor's own included. Any thread may call it."""
+        return processes_of(self.record.content, self.run_dir.path)
+
+    def facts(self) -> Facts:
+        """Return all that is known of the fleet now, for `find` and `awaited`."""
+        poller = self._poller
+        return Facts(
+            unix_s=time.time(),
+            snapshot=self.snapshot or Snapshot(),
+            processes=self.processes(),
+            redis_error=poller.error if poller is not None and self.redis_age_s > STALE_S else "",
+            redis_age_s=self.redis_age_s,
+            config=self.config,
+            endpoints=self.endpoints,
+            run_dir=self.run_dir.path,
+            recent=poller.recent if poller is not None else (),
+            disk_free_bytes=free_bytes(self.run_dir.path),
+        )
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Return the newest numbers from Redis; None when none were ever read."""
+        return self._poller.snapshot if self._poller else None
+
+    @property
+    def newest_evaluation(self) -> dict[str, Any] | None:
+        """Return the newest evaluation of a checkpoint that was taken; None before the first."""
+        return self._evaluations.newest
+
+    def take_evaluations(self) -> list[dict[str, Any]]:
+        """Return the evaluations of checkpoints since the last call, as they stand in evaluations.jsonl."""
+        return self._evaluations.take_new()
+
+    @property
+    def redis_age_s(self) -> float:
+        """Return the seconds since Redis last answered."""
+        return self._poller.age_s if self._poller else 0.0
+
+    def take_learner_rows(self) -> list[LearnerRowView]:
+        """Return the rows that learners have logged since the last call."""
+        return self._poller.take_learner_rows() if self._poller else []
+
+    def learner_has_left(self) -> bool:
+        """Return whether the broker has told, a moment ago, that no learner is connected."""
+        return self.snapshot is not None and self.redis_age_s < STALE_S and self.snapshot.lease.get("connected") == 0
+
+    def numbers(self) -> RunNumbers:
+        """Return the newest numbers by which goals are judged."""
+        seen = self.snapshot
+        return RunNumbers.of(seen.gauges, seen.totals, seen.policies) if seen else RunNumbers()
+
+    def note_numbers(self, now: RunNumbers) -> None:
+        """Note in fleet.json how far the run has come."""
+        self.record.note_numbers(now.steps, now.best_return)
+
+    @property
+    def stop_asked(self) -> bool:
+        """Return whether a stop signal came."""
+        return self._signals.count > 0
+
+    def start(self) -> None:
+        """Start Redis, then all others, the dashboard last. Returns once the broker serves, or a signal came.
+
+        Workers and the learner take longer to start than the broker, so they do not wait for it, where its ports are
+        known before. Raises `RedisUnavailableError`, `UnreachableError` or the error that ended one of the processes.
+        """
+        last = [self._start_others, self._await_broker]
+        if not is_loopback(self.config.broker.host):
+            last.reverse()
+        for phase in (self._start_redis, self._start_broker, *last, self._start_dashboard):
+            if self.stop_asked:
+                return
+            phase()
+            if self.supervisor.failure is not None:
+                raise self.supervisor.failure
+
+    def _start_others(self) -> None:
+        at, recorders = self.endpoints["worker"], self.run_dir.recorders
+        keys = client_keys(self.config.keys.dir, "supervisor", self.run_dir.path, self.config.keys.group)
+        self._obituary_sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys)
+        self._obituary_sender.send_left_over()
+        self._obituary_sender.send_unrecorded(
+            self.snapshot or Snapshot(),
+            self._ended_lives(),
+            self._starting_point.settled,
+            range(self.config.fleet.workers),
+        )
+        self._look_at_recorders()
+        config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
+        if config.learner.enabled:
+            self.supervisor.start(child_commands.learner(config, path, where, self.endpoints["learner"], self.fleet_id))
+        if config.learner.evaluate_every_steps:
+            self.supervisor.start(child_commands.evaluator(config, path, where))
+        forget_asked_workers(where)
+        for slot in range(config.fleet.workers):
+            self._start_worker(slot)
+        if config.ray.workers:
+            write_wanted(where, config.ray.workers)
+            self.supervisor.start(child_commands.ray_workers(path, where, self.endpoints["worker"], self.fleet_id))
+        for number, (address, num_envs) in enumerate(own_env_hosts(config)):
+            self.supervisor.start(child_commands.env_host(path, address, num_envs, self.fleet_id, number))
+        self._watchdog = FleetWatchdog(
+            self.loop,
+            self.supervisor,
+            recorders_by_slot(self.run_dir.recorders),
+            config.broker.lease_s,
+            config.worker.connect_timeout_s,
+            silence_limits(config),
+            self.learner_has_left,
+            self._redis_probe,
+        )
+        self.record.note(state="running")
+
+    def _start_worker(self, slot: int) -> None:
+        config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
+        spec = child_commands.worker(config, path, where, self.endpoints["worker"], self.fleet_id, slot)
+        self.supervisor.start(spec)
+
+    def _follow_scale(self) -> None:
+        """Start or drain workers of this machine, down from the highest slot, as `headrace scale` asks."""
+        asked, workers = asked_workers(self.run_dir.path), self._workers()
+        if asked is None or self.record.content.state != "running":
+            return
+        for slot in range(asked):
+            if slot not in workers:
+                self._start_worker(slot)
+            elif workers[slot].state is ServiceState.STOPPED:
+                self.supervisor.start_again(workers[slot])
+        for slot, service in workers.items():
+            if slot >= asked and service.state in (ServiceState.RUNNING, ServiceState.RESTARTING):
+                self.supervisor.stop_one(service)
+
+    def _workers(self) -> dict[int, Service]:
+        services = self.supervisor.services.values()
+        return {s.spec.slot: s for s in services if s.spec.role is Role.WORKER and s.spec.slot is not None}
+
+    def _start_dashboard(self) -> None:
+        section = self.config.dashboard
+        if section.enabled:
+            port = section.port or first_of_free(LOOPBACK, 1, "the dashboard", "dashboard.port")
+            self.supervisor.start(child_commands.dashboard(self.run_dir.path, port))
+            self.record.note(endpoints={**self.endpoints, "dashboard": f"http://{LOOPBACK}:{port}/"})
+
+    def _start_redis(self) -> None:
+        url = self.config.redis.url
+        if url:
+            check_url(url, self.fleet_id)
+        else:
+            launch = prepare_redis(self.run_dir.path)
+            url = launch.url
+            redis = self.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
+            self.wait(
+                lambda: _answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S, "its own Redis to answer"
+            )
+            if redis.restarts >= REDIS_ATTEMPTS and not _answers(url):
+                raise OwnRedisError(self.run_dir.path / "redis", redis.last_words, self.run_dir.logs / "redis.log")
+            if self.supervisor.failure is not None or self.stop_asked:
+                return
+            wait_ready(url, 0.0)
+            self._redis_probe = RedisProbe(url, lambda: self.redis_age_s)
+        write_sealed(self.run_dir.settings_json, write_settings(self.config))
+        section = self.config.redis.model_copy(update={"url": url})
+        self.config = with_client_ports(with_env_ports(self.config.model_copy(update={"redis": section})))
+        write_sealed(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
+        self.record.note(redis_url=url)
+        self._poller = SnapshotPoller(url, self.fleet_id)
+        self.loop.watch(self._poller.fd, self._poller.clear)
+        self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes)
+        self._choose_checkpoint(url)
+        steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
+        self.numbers_before = replace(self.numbers(), steps=steps)
+
+    def _ended_lives(self) -> EndedLives:
+        return BooksFile(self.run_dir.path, self.fleet_id).read()
+
+    def _choose_checkpoint(self, url: str) -> None:
+        """Let the learner go on from the newer one of its checkpoints here and in Redis, and keep a copy there."""
+        bytes_per_hour = self.config.redis.bytes_per_hour
+        if not bytes_per_hour:
+            return
+        path = self.run_dir.path / NEWEST_FILE
+        self._starting_point = choose_checkpoint(path, url, self.fleet_id, self.snapshot)
+        if self._starting_point.sentence:
+            log.info("%s", self._starting_point.sentence)
+        self._copier = CheckpointCopier(path, url, self.fleet_id, bytes_per_hour // 2, lambda: self.numbers().steps)
+
+    def _known(self) -> BrokerState:
+        """Return the highest learner epoch and incarnations that Redis and the checkpoint know."""
+        snapshot, incarnations = self.snapshot or Snapshot(), dict[int, int]()
+        for slot, incarnation in (*snapshot.incarnations.items(), *snapshot.rows, *self._starting_point.settled):
+            if incarnation < MOST_LIVES:
+                incarnations[slot] = max(incarnations.get(slot, 0), incarnation)
+        epoch = max(int(snapshot.lease.get("epoch", 0)), self._starting_point.epoch)
+        return BrokerState(epoch=epoch if epoch < MOST_EPOCH else 0, incarnations=incarnations)
+
+    def _max_env_steps(self) -> int | None:
+        """Return the env steps of the fleet's whole life at which workers pause; None without such a goal."""
+        until = self.config.fleet.until_steps
+        return None if until is None else self.numbers_before.steps + until
+
+    def _start_broker(self) -> None:
+        server_token(self.run_dir.path, asked=self.config.asks_token())  # before the processes that show it
+        endpoints = first_endpoints(self.config.broker, self.run_dir.path)
+        _write_endpoints(self.run_dir.path, self.fleet_id, endpoints, self._known())
+        if is_loopback(self.config.broker.host):
+            self._note_endpoints(endpoints.model_dump())
+        self.supervisor.start(
+            child_commands.broker(self.run_dir.config_json, self.run_dir.path, self.fleet_id, self._max_env_steps())
+        )
+
+    def _await_broker(self) -> None:
+        service, broker_json = self.supervisor.services["broker"], self.run_dir.broker_json
+        self.wait(lambda: _endpoints_of(broker_json, service) is not None, BROKER_DEADLINE_S, "the broker to serve")
+        endpoints = _endpoints_of(self.run_dir.broker_json, service)
+        if endpoints is not None:
+            self._note_endpoints(endpoints)
+            return
+        if self.stop_asked:
+            return  # the drain ends what was started: the broker may serve yet, and take the steps of workers
+        self.supervisor.kill()  # no worker could ship a step, so there is nothing to drain
+        if self.supervisor.failure is None:
+            raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
+
+    def _note_endpoints(self, broker: dict[str, str]) -> None:
+        self.record.note(endpoints=broker | self._env_endpoints() | client_endpoints(self.config))
+
+    def _env_endpoints(self) -> dict[str, str]:
+        """Return each worker's address for env hosts, as other machines reach it."""
+        endpoints, bound = env_endpoints(self.config), self.config.sampling.env_hosts_host
+        if not endpoints or is_loopback(bound):
+            return endpoints
+        return advertised(endpoints, host_to_advertise(bound, self.config.broker.advertise))
+
+    def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
+        """Turn the loop until `done()`, a failure, the first signal or the deadline. Return False for the deadline."""
+        return self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
+
+    def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
+        """Turn the loop until `done()` or the deadline, and say now and then what it waits for."""
+        began, waited_s = time.monotonic(), 0.0
+        while waited_s < deadline_s:
+            if self.loop.turn_until(done, min(deadline_s - waited_s, SAY_WAITING_S)):
+                return True
+            waited_s = time.monotonic() - began
+            if waited_s < deadline_s:
+                log.info("waiting for %s (%.0f s of at most %.0f s)", what, waited_s, deadline_s)
+        return done()
+
+    def drain(self) -> None:
+        """Stop everything in the order in which nothing is lost.
+
+        Workers that this fleet did not start pause. Its own ship what they have, the learner commits what the broker
+        holds, the broker reports to Redis, Redis saves. Each wait has its deadline; what is left after it is queued in
+        the ledger. Raises `DrainCutShortError` at the second signal.
+        """
+        self.record.note(state="draining")
+        if self.supervisor.gone(Role.BROKER):  # it failed for good, so workers need not wait for its acknowledgement
+            self._note_stopped()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self.supervisor.stop(Role.EVALUATOR)  # no wait: its episodes are not counted
+        if self._obituary_sender is not None:
+            self._obituary_sender.pause_workers()
+        self.supervisor.stop(Role.RAY)
+        self._stop(Role.WORKER)
+        self._stop(Role.RAY)
+        self._stop(Role.ENV_HOST)
+        if (sender := self._obituary_sender) is not None:
+            self._turn_until(
+                lambda: sender.all_acknowledged() or self.supervisor.gone(Role.BROKER), OBITUARY_DEADLINE_S, _TELLING
+            )
+        if self.config.worker.ends_with_fleet:
+            limit_s = self.config.worker.drain_timeout_s + REPORT_S
+            self._turn_until(self._workers_have_left, limit_s, "workers elsewhere to leave")
+        if not self.config.learner.enabled:
+            self._await_commits()
+        self._stop(Role.LEARNER)
+        if (copier := self._copier) is not None:
+            copier.finish()
+        self._stop(Role.BROKER)
+        self._note_stopped()
+        self._stop(Role.EVALUATOR)
+        self.supervisor.stop(Role.DASHBOARD)  # it shows the final books, which the broker has reported
+        if copier is not None:
+            self._turn_until(lambda: copier.finished, COPY_DEADLINE_S, "Redis to take the copy of the checkpoint")
+        self._close_poller()
+        if self._poller is not None:
+            self._poller.read()
+        self._delete_stored_recorders()
+        if self._process_reporter is not None:
+            self._process_reporter.close()
+        self.supervisor.end_fork_server()
+        self._turn_until(lambda: self.supervisor.gone(Role.DASHBOARD), COPY_DEADLINE_S, "the dashboard to stop")
+        self._stop(Role.REDIS)
+
+    def _close_poller(self) -> None:
+        if self._poller is not None and self._poller.fd >= 0:
+            self.loop.forget(self._poller.fd)
+            self._poller.close()
+
+    def _note_stopped(self) -> None:
+        note_stopped(rendezvous_path(self.config.fleet.rendezvous, self.run_dir.path))
+        remove_unused_weights()
+
+    def _look_at_recorders(self) -> None:
+        """Look, now and every second, for recorders of workers that have ended, and for those that Redis replaces."""
+        if self._obituary_sender is not None:
+            services = self.supervisor.services.values()
+            children = [(s.spec.slot, child) for s in services for child in (s.child, *s.zombies)]
+            own = {(slot, child.incarnation) for slot, child in children if slot is not None and child is not None}
+            self._obituary_sender.send_ended(own)
+            self._delete_stored_recorders()
+            self._follow_scale()
+            self.loop.call_later(RECORDERS_INTERVAL_S, self._look_at_recorders)
+
+    def _delete_stored_recorders(self) -> None:
+        if self._obituary_sender is not None and self.snapshot is not None:
+            self._obituary_sender.delete_stored(self.snapshot.rows, self.snapshot.folded)
+
+    def _workers_have_left(self) -> bool:
+        """Return whether no life of a worker is open in the books, or no broker or Redis tells of them any more."""
+        nobody_tells = self.supervisor.gone(Role.BROKER) or self.redis_age_s > STALE_S
+        return nobody_tells or self.snapshot is None or all(row.closed for row in self.snapshot.rows.values())
+
+    def _await_commits(self) -> None:
+        """Wait while a learner that this fleet did not start still settles the broker's batches."""
+        news_s = 2 * (
+            self.config.broker.report_interval_s + INTERVAL_S
+        )  # until then the gauge may be of before the drain
+        began = changed = time.monotonic()
+        last = self._held_batches()
+
+        def done() -> bool:
+            nonlocal last, changed
+            held, now = self._held_batches(), time.monotonic()
+            if held != last:
+                last, changed = held, now
+            return held is None or (now - began > news_s and (held == 0 or now - changed > HELD_STILL_S))
+
+        self._turn_until(done, self.config.supervisor.stop_timeout_s, "the learner to commit what the broker holds")
+
+    def _held_batches(self) -> float | None:
+        """Return the batches accepted and not settled, as the broker last reported; None when it never did."""
+        return self.snapshot.gauges.get("held_batches") if self.snapshot else None
+
+    def _stop(self, role: Role) -> None:
+        self.supervisor.stop(role)
+        limit_s = self.config.supervisor.stop_timeout_s + 5.0
+        self._turn_until(lambda: self.supervisor.gone(role), limit_s, f"each {role.value} to stop")
+
+    def _turn_until(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
+        self._turn(lambda: done() or self._signals.count > 1, deadline_s, what)
+        if self._signals.count > 1:
+            raise DrainCutShortError
+
+    # Methods of `Observer`, which the supervisor calls.
+
+    def next_incarnation(self, name: str) -> int:
+        """Return a number that no earlier life of `name` had, as far as this supervisor and the broker know.
+
+        The broker knows more where fleet.json was lost, or where a stranger took the slot.
+        """
+        slot = self.supervisor.services[name].spec.slot
+        return self.record.next_incarnation(name, above=self._highest_in_broker_file(slot))
+
+    def _highest_in_broker_file(self, slot: int | None) -> int:
+        try:
+            known = read_broker_file(self.run_dir.path) if slot is not None else None
+        except RunDirError:
+            return 0
+        return known.incarnations.get(slot, 0) if known is not None and slot is not None else 0
+
+    def changed(self) -> None:
+        """Update fleet.json, and soon the states of processes in Redis."""
+        self.record.note_processes(self.supervisor.services.values())
+        if self._process_reporter is not None:
+            self._process_reporter.changed()
+
+    def ended(self, service: Service, child: Child, returncode: int) -> None:
+        """Read a dead worker's recorder and tell the broker. Tell a new broker of all that died before it."""
+        if self._obituary_sender is None:
+            return
+        if service.spec.role is Role.BROKER and service.state is ServiceState.RUNNING:
+            self._obituary_sender.resend()
+        if service.spec.slot is None:
+            return
+        reason = reason_of(child.exit_record)
+        obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)
+        self._obituary_sender.send(obituary)
+
+
+def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints, known: BrokerState) -> None:
+    """Write the endpoints for the first broker of a new fleet: an earlier broker's ports may be taken by now.
+
+    The rest of the broker's state stays, unless more is `known`: the file may be new, or an old copy. So no life begins
+    with a number that an earlier one had, and would be fenced.
+    """
+    before = read_broker_file(run_dir)
+    state = before.state() if before is not None else BrokerState()
+    if known.epoch > state.epoch:
+        state.epoch, state.learner_token = known.epoch, ""
+    for slot, incarnation in known.incarnations.items():
+        state.incarnations[slot] = max(state.incarnations.get(slot, 0), incarnation)
+    write_broker_file(run_dir, before.fleet_id if before is not None else fleet_id, endpoints, state)
+
+
+def _answers(url: str) -> bool:
+    try:
+        wait_ready(url, 0.0)
+    except RedisUnavailableError:
+        return False
+    return True
+
+
+def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
+    """Return the endpoints that the running broker has written; None before it has."""
+    try:
+        found: Any = orjson.loads(broker_json.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    if service.child is None or found.get("pid") != service.child.pid:
+        return None
+    return {str(name): str(endpoint) for name, endpoint in found["endpoints"].items()}

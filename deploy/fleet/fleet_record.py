@@ -1,0 +1,109 @@
+"""The writer of fleet.json: it records the running processes whenever one starts or ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+
+from headrace.deploy.process.supervisor import Service, ServiceState
+from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry, WaitingEntry, continue_fleet
+from headrace.deploy.run.run_dir import RunDir
+from headrace.schemas.accounts.process_state import MOST_WORDS
+from headrace.schemas.errors import RunDirError
+
+log = logging.getLogger("headrace.supervisor")
+
+NUMBERS_INTERVAL_S = 10.0
+"""Seconds between two writes of the run's progress; all other changes are written at once."""
+
+
+class FleetRecord:
+    """The content of fleet.json. Each change is on disk before the method returns.
+
+    A full disk, or a run directory that was removed, does not end a fleet that trains: it is logged once, and the file
+    is written when it can be again. Only a new life needs its number on disk first.
+    """
+
+    def __init__(self, run_dir: RunDir, fleet_id: str, config_origin: str | None) -> None:
+        self._path = run_dir.fleet_json
+        self.content: FleetFile = continue_fleet(run_dir, fleet_id)
+        self.content.supervisor_pid, self.content.started, self.content.config = os.getpid(), time.time(), config_origin
+        self.content.write(self._path)
+        self._stale = False
+        self._numbers_due = 0.0
+
+    def note(self, **fields: object) -> None:
+        """Change fields of the content (`state`, `endpoints`, `redis_url`)."""
+        self.content = self.content.model_copy(update=fields)
+        try:
+            self.content.write(self._path)
+            self._stale = False
+        except RunDirError as error:
+            if not self._stale:
+                log.error("fleet.json is out of date: %s", error)
+            self._stale = True
+
+    def note_numbers(self, env_steps: int, best_return: float | None) -> None:
+        """Change what is noted of the run's progress. It is on disk within `NUMBERS_INTERVAL_S`."""
+        known = self.content.best_return
+        best = max((value for value in (known, best_return) if value is not None), default=None)
+        if (env_steps, best) == (self.content.env_steps, known):
+            return
+        is_first = not self.content.env_steps
+        self.content = self.content.model_copy(update={"env_steps": env_steps, "best_return": best})
+        if is_first or time.monotonic() >= self._numbers_due:
+            self._numbers_due = time.monotonic() + NUMBERS_INTERVAL_S
+            self.note()
+
+    def next_incarnation(self, name: str, above: int = 0) -> int:
+        """Count one more life of `name`, on disk first, so that no number is given twice. Raises `RunDirError`.
+
+        The number is above `above`.
+        """
+        number = max(self.content.incarnations.get(name, 0), above) + 1
+        self.content = self.content.model_copy(update={"incarnations": {**self.content.incarnations, name: number}})
+        self.content.write(self._path)
+        return number
+
+    def note_processes(self, services: Iterable[Service]) -> None:
+        """Record which processes live and which wait for another life."""
+        services = list(services)
+        self.note(
+            processes=[entry for service in services for entry in _living(service)],
+            waiting=[_waiting(service) for service in services if service.child is None],
+        )
+
+
+def _living(service: Service) -> list[ProcessEntry]:
+    state = "draining" if service.state is ServiceState.STOPPING else "running"
+    children = [(service.child, state)] if service.child else []
+    children += [(zombie, "silent") for zombie in service.zombies]
+    return [
+        ProcessEntry(
+            name=service.spec.name,
+            role=service.spec.role.value,
+            slot=service.spec.slot,
+            incarnation=child.incarnation,
+            pid=child.pid,
+            started=child.started_unix,
+            restarts=service.restarts,
+            state=state,
+            last_words=service.last_words[:MOST_WORDS],
+            recent_deaths=service.policy.deaths_in_window,
+        )
+        for child, state in children
+    ]
+
+
+def _waiting(service: Service) -> WaitingEntry:
+    return WaitingEntry(
+        name=service.spec.name,
+        role=service.spec.role.value,
+        slot=service.spec.slot,
+        restarts=service.restarts,
+        state=service.state.value,
+        last_words=service.last_words[:MOST_WORDS],
+        recent_deaths=service.policy.deaths_in_window,
+    )

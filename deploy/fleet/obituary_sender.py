@@ -1,0 +1,383 @@
+"""Sender of obituaries: it tells the broker of every worker that ended, and of the content of its recorder.
+
+It also tells the broker when the fleet is drained, so that workers of other supervisors, or of none, pause.
+
+It repeats an obituary until the broker acknowledges it. The recorder file stays until this supervisor has read the
+final books of that life in Redis, and that a learner has taken its end. Until then only the file would survive the
+broker. If this supervisor dies, the next
+one finds the same files and tells of them. A restarted broker may have forgotten, so it is told everything again. It
+only acknowledges an obituary that it knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import zmq
+
+from headrace.broker.books_file import EndedLives
+from headrace.deploy.process.event_loop import EventLoop, Timer
+from headrace.deploy.process.exit_record import ExitRecord
+from headrace.deploy.process.recorders import Life, covers, is_written_to, recorder_path, recorders_in
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import Discard, Drop, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.chunks.episode_log import log_path, read_open_episodes
+from headrace.schemas.credentials.keys import PeerKeys
+from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
+from headrace.schemas.frames.wire import MessageKind, decode_header
+from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, read
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
+
+log = logging.getLogger("headrace.supervisor")
+
+NO_LIVES: Mapping[int, FoldedLives] = MappingProxyType({})
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+_REPEAT_PAUSE_S = 1.0
+
+
+def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) -> Obituary:
+    """Write the obituary of a life from its recorder and its log of open episodes.
+
+    Without a recorder the life ended before it stepped, since a worker makes no step before its recorder exists. So all
+    zeros is a measurement too.
+    """
+    path = recorder_path(recorders, slot, incarnation)
+    reading = read_recorder(path)
+    if reading is None:
+        return Obituary(slot=slot, incarnation=incarnation, totals=WorkerTotals(), settled=Settled(), reason=reason)
+    return Obituary(
+        slot=slot,
+        incarnation=incarnation,
+        totals=reading.totals,
+        settled=reading.settled,
+        window=reading.window,
+        reason=reason,
+        open_episodes=read_open_episodes(log_path(path), reading.settled.seq),
+    )
+
+
+@dataclass
+class _Death:
+    obituary: Obituary
+    known: bool = False
+    """True once the running broker has acknowledged the obituary."""
+    pause_s: float = FIRST_PAUSE_S
+    timer: Timer | None = None
+
+    def stop_sending(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class ObituarySender:
+    """Sends obituaries to the broker's worker endpoint, and repeats each until it is acknowledged.
+
+    A broker that restarts forgets its peers, and a DEALER does not notice: each obituary brings its own HELLO.
+
+    A supervisor that does not read Redis repeats an obituary until the broker says that the books of that life are
+    final. Then the sender deletes its recorder.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        endpoint: str,
+        fleet_id: str,
+        recorders: Path,
+        keys: PeerKeys | None = None,
+        *,
+        reads_redis: bool = True,
+    ) -> None:
+        self._loop = loop
+        self._reads_redis = reads_redis
+        self._endpoint, self._keys = endpoint, keys
+        self._recorders = recorders
+        self._hello = SupervisorHello(fleet_id=fleet_id, token=secrets.token_hex(8))
+        self._pause_timer: Timer | None = None
+        self._deaths: dict[Life, _Death] = {}
+        """Deaths that a later broker may have to be told of: those since this supervisor began that are not folded."""
+        self._not_stored: set[Life] = set()
+        """Deaths of which this supervisor has not read the final books in Redis yet."""
+        self._unreadable: set[Life] = set()
+        self._warnings = CountedWarnings(log)
+        self._seen_living: set[Life] = set()
+        """Lives that no supervisor has, and that once were seen to live on this machine."""
+        # A context of its own: the end of a context also frees its thread from a monitor that nobody reads any more.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.IMMEDIATE, 1)  # without a broker no messages pile up in the socket
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.set(zmq.HEARTBEAT_IVL, 2000)
+        self._handshakes = Handshakes(endpoint, "supervisor", keys)
+        for name, value in self._handshakes.options().items():
+            self._socket.setsockopt(getattr(zmq, name), value)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
+        self._socket.connect(endpoint)
+        loop.watch(self._socket, self._receive)
+        loop.watch(self._monitor, self._observe_handshakes)
+
+    def send(self, obituary: Obituary) -> None:
+        """Send an obituary now and until it is acknowledged.
+
+        A life that was told of before keeps its first obituary.
+        """
+        life = (obituary.slot, obituary.incarnation)
+        if life not in self._deaths:
+            reading = read_recorder(recorder_path(self._recorders, *life))
+            log.info("%s", _last_words(obituary, reading.accepted if reading is not None else 0))
+            self._deaths[life] = _Death(obituary)
+            self._not_stored.add(life)
+            self._seen_living.discard(life)
+            self._send(life)
+
+    def resend(self) -> None:
+        """Send all obituaries again, to a restarted broker."""
+        for life, death in self._deaths.items():
+            if death.known:
+                death.known, death.pause_s = False, FIRST_PAUSE_S
+                death.stop_sending()
+                self._send(life)
+
+    def pause_workers(self) -> None:
+        """Tell the broker that the fleet is drained: workers begin no further fragment.
+
+        Repeat it until `close`, for a broker that restarts meanwhile.
+        """
+        self._hello = self._hello.model_copy(update={"draining": True})
+        self._send_pause()
+
+    def send_left_over(self) -> None:
+        """Send obituaries of lives whose recorders an earlier supervisor left, unless the process still lives."""
+        self._send_ended(lambda life: True, ())
+
+    def send_ended(self, own: Container[Life]) -> None:
+        """Send obituaries of processes that once lived on this machine, that no supervisor had, and that have ended.
+
+        Lives in `own` are those of this supervisor's children. Of a recorder whose writer was never seen nothing is
+        known: its worker may live on another machine that has the same folder.
+        """
+        self._send_ended(self._seen_living.__contains__, own)
+
+    def send_unrecorded(
+        self, books: Snapshot, ended: EndedLives, settled: Mapping[Life, Settled], slots: Container[int]
+    ) -> None:
+        """Send obituaries of lives in these `slots` that are not over in the books, and whose recorders are lost.
+
+        They say what `books` in Redis, `ended` in books.json and the learner's position, `settled`, prove. What else
+        these lives made since they last reported is not known to anyone. Call it before any of the slots has a new
+        life.
+        """
+        rows = {**books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
+        # The books have every life up to the highest incarnation, whether or not it still has a row.
+        unheard = {life for life in settled if life[1] > books.incarnations.get(life[0], 0)}
+        for life in sorted(rows.keys() | unheard):
+            row = rows.get(life)
+            if life[0] in ended.folded and life[1] in ended.folded[life[0]]:
+                continue
+            is_over = row is not None and row.closed and row.held == (0, 0)
+            if is_over or life[0] not in slots or recorder_path(self._recorders, *life).exists():
+                continue
+            log.warning("the recorder of worker %d incarnation %d is lost: Redis knows the following", *life)
+            self.send(proved_obituary(life, row, settled.get(life, Settled())))
+
+    def _send_ended(self, may_have_ended: Callable[[Life], bool], own: Container[Life]) -> None:
+        for life, path in recorders_in(self._recorders):
+            if life in own or life in self._deaths or life in self._unreadable:
+                continue
+            reading = read_recorder(path)
+            if reading is not None and is_written_to(path, reading.pid):
+                self._seen_living.add(life)
+            elif not may_have_ended(life):
+                continue
+            elif reading is None and not is_unborn(path):
+                self._unreadable.add(life)
+                log.error("%s cannot be read, so its steps are not in the books; it is kept", path)
+            else:
+                self.send(write_obituary(self._recorders, *life, _reason_left_over(reading)))
+
+    def delete_stored(self, rows: Mapping[Life, LedgerRow], folded: Mapping[int, FoldedLives] = NO_LIVES) -> None:
+        """Delete the recorders of the dead whose final books stand in `rows` or `folded`, as read from Redis.
+
+        A recorder stays until a learner has taken the end too: the log beside it knows which episodes lack a marker.
+        Forget the dead that are folded: the broker's file has them too, so no later broker has to be told.
+        """
+        for life, death in sorted(self._deaths.items()):
+            lives = folded.get(life[0])
+            is_folded = lives is not None and life[1] in lives
+            row = lives.row if lives is not None and is_folded else rows.get(life)
+            is_over = row is not None and row.held == (0, 0) and (is_folded or row.end_taken)
+            if life in self._not_stored and row is not None and is_over and self._has_all(row, life):
+                self._not_stored.remove(life)
+                self._delete_recorder(life)
+                death.obituary = death.obituary.model_copy(update={"open_episodes": None})
+            if is_folded and life not in self._not_stored and death.known:
+                self._deaths.pop(life).stop_sending()
+
+    def knows(self, life: Life) -> bool:
+        """Return whether this supervisor tells of the end of a life."""
+        return life in self._deaths
+
+    def follow(self, endpoint: str) -> None:
+        """Connect to the broker at another address, and tell it everything; nothing for the present address or ""."""
+        if endpoint in ("", self._endpoint):
+            return
+        log.info("the broker has moved from %s to %s", self._endpoint, endpoint)
+        self._socket.disconnect(self._endpoint)
+        self._endpoint = endpoint
+        self._handshakes = Handshakes(endpoint, "supervisor", self._keys)
+        self._socket.connect(endpoint)
+        self.resend()
+
+    def _delete_recorder(self, life: Life) -> None:
+        path = recorder_path(self._recorders, *life)
+        path.unlink(missing_ok=True)
+        log_path(path).unlink(missing_ok=True)
+
+    def all_final(self) -> bool:
+        """Return whether the books of every death are final, as the broker says. Their recorders are deleted."""
+        return not self._deaths
+
+    def _has_all(self, row: LedgerRow, life: Life) -> bool:
+        return covers(row, read_recorder(recorder_path(self._recorders, *life)))
+
+    def all_acknowledged(self) -> bool:
+        """Return whether the broker that runs now knows of every death."""
+        return all(death.known for death in self._deaths.values())
+
+    def close(self) -> None:
+        """Stop sending. Lives whose final books are not in Redis stay in their recorders for the next supervisor."""
+        for death in self._deaths.values():
+            death.stop_sending()
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+        self._loop.forget(self._socket)
+        self._loop.forget(self._monitor)
+        self._context.destroy(linger=0)
+
+    def _send_pause(self) -> None:
+        with suppress(zmq.Again):
+            self._socket.send_multipart(self._hello.frames(), zmq.NOBLOCK)
+        self._pause_timer = self._loop.call_later(_REPEAT_PAUSE_S, self._send_pause)
+
+    def _send(self, life: Life) -> None:
+        death = self._deaths[life]
+        try:
+            self._socket.send_multipart(self._hello.frames(), zmq.NOBLOCK)
+            self._socket.send_multipart(death.obituary.frames(), zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("no broker to tell of the end of worker %d incarnation %d", *life)
+        death.timer = self._loop.call_later(death.pause_s, lambda: self._send(life))
+        death.pause_s = min(2 * death.pause_s, LONGEST_PAUSE_S)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                kind, header = decode_header(frames)
+                if kind is MessageKind.ACK:
+                    ack = read(Ack, header)
+                    if ack.closed:
+                        self._on_ack(ack)
+                elif kind is MessageKind.REJECT:
+                    reject = read(Reject, header)
+                    self._warnings.warn(b"", reject.code, f"the broker refuses an obituary: {reject.detail}")
+            except DecodeError as error:
+                log.warning("the broker sent something unreadable: %s", error)
+
+    def _observe_handshakes(self) -> None:
+        try:
+            if self._handshakes.observe(self._monitor.recv_multipart()):
+                self._handshakes.connect_again(self._socket)
+        except KeysRefusedError as error:
+            log.error("%s; obituaries not sent stay in the recorder files", error)
+
+    def _on_ack(self, ack: Ack) -> None:
+        life = (ack.slot, ack.incarnation)
+        death = self._deaths.get(life)
+        if death is None:
+            return
+        death.known = True
+        death.stop_sending()
+        if not self._reads_redis and ack.final:
+            self._delete_recorder(life)
+            del self._deaths[life]
+            return
+        if not self._reads_redis:
+            death.timer = self._loop.call_later(LONGEST_PAUSE_S, lambda: self._send(life))
+        if ack.settled.seq > death.obituary.settled.seq:  # so the next broker also learns what this one knew
+            window = [batch for batch in death.obituary.window if batch.seq > ack.settled.seq]
+            death.obituary = death.obituary.model_copy(update={"settled": ack.settled, "window": window})
+
+
+def proved_obituary(life: Life, row: LedgerRow | None, by_learner: Settled) -> Obituary:
+    """Return the obituary of a life without a recorder. The learner's position may be newer than the row."""
+    totals, settled = (row.totals, row.settled) if row is not None else (WorkerTotals(), Settled())
+    settled = max(settled, by_learner, key=lambda told: told.seq)
+    if settled.seq > totals.seq:
+        totals = _as_settled(totals, settled)
+    totals = totals.model_copy(update={"module_steps": {}})  # a row has those of batches accepted, not of all shipped
+    reason = Discard.WORKER_KILLED if totals.open else Drop.BROKER_LOST
+    return Obituary(slot=life[0], incarnation=life[1], totals=totals, settled=settled, reason=reason)
+
+
+def _as_settled(totals: WorkerTotals, settled: Settled) -> WorkerTotals:
+    """Return `totals` as of the last settled batch. Steps that were open may be in the batches since."""
+    shipped, chunks = settled.total()
+    gone = sum(totals.discarded.values()) + sum(steps for steps, _ in totals.dropped.values())
+    open_steps = max(0, totals.stepped - gone - shipped)
+    stepped = gone + shipped + open_steps
+    is_of_one_agent = totals.env_steps == totals.stepped
+    return totals.model_copy(
+        update={
+            "seq": settled.seq,
+            "stepped": stepped,
+            "open": open_steps,
+            "shipped": shipped,
+            "shipped_chunks": chunks,
+            "env_steps": stepped if is_of_one_agent else totals.env_steps,
+        }
+    )
+
+
+def reason_of(record: ExitRecord | None) -> str:
+    """Return the obituary's reason for a worker with this exit record."""
+    reasons: dict[int, str] = {ExitCode.OK: "shutdown", ExitCode.FENCED: "fenced"}
+    return reasons.get(record.exit_code, "worker_killed") if record is not None else "worker_killed"
+
+
+def _reason_left_over(reading: Reading | None) -> str:
+    """Return the reason for a life under an earlier supervisor.
+
+    Either a broker had accepted everything and is gone too, or the worker was killed.
+    """
+    if reading is not None and not reading.totals.open and reading.accepted >= reading.totals.seq:
+        return Drop.BROKER_LOST
+    return Discard.WORKER_KILLED
+
+
+def _last_words(obituary: Obituary, accepted: int) -> str:
+    """Return a sentence on what a worker left behind. The broker has accepted its first `accepted` batches."""
+    who, totals = f"worker {obituary.slot} incarnation {obituary.incarnation}", obituary.totals
+    if accepted >= totals.seq and not totals.open:
+        return f"{who} took {totals.stepped:,} steps, and the broker has them all"
+    lost = [batch for batch in obituary.window if batch.seq > accepted]
+    return (
+        f"{who} took {totals.stepped:,} steps; {totals.open:,} were in no batch yet, and {len(lost)} batches had not "
+        "reached the broker"
+    )

@@ -1,0 +1,347 @@
+"""`headrace worker | broker | learner | env-host`: one role in this process, started by a person or the supervisor.
+
+The roles' own modules are imported only here and only when needed: torch alone takes a second or two.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import secrets
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from headrace.deploy.doctor.limits import Needs, warn_of_limits
+from headrace.deploy.fleet.silence_limits import silence_limits
+from headrace.deploy.process.liveness_file import FIRST_SIGN_S, LivenessFile
+from headrace.deploy.run.health_file import HealthFile
+from headrace.deploy.run.joining import (
+    Flags,
+    Joined,
+    Sets,
+    await_place,
+    broker_ports,
+    check_port,
+    check_published,
+    env_host_keys,
+    join,
+    lent_to,
+    of_its_broker,
+    rendezvous_in,
+    resolve_role,
+    worker_at,
+)
+from headrace.deploy.run.options import describe_origin, resolve
+from headrace.deploy.run.several_brokers import at_broker, whole_run_dir
+from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
+from headrace.schemas.credentials.keys import ENV_HOST
+from headrace.schemas.errors import (
+    ConfigError,
+    EnvError,
+    HeadraceError,
+    ModuleError,
+    RendezvousError,
+    UnknownEnvError,
+    write_error,
+)
+from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses
+from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.rendezvous import Rendezvous
+from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
+from headrace.schemas.settings.config import FleetConfig
+
+log = logging.getLogger("headrace.deploy")
+
+_SAYS_ENOUGH = (ImportError, AttributeError, HeadraceError)
+
+
+def run_start_check(config: Path | None) -> None:
+    """Check what `config` names, in this process. It ends without the interpreter's clean-up, which envs can stop."""
+    from headrace.deploy.fleet.check_process import STEP
+    from headrace.deploy.policies.start_check import check_start
+
+    resolved, _ = resolve(config, None, {})
+
+    def say(step: str) -> None:
+        print(STEP + step, flush=True)  # noqa: T201
+
+    with no_exit_from(EnvError, "the env or a module"):
+        try:
+            check_start(resolved, say)
+        except HeadraceError as error:
+            own_words = isinstance(error, UnknownEnvError) or isinstance(error.__cause__, _SAYS_ENOUGH)
+            if isinstance(error.__cause__, Exception) and not own_words:
+                traceback.print_exception(error.__cause__)  # it is in the user's code
+            raise
+
+
+def start_worker(
+    config: Path | None,
+    sets: Sets,
+    flags: Flags,
+    *,
+    endpoint: str | None,
+    slot: int | None,
+    incarnation: int,
+    allow: Iterable[str] = (),
+    count: int | None = None,
+) -> None:
+    """Run a worker until it is told to stop, or a group of `count` workers."""
+    if endpoint is None:
+        flags = of_its_broker(config, sets, flags, slot)
+    if count is not None:
+        _start_group(config, sets, flags, endpoint, allow, count)
+        return
+    joined = _join_to_work(config, sets, flags, endpoint, allow)
+    if joined is None:
+        return
+    resolved, origin, fleet_id, where = joined.config, joined.origin, joined.fleet_id, joined.endpoint
+    recorders = _folder(Path(resolved.fleet.run_dir) / "recorders")
+    set_up_logging(Identity(fleet_id, "worker", slot, incarnation or None))
+    place = "any slot" if slot is None else f"slot {slot} incarnation {incarnation or 'new'}"
+    log.info(
+        "headrace %s worker, %s, of fleet %s at %s; config: %s", version("headrace"), place, fleet_id, where, origin
+    )
+    from headrace.workers.fleet.memory import keep_large_arrays
+    from headrace.workers.fleet.worker import run_worker
+
+    watched = LivenessFile.from_environment()
+    if not watched.is_watched:
+        warn_of_limits(Needs.of_worker(resolved))  # a supervisor has compared those of the whole fleet
+    patience_s, end = resolved.worker.connect_timeout_s, None
+    if incarnation:  # `up` has started it, and brings the broker back at the same address
+        patience_s = math.inf
+        end = Rendezvous(str(rendezvous_path(resolved.fleet.rendezvous, Path(resolved.fleet.run_dir))))
+    # torch and other modules live as long as this process, so the garbage collector need not look through them
+    gc.freeze()
+    keep_large_arrays()
+    health = _health_file(resolved, "worker", watched)
+    with no_exit_from(EnvError, "the env or the module"), health:
+        run_worker(
+            resolved,
+            endpoint=where,
+            fleet_id=fleet_id,
+            slot=slot,
+            incarnation=incarnation,
+            recorder_dir=recorders,
+            place=FleetPlace(where, "worker", joined.source, patience_s=patience_s, end=end),
+        )
+
+
+def _start_group(
+    config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, allow: Iterable[str], count: int
+) -> None:
+    """Run a group of workers. They find the fleet as it did: by an address that stays, or by a rendezvous."""
+    from headrace.deploy.fleet.worker_group import FleetElsewhere, group_fork_server, run_group
+
+    with group_fork_server(resolve(config, sets, flags)[0]) as fork_server:
+        joined = _join_to_work(config, sets, flags, endpoint, allow)
+        if joined is None:
+            return
+        set_up_logging(Identity(joined.fleet_id, "supervisor"))
+        warn_of_limits(Needs.of_worker(joined.config, count))
+        if isinstance(joined.source, Rendezvous):
+            options = ["--rendezvous", joined.source.where]
+        elif isinstance(joined.source, RunDirAddresses) and (joined.source.path / RENDEZVOUS_FILE).exists():
+            options = ["--rendezvous", str(joined.source.path / RENDEZVOUS_FILE)]
+        else:
+            options = ["--endpoint", joined.endpoint, "--fleet-id", joined.fleet_id]
+        fleet = FleetElsewhere(joined.fleet_id, joined.endpoint, options, joined.source)
+        run_group(joined.config, fleet, count, fork_server)
+
+
+def _join_to_work(
+    config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, allow: Iterable[str]
+) -> Joined | None:
+    """Find the fleet as `join` does. Raises `ConfigError` where a worker would not know its name."""
+    joined = join(config, sets, flags, endpoint, "worker", allow)
+    if joined is not None and not joined.fleet_id:
+        raise ConfigError("the fleet to join is unknown; give --fleet-id, or --run-dir of a fleet on this machine")
+    return joined
+
+
+def start_broker(config: Path | None, sets: Sets, flags: Flags, *, max_env_steps: int | None = None) -> None:
+    """Run the broker until it is told to stop."""
+    asked, _ = resolve(config, sets, flags)
+    if asked.broker.count > 1:
+        if asked.broker.index is None:
+            detail = f"should say which of the {asked.broker.count} brokers this one is, from 0 on"
+            raise ConfigError(detail, key="broker.index")
+        own = {"broker.count": asked.broker.count, "broker.index": asked.broker.index}
+        flags = {**flags, **at_broker(asked, asked.broker.index), **own}
+    resolved, origin = resolve_role(config, sets, flags, allow=None)
+    run_dir = _folder(Path(resolved.fleet.run_dir))
+    fleet_id = resolved.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
+    set_up_logging(Identity(fleet_id, "broker"))
+    where = "Unix sockets" if resolved.broker.transport == "ipc" else resolved.broker.host
+    log.info("headrace %s broker of fleet %s on %s; config: %s", version("headrace"), fleet_id, where, origin)
+    from headrace.broker.process import run_broker
+
+    url = resolved.redis.url or None
+    with _health_file(resolved, "broker", LivenessFile.from_environment()) as health:
+        run_broker(
+            resolved,
+            fleet_id=fleet_id,
+            run_dir=run_dir,
+            redis_url=url,
+            max_env_steps=max_env_steps,
+            alive=health.alive,
+        )
+
+
+def start_learner(
+    config: Path | None, sets: Sets, flags: Flags, *, endpoint: str | None, allow: Iterable[str] = ()
+) -> None:
+    """Run the reference learner until it is told to stop."""
+    if endpoint is None and resolve(config, sets, flags)[0].broker.count > 1:
+        _start_learner_of_all(config, sets, flags, allow)
+        return
+    joined = join(config, sets, flags, endpoint, "learner", allow)
+    if joined is not None:
+        _learn(joined.config, joined.origin, joined.fleet_id, joined.endpoint, joined.source)
+
+
+def _start_learner_of_all(config: Path | None, sets: Sets, flags: Flags, allow: Iterable[str]) -> None:
+    """Run the reference learner of several brokers. It waits for the first of them; the others may come later."""
+    asked = resolve(config, sets, flags)[0]
+    named = [at_broker(asked, index) for index in range(asked.broker.count)]
+    ports = broker_ports(asked)
+    places = [Rendezvous(str(settings["fleet.rendezvous"]), ports) for settings in named]
+    if await_place(FirstOf(places), "learner", asked, asked.fleet.fleet_id) is None:
+        return
+    endpoints = [place.find("learner") for place in places]
+    if not any(endpoints):
+        raise RendezvousError(places[0].where, places[0].problem)
+    run_dir = {"fleet.run_dir": str(whole_run_dir(asked))}
+    resolved, origin = resolve_role(config, sets, {**flags, **run_dir}, endpoints[0], allow)
+    for place, settings in zip(places, named, strict=True):
+        if (published := place.look()) is not None:
+            check_published(published, place.where, resolved, str(settings["fleet.fleet_id"]), "learner")
+    _learn(resolved, origin, resolved.fleet.fleet_id, endpoints, places)
+
+
+def _learn(
+    resolved: FleetConfig,
+    origin: str,
+    fleet_id: str,
+    where: str | Sequence[str],
+    source: AddressSource | Sequence[AddressSource] | None,
+) -> None:
+    run_dir = _folder(Path(resolved.fleet.run_dir))
+    set_up_logging(Identity(fleet_id, "learner"))
+    at = where if isinstance(where, str) else ", ".join(address or "(not known yet)" for address in where)
+    log.info("headrace %s learner at %s; config: %s", version("headrace"), at, origin)
+    from headrace.deploy.fleet.checkpoint_copy import copied_to_redis
+    from headrace.learner_stub.training import run_learner
+
+    health = _health_file(resolved, "learner", LivenessFile.from_environment())
+    with no_exit_from(ModuleError, "the module"), health, copied_to_redis(run_dir, resolved.redis, fleet_id):
+        run_learner(
+            resolved,
+            endpoint=where,
+            run_dir=run_dir,
+            alive=health.alive,
+            on_batch=health.progressed,
+            source=source,
+        )
+
+
+def start_env_host(
+    config: Path | None, sets: Sets, flags: Flags, *, connect: str | None, slot: int | None, allow: Iterable[str] = ()
+) -> None:
+    """Lend envs to the worker at `connect`, or to that of `slot`, until told to stop, or refused.
+
+    The worker is one at the rendezvous, of any slot if `slot` is None; without a rendezvous it is one of the run.
+    """
+    source: AddressSource | None = None
+    if connect is None:
+        flags = of_its_broker(config, sets, flags, slot)
+    where = rendezvous_in(config, sets, flags) if connect is None else ""
+    if where:
+        resolved, origins = resolve(config, sets, flags)
+        origin = f"{describe_origin(config, origins)}; rendezvous: {where}"
+        connect, source = worker_at(where, resolved, slot)
+        if connect is None:
+            return
+    elif connect is not None:
+        if flags["fleet.run_dir"] is not None:
+            raise ConfigError("give either --connect or --run-dir", key="--connect")
+        resolved, origins = resolve(config, sets, flags)
+        origin = describe_origin(config, origins)
+        check_port(connect, "--connect")
+    else:
+        slot = slot or 0
+        resolved, origin, connect = lent_to(config, sets, flags, slot, allow)
+        if not connect:
+            return
+        source = RunDirAddresses(Path(resolved.fleet.run_dir))
+    keys = env_host_keys(resolved)
+    set_up_logging(Identity(resolved.fleet.fleet_id, ENV_HOST))
+    sampling = resolved.sampling
+    log.info(
+        "headrace %s env-host, %d x %s for the worker at %s; config: %s",
+        version("headrace"),
+        sampling.num_envs,
+        sampling.env,
+        connect,
+        origin,
+    )
+    from headrace.workers.agents.env_process import AGENTS_CHILD
+    from headrace.workers.config import EnvRunnerConfig
+    from headrace.workers.envs.remote.host.process import run_env_host
+
+    settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
+    alive = LivenessFile.from_environment()
+    place = FleetPlace(connect, f"envs-{slot}", source, server="worker", patience_s=_patience_s(resolved, alive))
+    with no_exit_from(EnvError, "the env"), _health_file(resolved, ENV_HOST, alive) as health:
+        run_env_host(
+            EnvRunnerConfig(**settings),
+            connect,
+            keys,
+            health.alive,
+            AGENTS_CHILD,
+            place,
+            on_answer=health.progressed,
+            elsewhere=source.elsewhere if isinstance(source, WorkerPortChoice) else str,
+        )
+
+
+def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> HealthFile:
+    """Return the file for `headrace health`, in the run directory."""
+    run_dir, sampling = Path(config.fleet.run_dir) if config.fleet.run_dir else None, config.sampling
+    first_env_s = sampling.env_construct_timeout_s if role == ENV_HOST else 0.0
+    return HealthFile(
+        run_dir,
+        role,
+        watched,
+        starts_within_s=FIRST_SIGN_S + first_env_s + _patience_s(config, watched),
+        silent_within_s=silence_limits(config)[role],
+        recorders=run_dir / "recorders" if run_dir is not None and role == "worker" else None,
+    )
+
+
+def _patience_s(config: FleetConfig, alive: LivenessFile) -> float:
+    """Return how long a process waits for a fleet that is gone: for ever under a supervisor, which brings it back."""
+    return math.inf if alive.is_watched else config.worker.connect_timeout_s
+
+
+@contextmanager
+def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
+    """Turn sys.exit in user code into an error: its exit code would mean something else to us."""
+    try:
+        yield
+    except SystemExit as error:
+        raise error_type(f"{whose} called sys.exit({error.code!r}); it must raise an exception instead") from error
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(str(path), error) from error
+    return path

@@ -1,0 +1,87 @@
+"""`headrace scale N`: the number of workers that a running `headrace up` keeps on its machine.
+
+RUN_DIR/workers.json has the number that was asked for. The supervisor looks at it every second.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+from pydantic import BaseModel, Field, ValidationError
+
+from headrace.deploy.process.fleet_errors import ScaleError
+from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.process.supervisor import Role
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.run.run_dir import write_private
+from headrace.schemas.basics.run_files import read_object
+from headrace.schemas.settings.config import FleetConfig
+
+log = logging.getLogger("headrace.supervisor")
+
+MOST_WORKERS = 1000
+DEADLINE_S = 60.0
+_LOOK_S, _SAY_S = 0.2, 10.0
+
+
+class AskedWorkers(BaseModel):
+    """The content of workers.json."""
+
+    workers: int = Field(strict=True, ge=0, le=MOST_WORKERS)
+
+
+def asked_workers(run_dir: Path) -> int | None:
+    """Return the number of workers that was asked for; None where none was, or the file has no such number."""
+    try:
+        return AskedWorkers.model_validate(read_object(_path(run_dir))).workers
+    except ValidationError:
+        return None
+
+
+def forget_asked_workers(run_dir: Path) -> None:
+    """Remove what was asked of an earlier run in this directory."""
+    _path(run_dir).unlink(missing_ok=True)
+
+
+def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:
+    """Ask the supervisor of a run for this number of workers, and wait until it has them.
+
+    Raises `RunDirError` where no run is, and `ScaleError` where it cannot have as many, or has not in time.
+    """
+    fleet = read_fleet_file(run_dir / "fleet.json")
+    if fleet.state != "running" or not is_alive(fleet.supervisor_pid):
+        raise ScaleError(f"the run in {run_dir} does not run (it is {fleet.state})", f"headrace up --resume {run_dir}")
+    _check(FleetConfig.model_validate(read_object(run_dir / "config.json")), workers)
+    say(f"fleet {fleet.fleet_id}: {_count(fleet)} workers run, {workers} are asked for")
+    write_private(_path(run_dir), orjson.dumps({"workers": workers}))
+    began, say_at = time.monotonic(), _SAY_S
+    while (running := _count(read_fleet_file(run_dir / "fleet.json"))) != workers:
+        waited_s = time.monotonic() - began
+        if waited_s > DEADLINE_S:
+            raise ScaleError(f"{running} workers run after {waited_s:.0f} s", f"see {run_dir}/logs/supervisor.log")
+        if waited_s > say_at:
+            say_at += _SAY_S
+            say(f"{running} workers run; waiting ({waited_s:.0f} s of at most {DEADLINE_S:.0f} s)")
+        time.sleep(_LOOK_S)
+    say(f"{workers} workers run")
+
+
+def _check(config: FleetConfig, workers: int) -> None:
+    started = config.fleet.workers
+    if config.sampling.synchronous:
+        raise ScaleError("sampling.synchronous = true needs a fixed number of workers", "start the run again")
+    has_ports = config.sampling.env_placement == "remote" or config.serving.enabled
+    if has_ports and workers > started:
+        raise ScaleError(f"the run has ports for {started} workers", "start it again with more, or start workers alone")
+
+
+def _count(fleet: FleetFile) -> int:
+    return sum(process.role == Role.WORKER for process in fleet.processes)
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / "workers.json"

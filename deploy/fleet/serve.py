@@ -1,0 +1,78 @@
+"""`headrace serve`: a policy server from a checkpoint, without broker and learner."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.deploy.fleet.roles import no_exit_from
+from headrace.deploy.process.service_manager import service_manager
+from headrace.deploy.run.joining import Flags, Sets
+from headrace.deploy.run.options import chosen_run, resolve
+from headrace.deploy.run.saved_policy import ResolvedPolicy, resolve_policy
+from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.errors import ConnectorError, EnvError, ModuleError
+
+log = logging.getLogger("headrace.deploy")
+
+
+def serve(
+    config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str | None, allow: Sequence[str], as_json: bool
+) -> None:
+    """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C; then let episodes end, and print their results.
+
+    None is the newest run. Settings are those beside the checkpoint, unless another file is named.
+    """
+    if checkpoint is None:
+        checkpoint = str(chosen_run(resolve(config, sets, flags)[0]))
+    set_up_logging(Identity(str(flags.get("fleet.fleet_id") or ""), "serve"))
+    policy = resolve_policy(checkpoint, config, sets, flags, allow=allow)
+    with no_exit_from(EnvError, "the env or the module"):
+        told = _serve(policy)
+    with ignore_closed_reader(sys.stdout):
+        print(orjson.dumps(told).decode() if as_json else _in_words(told), flush=True)  # noqa: T201
+
+
+def _serve(policy: ResolvedPolicy) -> dict[str, Any]:
+    from headrace.workers.serving.standalone import StandaloneServer
+
+    config, saved = policy.config, policy.saved
+    try:
+        server = StandaloneServer(config, saved.arrays, saved.version)
+    except (ModuleError, ConnectorError) as error:
+        raise policy.build_error(error) from error
+    try:
+        log.info(
+            "headrace %s serves %s for %s, explore %s, at %s; config: %s",
+            version("headrace"),
+            saved.source,
+            config.sampling.env,
+            "on" if config.sampling.explore else "off",
+            " and ".join(filter(None, (server.env.endpoint, server.env.url))),
+            policy.origin,
+        )
+        with stop_event() as stopping:
+            server.serve(stopping, service_manager().turn)
+    finally:
+        server.close()
+    return {"source": saved.source, "weights": saved.version, **server.sums.as_json()}
+
+
+def _in_words(told: dict[str, Any]) -> str:
+    gone = f"; {told['aborted']} aborted" if told["aborted"] else ""
+    agents = ", ".join(f"{agent} {mean:.2f}" for agent, mean in told.get("mean_return_by_agent", {}).items())
+    each = f"; by agent {agents}" if agents else ""
+    if not told["episodes"]:
+        return f"no episode has ended{gone}"
+    return (
+        f"{told['episodes']:,} episodes, {told['steps']:,} steps: return {told['mean_return']:.2f} on average "
+        f"({told['min_return']:g} to {told['max_return']:g}), length {told['mean_length']:.1f}{each}{gone}"
+    )

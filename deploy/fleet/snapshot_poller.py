@@ -1,0 +1,102 @@
+"""Poller of the fleet's numbers in Redis, in a thread of its own: a Redis that hangs must not delay a restart."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
+from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
+from headrace.schemas.errors import RedisUnavailableError
+
+INTERVAL_S = 0.5
+"""Longest pause between two reads."""
+
+_SHORTEST_INTERVAL_S = 0.1
+_SHARE = 10
+"""A pause is so many times as long as the read before it, within its bounds: news of a goal should not be late."""
+MOST_ROWS = 10_000
+"""Rows of the learner that are kept until they are taken."""
+
+
+class SnapshotPoller:
+    """Polls Redis until closed. `snapshot` is the newest result, `age_s` how long ago it was read.
+
+    `fd` is readable once a snapshot has a new report of the broker; `clear` makes it unreadable.
+
+    `recent` has the numbers of the newest two minutes.
+
+    It also gathers the rows that learners log, for `take_learner_rows`.
+    """
+
+    def __init__(self, url: str, fleet_id: str) -> None:
+        self._view = FleetView(url, fleet_id)
+        self._history = RecentHistory()
+        self.snapshot: Snapshot | None = None
+        self.recent: Sequence[Entry] = ()
+        self.error = ""
+        """Why Redis could not be read; "" if it was."""
+        self._learner_rows: deque[LearnerRowView] = deque(maxlen=MOST_ROWS)
+        self._newest_row = (0, 0)
+        self._read_at = time.monotonic()
+        self._closing = threading.Event()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.read()  # before the thread starts: the view serves one thread at a time
+        self._thread = threading.Thread(target=self._run, name="redis-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since Redis last answered."""
+        return time.monotonic() - self._read_at
+
+    def read(self) -> bool:
+        """Read now. Return False when Redis does not answer within its timeout.
+
+        Other threads call it only after `close`.
+        """
+        try:
+            self.snapshot = self._view.read()
+            self.recent = self._history.read(self._view, self.snapshot.reported_unix_s)
+            while rows := self._view.learner_rows(self._newest_row):
+                self._newest_row = rows[-1].identity
+                self._learner_rows.extend(rows)
+        except RedisUnavailableError as failure:
+            self.error = failure.reason
+            return False
+        self.error = ""
+        self._read_at = time.monotonic()
+        return True
+
+    def take_learner_rows(self) -> list[LearnerRowView]:
+        """Return the rows of learners that came since the last call, in order; at first all that Redis still has."""
+        taken = []
+        while self._learner_rows:
+            taken.append(self._learner_rows.popleft())
+        return taken
+
+    def close(self) -> None:
+        """End the thread; `read` and `snapshot` go on working. Waits for a read under way, about a second at most.
+
+        Nothing may watch `fd` then, which is closed and -1 from now on.
+        """
+        self._closing.set()
+        self._thread.join(5.0)
+        if self.fd >= 0 and not self._thread.is_alive():
+            os.close(self.fd)
+        self.fd = -1
+
+    def clear(self) -> None:
+        """Make `fd` unreadable until the next report."""
+        os.eventfd_read(self.fd)
+
+    def _run(self) -> None:
+        began, fd, reported = time.monotonic(), self.fd, None
+        while not self._closing.wait(min(INTERVAL_S, max(_SHORTEST_INTERVAL_S, _SHARE * (time.monotonic() - began)))):
+            began = time.monotonic()
+            if self.read() and self.snapshot is not None and self.snapshot.reported_unix_s != reported:
+                reported = self.snapshot.reported_unix_s
+                os.eventfd_write(fd, 1)

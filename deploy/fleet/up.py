@@ -1,0 +1,260 @@
+"""`headrace up`: a whole fleet, from its start to its goal and its drain."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from headrace.deploy.doctor.limits import Needs, warn_of_limits
+from headrace.deploy.fleet.check_process import check_before_start
+from headrace.deploy.fleet.fleet import Fleet
+from headrace.deploy.monitoring.connecting import how_to_connect
+from headrace.deploy.monitoring.findings import awaited
+from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.fleet_errors import DrainCutShortError, GoalTimeoutError
+from headrace.deploy.process.fork_server import early_or_new
+from headrace.deploy.process.service_manager import service_manager
+from headrace.deploy.process.stop_signals import StopSignals
+from headrace.deploy.report.audit import audit
+from headrace.deploy.report.evidence import contradictions, read_evidence
+from headrace.deploy.report.progress import ProgressDisplay, ProgressView
+from headrace.deploy.report.run_facts import RunFacts
+from headrace.deploy.report.run_log import HURRIED_CLOSE_S, RunLog, run_info
+from headrace.deploy.report.summary import Summary, summarise
+from headrace.deploy.run.fleet_file import told_as_starting
+from headrace.deploy.run.goal import Goal, RunNumbers
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.resume import EarlierRun
+from headrace.deploy.run.run_dir import RunDir, new_run_dir
+from headrace.deploy.run.several_brokers import check_one_broker
+from headrace.deploy.terminal.log_rotation import LogRotation
+from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.schemas.accounts.redis_keys import without_password
+from headrace.schemas.errors import HeadraceError
+from headrace.schemas.settings.config import FleetConfig, is_loopback
+
+log = logging.getLogger("headrace.supervisor")
+
+TICK_S = 0.25
+STANDSTILL_S = 3.0
+"""Seconds without a new step after which a run counts as waiting. Numbers come about once a second."""
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """Options of `up` beyond the configuration."""
+
+    json: bool = False
+    config_path: Path | None = None
+    config_origin: str = "defaults"
+    resume: bool = False
+    """True to go on with the run in the run directory even if settings of its training differ."""
+
+
+@dataclass
+class RunOutcome:
+    """The outcome of a run; filled in during the run."""
+
+    began: float
+    start: RunNumbers = field(default_factory=RunNumbers)
+    at_goal: RunNumbers | None = None
+    failure: HeadraceError | None = None
+    seconds: float = 0.0
+
+
+def up(config: FleetConfig, options: UpOptions) -> Summary:
+    """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
+
+    Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `OtherSettingsError`,
+    `KeysError`); later errors are in the summary.
+    """
+    check_one_broker(config, "headrace up")
+    path = Path(config.fleet.run_dir) if config.fleet.run_dir else new_run_dir(config.sampling.env)
+    with RunDir(path) as run_dir, StopSignals() as signals, early_or_new(child_environment(1)) as fork_server:
+        earlier = EarlierRun.of(run_dir)
+        changes = earlier.check(config, resume=options.resume) if earlier is not None else []
+        set_up_logging(Identity(config.fleet.fleet_id, "supervisor"))
+        warn_of_limits(Needs.of_fleet(config))
+        log.info("checking env, modules and ports before anything starts")
+        outcome = RunOutcome(began=time.monotonic())
+        try:
+            with told_as_starting(run_dir):
+                check_before_start(config, run_dir, signals, fork_server)
+        except HeadraceError as error:
+            run_dir.remove_unless_used()
+            outcome.failure, outcome.seconds = error, time.monotonic() - outcome.began
+            return _nothing_started(config, run_dir, outcome)
+        origin = str(options.config_path.absolute()) if options.config_path else None
+        with Fleet(config, run_dir, signals, origin, fork_server) as fleet:
+            set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
+            facts = RunFacts(run_dir.path)
+            service_manager().follow(fleet.loop)
+            with (
+                LogRotation(run_dir.logs, config.logging.max_file_bytes),
+                RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log,
+            ):
+                try:
+                    fleet.start()
+                    outcome.start = fleet.numbers_before
+                    _announce(fleet, options, earlier, changes)
+                    service_manager().ready()
+                    with ProgressDisplay(sys.stderr if options.json else sys.stdout) as progress:
+                        _run(fleet, outcome, progress, run_log)
+                except HeadraceError as error:
+                    outcome.failure = error
+                outcome.seconds = time.monotonic() - outcome.began
+                _drain(fleet, outcome, run_log)
+                _log_rows(fleet, run_log, last=True)
+            outcome.failure = outcome.failure or fleet.supervisor.failure
+            summary = _summarise(fleet, outcome)
+            errors = fleet.snapshot.errors.values() if fleet.snapshot else ()
+            facts.finish(summary, fleet.supervisor.services.values(), errors)
+            return summary
+
+
+def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, changes: list[str]) -> None:
+    """Log what was started, from where it goes on, what others may start, and when it ends."""
+    if fleet.stop_asked:
+        return
+    endpoints = ", ".join(f"{name} {at}" for name, at in fleet.endpoints.items() if name != "dashboard")
+    log.info(
+        "headrace %s up: fleet %s in %s, %d %s on %s; %s; config: %s",
+        version("headrace"),
+        fleet.fleet_id,
+        fleet.run_dir.path,
+        fleet.config.fleet.workers,
+        "worker" if fleet.config.fleet.workers == 1 else "workers",
+        fleet.config.sampling.env,
+        endpoints,
+        options.config_origin,
+    )
+    if earlier is not None:
+        before = fleet.numbers_before
+        log.info("%s", earlier.in_words(before.steps, before.episodes, without_password(fleet.config.redis.url)))
+        for change in changes:
+            log.info("changed for this run: %s", change)
+    if page := fleet.endpoints.get("dashboard"):
+        log.info("dashboard: %s", page)
+    for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id):
+        log.info("%s", line)
+    if fleet.config.broker.allow_insecure and not fleet.config.keys.dir:
+        who = "every user of this machine" if is_loopback(fleet.config.broker.host) else "every machine that reaches it"
+        log.warning("this fleet serves %s without keys or token, since broker.allow_insecure = true", who)
+    log.info("it runs %s", Goal.of(fleet.config.fleet).in_words(fleet.numbers_before))
+
+
+def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
+    restarts, learner_rows, evaluations = (
+        fleet.supervisor.restarts(),
+        fleet.take_learner_rows(),
+        fleet.take_evaluations(),
+    )
+    run_log.observe(fleet.snapshot, restarts, learner_rows, evaluations, last=last)
+
+
+def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: RunLog) -> None:
+    """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
+    goal, standstill = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps)
+    while not fleet.stop_asked:
+        fleet.loop.turn(TICK_S)
+        _log_rows(fleet, run_log)
+        if fleet.supervisor.failure is not None:
+            raise fleet.supervisor.failure
+        seconds, now = time.monotonic() - outcome.began, fleet.numbers()
+        fleet.note_numbers(now)
+        reached = goal.reached(now, outcome.start)
+        standstill.note(now, seconds)
+        restarts, evaluation = fleet.supervisor.restarts(), fleet.newest_evaluation
+        view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
+        view = replace(view, steps_before=outcome.start.steps)
+        if progress.is_due and standstill.lasts and not reached:
+            view = replace(view, waiting=awaited(fleet.facts()))
+        progress.show(view, last=reached)
+        service_manager().status(view.in_one_line)
+        if reached:
+            outcome.at_goal = now
+            log.info("goal reached after %.1f s (%s); draining", seconds, _where(now))
+            return
+        if goal.late(seconds):
+            waiting = awaited(fleet.facts()) if standstill.lasts else ""
+            raise GoalTimeoutError(goal.timeout_s or seconds, _where(now), waiting)
+    log.info("draining after a signal; another one stops at once")
+
+
+class Standstill:
+    """Notices when a run takes no step, from its start on."""
+
+    def __init__(self, steps: int) -> None:
+        self._start = self._steps = steps
+        self._moved_at = -math.inf
+
+    def note(self, now: RunNumbers, seconds: float) -> None:
+        """Take the run's numbers at `seconds` after its start. Log its first steps."""
+        if now.steps > self._steps:
+            if self._steps == self._start:
+                log.info("first env steps %.1f s after the start", seconds)
+            self._steps, self._moved_at = now.steps, time.monotonic()
+
+    @property
+    def lasts(self) -> bool:
+        """Return whether no step was reported for longer than a report takes."""
+        return time.monotonic() - self._moved_at > STANDSTILL_S
+
+
+def _where(now: RunNumbers) -> str:
+    mean = "no episode has ended" if now.mean_return is None else f"mean return {now.show_mean_return()}"
+    return f"{now.steps:,} steps, {mean}"
+
+
+def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
+    service_manager().stopping()
+    try:
+        fleet.drain()
+    except DrainCutShortError as error:
+        outcome.failure = outcome.failure or error
+        run_log.close_s = HURRIED_CLOSE_S
+
+
+def _nothing_started(config: FleetConfig, run_dir: RunDir, outcome: RunOutcome) -> Summary:
+    return summarise(
+        fleet_id=config.fleet.fleet_id,
+        run_dir=str(run_dir.path),
+        seconds=outcome.seconds,
+        start=outcome.start,
+        end=outcome.start,
+        at_goal=None,
+        restarts={},
+        weights_seq=0,
+        ledger=None,
+        failure=outcome.failure,
+    )
+
+
+def _summarise(fleet: Fleet, outcome: RunOutcome) -> Summary:
+    snapshot = fleet.snapshot
+    return summarise(
+        fleet_id=fleet.fleet_id,
+        run_dir=str(fleet.run_dir.path),
+        seconds=outcome.seconds,
+        start=outcome.start,
+        end=fleet.numbers(),
+        at_goal=outcome.at_goal,
+        restarts=fleet.supervisor.restarts(),
+        weights_seq=int(snapshot.gauges.get("weights_seq", 0)) if snapshot else 0,
+        ledger=snapshot.fleet if snapshot else None,
+        failure=outcome.failure,
+        problems=_problems(fleet, snapshot) if snapshot else (),
+    )
+
+
+def _problems(fleet: Fleet, snapshot: Snapshot) -> list[str]:
+    """Return what the audit finds. A fleet that ended before its broker reported has no ledger to be wrong."""
+    evidence = read_evidence(fleet.run_dir.path, fleet.fleet_id)
+    if snapshot.reported_unix_s is None:
+        return [*snapshot.garbage, *contradictions(evidence, snapshot)]
+    return audit(snapshot, evidence)

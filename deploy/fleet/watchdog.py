@@ -1,0 +1,137 @@
+"""The watchdog over processes that live but do nothing: stopped, hung or starved.
+
+It reads the recorders of workers, the liveness files of processes that have one, and the state of each process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from headrace.deploy.fleet.redis_probe import PINGS, RedisProbe
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.liveness_file import FIRST_SIGN_S, seconds_silent
+from headrace.deploy.process.proc_stat import is_stopped
+from headrace.deploy.process.recorders import recorder_path
+from headrace.deploy.process.supervisor import Role, Service, ServiceState, Supervisor
+from headrace.schemas.accounts.recorder import Reading, read_recorder
+
+log = logging.getLogger("headrace.supervisor")
+
+
+def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float, first_sign_s: float) -> str | None:
+    """Return what to log about a silent worker; None when it is not silent."""
+    if reading is None:
+        return f"has given no sign of life in {lived_s:.0f} s" if lived_s > first_sign_s else None
+    seconds_silent = (now_ns - reading.updated_ns) / 1e9
+    if seconds_silent <= lease_s or now_ns <= reading.silent_until_ns:
+        return None
+    return f"has been silent for {seconds_silent:.1f} s"
+
+
+def recorders_by_slot(folder: Path) -> Callable[[Service], Path | None]:
+    """Return what finds the recorder, in `folder`, of a worker whose slot and incarnation the supervisor has named."""
+
+    def recorder_of(service: Service) -> Path | None:
+        slot, child = service.spec.slot, service.child
+        return recorder_path(folder, slot, child.incarnation) if child is not None and slot is not None else None
+
+    return recorder_of
+
+
+class FleetWatchdog:
+    """Replaces workers whose recorder has not been written for `lease_s`; looks four times a lease.
+
+    `recorder_of` returns the recorder of a worker's present life; None while it has none.
+
+    It also replaces a process of another role that has touched its liveness file once, and not again for the role's
+    `limits_s`, and any that has been stopped (SIGSTOP) for `lease_s`. Where another learner has fenced the fleet's own
+    and `learner_left` for `lease_s`, the fleet's own starts again. The fleet's own Redis is replaced when it answers no
+    PING of `redis`.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        supervisor: Supervisor,
+        recorder_of: Callable[[Service], Path | None],
+        lease_s: float,
+        connect_timeout_s: float,
+        limits_s: Mapping[str, float] | None = None,
+        learner_left: Callable[[], bool] = lambda: False,
+        redis: RedisProbe | None = None,
+    ) -> None:
+        self._loop = loop
+        self._supervisor = supervisor
+        self._recorder_of = recorder_of
+        self._lease_s = lease_s
+        self._limits_s = dict(limits_s or {})
+        self._learner_left = learner_left
+        self._redis = redis
+        self._left_since = math.inf
+        """Time of the first look that found no learner."""
+        self._stopped_since: dict[int, float] = {}
+        """Pid -> time of the first look that found the process stopped."""
+        self._first_sign_s = max(FIRST_SIGN_S, connect_timeout_s + 10.0)
+        self._interval_s = lease_s / 4
+        self._last_look = time.monotonic()
+        self._timer = loop.call_later(self._interval_s, self._look)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        late_s = time.monotonic() - self._last_look - self._interval_s
+        # otherwise this process was stopped itself, and perhaps the others too: look again later
+        if late_s < self._lease_s / 2:
+            self._note_stopped()
+            self._bring_back_learner()
+            for service in list(self._supervisor.services.values()):
+                if service.state is ServiceState.RUNNING and (why := self._why_silent(service)) is not None:
+                    self._supervisor.replace(service, why)
+        elif self._redis is not None:
+            self._redis.forget()
+        self._last_look = time.monotonic()
+        self._timer = self._loop.call_later(self._interval_s, self._look)
+
+    def _why_silent(self, service: Service) -> str | None:
+        child = service.child
+        if child is not None and service.spec.role is Role.WORKER:
+            recorder = self._recorder_of(service)
+            reading = read_recorder(recorder) if recorder is not None else None
+            lived_s = time.monotonic() - child.started
+            return why_silent(reading, lived_s, time.monotonic_ns(), self._lease_s, self._first_sign_s)
+        if child is None:
+            return None
+        if service.spec.role is Role.REDIS and (why := self._why_redis_hangs()) is not None:
+            return why
+        silent = seconds_silent(child.liveness_path)
+        if silent is not None and silent > self._limits_s.get(service.spec.role, math.inf):
+            return f"has been silent for {silent:.1f} s"
+        stopped = time.monotonic() - self._stopped_since.get(child.pid, math.inf)
+        return f"has been stopped for {stopped:.1f} s" if stopped > self._lease_s else None
+
+    def _why_redis_hangs(self) -> str | None:
+        unanswered_s = self._redis.unanswered_s(time.monotonic()) if self._redis is not None else 0.0
+        if self._redis is None or not unanswered_s:
+            return None
+        self._redis.forget()
+        return f"has answered none of {PINGS} PINGs in {unanswered_s:.0f} s"
+
+    def _bring_back_learner(self) -> None:
+        fenced = [service for service in self._supervisor.services.values() if service.state is ServiceState.FENCED]
+        now = time.monotonic()
+        self._left_since = min(self._left_since, now) if fenced and self._learner_left() else math.inf
+        if now - self._left_since > self._lease_s:
+            for service in fenced:
+                self._supervisor.bring_back(service, f"no learner was connected for {now - self._left_since:.1f} s")
+
+    def _note_stopped(self) -> None:
+        children = (service.child for service in self._supervisor.services.values())
+        stopped = {child.pid for child in children if child is not None and is_stopped(child.pid)}
+        now = time.monotonic()
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}

@@ -1,0 +1,281 @@
+"""`headrace worker --count N`: keeps N workers alive on this machine, for a fleet whose broker is anywhere.
+
+    SCRATCH/FLEET/recorders   recorders of this machine's workers of the fleet, of earlier groups too
+    SCRATCH/FLEET/logs        their logs
+    RUN_DIR/recorders, logs   where both go at the end; without a scratch folder they are here from the start
+
+Each worker asks the broker for a slot, and for the slot of its earlier life when it was killed. The group tells the
+broker what a killed worker left behind, as its recorder has it, and what was left here by a group that was killed
+itself. It ends in order at SIGTERM, and with an error when no broker was there for `worker.connect_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.fleet.watchdog import FleetWatchdog
+from headrace.deploy.process.child import Child
+from headrace.deploy.process.child_commands import group_worker, worker_of_group
+from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.fork_server import ForkServer
+from headrace.deploy.process.recorders import Life, recorder_path, recorders_in
+from headrace.deploy.process.service_manager import service_manager
+from headrace.deploy.process.stop_signals import StopSignals
+from headrace.deploy.process.supervisor import Role, Service, Supervisor
+from headrace.deploy.run.run_dir import file_name_of, write_private
+from headrace.deploy.terminal.log_rotation import LogRotation
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.chunks.episode_log import log_path
+from headrace.schemas.credentials.keys import client_keys
+from headrace.schemas.errors import ExitCode, HeadraceError, write_error
+from headrace.schemas.messages.shared_weights import remove_unused_weights
+from headrace.schemas.peers.fleet_address import AddressSource
+from headrace.schemas.settings.config import FleetConfig
+
+log = logging.getLogger("headrace.supervisor")
+
+_TURN_S = 0.5
+_LOOK_S = 1.0
+_IMPORT_S = 60.0
+"""Seconds that the import of torch may take, for all workers at once. After it each imports torch by itself."""
+_FINAL_S = 5.0
+"""Seconds that the end waits for the broker to say that the books are final. Recorders are kept otherwise."""
+
+
+@dataclass(frozen=True)
+class FleetElsewhere:
+    """The fleet that a group works for.
+
+    `endpoint` is its broker's address, and `source` says where that moves to. `options` are those of `headrace worker`
+    that name the fleet.
+    """
+
+    fleet_id: str
+    endpoint: str
+    options: Sequence[str]
+    source: AddressSource | None = None
+
+
+def run_group(config: FleetConfig, fleet: FleetElsewhere, count: int, fork_server: ForkServer) -> None:
+    """Keep `count` workers alive until a stop signal, then drain them. `fork_server` is that of `group_fork_server`.
+
+    Raises the error that ended the group, `RunDirError` where its folder cannot be made, or `KeysError`.
+    """
+    with StopSignals() as signals:
+        group = WorkerGroup(config, fleet, signals, fork_server)
+        with LogRotation(group.logs, config.logging.max_file_bytes):
+            try:
+                group.start(count)
+                group.run()
+            finally:
+                group.close()
+
+
+def group_fork_server(config: FleetConfig) -> ForkServer:
+    """Start the fork server of a group. It imports torch while the group looks for its fleet."""
+    return ForkServer(child_environment(config.sampling.torch_threads))
+
+
+class WorkerGroup:
+    """The workers of one machine, their supervisor, and the sender of their obituaries. Main thread only.
+
+    Raises `RunDirError` where its folder cannot be made, and `KeysError`.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        fleet: FleetElsewhere,
+        signals: StopSignals,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        self._config, self._fleet, self._signals = config, fleet, signals
+        self._run_dir = Path(config.fleet.run_dir)
+        scratch = config.fleet.scratch_dir
+        self.folder = (Path(scratch) / file_name_of(fleet.fleet_id) if scratch else self._run_dir).absolute()
+        self.recorders, self.logs = self.folder / "recorders", self.folder / "logs"
+        self._name = f"{file_name_of(platform.node())}-{os.getpid()}"
+        self._config_json = self.folder / f".workers-{self._name}.json"
+        self._incarnations = itertools.count(1)
+        self._lives: dict[str, Life] = {}
+        """The life of each child that has joined, by the child's name."""
+        self._unreachable: HeadraceError | None = None
+        self._fleet_has_ended = False
+        self._make_folder()
+        keys = client_keys(config.keys.dir, "supervisor", config.fleet.run_dir, config.keys.group)
+        self.loop = EventLoop()
+        self.loop.watch(signals.fd, signals.clear)
+        self._fork_server = fork_server
+        self._obituaries = ObituarySender(
+            self.loop, fleet.endpoint, fleet.fleet_id, self.recorders, keys, reads_redis=False
+        )
+        self.supervisor = Supervisor(self.loop, config.supervisor, self.logs, self, fork_server=fork_server)
+        self._watchdog = FleetWatchdog(
+            self.loop,
+            self.supervisor,
+            self.recorder_of,
+            config.broker.lease_s,
+            config.worker.connect_timeout_s,
+        )
+
+    def start(self, count: int) -> None:
+        """Tell the broker of what earlier groups left here, and start `count` workers, if no stop signal comes before.
+
+        They start once they can be forked. Executed, each of them would import torch while the fork server does.
+        """
+        self._obituaries.send_left_over()
+        self._await_fork_server()
+        if self._signals.count:
+            return
+        for number in range(count):
+            name = f"worker-{self._name}-{number}"
+            command = group_worker(self._config_json, self.folder, self._fleet.options)
+            self.supervisor.start(worker_of_group(self._config, name, command, self._slot_of(name)))
+        many = "1 worker" if count == 1 else f"{count} workers"
+        log.info("%s for fleet %s at %s; files in %s", many, self._fleet.fleet_id, self._fleet.endpoint, self.folder)
+
+    def _await_fork_server(self) -> None:
+        server, signals = self._fork_server, self._signals
+        if server is None:
+            return
+        self.loop.watch(server.fd, server.take_news)
+        self.loop.turn_until(lambda: server.is_ready or server.has_ended or signals.count > 0, _IMPORT_S)
+        self.loop.forget(server.fd)
+        if not server.is_ready:
+            server.close()
+
+    def run(self) -> None:
+        """Turn the loop until a stop signal, or until workers leave with the fleet. Raises the error that ends it."""
+        self._look()
+        service_manager().follow(self.loop)
+        service_manager().ready()
+        while not self._signals.count and not self._fleet_has_ended:
+            self.loop.turn(_TURN_S)
+            if failure := self.supervisor.failure or self._unreachable:
+                raise failure
+
+    def close(self) -> None:
+        """Drain the workers, tell the broker of their ends, and move what is left of their files to the run directory.
+
+        A second signal kills the workers.
+        """
+        service_manager().stopping()
+        self._watchdog.stop()
+        self.supervisor.stop(Role.WORKER)
+        asked = self._signals.count
+        limit_s = self._config.supervisor.stop_timeout_s + 5.0
+        self.loop.turn_until(lambda: self.supervisor.gone() or self._signals.count > max(asked, 1), limit_s)
+        self.supervisor.kill()
+        self.loop.turn_until(self.supervisor.gone, 5.0)
+        self._obituaries.send_ended(())
+        self.loop.turn_until(lambda: self._obituaries.all_final() or self._broker_has_stopped(), _FINAL_S)
+        if not self._obituaries.all_final():
+            log.info("recorders of workers that ended stay until the broker has stored their books")
+        self._obituaries.close()
+        self._config_json.unlink(missing_ok=True)
+        remove_unused_weights()
+        self._sweep()
+
+    def _broker_has_stopped(self) -> bool:
+        """Return whether the fleet says that it has stopped, so that its broker answers no more."""
+        return self._fleet.source is not None and self._fleet.source.stopped() is not None
+
+    def recorder_of(self, service: Service) -> Path | None:
+        """Return the recorder of the present life of a worker; None before it has joined the fleet."""
+        child = service.child
+        if child is None:
+            return None
+        life = self._lives.get(service.spec.name)
+        if life is None or not self._is_of(life, child):
+            life = next((life for life, _ in recorders_in(self.recorders) if self._is_of(life, child)), None)
+            if life is None:
+                return None
+            self._lives[service.spec.name] = life
+        return recorder_path(self.recorders, *life)
+
+    def _is_of(self, life: Life, child: Child) -> bool:
+        reading = read_recorder(recorder_path(self.recorders, *life))
+        return reading is not None and reading.pid == child.pid and reading.updated_ns >= child.started * 1e9
+
+    def _slot_of(self, name: str) -> Callable[[], int | None]:
+        return lambda: self._lives[name][0] if name in self._lives else None
+
+    # Methods of `Observer`, which the supervisor calls.
+
+    def next_incarnation(self, name: str) -> int:
+        """Return a number for the files of the next life. The broker gives the life its incarnation."""
+        return next(self._incarnations)
+
+    def changed(self) -> None:
+        """Do nothing: nobody reads the states of these processes."""
+
+    def ended(self, service: Service, child: Child, returncode: int) -> None:
+        """Tell the broker of a life that had joined. Note when the broker was gone for too long."""
+        recorder = self.recorder_of(service) if child is service.child else None
+        if recorder is not None:
+            life = self._lives[service.spec.name]
+            self._obituaries.send(write_obituary(self.recorders, *life, reason_of(child.exit_record)))
+        if returncode == ExitCode.OK and self._config.worker.ends_with_fleet:
+            self._fleet_has_ended = True
+            self.supervisor.stop_one(service)  # so that it is not started again
+        record = child.exit_record
+        if record is not None and record.exit_code == ExitCode.FENCED:
+            self._lives.pop(service.spec.name, None)  # another process has the slot: the next life asks for any
+        if record is not None and record.exit_code == ExitCode.UNREACHABLE and not self._signals.count:
+            self._unreachable = ProcessFailedError(service.spec.name, ExitCode.UNREACHABLE, record.sentence)
+
+    def _look(self) -> None:
+        """Look, now and every second, for the broker, and for workers of other groups that have ended here."""
+        services = self.supervisor.services.values()
+        own = {self._lives[service.spec.name] for service in services if self.recorder_of(service) is not None}
+        self._obituaries.send_ended(own)
+        self._follow_broker()
+        self.loop.call_later(_LOOK_S, self._look)
+
+    def _follow_broker(self) -> None:
+        """Tell the broker where it is now of the ends that it has not acknowledged."""
+        if self._fleet.source is not None and not self._obituaries.all_acknowledged():
+            self._obituaries.follow(self._fleet.source.find("worker"))
+
+    # Its folder.
+
+    def _make_folder(self) -> None:
+        try:
+            for folder in (self.recorders, self.logs):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(self._config_json, orjson.dumps(self._config.model_dump(mode="json")))
+        except OSError as error:
+            raise write_error(str(self.folder), error) from error
+
+    def _sweep(self) -> None:
+        """Move logs, and recorders whose books are not final, from the scratch folder to the run directory.
+
+        Recorders of processes that live stay, and so does all that cannot be moved.
+        """
+        if self.folder == self._run_dir.absolute():
+            return
+        logs = [path for path in self.logs.iterdir() if path.name.startswith(f"worker-{self._name}-")]
+        _move(logs, self._run_dir / "logs")
+        ended = [path for life, path in recorders_in(self.recorders) if self._obituaries.knows(life)]
+        _move([file for path in ended for file in (path, log_path(path)) if file.exists()], self._run_dir / "recorders")
+
+
+def _move(files: Iterable[Path], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            shutil.move(path, folder / path.name)
+    except OSError as error:
+        log.warning("files of workers stay in their scratch folder: %s cannot be written (%s)", folder, error)

@@ -1,0 +1,156 @@
+"""The check before a start: it builds and tries what the config names, once, in a process of its own.
+
+The supervisor starts that process by `check_process.py`. It reads the steps that are announced here, and the error with
+which the process ends. Quick checks of common mistakes come first. torch takes a second or two, so it is imported last,
+and only for a module that may be wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.deploy.policies.env_trial import try_env
+from headrace.deploy.run.policy_spaces import built_env
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.plugins import load_factory, load_object
+from headrace.workers.config import DEFAULT_MODULE, EnvRunnerConfig, runner_config
+from headrace.workers.connectors.pipeline import Pipeline
+from headrace.workers.envs.native.creators import vector_creator
+from headrace.workers.policy.policies import Policies
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """The module and the connectors of one policy, as the config names them."""
+
+    build: str
+    config: Mapping[str, Any]
+    env_to_module: Sequence[Any]
+    module_to_env: Sequence[Any]
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether the module is Headrace's own with its defaults, which fits all spaces and every learner."""
+        return self.build == DEFAULT_MODULE and not self.config
+
+
+def check_start(config: FleetConfig, say: Say) -> None:
+    """Check that workers and learner can be built from `config`. `say` gets a text before each step.
+
+    Raises the error with which a worker or the learner would end.
+    """
+    runner = runner_config(config)
+    say("looking up what the config names")
+    envs_are_here = config.fleet.workers > 0 and (
+        config.sampling.env_placement != "remote" or config.fleet.env_hosts > 0
+    )
+    if envs_are_here:
+        vector_creator(runner)
+    _check_http(config)
+    policies = _policies(runner)
+    _check_names(config, policies)
+    if not envs_are_here or not config.fleet.check_env:
+        return
+    say(f"building one env of {config.sampling.env!r}")
+    with built_env(runner) as built:
+        say(f"resetting and stepping that env of {config.sampling.env!r} once")
+        try_env(runner, built)
+    spaces = dict(_connected(policies, built.by_module, config.sampling.num_envs))
+    if not all(policy.is_ours for policy in policies.values()):
+        say("building the modules of " + ", ".join(sorted({repr(policy.build) for policy in policies.values()})))
+        _check_modules(config, runner, policies, spaces)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def _policies(runner: EnvRunnerConfig) -> dict[str, _Policy]:
+    """Return the policies by module id. Raises `ConfigError` for those that are not described as they should be."""
+    if not runner.is_multi_agent:
+        own = _Policy(str(runner.module), runner.module_config, runner.env_to_module, runner.module_to_env)
+        return {DEFAULT_MODULE_ID: own}
+    return {
+        module_id: _Policy(str(spec.module), spec.module_config, spec.env_to_module, spec.module_to_env)
+        for module_id, spec in Policies.of(runner).specs.items()
+    }
+
+
+def _check_http(config: FleetConfig) -> None:
+    asked = config.serving.enabled and config.serving.http_port is not None
+    if asked and config.fleet.workers and importlib.util.find_spec("httptools") is None:
+        raise ConfigError("HTTP needs httptools: pip install 'headrace[http]'", key="serving.http_port")
+
+
+def _check_names(config: FleetConfig, policies: Mapping[str, _Policy]) -> None:
+    """Import connectors, modules and callbacks, as far as they are used on this machine."""
+    if config.fleet.workers or config.learner.enabled:
+        for policy in policies.values():
+            for key in ("env_to_module", "module_to_env"):
+                for number, piece in enumerate(getattr(policy, key)):
+                    load_factory(piece, f"{key}[{number}]")
+            if policy.build != DEFAULT_MODULE:
+                _load_builder(policy.build)
+    if config.fleet.workers:
+        for name in config.sampling.callbacks:
+            load_object(name, "sampling.callbacks")
+
+
+def _load_builder(build: str) -> None:
+    try:
+        found = load_object(build, "module.build")
+    except ConfigError as error:
+        raise ModuleError(f"module {build!r} cannot be found ({error})") from error
+    if not callable(found):
+        raise ModuleError(f"module {build!r} is a {type(found).__name__}; name a function build(spaces, **config)")
+
+
+# -- spaces -----------------------------------------------------------------------------------------------------------
+
+
+def _connected(
+    policies: Mapping[str, _Policy], spaces: Mapping[str, Spaces], num_envs: int
+) -> Iterator[tuple[str, Spaces]]:
+    """Yield each module with its spaces after all its connectors. Raises `ConnectorError`."""
+    for module_id, policy in policies.items():
+        owner = "" if module_id == DEFAULT_MODULE_ID else f" of policy {module_id!r}"
+        outward = Pipeline("module_to_env", policy.module_to_env, owner).connect_actions(spaces[module_id], num_envs)
+        yield module_id, Pipeline("env_to_module", policy.env_to_module, owner).connect_observations(outward, num_envs)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _check_modules(
+    config: FleetConfig, runner: EnvRunnerConfig, policies: Mapping[str, _Policy], spaces: Mapping[str, Spaces]
+) -> None:
+    """Build each module as workers do, let it act once, and build it as the learner does. Raises `ModuleError`."""
+    from headrace.learner_stub.policy_builder import build_policies
+    from headrace.workers.modules.protocol import build_module
+    from headrace.workers.policy.batch_columns import PolicyColumns
+
+    trained = config.learner.policies_to_train
+    for module_id, policy in policies.items():
+        try:
+            module = build_module(policy.build, spaces[module_id], policy.config).eval()
+        except NotImplementedError:
+            continue  # the policy acts at random
+        try:
+            columns = PolicyColumns.of(module, spaces[module_id], spaces[module_id], runner, maps=False).kinds
+        except ModuleError as error:
+            raise ModuleError(f"module {policy.build!r} does not fit its env's spaces: {error}") from error.__cause__
+        is_trained = config.learner.enabled and (trained is None or module_id in trained)
+        if is_trained and "logp" not in columns:
+            raise ModuleError(
+                f"module {policy.build!r} gives no 'logp' in forward_exploration, which the reference learner needs; "
+                "return it, or train with a learner of your own: --set learner.enabled=false"
+            )
+    if config.learner.enabled:
+        build_policies(config, spaces)

@@ -1,0 +1,150 @@
+"""One started process: its pidfd, its log and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from headrace.deploy.process.exit_record import VARIABLE, ExitRecord, take_exit_record
+from headrace.deploy.process.fork_server import ForkServer
+from headrace.deploy.process.liveness_file import VARIABLE as LIVENESS_VARIABLE
+from headrace.deploy.process.parent_death import bound_to_us
+from headrace.deploy.terminal.log_rotation import rotated_path, was_rotated_since
+from headrace.schemas.basics.run_files import opener
+from headrace.schemas.basics.signal_names import signal_name
+from headrace.schemas.errors import ExitCode, write_error
+
+_TAIL_BYTES = 16 * 1024
+_SENTENCE = 1000
+
+
+class Child:
+    """A process in a session of its own, so that Ctrl-C in a terminal reaches only the supervisor.
+
+    It dies with the thread that started it (`death_signal`). Signals go through its pidfd and so can never reach
+    another process that was given the same pid. stdout and stderr are appended to `log_path`; stdin is empty.
+
+    `fork_server` forks it where it can; otherwise it is executed.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        log_path: Path,
+        *,
+        incarnation: int = 1,
+        env: Mapping[str, str] | None = None,
+        death_signal: signal.Signals = signal.SIGKILL,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        self.log_path = log_path
+        self.incarnation = incarnation
+        self._exit_record_path = log_path.with_name(f".{log_path.stem}-{incarnation}.end")
+        self.liveness_path = log_path.with_name(f".{log_path.stem}-{incarnation}.alive")
+        """The file that the process touches while it lives, if its role does so."""
+        self.exit_record: ExitRecord | None = None
+        """The exit record, once the process was reaped. None when the process did not announce this end itself."""
+        environment = os.environ if env is None else env
+        with _open(log_path) as log:
+            self._log_start = log.tell()
+            forked = fork_server and fork_server.fork(argv, environment, self._places(), log, death_signal)
+            self._process = None if forked else self._execute([*bound_to_us(death_signal), *argv], environment, log)
+        self.pid = self._process.pid if self._process is not None else forked or 0
+        self.pidfd = os.pidfd_open(self.pid)
+        self.started_unix = time.time()
+        self.started = time.monotonic()
+
+    def _execute(self, command: list[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environment, **self._places()},
+            start_new_session=True,
+        )
+
+    def _places(self) -> dict[str, str]:
+        return {VARIABLE: str(self._exit_record_path.absolute()), LIVENESS_VARIABLE: str(self.liveness_path.absolute())}
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens when the process has ended."""
+        if self.pidfd < 0:
+            return
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            return
+
+    def reap(self) -> int:
+        """Return the return code (negative: the signal that killed it).
+
+        Call it once `pidfd` is readable, else it blocks.
+
+        Kills all processes left in the process group, such as a user's simulator that this process had started.
+        """
+        os.waitid(
+            os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT
+        )  # not reaped yet, so the group is surely still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        returncode = self._process.wait() if self._process is not None else _wait(self.pid)
+        os.close(self.pidfd)
+        self.pidfd = -1
+        self.liveness_path.unlink(missing_ok=True)
+        record = take_exit_record(self._exit_record_path, self.pid)
+        self.exit_record = record if record is not None and record.exit_code == returncode else None
+        return returncode
+
+    def log_lines(self, count: int) -> list[str]:
+        """Return the last lines that this very process wrote, at most `count`, without blank ones."""
+        if was_rotated_since(self.log_path, self.started_unix):
+            text = _tail(rotated_path(self.log_path), 0) + _tail(self.log_path, 0)
+        else:
+            text = _tail(self.log_path, self._log_start)
+        lines = text[-_TAIL_BYTES:].decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-count:]
+
+    def last_error(self) -> str | None:
+        """Return the sentence after `error: ` with which our commands end, on one line; None when there is none."""
+        lines = self.log_lines(200)
+        starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        if not starts:
+            return None
+        return " ".join(" ".join(lines[starts[-1] :]).removeprefix("error: ").split())[:_SENTENCE]
+
+
+def _wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _tail(path: Path, start: int) -> bytes:
+    """Return the end of the file, of what stands behind `start`; nothing where there is no file."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(start, size - _TAIL_BYTES))
+            return log.read(_TAIL_BYTES)
+    except FileNotFoundError:  # the run directory was removed
+        return b""
+
+
+def _open(log_path: Path) -> BinaryIO:
+    try:
+        return open(log_path, "ab", opener=opener)
+    except OSError as error:
+        raise write_error(str(log_path.parent), error) from error
+
+
+def describe_end(returncode: int) -> str:
+    """Return a return code in words: "signal SIGKILL", "exit code 4 (ENV)"."""
+    if returncode < 0:
+        return f"signal {signal_name(-returncode)}"
+    names = [code.name for code in ExitCode if code == returncode]
+    return f"exit code {returncode} ({names[0]})" if names else f"exit code {returncode}"

@@ -1,0 +1,353 @@
+"""The supervisor keeps processes alive: start, watch by pidfd, restart with backoff, give up on a crash loop, stop.
+
+    STARTING/RUNNING ── dies ──▶ RESTARTING ── pause ──▶ RUNNING
+          │  │                        └── budget spent ──▶ FAILED (CrashLoopError)
+          │  └── error that a restart cannot cure, by its exit record ──▶ FAILED (ProcessFailedError)
+          ├── fenced by a newer learner ──▶ FENCED ── that one has left ──▶ RUNNING
+          ├── silent ──▶ replaced at once; the old process lives on as a zombie and is killed later
+          └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
+
+Everything happens in the thread that turns the loop. It must be the main thread, since children die with the thread
+that started them. `watchdog.py` notices processes that live and do nothing, and has them replaced here.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from headrace.deploy.process.child import Child, describe_end
+from headrace.deploy.process.event_loop import EventLoop, Timer
+from headrace.deploy.process.exit_record import ExitRecord
+from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.fork_server import ForkServer
+from headrace.deploy.process.restarts import RestartPolicy
+from headrace.schemas.basics.stop_event import sigterm_blocked
+from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, HeadraceError
+from headrace.schemas.settings.config import SupervisorSection
+
+log = logging.getLogger("headrace.supervisor")
+
+_LEAST_ROOM = 64 << 10
+"""Bytes; a disk with less counts as full. Systems give the last bytes to some writers only."""
+
+INCURABLE = frozenset(
+    (
+        ExitCode.USAGE,
+        ExitCode.CONFIG,
+        ExitCode.ENV,
+        ExitCode.MODULE,
+        ExitCode.RUN_DIR,
+        ExitCode.WRONG_FLEET,
+        ExitCode.VERSION_MISMATCH,
+        ExitCode.ENV_RESTART_BUDGET,
+        ExitCode.WINDOW_STALLED,
+        ExitCode.KEYS,
+    )
+)
+"""Exit codes of errors that a restart cannot cure."""
+
+
+class Role(StrEnum):
+    """The role of a process in the fleet."""
+
+    REDIS = "redis"
+    BROKER = "broker"
+    WORKER = "worker"
+    LEARNER = "learner"
+    ENV_HOST = "env-host"
+    EVALUATOR = "evaluator"
+    DASHBOARD = "dashboard"
+    RAY = "ray"
+    """The process that keeps workers on a Ray cluster."""
+
+
+class ServiceState(StrEnum):
+    """The state of a service; see the drawing above."""
+
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FENCED = "fenced"
+    FAILED = "failed"
+
+
+OVER = (ServiceState.STOPPED, ServiceState.FENCED, ServiceState.FAILED)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """How to start a process; `command` maps the incarnation to argv."""
+
+    name: str
+    role: Role
+    command: Callable[[int], list[str]]
+    slot: int | None = None
+    env: Mapping[str, str] | None = None
+    death_signal: signal.Signals = signal.SIGKILL
+    has_port: bool = False
+    """True if the process serves a fixed port. Its next life needs the port, so a silent process is killed at once."""
+    optional: bool = False
+    """True if the fleet goes on without the process once it has failed for good."""
+
+
+@dataclass
+class Service:
+    """A process that the supervisor keeps alive, over all its lives."""
+
+    spec: ProcessSpec
+    policy: RestartPolicy
+    state: ServiceState = ServiceState.RESTARTING
+    child: Child | None = None
+    zombies: list[Child] = field(default_factory=list)
+    restarts: int = 0
+    last_words: str = ""
+    """Text on how its last life ended, with the last line it logged."""
+    timer: Timer | None = None
+    """The pending restart, or the pending kill of a stopping child."""
+
+
+class Observer(Protocol):
+    """Gets the supervisor's news."""
+
+    def next_incarnation(self, name: str) -> int:
+        """Return a number higher than any before for `name`, remembered even if this process dies now."""
+
+    def changed(self) -> None:
+        """Note that some process started, ended or changed its state."""
+
+    def ended(self, service: Service, child: Child, returncode: int) -> None:
+        """Note that a child of `service` has ended.
+
+        `service.child` is still that child, unless it was a replaced one.
+        """
+
+
+class Supervisor:
+    """Owns the child processes. `failure` is set once an error must end the fleet."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        section: SupervisorSection,
+        logs: Path,
+        observer: Observer,
+        rng: random.Random | None = None,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        self.services: dict[str, Service] = {}
+        self.failure: HeadraceError | None = None
+        self._loop = loop
+        self._section = section
+        self._logs = logs
+        self._observer = observer
+        self._rng = rng or random.Random()
+        self._fork_server = fork_server
+
+    def start(self, spec: ProcessSpec) -> Service:
+        """Start a process and keep it alive from now on."""
+        service = Service(spec, RestartPolicy(self._section, self._rng))
+        self.services[spec.name] = service
+        self._spawn(service)
+        return service
+
+    def replace(self, service: Service, why: str) -> None:
+        """Replace a silent process by a new one.
+
+        A silent worker is killed only after `zombie_grace_s`, so that it may wake, find itself fenced and stop in
+        order. It is killed at once if it has a port that the new one needs.
+        """
+        zombie = service.child
+        if zombie is None or service.state is not ServiceState.RUNNING:
+            return
+        log.warning("%s (pid %d) %s; a new one takes its place", service.spec.name, zombie.pid, why)
+        service.zombies.append(zombie)
+        may_wake = service.spec.role is Role.WORKER and not service.spec.has_port
+        grace_s = self._section.zombie_grace_s if may_wake else 0.0
+        self._loop.call_later(grace_s, lambda: zombie.send(signal.SIGKILL))
+        service.child = None
+        self._restart(service, time.monotonic() - zombie.started)
+
+    def bring_back(self, service: Service, why: str) -> None:
+        """Start a learner again that a newer one had fenced, and that has left."""
+        if service.state is ServiceState.FENCED:
+            log.warning("%s starts again: %s", service.spec.name, why)
+            service.restarts += 1
+            self._spawn(service)
+
+    def stop(self, *roles: Role) -> None:
+        """Send the stop signal to every process of `roles`; kill those that still run after `stop_timeout_s`."""
+        for service in self._of(roles):
+            self.stop_one(service)
+        self._observer.changed()
+
+    def stop_one(self, service: Service) -> None:
+        """Send the stop signal to one process, and kill it if it still runs after `stop_timeout_s`."""
+        self._cancel(service)
+        if service.child is not None:
+            service.state = ServiceState.STOPPING
+            service.child.send(signal.Signals[self._section.stop_signal])
+            service.timer = self._loop.call_later(self._section.stop_timeout_s, self._killer(service))
+        elif service.state not in OVER:
+            service.state = ServiceState.STOPPED
+        for zombie in service.zombies:
+            zombie.send(signal.SIGKILL)
+
+    def start_again(self, service: Service) -> None:
+        """Start a process that was stopped."""
+        if service.state is ServiceState.STOPPED:
+            self._spawn(service)
+
+    def kill(self) -> None:
+        """Kill every child at once and restart none."""
+        for service in self.services.values():
+            self._cancel(service)
+            service.state = ServiceState.STOPPING if service.child else ServiceState.STOPPED
+            for child in (service.child, *service.zombies):
+                if child is not None:
+                    child.send(signal.SIGKILL)
+
+    def end_fork_server(self) -> None:
+        """End the fork server. What starts from now on imports torch itself."""
+        if self._fork_server is not None:
+            self._fork_server.end()
+
+    def gone(self, *roles: Role) -> bool:
+        """Return whether no process of `roles` (none given: of any) lives or will start."""
+        return all(
+            service.child is None and not service.zombies and service.state in OVER for service in self._of(roles)
+        )
+
+    def restarts(self) -> dict[str, int]:
+        """Return restarts by role."""
+        counts: dict[str, int] = {}
+        for service in self.services.values():
+            role = service.spec.role.value
+            counts[role] = counts.get(role, 0) + service.restarts
+        return counts
+
+    def _of(self, roles: Iterable[Role]) -> list[Service]:
+        wanted = tuple(roles) or tuple(Role)
+        return [service for service in self.services.values() if service.spec.role in wanted]
+
+    def _spawn(self, service: Service) -> None:
+        spec = service.spec
+        incarnation = self._observer.next_incarnation(spec.name)
+        with sigterm_blocked(self._section.blocks_sigterm):
+            child = Child(
+                spec.command(incarnation),
+                self._logs / f"{spec.name}.log",
+                incarnation=incarnation,
+                env=spec.env,
+                death_signal=spec.death_signal,
+                fork_server=self._fork_server,
+            )
+        service.child, service.state, service.timer = child, ServiceState.RUNNING, None
+        self._loop.watch(child.pidfd, lambda: self._on_end(service, child))
+        log.info("%s started: pid %d, incarnation %d", spec.name, child.pid, incarnation)
+        self._observer.changed()
+
+    def _on_end(self, service: Service, child: Child) -> None:
+        self._loop.forget(child.pidfd)
+        returncode = child.reap()
+        self._observer.ended(service, child, returncode)
+        if child is service.child:
+            service.child = None
+            self._after_end(service, child, returncode)
+        else:
+            service.zombies.remove(child)
+            log.info("%s: replaced pid %d ended with %s", service.spec.name, child.pid, describe_end(returncode))
+        self._observer.changed()
+
+    def _after_end(self, service: Service, child: Child, returncode: int) -> None:
+        name, end, record = service.spec.name, describe_end(returncode), child.exit_record
+        is_full = record is None and bool(returncode) and _has_no_room(self._logs)
+        if record is None and returncode in INCURABLE and not is_full:
+            end += ", which it did not announce: an env or module of yours ended it"
+        service.last_words = end + _because(child)
+        if service.state is ServiceState.STOPPING:
+            self._cancel(service)
+            service.state = ServiceState.STOPPED
+            log.info("%s stopped with %s", name, end)
+        elif record is not None and returncode == ExitCode.FENCED and service.spec.role is Role.LEARNER:
+            service.state = ServiceState.FENCED
+            log.warning("%s: %s; the newer learner has the fleet now", name, record.sentence or "fenced")
+        elif record is not None and _is_final(record, service):
+            sentence = record.sentence or f"ended with {end}"
+            if not record.sentence or returncode == ExitCode.ENV_RESTART_BUDGET:
+                sentence += f"; its log is {child.log_path}"
+            self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
+        elif is_full:
+            self._fail(service, DiskFullError(str(self._logs), f"what {name} keeps (it ended with {end})"))
+        else:
+            log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
+            self._restart(service, time.monotonic() - child.started, child, end)
+
+    def _restart(self, service: Service, lived_s: float, child: Child | None = None, end: str = "silence") -> None:
+        delay_s = service.policy.after_death(lived_s)
+        if delay_s is None:
+            self._fail(service, self._crash_loop(service, child, end))
+            return
+        service.state = ServiceState.RESTARTING
+        service.restarts += 1
+        log.info("%s starts again in %.2f s (restart %d)", service.spec.name, delay_s, service.restarts)
+        service.timer = self._loop.call_later(delay_s, lambda: self._spawn(service))
+        self._observer.changed()
+
+    def _crash_loop(self, service: Service, child: Child | None, end: str) -> CrashLoopError:
+        lines = child.log_lines(10) if child else []
+        tail = "\n  ".join(["; its last log lines:", *lines]) if lines else "; it wrote no log"
+        deaths, window_s = service.policy.deaths_in_window, self._section.restart_window_s
+        return CrashLoopError(
+            f"{service.spec.name} died {deaths} times within {window_s:g} s "
+            f"of running (last: {end}) and is given up; repair it, or raise supervisor.max_restarts_per_window{tail}"
+        )
+
+    def _fail(self, service: Service, error: HeadraceError) -> None:
+        service.state = ServiceState.FAILED
+        if not service.spec.optional:
+            self.failure = self.failure or error
+        log.error("%s%s", error, "; the fleet goes on without it" if service.spec.optional else "")
+
+    def _killer(self, service: Service) -> Callable[[], None]:
+        def kill() -> None:
+            if service.child is not None:
+                section = self._section
+                ignored = "%s ignored %s for %g s and is killed"
+                log.warning(ignored, service.spec.name, section.stop_signal, section.stop_timeout_s)
+                service.child.send(signal.SIGKILL)
+
+        return kill
+
+    def _cancel(self, service: Service) -> None:
+        if service.timer is not None:
+            service.timer.cancel()
+            service.timer = None
+
+
+def _is_final(record: ExitRecord, service: Service) -> bool:
+    """Return whether the next life would end in the same way. A port that was free before will be free again."""
+    return record.exit_code in INCURABLE or (record.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
+
+
+def _has_no_room(folder: Path) -> bool:
+    """Return whether the disk of `folder` is full. It is not where the folder was removed."""
+    try:
+        return shutil.disk_usage(folder).free < _LEAST_ROOM
+    except OSError:
+        return False
+
+
+def _because(child: Child) -> str:
+    """Return the reason a process gave: its error, else the last line it wrote (of a traceback, most likely)."""
+    said = child.last_error() or "".join(child.log_lines(1))
+    return f": {said}" if said else ""

@@ -1,0 +1,128 @@
+"""The evidence in a run directory, against which the audit holds the ledger.
+
+None of it comes from the broker that writes the ledger: workers write recorders, and the learner writes its position in
+the stream into its checkpoint.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from headrace.deploy.process.recorders import Life, covers, is_written_to, recorders_in
+from headrace.deploy.report.run_facts import keepers_that_failed
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.resume import read_told
+from headrace.deploy.run.saved_policy import NEWEST_FILE
+from headrace.deploy.run.several_brokers import learner_dir
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
+from headrace.schemas.messages import SourcePosition
+
+_POSITION = TypeAdapter(list[SourcePosition])
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The files of a run directory, as read at one moment. A ledger that is read later may be ahead of them."""
+
+    recorders: Mapping[Life, Reading] = field(default_factory=dict)
+    living: frozenset[Life] = frozenset()
+    """Lives whose recorder is still being written to on this machine."""
+    unreadable: tuple[Path, ...] = ()
+    """Recorders that cannot be read."""
+    position: Mapping[Life, Settled] = field(default_factory=dict)
+    """Position of the learner's newest checkpoint in the batches of each life."""
+    failed: tuple[str, ...] = ()
+    """Which of broker and Redis, in words, failed for good, so that the run ended."""
+
+
+def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
+    """Read what there is. A checkpoint of another kind, or of another fleet, has no position."""
+    readings, living, unreadable = {}, set(), []
+    for life, path in recorders_in(run_dir / "recorders") if (run_dir / "recorders").is_dir() else ():
+        reading = read_recorder(path)
+        if reading is not None:
+            if is_written_to(path, reading.pid):
+                living.add(life)
+            readings[life] = read_recorder(path) or reading  # of a writer that has ended: its last commit
+        elif not is_unborn(path):
+            unreadable.append(path)
+    position = _read_position(learner_dir(run_dir) / NEWEST_FILE, fleet_id)
+    return Evidence(readings, frozenset(living), tuple(unreadable), position, tuple(keepers_that_failed(run_dir)))
+
+
+def contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
+    """Yield one sentence for each thing that the ledger in Redis lacks, although the evidence proves it.
+
+    Where a process of the fleet failed for good, the first sentence says so, and what closes the books.
+    """
+    found = list(_contradictions(evidence, snapshot))
+    if found and evidence.failed and snapshot.reported_unix_s is not None:
+        last = time.strftime("%H:%M:%S", time.localtime(snapshot.reported_unix_s))
+        yield (
+            f"the ledger ends at {last}, since {' and '.join(evidence.failed)} failed for good then; the next "
+            "`headrace up` in this run directory closes the books of the following rows, from their recorders"
+        )
+    yield from found
+
+
+def _contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
+    for path in evidence.unreadable:
+        yield f"{path} is no recorder that this version can read, so its steps are in no books"
+    for life in sorted(evidence.recorders.keys() - evidence.living):
+        worker = snapshot.workers.get(life[0], {})
+        if worker.get("incarnation") == life[1] and worker.get("host") != platform.node():
+            continue  # it lives on another machine that has the same folder
+        yield from _unread_recorder(life, evidence.recorders[life], snapshot)
+    if evidence.position and not snapshot.rows and not snapshot.folded:
+        steps = sum(settled.committed[0] for settled in evidence.position.values())
+        yield f"the ledger is empty, although the learner has trained on {steps:,} steps ({NEWEST_FILE} says so)"
+        return
+    for life, settled in sorted(evidence.position.items()):
+        if snapshot.is_folded(life):
+            continue  # all its batches are settled
+        row = snapshot.rows.get(life)
+        known = row.settled.seq if row is not None else 0
+        if known < settled.seq:
+            yield (
+                f"slot {life[0]} incarnation {life[1]}: the learner has settled batches up to {settled.seq} "
+                f"({NEWEST_FILE} says so), but the ledger knows {known}"
+            )
+
+
+def _unread_recorder(life: Life, reading: Reading, snapshot: Snapshot) -> Iterator[str]:
+    row = snapshot.rows.get(life)
+    if snapshot.is_folded(life):
+        row = snapshot.folded[life[0]].row
+    if row is not None and covers(row, reading):
+        return
+    if row is None and not reading.totals.stepped:
+        return
+    known = f"knows {row.totals.stepped:,}" if row is not None else "does not know this life"
+    if row is not None and row.totals.stepped == reading.totals.stepped:
+        known = "does not know that it has ended"
+    yield (
+        f"slot {life[0]} incarnation {life[1]}: its worker has ended after {reading.totals.stepped:,} steps, as its "
+        f"recorder says, but the ledger {known}; the next `headrace up` in this run directory reads the recorder"
+    )
+
+
+def _read_position(checkpoint: Path, fleet_id: str) -> dict[Life, Settled]:
+    return settled_by_life((read_told(checkpoint) or {}).get("position", []), fleet_id)
+
+
+def settled_by_life(position: Any, fleet_id: str) -> dict[Life, Settled]:
+    """Return what a checkpoint's position says of each life; empty for one that is of another fleet, or damaged."""
+    try:
+        ours = [place for place in position if place.get("fleet_id", fleet_id) in ("", fleet_id)]
+        places = _POSITION.validate_python(ours)
+    except (ValidationError, AttributeError, TypeError):
+        return {}
+    return {(place.slot, place.incarnation): place.settled for place in places}

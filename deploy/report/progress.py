@@ -1,0 +1,223 @@
+"""Display of a run's progress: a live table on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.deploy.run.evaluation_log import describe
+from headrace.deploy.run.goal import Goal, RunNumbers
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.terminal.output import chosen_output
+from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.schemas.accounts.ledger import Drop
+from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
+from headrace.schemas.basics.printable import one_line
+from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
+
+LIVE_INTERVAL_S = 0.5
+LINE_INTERVAL_S = 5.0
+STALE_S = 2.0
+
+
+@dataclass(frozen=True)
+class ProgressView:
+    """The values to show at one moment."""
+
+    seconds: float
+    numbers: RunNumbers
+    goal: Goal
+    steps_before: int = 0
+    """Number of env steps of earlier runs in the same directory."""
+    steps_per_s: float = 0.0
+    weights: tuple[int, int] = (0, 0)
+    """(learner epoch, seq) of the newest weights."""
+    weights_lag: int = 0
+    """Number of versions by which the slowest worker's weights are behind the newest."""
+    held_batches: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Steps that were cut and will not reach the learner, by reason."""
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    redis_age_s: float = 0.0
+    env_failures: str = ""
+    """Text that says how often envs have failed, and names the newest failure; "" for no failure."""
+    revoked: Mapping[str, int] = field(default_factory=dict)
+    """Sessions that ended because their key was revoked, by the name of the key."""
+    waiting: str = ""
+    """Text that names what the fleet waits for while it takes no step; "" for nothing."""
+    evaluation: Mapping[str, Any] | None = None
+    """The newest line of evaluations.jsonl, parsed; None before the first."""
+
+    @staticmethod
+    def of(
+        snapshot: Snapshot | None,
+        seconds: float,
+        goal: Goal,
+        restarts: Mapping[str, int],
+        redis_age_s: float,
+        evaluation: Mapping[str, Any] | None = None,
+    ) -> ProgressView:
+        """Return the view of a snapshot; None shows zeros."""
+        if snapshot is None:
+            return ProgressView(seconds, RunNumbers(), goal, restarts=restarts, redis_age_s=redis_age_s)
+        gauges = snapshot.gauges
+        return ProgressView(
+            seconds=seconds,
+            numbers=RunNumbers.of(gauges, snapshot.totals, snapshot.policies),
+            goal=goal,
+            steps_per_s=gauges.get("env_steps_per_s", 0.0),
+            weights=(int(gauges.get("learner_epoch", 0)), int(gauges.get("weights_seq", 0))),
+            weights_lag=weights_lag(snapshot),
+            held_batches=int(gauges.get("held_batches", 0)),
+            dropped=dropped_steps(snapshot.totals),
+            restarts=restarts,
+            redis_age_s=redis_age_s,
+            evaluation=evaluation,
+            env_failures=env_failures(snapshot),
+            revoked=revoked_sessions(gauges),
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (label, value) pairs, in the order in which they are shown."""
+        n = self.numbers
+        mean = n.show_mean_return()
+        if self.goal.until_return is not None:
+            mean += f" of {self.goal.until_return:g}"
+        rows = [
+            ("time", f"{self.seconds:.0f} s"),
+            ("env steps", f"{self._steps()} ({self.steps_per_s:,.0f}/s)"),
+            ("episodes", f"{n.episodes:,}"),
+            ("mean return", mean),
+            ("weights", f"{self.weights[0]}/{self.weights[1]} (lag {self.weights_lag})"),
+            ("queue", f"{self.held_batches} batches"),
+            ("restarts", name_restarts(self.restarts)),
+        ]
+        if self.dropped:
+            by_reason = ", ".join(f"{reason} {steps:,}" for reason, steps in self.dropped.items())
+            rows.append(("dropped", f"{sum(self.dropped.values()):,} steps ({by_reason})"))
+        if self.evaluation is not None:
+            rows.append(("evaluation", describe(self.evaluation)))
+        if self.env_failures:
+            rows.append(("env failures", self.env_failures))
+        if self.revoked:
+            rows.append(("revoked keys", name_revoked(self.revoked)))
+        if self.redis_age_s > STALE_S:
+            rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
+        if self.waiting:
+            rows.append(("waiting for", self.waiting))
+        return rows
+
+    def in_one_line(self) -> str:
+        """Return all labels and values as one line."""
+        return "  ".join(f"{what} {value}" for what, value in self.rows())
+
+    def _steps(self) -> str:
+        steps, until = self.numbers.steps, self.goal.until_steps
+        if until is None:
+            return f"{steps:,}"
+        in_all = f", {steps:,} in all" if self.steps_before else ""
+        return f"{max(0, steps - self.steps_before):,} of {until:,}{in_all}"
+
+
+def name_restarts(restarts: Mapping[str, int]) -> str:
+    """Return how many restarts each role had, in words."""
+    return ", ".join(f"{count} ({role})" for role, count in restarts.items() if count) or "none"
+
+
+def name_revoked(revoked: Mapping[str, int]) -> str:
+    """Return how many sessions the revocation of keys has ended, in words."""
+    keys = ", ".join(one_line(name) for name in sorted(revoked))
+    count = sum(revoked.values())
+    return f"{count:,} {'session' if count == 1 else 'sessions'} ended ({keys})"
+
+
+def weights_lag(snapshot: Snapshot) -> int:
+    """Return the most versions by which a worker is behind, among workers in the newest learner epoch."""
+    return max([0, *(int(number(worker.get("weights_behind"))) for worker in snapshot.workers.values())])
+
+
+def dropped_steps(totals: Mapping[str, float]) -> dict[str, int]:
+    """Return the steps that were dropped, by reason; without reasons of no step."""
+    counts = {
+        reason.value: int(totals.get(labelled("dropped_agent_steps_total", "reason", reason.value), 0))
+        for reason in Drop
+    }
+    return {reason: steps for reason, steps in counts.items() if steps}
+
+
+def env_failures(snapshot: Snapshot) -> str:
+    """Return how often envs of the workers that live have failed, and the newest failure; "" for none."""
+    failed = [
+        (number(state.get("env_failure_age_s")), slot, state)
+        for slot, state in snapshot.workers.items()
+        if number(state.get("env_failures"))
+    ]
+    if not failed:
+        return ""
+    age_s, slot, state = min(failed, key=lambda one: one[0])
+    total = sum(number(state["env_failures"]) for _, _, state in failed)
+    text = str(state.get("env_failure", ""))[:MOST_SHORT_DETAIL]
+    said = "".join(c if c.isprintable() else "?" for c in text)
+    return f"{total:,.0f}, the newest {age_s:.0f} s ago (worker-{slot}: {said})"
+
+
+def number(value: Any) -> float:
+    """Return a number that a peer told or Redis holds; 0.0 for anything else, since any program may have written it."""
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+class ProgressDisplay:
+    """Shows views on `stream` as they come. Use it within `with`."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._live = _live(self._stream) if self._stream.isatty() and not chosen_output().quiet else None
+        self.interval_s = LIVE_INTERVAL_S if self._live else LINE_INTERVAL_S
+        self._shown = float("-inf")
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._live is not None:
+            with ignore_closed_reader(self._stream):
+                self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            with ignore_closed_reader(self._stream):
+                self._live.stop()
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the next view will be shown."""
+        return time.monotonic() - self._shown >= self.interval_s
+
+    def show(self, view: ProgressView, *, last: bool = False) -> None:
+        """Show `view`, unless the one before is too fresh and more will follow. A quiet command shows none."""
+        if chosen_output().quiet or not (last or self.is_due):
+            return
+        self._shown = time.monotonic()
+        with ignore_closed_reader(self._stream):
+            if self._live is not None:
+                self._live.update(_table(view), refresh=True)
+            else:
+                print(view.in_one_line(), file=self._stream, flush=True)
+
+
+def _live(stream: TextIO) -> Live:
+    """Return a live display. Log lines appear above its table, if they go to the same terminal."""
+    return Live(console=Console(file=stream), auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+
+
+def _table(view: ProgressView) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for what, value in view.rows():
+        table.add_row(f"[dim]{what}[/dim]", escape(value))
+    return table

@@ -1,0 +1,142 @@
+"""`DIR/fleet.json`: the fleet's processes and addresses, replaced in one step whenever a process starts or ends."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.deploy.process.recorders import recorders_in
+from headrace.deploy.run.run_dir import RunDir, write_private
+from headrace.schemas.errors import RunDirError
+
+_MODEL = ConfigDict(extra="ignore")
+
+
+class ProcessEntry(BaseModel):
+    """One living process."""
+
+    model_config = _MODEL
+    name: str
+    role: str
+    slot: int | None = None
+    incarnation: int
+    pid: int
+    started: float
+    """Unix time, s."""
+    restarts: int = 0
+    state: str = "running"
+    last_words: str = ""
+    """Text on how its life before this one ended."""
+    recent_deaths: int = 0
+
+
+class WaitingEntry(BaseModel):
+    """A process between two lives, or one that will not start again."""
+
+    model_config = _MODEL
+    name: str
+    role: str
+    slot: int | None = None
+    restarts: int = 0
+    state: str = "restarting"
+    last_words: str = ""
+    """Text on how its last life ended."""
+    recent_deaths: int = 0
+    """Deaths that count towards `supervisor.max_restarts_per_window`, as of the last one."""
+
+
+class FleetFile(BaseModel):
+    """The content of fleet.json."""
+
+    model_config = _MODEL
+    version: int = 1
+    fleet_id: str
+    state: str = "starting"
+    supervisor_pid: int = 0
+    started: float = 0.0
+    config: str | None = None
+    """Path of the file the configuration came from, if any."""
+    endpoints: dict[str, str] = {}
+    redis_url: str = ""
+    env_steps: int = 0
+    """Env steps of all runs in this directory, as its supervisor last noted; 0: none was taken."""
+    best_return: float | None = None
+    """The best mean return of 100 episodes, as its supervisor last noted."""
+    processes: list[ProcessEntry] = []
+    waiting: list[WaitingEntry] = []
+    incarnations: dict[str, int] = {}
+    """Process name -> number of its lives in this directory; for a worker that is its incarnation, which only rises."""
+
+    def write(self, path: Path) -> None:
+        """Replace the file in one step."""
+        write_private(path, orjson.dumps(self.model_dump(), option=orjson.OPT_INDENT_2))
+
+
+def read_fleet_file(path: Path) -> FleetFile:
+    """Read the fleet described at `path`. Raises `RunDirError` when there is none to be read."""
+    try:
+        return FleetFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise RunDirError(str(path.parent), f"it has no fleet.json to read ({error.strerror})") from error
+    except ValidationError as error:
+        raise RunDirError(str(path.parent), f"its fleet.json is damaged ({error.errors()[0]['msg']})") from error
+
+
+def read_addresses(run_dir: Path) -> tuple[str, dict[str, str]]:
+    """Return (fleet id, endpoints) of the fleet in this directory, or of a broker that was started alone."""
+    path = run_dir / "broker.json"
+    if path.exists() and not (run_dir / "fleet.json").exists():
+        try:
+            broker = _BrokerFile.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise RunDirError(str(run_dir), "its broker.json is damaged") from error
+        return broker.fleet_id, broker.endpoints
+    fleet = read_fleet_file(run_dir / "fleet.json")
+    return fleet.fleet_id, fleet.endpoints
+
+
+@contextmanager
+def told_as_starting(run_dir: RunDir) -> Iterator[None]:
+    """Say in fleet.json, during the check before a start, that a run that has stopped starts again.
+
+    Its learners and workers elsewhere wait for it then. A check that fails takes it back.
+    """
+    before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
+    if before is None or before.state != "stopped":
+        yield
+        return
+    before.model_copy(update={"state": "starting", "endpoints": {}}).write(run_dir.fleet_json)
+    try:
+        yield
+    except BaseException:
+        before.write(run_dir.fleet_json)
+        raise
+
+
+class _BrokerFile(BaseModel):
+    fleet_id: str
+    endpoints: dict[str, str]
+
+
+def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
+    """Create a new fleet's file that continues what is in the directory.
+
+    It has the same fleet id unless `fleet_id` names another, and incarnations above all that were ever used there.
+    """
+    before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
+    incarnations = dict(before.incarnations) if before else {}
+    for (slot, incarnation), _ in recorders_in(run_dir.recorders):
+        name = f"worker-{slot}"
+        incarnations[name] = max(incarnations.get(name, 0), incarnation)
+    kept = before.fleet_id if before else f"fleet-{secrets.token_hex(4)}"
+    return FleetFile(
+        fleet_id=fleet_id or kept,
+        incarnations=incarnations,
+        env_steps=before.env_steps if before else 0,
+        best_return=before.best_return if before else None,
+    )

@@ -1,0 +1,139 @@
+"""The goal of a run: a mean return, a number of steps, or a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.broker.books_file import EndedLives
+from headrace.deploy.process.recorders import recorders_in
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.settings.config import FleetSection
+
+EPISODES_NEEDED = 100
+"""Number of episodes over which a mean return must be taken to count as reached."""
+
+_STEPS = "env_steps_total"
+
+
+@dataclass(frozen=True)
+class RunNumbers:
+    """The figures of a run that decide whether its goal is reached, and that its summary shows."""
+
+    steps: int = 0
+    """Env steps sampled over all runs in the directory. A step of several agents counts once."""
+    episodes: int = 0
+    mean_return: float | None = None
+    """Mean over the newest `window` episodes; None before the first one has ended."""
+    window: int = 0
+    mean_returns: Mapping[str, float] = field(default_factory=dict)
+    """Mean return by module id, over the newest agents that each policy played; empty in envs of one agent."""
+
+    @property
+    def best_return(self) -> float | None:
+        """Return the mean return if it is taken over enough episodes to compare it with others."""
+        return self.mean_return if self.window >= EPISODES_NEEDED else None
+
+    @staticmethod
+    def of(
+        gauges: Mapping[str, float],
+        totals: Mapping[str, int],
+        policies: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> RunNumbers:
+        """Take the numbers from one snapshot."""
+        window = int(gauges.get("episodes_window", 0))
+        return RunNumbers(
+            steps=totals.get(_STEPS, 0),
+            episodes=totals.get("episodes_total", 0),
+            mean_return=gauges.get("episode_return_mean") if window else None,
+            window=window,
+            mean_returns={
+                m: returns["return_mean"] for m, returns in (policies or {}).items() if "return_mean" in returns
+            },
+        )
+
+    def show_mean_return(self) -> str:
+        """Return the mean return in words, and that of each policy; "-" before the first episode has ended."""
+        if self.mean_return is None:
+            return "-"
+        by_policy = ", ".join(f"{module_id} {show_return(mean)}" for module_id, mean in self.mean_returns.items())
+        return f"{show_return(self.mean_return)} over {self.window}" + (f" ({by_policy})" if by_policy else "")
+
+
+def show_return(value: float) -> str:
+    """Return a return with one decimal, or as many as show four of its digits: 475.3, 9.342, 0.01230."""
+    if not value or not math.isfinite(value):
+        return f"{value:.1f}"
+    decimals = 3 - math.floor(math.log10(abs(value)))
+    return f"{value:.{min(max(decimals, 1), 8)}f}"
+
+
+def steps_at_start(snapshot: Snapshot, ended: EndedLives, recorders: Path) -> int:
+    """Return the env steps of all earlier runs in a run directory, before this one starts anything.
+
+    `snapshot` is what Redis knows. An empty Redis lacks the lives in `ended`, those of books.json. A worker that was
+    killed with its broker may have taken steps that neither has. Its recorder has them.
+    """
+    told = {life: counts.get(_STEPS, 0) for life, counts in snapshot.sources.items()}
+    steps = snapshot.totals.get(_STEPS, 0)
+    rows = {(row.slot, row.incarnation): row for row in ended.rows}
+    for life, row in rows.items():
+        if not snapshot.is_folded(life):
+            steps += max(0, row.totals.steps_of_envs - told.get(life, 0))
+    for slot, lives in ended.folded.items():
+        known = sum(count for life, count in told.items() if life[0] == slot and life[1] in lives)
+        known += snapshot.folded[slot].row.totals.steps_of_envs if slot in snapshot.folded else 0
+        steps += max(0, lives.row.totals.steps_of_envs - known)
+    for life, path in recorders_in(recorders):
+        reading = read_recorder(path)
+        is_folded = snapshot.is_folded(life) or (life[0] in ended.folded and life[1] in ended.folded[life[0]])
+        if reading is not None and life not in rows and not is_folded:
+            steps += max(0, reading.totals.steps_of_envs - told.get(life, 0))
+    return steps
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The goal that ends a run, counted from its start or its resume; all None: only a signal ends it."""
+
+    until_return: float | None = None
+    until_steps: int | None = None
+    timeout_s: float | None = None
+
+    @staticmethod
+    def of(section: FleetSection) -> Goal:
+        """Return the configured goal."""
+        return Goal(section.until_return, section.until_steps, section.timeout_s)
+
+    def reached(self, now: RunNumbers, start: RunNumbers) -> bool:
+        """Judge by `now` whether the goal of a run that began at `start` is reached.
+
+        Numbers left by an earlier run in the same directory do not count. Some step of this run must have been
+        reported: this run's mean is in the same write.
+        """
+        if now.steps <= start.steps:
+            return False
+        if self.until_steps is not None and now.steps >= start.steps + self.until_steps:
+            return True
+        if self.until_return is None or now.mean_return is None:
+            return False
+        return now.window >= EPISODES_NEEDED and now.mean_return >= self.until_return
+
+    def in_words(self, start: RunNumbers) -> str:
+        """Return what ends a run that began at `start`, and from where it counts."""
+        since = "the start" if not start.steps else f"here, where {start.steps:,} env steps are done"
+        words = []
+        if self.until_return is not None:
+            words.append(f"a mean return of {self.until_return:g} over {EPISODES_NEEDED} episodes that end from now on")
+        if self.until_steps is not None:
+            words.append(f"{self.until_steps:,} env steps, counted from {since}")
+        if self.timeout_s is not None:
+            words.append(f"{self.timeout_s:g} s")
+        return "until " + ", or ".join(words) if words else "until Ctrl-C, since no goal is given"
+
+    def late(self, seconds: float) -> bool:
+        """Return whether the run has taken longer than it may."""
+        return self.timeout_s is not None and seconds >= self.timeout_s

@@ -1,0 +1,229 @@
+"""How a process of a role finds its fleet: by an address, a rendezvous or a run directory, with its configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.deploy.run.fleet_file import read_addresses, read_fleet_file
+from headrace.deploy.run.named_code import resolve_found
+from headrace.deploy.run.options import chosen_run, describe_origin, resolve
+from headrace.deploy.run.run_dir import RUNS, file_name_of
+from headrace.deploy.run.several_brokers import at_broker, index_for
+from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.credentials.keys import BROKER, ENV_HOST, PeerKeys, check_fingerprint, client_keys, expected_key
+from headrace.schemas.errors import (
+    ConfigError,
+    RendezvousError,
+    RunDirError,
+    WrongFleetError,
+)
+from headrace.schemas.peers.fleet_address import AddressSource, RunDirAddresses, await_address
+from headrace.schemas.peers.rendezvous import Published, Rendezvous
+from headrace.schemas.peers.socket_folder import check_socket, is_socket
+from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
+from headrace.schemas.settings.config import FleetConfig
+
+_ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
+_HIGHEST_PORT = 65_535
+
+Sets = Iterable[str] | None
+Flags = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The fleet of a worker or learner, as it is known before it connects. `source` says where the fleet moves to."""
+
+    config: FleetConfig
+    origin: str
+    fleet_id: str
+    endpoint: str
+    source: AddressSource | None
+
+
+def join(
+    config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, role: str, allow: Iterable[str]
+) -> Joined | None:
+    """Find the fleet by its address, its rendezvous or its run directory. Return None after a stop signal."""
+    where = rendezvous_in(config, sets, flags) if endpoint is None else ""
+    if where:
+        return _meet(where, config, sets, flags, role, allow)
+    resolved, origin = resolve_role(config, sets, flags, endpoint, allow)
+    if endpoint is None:
+        if not _await_run(resolved, role):
+            return None
+        resolved, origin = resolve_role(config, sets, {**flags, "fleet.run_dir": resolved.fleet.run_dir}, None, allow)
+    fleet_id, found = _place(resolved, endpoint, role)
+    source = RunDirAddresses(Path(resolved.fleet.run_dir)) if endpoint is None else None
+    return Joined(resolved, origin, fleet_id, found, source)
+
+
+def rendezvous_in(config: Path | None, sets: Sets, flags: Flags) -> str:
+    """Return the rendezvous that is named; "" for none, or where a flag names a run directory instead."""
+    named = str(flags.get("fleet.rendezvous") or "")
+    return named or ("" if flags.get("fleet.run_dir") else resolve(config, sets, flags)[0].fleet.rendezvous)
+
+
+def _meet(where: str, config: Path | None, sets: Sets, flags: Flags, role: str, allow: Iterable[str]) -> Joined | None:
+    """Find the fleet at a rendezvous, which may appear later. Raises `RendezvousError`, `WrongFleetError`, `KeysError`.
+
+    What this process keeps goes to a folder named after the fleet, if no run directory is named.
+    """
+    asked = resolve(config, sets, flags)[0]
+    rendezvous = Rendezvous(where, broker_ports(asked))
+    endpoint = await_place(rendezvous, role, asked, asked.fleet.fleet_id)
+    if endpoint is None:
+        return None
+    published = rendezvous.look()
+    if not endpoint or published is None:
+        raise RendezvousError(where, rendezvous.problem)
+    named = {**flags, "fleet.fleet_id": asked.fleet.fleet_id or published.fleet_id}
+    resolved, origin = resolve_role(config, sets, named, endpoint, allow)
+    check_published(published, where, resolved, asked.fleet.fleet_id, role)
+    source = None if where.startswith("dns://") else rendezvous
+    return Joined(resolved, f"{origin}; rendezvous: {where}", named["fleet.fleet_id"], endpoint, source)
+
+
+def broker_ports(config: FleetConfig) -> dict[str, int]:
+    """Return the configured ports of a broker by role, for `dns://`."""
+    return {name: int(getattr(config.broker, f"{name}_port")) for name in ("worker", "learner", "weights")}
+
+
+def check_published(published: Published, where: str, config: FleetConfig, wanted: str, role: str) -> None:
+    """Raise `WrongFleetError` for another fleet than `wanted`, unless that is "", and `KeysError` for another key."""
+    _check_fleet(where, published, wanted)
+    keys = client_keys(config.keys.dir or None, role, config.fleet.run_dir, config.keys.group or None)
+    check_fingerprint(keys, role, published.keys.get(BROKER, ""), where)
+
+
+def _check_fleet(where: str, published: Published | None, wanted: str) -> None:
+    if published is not None and wanted and published.fleet_id and wanted != published.fleet_id:
+        detail = f"{where} is of fleet {published.fleet_id!r}, and this process is for {wanted!r}"
+        raise WrongFleetError("wrong_fleet", detail)
+
+
+def of_its_broker(config: Path | None, sets: Sets, flags: Flags, slot: int | None) -> Flags:
+    """Return the flags of a worker in a fleet of several brokers: it belongs to one of them, and knows no other."""
+    asked = resolve(config, sets, flags)[0]
+    if asked.broker.count == 1:
+        return flags
+    return {**flags, **at_broker(asked, index_for(asked, slot))}
+
+
+def resolve_role(
+    config: Path | None, sets: Sets, flags: Flags, endpoint: str | None = None, allow: Iterable[str] | None = ()
+) -> tuple[FleetConfig, str]:
+    """Return the configuration: that of the fleet in the run directory, if there is one and no other file is named.
+
+    `allow`: code that the run directory's file may name; None for a role that builds none of it.
+
+    Without a run directory it is the newest run. With an `endpoint` instead, the broker may be on another machine, and
+    what this process keeps goes to a folder named after the fleet.
+    """
+    run_dir = flags.get("fleet.run_dir")
+    if run_dir is None and not (asked := resolve(config, sets, flags)[0]).fleet.run_dir:
+        elsewhere = RUNS / file_name_of(asked.fleet.fleet_id or endpoint or "")
+        run_dir = str(chosen_run(asked) if endpoint is None else elsewhere)
+        flags = {**flags, "fleet.run_dir": run_dir}
+    if config is None and run_dir is not None and (Path(run_dir) / "config.json").exists():
+        config = Path(run_dir) / "config.json"
+        resolved, origins = resolve(config, sets, flags) if allow is None else resolve_found(config, sets, flags, allow)
+    else:
+        resolved, origins = resolve(config, sets, flags)
+    return resolved, describe_origin(config, origins)
+
+
+def _await_run(config: FleetConfig, role: str, *, may_be_new: bool = False) -> bool:
+    """Wait while the run in the run directory has stopped or is starting. Say at once that it has stopped.
+
+    `may_be_new`: wait also for a run that was never started. Return whether to go on; not after a stop signal. Raises
+    `RunDirError` where the run does not start within `worker.connect_timeout_s`.
+    """
+    run_dir = Path(config.fleet.run_dir)
+    is_new = not (run_dir / "fleet.json").exists()
+    if is_new and not may_be_new:
+        return True
+    source = RunDirAddresses(run_dir, running=True)
+    fleet_id = config.fleet.fleet_id if is_new else read_fleet_file(run_dir / "fleet.json").fleet_id
+    if await_place(source, role, config, fleet_id) is None:
+        return False
+    if not source.find(role):
+        raise source.stopped() or RunDirError(str(run_dir), "its run has no broker yet", "start it with `headrace up`")
+    return True
+
+
+def await_place(source: AddressSource, role: str, config: FleetConfig, fleet_id: str = "") -> str | None:
+    """Return the address for `role`, "" if there is none within `worker.connect_timeout_s`, None after a signal."""
+    set_up_logging(Identity(fleet_id, role))
+    with stop_event() as stopping:
+        address = await_address(source, role, config.worker.connect_timeout_s, stopping.wait)
+        return None if stopping.is_set() else address
+
+
+def _place(config: FleetConfig, endpoint: str | None, role: str) -> tuple[str, str]:
+    """Return (fleet id, endpoint) as given, else as the run directory has them."""
+    if endpoint is not None:
+        if is_socket(endpoint):
+            check_socket(endpoint)
+        else:
+            check_port(endpoint, "--endpoint", " or ipc:///PATH")
+        return config.fleet.fleet_id, endpoint
+    fleet_id, endpoints = read_addresses(Path(config.fleet.run_dir))
+    if role not in endpoints:
+        raise RunDirError(
+            config.fleet.run_dir, "no broker has served from it yet; start `headrace up`, or give --endpoint"
+        )
+    return config.fleet.fleet_id or fleet_id, endpoints[role]
+
+
+def check_port(address: str, option: str, other: str = "") -> None:
+    """Raise `ConfigError` unless `address` is tcp://HOST:PORT. `option` names it, and `other` is another form of it."""
+    matched = _ENDPOINT.fullmatch(address)
+    if matched is None or not 0 < int(matched[1]) <= _HIGHEST_PORT:
+        raise ConfigError(f"should be tcp://HOST:PORT{other}, got {address!r:.80}", key=option)
+
+
+def worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | None, AddressSource | None]:
+    """Return the address of a worker that takes env hosts, and what says where it moves; None after a stop signal.
+
+    The worker may appear later. Raises `RendezvousError`, `WrongFleetError` and `KeysError`.
+    """
+    if where.startswith("dns://"):
+        first = config.sampling.env_hosts_port
+        ports = {f"envs-{slot or 0}": first and first + (slot or 0)}
+        return Rendezvous(where, ports, "sampling.env_hosts_port").find(f"envs-{slot or 0}"), None
+    rendezvous = Rendezvous(where)
+    source = WorkerPortChoice(rendezvous, "envs", slot, expected_key(env_host_keys(config)))
+    address = await_place(source, ENV_HOST, config, config.fleet.fleet_id)
+    if address == "":
+        raise RendezvousError(where, source.problem)
+    if address is not None:
+        _check_fleet(where, rendezvous.look(), config.fleet.fleet_id)
+    return address, source
+
+
+def lent_to(
+    config: Path | None, sets: Sets, flags: Flags, slot: int, allow: Iterable[str]
+) -> tuple[FleetConfig, str, str]:
+    """Return the run's configuration, its origin, and the address for env hosts of the worker in `slot`.
+
+    Waits for the run as workers do; the address is "" after a stop signal.
+    """
+    resolved, _ = resolve_role(config, sets, flags, None, allow)
+    run_dir, role = resolved.fleet.run_dir, f"envs-{slot}"
+    if resolved.sampling.env_placement != "remote" or slot >= resolved.fleet.workers:
+        wanted = f"its fleet has no worker {slot} that takes env hosts"
+        raise RunDirError(run_dir, wanted, "start it with --set sampling.env_placement=remote, or give --connect")
+    is_running = _await_run(resolved, role, may_be_new=config is not None)
+    resolved, origin = resolve_role(config, sets, {**flags, "fleet.run_dir": run_dir}, None, allow)
+    return resolved, origin, _place(resolved, None, role)[1] if is_running else ""
+
+
+def env_host_keys(config: FleetConfig) -> PeerKeys | None:
+    """Return the keys of an env host; None without keys. Raises `KeysError`."""
+    return client_keys(config.keys.dir or None, ENV_HOST, config.fleet.run_dir, config.keys.group or None)

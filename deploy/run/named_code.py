@@ -1,0 +1,175 @@
+"""The code that a settings file names, and which of it is built where a command found the file by itself.
+
+A file beside a checkpoint may come from anywhere. What it names is built only if one of these holds:
+
+- it is Headrace's own: an entry of `OWN`, or a registered gymnasium id, for which nothing else is imported;
+- the user's own Headrace wrote the file (`seal.py`);
+- the user named it too, by a flag or in the environment;
+- the user allowed it: "my_pkg:make_env" for one object, or "my_pkg:" for what that package defines.
+
+A file that the user names with `--config` is the user's own: it is not judged here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.deploy.process.fleet_errors import ForeignCodeError
+from headrace.deploy.run.options import parse_sets, resolve
+from headrace.deploy.run.seal import is_sealed
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import Origins, values_of_environment
+from headrace.schemas.settings.plugins import load_object
+
+_RECORDED = "headrace.workers.envs.video:recorded"
+_MODULES = "headrace.workers.modules"
+_CONNECTORS = "headrace.workers.connectors"
+OWN = frozenset(
+    (
+        *(f"{_MODULES}:{name}" for name in ("actor_critic", "lstm_actor_critic")),
+        f"{_CONNECTORS}:AgentOneHot",
+        f"{_CONNECTORS}:ClipActions",
+        f"{_CONNECTORS}:FlattenObservations",
+        f"{_CONNECTORS}:FrameStack",
+        f"{_CONNECTORS}:MeanStd",
+        f"{_CONNECTORS}:PreviousActionReward",
+        f"{_CONNECTORS}:TimeOneHot",
+        f"{_CONNECTORS}:UnsquashActions",
+        "headrace.workers.agents.examples:two_carts",
+        "headrace.workers.external.examples:CartPoles",
+        "headrace.workers.external.examples:PairsOfCarts",
+        _RECORDED,
+    )
+)
+"""The names of Headrace's own objects for settings. It is a list, and not a prefix: any module leads to any code, as in
+"headrace.deploy.process.child:subprocess.run"."""
+
+_OF_ANOTHER_ENV = ("GymV21Environment-", "GymV26Environment-")
+"""Beginnings of registered ids whose env_config names another env, with the module to import for it."""
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w./-]*", re.ASCII)
+_ALLOWED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w./-]*)?", re.ASCII)
+
+Named = tuple[str, str]
+"""A setting's key, and a name in it."""
+
+
+def resolve_found(
+    file: Path | None,
+    sets: Iterable[str] | None,
+    flags: Mapping[str, Any],
+    allow: Iterable[str] = (),
+    *,
+    with_loggers: bool = False,
+) -> tuple[FleetConfig, Origins]:
+    """Resolve the configuration with a file that the user did not name; None: there is none.
+
+    `with_loggers`: the caller also builds the run's loggers. Raises `ForeignCodeError` for names that are not to be
+    built, and `ConfigError`.
+    """
+    _check_form(allow)
+    config, origins = resolve(file, sets, flags)
+    if file is not None and not is_sealed(file):
+        typed = set(_texts([parse_sets(sets or ()), flags, values_of_environment()]))
+        named = [one for one in names_in(config) if with_loggers or one[0] != "logging.loggers"]
+        foreign = [(key, name) for key, name in named if not (name in typed or _may_be_built(key, name, allow))]
+        if foreign:
+            raise ForeignCodeError(str(file), foreign, [name for _, name in foreign if _NAME.fullmatch(name)])
+    return config, origins
+
+
+def names_in(config: FleetConfig) -> Iterator[Named]:
+    """Yield each name of code in `config`, after the key of its setting."""
+    sampling = config.sampling
+    yield from _of_env("sampling.env", sampling.env, sampling.env_config)
+    for pipeline in ("env_to_module", "module_to_env"):
+        yield from _of_pieces(f"sampling.{pipeline}", getattr(sampling, pipeline))
+    for module_id, policy in (sampling.policies or {}).items():
+        where = f"sampling.policies.{module_id}"
+        if policy.build is not None:
+            yield f"{where}.build", policy.build
+        for pipeline in ("env_to_module", "module_to_env"):
+            yield from _of_pieces(f"{where}.{pipeline}", getattr(policy, pipeline) or ())
+    if isinstance(sampling.policy_mapping_fn, str):
+        yield "sampling.policy_mapping_fn", sampling.policy_mapping_fn
+    yield from (("sampling.callbacks", name) for name in sampling.callbacks)
+    yield "module.build", config.module.build
+    yield from (("logging.loggers", name) for name in config.logging.loggers)
+
+
+def _of_env(key: str, env: str, env_config: Mapping[str, Any]) -> Iterator[Named]:
+    """Yield the env's name, and that of the env in its env_config where it records another."""
+    yield key, env
+    inside, config = env_config.get("env"), env_config.get("env_config")
+    if env == _RECORDED and isinstance(inside, str):
+        yield from _of_env("sampling.env_config.env", inside, config if isinstance(config, Mapping) else {})
+
+
+def _of_pieces(key: str, pieces: Iterable[str | Mapping[str, Any]]) -> Iterator[Named]:
+    for piece in pieces:
+        name = piece if isinstance(piece, str) else piece.get("build")
+        if isinstance(name, str):
+            yield key, name
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for part in tree.values():
+            yield from _texts(part)
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _texts(part)
+
+
+def _may_be_built(key: str, name: str, allow: Iterable[str]) -> bool:
+    of_env = key in ("sampling.env", "sampling.env_config.env")
+    if name in OWN or (of_env and _needs_no_import(name)):
+        return True
+    module, _, attribute = name.partition(":")
+    return any(
+        name == one
+        or (one.endswith(":") and _is_within(module, one[:-1]) and _is_defined_in(name, attribute, one[:-1]))
+        for one in allow
+    )
+
+
+def _needs_no_import(env: str) -> bool:
+    """Return whether `env` is a gymnasium id without a module to import, or was registered in this process."""
+    from headrace.workers.envs.creators import registered_creator
+
+    return registered_creator(env) is not None or (":" not in env and not env.startswith(_OF_ANOTHER_ENV))
+
+
+def _is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def _is_defined_in(name: str, attribute: str, package: str) -> bool:
+    """Return whether the object is one that `package` defines, and not one that it merely imports, such as `run`.
+
+    What cannot be imported ends with its own error where it is built.
+    """
+    if "-" in attribute or "/" in attribute:
+        return not attribute.startswith(
+            _OF_ANOTHER_ENV
+        )  # a gymnasium id: its module is imported, and then the id is looked up among the registered ones
+    try:
+        found = load_object(name, "--allow")
+    except ConfigError:
+        return True
+    owner = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
+    return _is_within(str(getattr(owner, "__module__", "")), package)
+
+
+def _check_form(allow: Iterable[str]) -> None:
+    for one in allow:
+        if _ALLOWED.fullmatch(one) is None:
+            raise ConfigError(
+                f"should be PACKAGE: or PACKAGE:NAME, such as my_envs:make_env, got {one!r:.80}", key="allow"
+            )

@@ -1,0 +1,173 @@
+"""Options that several commands share, and the one configuration that they and `--set` give."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from headrace.deploy.run.run_dir import newest_run
+from headrace.deploy.run.several_brokers import at_broker
+from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import Origins, load_config
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""Configurations that were tuned for one env each, and came with the package."""
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes, sorted."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def config_file(path: Path | None) -> Path | None:
+    """Return the file that `--config` means: the one at `path`, else the recipe of that name.
+
+    Raises `ConfigError` when there is neither.
+    """
+    try:
+        if path is None or (path.exists() and not path.is_dir()):
+            return path
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", key="--config") from error
+    if path.name in recipes() and path == Path(path.name):
+        return RECIPES / f"{path.name}.toml"
+    raise ConfigError(f"{path} is neither a file nor a recipe; the recipes are {', '.join(recipes())}", key="--config")
+
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        callback=config_file,
+        help="A fleet.toml, or the name of a recipe: " + ", ".join(recipes()) + "; `--print-config` shows every key.",
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Any other setting, also one in a table: module.config.hidden=[32]; may be repeated.",
+    ),
+]
+RunDirPath = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder of the run; default: the newest one in runs/.")
+]
+NewRunDirPath = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder of the run: fleet.json, logs, data; default: runs/ENV-TIME.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
+Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
+NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Root of all seeds; without it every run differs.")]
+Endpoint = Annotated[
+    str | None,
+    typer.Option("--endpoint", help="tcp://HOST:PORT or ipc:///PATH of the broker; default: from --run-dir."),
+]
+RendezvousPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--rendezvous",
+        metavar="PATH|URL|dns://NAME",
+        help="Where the fleet's broker publishes its addresses: a file, a URL, or the name of its machine.",
+    ),
+]
+FleetId = Annotated[str | None, typer.Option("--fleet-id", help="Name of the fleet; default: from --run-dir.")]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="PACKAGE:[NAME]",
+        help="Build this, though only a file beside the checkpoint names it: my_pkg:make_env, or all of my_pkg: "
+        "may be repeated.",
+    ),
+]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url", help="redis://..., rediss://..., or a file that has it; without it the fleet starts its own."
+    ),
+]
+
+
+def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]) -> tuple[FleetConfig, Origins]:
+    """Resolve defaults < file < environment < `--set` < flags. A flag that is None was not given.
+
+    Raises `ConfigError`.
+    """
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load_config(config, {**parse_sets(sets or ()), **given})
+
+
+def chosen_run(config: FleetConfig) -> Path:
+    """Return the run directory of a command: the configured one, else the newest run, which is said on stderr.
+
+    Raises `NoRunError` when there is none.
+    """
+    if config.fleet.run_dir:
+        return Path(config.fleet.run_dir)
+    run = newest_run()
+    with ignore_closed_reader(sys.stderr):
+        print(f"run directory: {run}, the newest in {run.parent}/", file=sys.stderr, flush=True)  # noqa: T201
+    return run
+
+
+def named_fleet(config: FleetConfig) -> tuple[str, str] | None:
+    """Return (Redis URL, fleet id) of the fleet that the settings name, if they name both.
+
+    So a fleet without `headrace up`, whose roles another engine starts, is found by its fleet.toml alone.
+    """
+    return (config.redis.url, config.fleet.fleet_id) if config.redis.url and config.fleet.fleet_id else None
+
+
+def resolve_each(config: Path | None, flags: Mapping[str, Any]) -> list[FleetConfig]:
+    """Return the configuration as the processes of each broker have it; of all brokers, or that of broker.index.
+
+    Raises the errors of `resolve` and `at_broker`.
+    """
+    asked, _ = resolve(config, None, flags)
+    if asked.broker.count == 1:
+        return [asked]
+    chosen = range(asked.broker.count) if asked.broker.index is None else [asked.broker.index]
+    return [resolve(config, None, {**flags, **at_broker(asked, index)})[0] for index in chosen]
+
+
+def describe_origin(config: Path | None, origins: Origins) -> str:
+    """Return, in a few words, where the configuration came from."""
+    sources = [str(config)] if config else ["defaults"]
+    flags = sum(source == "flag" for source in origins.values())
+    environment = sum(source.startswith("environment") for source in origins.values())
+    sources += [f"{environment} from the environment"] if environment else []
+    sources += [f"{flags} flag{'s' if flags > 1 else ''}"] if flags else []
+    return " + ".join(sources)
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a command's help: lines to paste."""
+    return "Examples:\n\n\b\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
+    """Parse ["sampling.num_envs=8"] as {"sampling.num_envs": 8}; a value is JSON if it parses as JSON, else text."""
+    found: dict[str, Any] = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError(f"{text!r} is not SECTION.KEY=VALUE", source="--set")
+        try:
+            found[key.strip()] = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            found[key.strip()] = value
+    return found
+
+
+def text_of(path: Path | None) -> str | None:
+    """Return a path as settings hold it."""
+    return None if path is None else str(path)

@@ -1,0 +1,189 @@
+"""Reads the earlier run in a run directory, and checks whether a fleet with the given settings may go on with it.
+
+Every key of the configuration is of one of three kinds:
+
+    FIXED       keys that define the policy; a run with other values is another run
+    free        keys that say where, how fast and how long the fleet runs; they may differ each time
+    all others  keys that change how the policy is trained; they may differ if the user asks for it with `--resume`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.deploy.process.fleet_errors import OtherSettingsError
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.run.run_dir import RUNS, RunDir
+from headrace.deploy.run.saved_policy import NEWEST_FILE
+from headrace.schemas.errors import RunDirError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config_loading import known_keys
+
+FIXED = frozenset(
+    (
+        "sampling.env",
+        "sampling.env_config",
+        "sampling.env_to_module",
+        "sampling.module_to_env",
+        "sampling.policies",
+        "sampling.policy_mapping_fn",
+        "module.build",
+        "module.config",
+    )
+)
+TRAINING = frozenset(
+    (
+        "sampling.batch_mode",
+        "sampling.count_steps_by",
+        "sampling.episode_lookback_horizon",
+        "sampling.explore",
+        "sampling.max_env_seed",
+        "sampling.missing_final_observation",
+        "sampling.rollout_fragment_length",
+        "sampling.seed",
+        "sampling.synchronous",
+    )
+)
+"""Keys of [sampling] that change how the policy is trained. All keys of [learner] do, except `_FREE_OF_LEARNER`."""
+
+_FREE_OF_LEARNER = frozenset(
+    ("learner.enabled", "learner.evaluate_episodes", "learner.evaluate_every_steps", "learner.torch_threads")
+)
+_SHOWN = 60
+_LONGEST_HEADER = 64 << 20
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run that has taken steps, or has a checkpoint: its fleet.json, and the settings that it was started with."""
+
+    run_dir: RunDir
+    page: FleetFile
+    settings: Mapping[str, Any]
+
+    @staticmethod
+    def of(run_dir: RunDir) -> EarlierRun | None:
+        """Return the run in the directory. None if there is none, or one without steps and checkpoint.
+
+        Raises `RunDirError` when its files are damaged.
+        """
+        if not run_dir.fleet_json.exists():
+            return None
+        page = read_fleet_file(run_dir.fleet_json)
+        if not page.env_steps and not (run_dir.path / NEWEST_FILE).exists():
+            return None
+        return EarlierRun(run_dir, page, _read_settings(run_dir))
+
+    def check(self, config: FleetConfig, *, resume: bool) -> list[str]:
+        """Return the settings of training that differ, as "key: was -> is".
+
+        Raises `OtherSettingsError` for a difference that is not allowed.
+        """
+        changed = dict(_changed(self.settings, config))
+        where = str(self.run_dir.path)
+        if fixed := [changed[key] for key in changed if key in FIXED]:
+            raise OtherSettingsError(
+                where, fixed, "these cannot change within a run: leave out --run-dir for a new run, or name another"
+            )
+        training = [changed[key] for key in changed if _is_of_training(key)]
+        if training and not resume:
+            advice = f"go on with the new ones by --resume {where}, or leave out --run-dir for a new run"
+            raise OtherSettingsError(where, training, advice)
+        return training
+
+    def in_words(self, steps: int, episodes: int, redis: str) -> str:
+        """Return a sentence on where this run goes on from: the checkpoint, Redis and fleet.json."""
+        checkpoint = self.run_dir.path / NEWEST_FILE
+        facts = read_facts(checkpoint)
+        policy = f"{checkpoint.name}: {facts or 'see logs/learner.log'}"
+        if not checkpoint.exists():
+            policy = f"no {checkpoint.name}: the learner starts from the beginning"
+        best = self.page.best_return
+        returns = "no mean return of 100 episodes yet" if best is None else f"best mean return {best:.4g}"
+        known = (
+            f"{steps:,} env steps and {episodes:,} episodes" if steps else "nothing of this run: counters begin at 0"
+        )
+        return (
+            f"going on with the run in {self.run_dir.path}; {policy}; Redis ({redis}): {known}; fleet.json: {returns}"
+        )
+
+
+def existing_run(run: Path) -> Path:
+    """Return the directory of the run that `--resume` names: a path, or a name in `runs/`. Raises `RunDirError`."""
+    for path in (run, RUNS / run):
+        if (path / "settings.json").exists():
+            return path
+    missing = "no settings.json in it" if run.is_dir() or (RUNS / run).is_dir() else "no such folder"
+    raise RunDirError(str(run), f"there is {missing}, so no run to go on with", "name another run with --resume")
+
+
+def write_settings(config: FleetConfig) -> bytes:
+    """Return the content of settings.json. It does not say where the run is, so that the directory may be moved."""
+    fleet = config.fleet.model_copy(update={"run_dir": ""})
+    return orjson.dumps(config.model_copy(update={"fleet": fleet}).model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+
+
+def read_told(checkpoint: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint says of its learner: epoch, position and state; None if it does not say."""
+    try:
+        with checkpoint.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = orjson.loads(file.read(length) if length <= _LONGEST_HEADER else b"")
+        told = orjson.loads(header["__metadata__"]["headrace"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def read_facts(checkpoint: Path) -> str | None:
+    """Return, in words, how far a learner had come; None if its checkpoint does not say."""
+    told = read_told(checkpoint) or {}
+    try:
+        epoch, state = told["epoch"], told["state"]
+        parts = list(state["modules"].values()) if isinstance(state.get("modules"), dict) else [state]
+        updates = max(int(part.get("updates", 0)) for part in parts)
+        steps = sum(int(part.get("steps", 0)) for part in parts)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return f"update {updates:,} of learner epoch {epoch}, trained on {steps:,} steps"
+
+
+def _read_settings(run_dir: RunDir) -> Mapping[str, Any]:
+    if not run_dir.settings_json.exists():
+        return {}
+    try:
+        found = orjson.loads(run_dir.settings_json.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise RunDirError(str(run_dir.path), f"its settings.json cannot be read ({error})") from error
+    sections = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(section, dict) for section in sections) or is_deeper(found, DEFAULT_LIMITS.header_depth):
+        reason = "its settings.json is damaged: it is no table of sections"
+        raise RunDirError(str(run_dir.path), reason, "remove it to go on with the settings of now")
+    return found  # type: ignore[no-any-return]
+
+
+def _changed(before: Mapping[str, Any], config: FleetConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, "key: was -> is") of each setting that differs. A key that was not known then had its default."""
+    if not before:
+        return
+    now = config.model_dump(mode="json")
+    for dotted, default in known_keys().items():
+        section, _, key = dotted.partition(".")
+        was = before.get(section, {}).get(key, orjson.loads(orjson.dumps(default)))
+        if was != now[section][key]:
+            yield dotted, f"{dotted}: {_shown(was)} -> {_shown(now[section][key])}"
+
+
+def _is_of_training(key: str) -> bool:
+    return key in TRAINING or (key.startswith("learner.") and key not in _FREE_OF_LEARNER)
+
+
+def _shown(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,157 @@
+"""The run directory: the files of one fleet, and the lock that keeps a second fleet out.
+
+DIR/fleet.json       the processes (`fleet_file.py`); 0600, since the Redis URL has a password
+DIR/settings.json    the configuration as it was asked for, with which `--resume` goes on; 0600 too
+DIR/.*.seal          the seals of config.json and settings.json (`seal.py`)
+DIR/config.json      the resolved configuration that the children read; 0600, for the same reason
+DIR/broker.json      the broker's own: its endpoints, and its state for a restart
+DIR/books.json       the books of ended lives of workers, for an empty Redis (`books_file.py`)
+DIR/token            what the broker on loopback asks of its peers (`schemas/credentials/loopback_token.py`); 0600
+DIR/ipc/             the broker's Unix sockets, if it has them (`schemas/peers/socket_folder.py`); 0700
+DIR/lock             held while a supervisor lives
+DIR/logs/            one file a process name, lives appended
+DIR/recorders/       worker-SLOT-INCARNATION.rec, each until Redis has the final books of that life and a learner has
+                     taken its end; beside it the log of its open episodes, .episodes
+DIR/rendezvous.json  where the broker publishes its addresses (`schemas/peers/rendezvous.py`)
+DIR/workers.json     the number of workers that `headrace scale` asked for (`scale.py`)
+DIR/metrics.jsonl    what the run logged, a row a line (`run_rows.py`); further runs in the directory append
+DIR/metrics.csv      the same
+DIR/health/          a file for each process, for `headrace health` (`health_file.py`)
+DIR/summary.json     what the run was and how it ended, for a report of it (`run_facts.py`); 0600
+DIR/redis/           the embedded server's data
+DIR/learner.checkpoint    the learner's newest checkpoint, DIR/best.checkpoint the best one so far
+DIR/evaluations.jsonl     the evaluations of checkpoints, a line each (`evaluation_log.py`)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from types import TracebackType
+
+from headrace.deploy.process.fleet_errors import NoRunError
+from headrace.schemas.basics.run_files import open_own, replace_private
+from headrace.schemas.errors import RunDirError, write_error
+
+RUNS = Path("runs")
+"""Folder for runs that are given no directory."""
+_LONGEST_NAME = 60
+_ROOT = 0
+
+
+def new_run_dir(env: str) -> Path:
+    """Return the path of a new run of `env`: runs/ENV-TIME. The directory is not made."""
+    first = RUNS / f"{file_name_of(env)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = first, 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
+
+
+def file_name_of(name: str) -> str:
+    """Return `name` with only letters, digits, "_", "." and "-", so that it can be part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:_LONGEST_NAME] or "run"
+
+
+def newest_run() -> Path:
+    """Return the run in `runs/` that was started last. Raises `NoRunError` when there is none."""
+    runs = [(started, path) for path in RUNS.glob("*") if (started := _started_ns(path)) is not None]
+    if not runs:
+        raise NoRunError(RUNS)
+    return max(runs)[1]
+
+
+def _started_ns(run: Path) -> int | None:
+    """Return when `up`, or else a broker alone, was last started in `run`; None for a folder without a run."""
+    for name in ("config.json", "broker.json"):
+        try:
+            return (run / name).stat().st_mtime_ns
+        except OSError:
+            continue
+    return None
+
+
+class RunDir:
+    """A directory that only this process uses, within `with`. Raises `RunDirError` when it cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.fleet_json = self.path / "fleet.json"
+        self.config_json = self.path / "config.json"
+        self.settings_json = self.path / "settings.json"
+        self.broker_json = self.path / "broker.json"
+        self.logs = self.path / "logs"
+        self.recorders = self.path / "recorders"
+        self._lock: int | None = None
+        self._is_new = not self.path.exists()
+
+    def __enter__(self) -> RunDir:
+        try:
+            self._check_owner()
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.recorders.mkdir(exist_ok=True)
+            self._lock = open_own(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self._take_lock(self._lock)
+        except OSError as error:
+            raise write_error(str(self.path), error) from error
+        return self
+
+    def _check_owner(self) -> None:
+        """Raise `RunDirError` where another user owns the directory, who could replace all that is written there."""
+        if self._is_new:
+            return
+        owner, own = self.path.stat().st_uid, os.geteuid()
+        if owner not in (own, _ROOT):
+            reason = f"it belongs to user {owner}, and this is user {own}"
+            raise RunDirError(str(self.path), reason, f"name a new folder with --run-dir, or chown it to user {own}")
+
+    def _take_lock(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 32).decode(errors="replace") or "unknown"
+            raise RunDirError(str(self.path), f"another fleet runs in it (supervisor pid {holder})") from None
+        os.truncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
+
+    def remove_unless_used(self) -> None:
+        """Remove the directory if this object has made it and nothing has started in it."""
+        if self._is_new and not self.settings_json.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if error is not None:
+            self.remove_unless_used()
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a supervisor lives in the directory."""
+    try:
+        lock = open_own(run_dir / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace the file at `path` in one step, readable by its owner alone. Raises `RunDirError`."""
+    try:
+        replace_private(path, content)
+    except OSError as error:
+        raise write_error(str(path), error) from error

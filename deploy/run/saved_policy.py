@@ -1,0 +1,303 @@
+"""A trained policy: found in a run directory, a learner's checkpoint or Redis, with the settings it was trained with.
+
+The settings name code that is built: env, module, connectors. The one place that decides which settings are believed is
+`resolve_settings`: those beside the checkpoint, unless the caller names another file, and over them the caller's own.
+`named_code.py` says which code a file beside the checkpoint may name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from numpy.typing import NDArray
+
+from headrace.broker.redis_client import REDIS_FAILURES, connect, unusable
+from headrace.broker.redis_weights import weights_in
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.named_code import resolve_found
+from headrace.deploy.run.options import describe_origin, resolve
+from headrace.schemas.accounts.redis_keys import without_password
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.errors import (
+    CheckpointError,
+    ConfigError,
+    ConnectorError,
+    DecodeError,
+    HeadraceError,
+    ModuleError,
+)
+from headrace.schemas.frames.wire import decode
+from headrace.schemas.messages.weights import read_weights, split_modules
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.redis_url import read_redis_url
+
+if TYPE_CHECKING:  # torch takes a second or two
+    from headrace.workers.policy.trained_policy import TrainedPolicy
+
+log = logging.getLogger("headrace.deploy")
+
+Which = Literal["newest", "best"]
+"""Name of a checkpoint in a run directory: the newest, or the best so far."""
+
+NEWEST_FILE, BEST_FILE = "learner.checkpoint", "best.checkpoint"
+_FILES: dict[Which, str] = {"newest": NEWEST_FILE, "best": BEST_FILE}
+_READ_TIMEOUT_S = 10.0
+_ADVICE = "name a run directory, a learner.checkpoint, or redis://HOST:PORT with --fleet-id"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPolicy:
+    """Weights and connector state as they were published. `source` tells people where they come from."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    version: Version
+    """(learner epoch, seq) in Redis; for a checkpoint, which knows no seq, its epoch and count of updates."""
+    source: str
+
+    @property
+    def modules(self) -> list[str]:
+        """Return the names of the modules, in order."""
+        by_module = split_modules(self.arrays) if self.arrays else None
+        return [DEFAULT_MODULE_ID] if by_module is None else sorted(by_module)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPolicy:
+    """A policy and its settings. `origin` tells people where the settings come from."""
+
+    saved: SavedPolicy
+    config: FleetConfig
+    origin: str
+
+    def build_error(self, error: HeadraceError) -> ModuleError:
+        """Return what to raise where the modules that the settings name do not fit the weights, because of `error`."""
+        return ModuleError(
+            f"{self.saved.source} is of another policy than {self.config.module.build} for "
+            f"{self.config.sampling.env} ({error}); name its env and module with --env and --set module.build=..., or "
+            "its fleet.toml with --config"
+        )
+
+
+def load_policy(
+    run: str | Path,
+    *,
+    which: Which = "newest",
+    config: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    spaces: Any = None,
+    fleet_id: str = "",
+    seed: int | None = None,
+    allow: Sequence[str] = (),
+) -> TrainedPolicy:
+    """Load a trained policy from a run directory, a checkpoint file, or Redis ("redis://HOST:PORT" with `fleet_id`).
+
+        policy = load_policy("runs/a")
+        action = policy.act(observation)
+
+    - which: "newest", or "best" of a run directory.
+    - config: the fleet.toml it was trained with; absent: the config.json beside the checkpoint.
+    - settings: single settings over those, such as {"sampling.env": "my_envs:make_env"}.
+    - spaces: the gymnasium spaces (observation, action) of the env, or a mapping of such pairs by module id. Without
+      them the env is built once, to read them.
+    - seed: of sampled actions.
+    - allow: code that a config.json may name, as "my_pkg:make_env", or "my_pkg:" for all that this package defines.
+
+    The config names code that is built here: env, module, connectors. What a config.json names is built if it is
+    Headrace's own, if your own `headrace up` wrote that file, or if you allow or name it.
+
+    Raises `CheckpointError`, `RunDirError`, `RedisUnavailableError`, `ConfigError`, `EnvError`, `ModuleError` and
+    `ConnectorError`.
+    """
+    found = resolve_policy(str(run), Path(config) if config else None, (), settings or {}, fleet_id, which, allow)
+    return build_policy(found, spaces, seed)
+
+
+def build_policy(found: ResolvedPolicy, spaces: Any = None, seed: int | None = None) -> TrainedPolicy:
+    """Build a policy that was found; see `load_policy`."""
+    from headrace.deploy.run.policy_spaces import given_spaces, spaces_of_env
+    from headrace.workers.config import runner_config
+    from headrace.workers.policy.trained_policy import TrainedPolicy
+
+    own = runner_config(found.config)
+    by_module, agents = spaces_of_env(own) if spaces is None else given_spaces(own, spaces)
+    saved = found.saved
+    try:
+        return TrainedPolicy(
+            own, by_module, saved.arrays, agents=agents, source=saved.source, version=saved.version, seed=seed
+        )
+    except (ModuleError, ConnectorError) as error:
+        raise found.build_error(error) from error
+
+
+def resolve_policy(
+    where: str,
+    config: Path | None,
+    sets: Iterable[str] | None,
+    flags: Mapping[str, Any],
+    fleet_id: str = "",
+    which: Which = "newest",
+    allow: Iterable[str] | None = None,
+) -> ResolvedPolicy:
+    """Find the policy at `where`, and the settings to build it by. See the module's own sentence about trust.
+
+    Raises as `find_policy` does, and `ConfigError` for settings that do not name the policies that are there.
+    """
+    resolved, origin = resolve_settings(where, config, sets, flags, allow)
+    saved = find_policy(where, fleet_id or resolved.fleet.fleet_id, which)
+    _check_policies(saved, resolved)
+    return ResolvedPolicy(saved, resolved, origin)
+
+
+def resolve_settings(
+    where: str,
+    config: Path | None,
+    sets: Iterable[str] | None,
+    flags: Mapping[str, Any],
+    allow: Iterable[str] | None = None,
+) -> tuple[FleetConfig, str]:
+    """Return the settings for the policy at `where`, and their origin in words.
+
+    Raises `ConfigError`, and `ForeignCodeError` for code that a file beside the policy names and `allow` does not.
+    """
+    if config is None:
+        config = _config_beside(where)
+        resolved, origins = resolve_found(config, sets, flags, allow or ())
+    else:
+        resolved, origins = resolve(config, sets, flags)
+    return resolved, describe_origin(config, origins)
+
+
+def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPolicy:
+    """Find a policy at `where`: a folder, a file, or a Redis URL, in which `fleet_id` names the fleet.
+
+    In a run directory the newest is the reference learner's checkpoint, else what the fleet's Redis has. Raises
+    `CheckpointError`, `RunDirError`, `RedisUnavailableError`, and `ConfigError` for a Redis without a fleet.
+    """
+    if which not in _FILES:
+        raise ConfigError(f"should be one of {', '.join(_FILES)}, got {which!r:.80}", key="which")
+    where = _address(where)
+    in_dir = "://" not in where and Path(where).is_dir()
+    path = Path(where) / _FILES[which] if in_dir else Path(where)
+    if which == "best" and not in_dir:
+        raise CheckpointError(without_password(where), "only a run directory has a best checkpoint", _ADVICE)
+    if which == "best" and not path.exists():
+        reason = "there is none yet: it is kept from the first evaluation on, or from 100 episodes on"
+        raise CheckpointError(str(path), reason, "train longer, or take the newest")
+    if "://" in where:
+        found = _of_redis(where, fleet_id)
+    elif not in_dir or which == "best" or path.exists() or path.with_name(f"{path.name}.previous").exists():
+        found = _of_file(path)
+    else:
+        found = _of_run_dir(Path(where))
+    return found
+
+
+def _address(where: str) -> str:
+    """Return the URL of Redis in the file of that name; `where` itself if it is no such file."""
+    if not where.endswith(".url"):
+        return where
+    try:
+        return read_redis_url(where)
+    except ValueError as error:
+        raise ConfigError(str(error), key=where) from None
+
+
+def _config_beside(where: str) -> Path | None:
+    """Return the configuration beside the checkpoint at `where`, which `headrace up` writes; None without one."""
+    if "://" in _address(where):
+        return None
+    path = Path(where)
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    return config if config.exists() else None
+
+
+def _check_policies(policy: SavedPolicy, config: FleetConfig) -> None:
+    """Raise `ConfigError` where the settings do not name a policy that is there."""
+    named = sorted(config.sampling.policies or [DEFAULT_MODULE_ID])
+    if not set(policy.modules) <= set(named):
+        raise ConfigError(
+            f"{policy.source} has {_policies(policy.modules)}, and the settings name {_policies(named)}; give those "
+            "it was trained with, by --config or --set",
+            key="sampling.policies",
+        )
+    if frozen := sorted(set(named) - set(policy.modules)):
+        log.warning("%s has no weights of %s: they act as they are built", policy.source, _policies(frozen))
+
+
+def _policies(ids: list[str]) -> str:
+    return "one policy without a name" if ids == [DEFAULT_MODULE_ID] else f"the policies {ids!r:.300}"
+
+
+def _of_file(path: Path) -> SavedPolicy:
+    from headrace.learner_stub.checkpoint import load_checkpoint, published_arrays  # torch takes a second or two
+
+    try:
+        saved = load_checkpoint(path)
+    except OSError as error:
+        raise CheckpointError(str(path), error.strerror or str(error), _ADVICE) from error
+    except CheckpointError as error:
+        raise CheckpointError(error.path, error.reason, _ADVICE) from error
+    if saved is None:
+        raise CheckpointError(str(path), "there is none", _ADVICE)
+    counts = counts_of(saved.state)
+    source = f"{path} (update {counts.updates} of learner epoch {saved.epoch}, {counts.steps:,} steps)"
+    return SavedPolicy(published_arrays(saved.arrays), (saved.epoch, counts.updates), source)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCounts:
+    """The progress of a checkpoint's training; steps are agent steps."""
+
+    updates: int = 0
+    steps: int = 0
+
+
+def counts_of(state: Mapping[str, Any]) -> TrainingCounts:
+    """Return the counts of a learner of one policy, or of several, which update together and share the steps."""
+    modules = state.get("modules")
+    own = [one for one in (modules.values() if isinstance(modules, dict) else [state]) if isinstance(one, dict)]
+    updates, steps = (
+        [count for one in own if isinstance(count := one.get(name), int)] for name in ("updates", "steps")
+    )
+    return TrainingCounts(max(updates, default=0), sum(steps))
+
+
+def _of_run_dir(folder: Path) -> SavedPolicy:
+    path = folder / NEWEST_FILE
+    if not (folder / "fleet.json").exists():
+        raise CheckpointError(str(path), "there is none, and there is no fleet.json", _ADVICE)
+    fleet = read_fleet_file(folder / "fleet.json")
+    if not fleet.redis_url:
+        raise CheckpointError(str(path), "there is none, and the fleet has no Redis", _ADVICE)
+    advice = (
+        f"there is no {NEWEST_FILE} in {folder}, which a learner of your own saves by save_policy, so only Redis has "
+        "the weights: "
+        f"while it evaluates, keep the fleet running by headrace up --resume {folder}"
+    )
+    return _of_redis(fleet.redis_url, fleet.fleet_id, advice)
+
+
+def _of_redis(url: str, fleet_id: str, advice: str = "start it, or correct its address") -> SavedPolicy:
+    shown = without_password(url)
+    if not fleet_id:
+        raise ConfigError("name the fleet whose policy to serve: Redis may have several fleets", key="--fleet-id")
+    client = connect(url, _READ_TIMEOUT_S)
+    try:
+        stored = weights_in(client, fleet_id).load()
+    except REDIS_FAILURES as error:
+        raise unusable(url, error, _READ_TIMEOUT_S, advice) from error
+    finally:
+        client.close()
+    source = f"fleet {fleet_id} in {shown}"
+    if stored is None:
+        raise CheckpointError(source, "it has no weights", _ADVICE)
+    try:
+        header, arrays = read_weights(decode(stored.frames))
+    except DecodeError as error:
+        raise CheckpointError(source, str(error), _ADVICE) from error
+    return SavedPolicy(arrays, stored.version, f"{source} (weights {header.version[0]}/{header.version[1]})")
