@@ -26,6 +26,9 @@ settings.load_profile("any machine")
 # A shell starts its background jobs with Ctrl-C ignored, and programs hand that on to their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Several tests run at once. Threads of BLAS would take the processors from each other, and each process starts some.
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
 # Tests start many processes of Headrace. Each of them would compile all modules, if none may keep what it has compiled.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
