@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -66,6 +67,8 @@ def lives(chunks: list[EpisodeChunk]) -> dict[int, dict[tuple[str, int], bytes]]
 
 
 def who_acts(sampler: SingleAgentEnvRunner) -> set[int]:
+    """The lanes that step now. Tests ask it until a host has started, which needs the processor too."""
+    time.sleep(0.05)
     return {chunk.env_index for chunk in sampler.sample_fragment() if len(chunk)}
 
 
@@ -110,6 +113,7 @@ def test_a_lost_host_costs_its_episodes_and_others_go_on(how: signal.Signals, ho
         chunks: list[EpisodeChunk] = []
 
         def acting() -> set[int]:
+            time.sleep(0.05)
             chunks.extend(fragment := list(sampler.sample_fragment()))
             return {chunk.env_index for chunk in fragment if len(chunk)}
 
@@ -143,7 +147,7 @@ def test_a_spare_host_takes_over_from_one_that_leaves(
         assert "runs headrace" not in caplog.text
         monkeypatch.setattr(remote_pool, "headrace_version", lambda: "9.9")
         hosts.start("CartPole-v1", 3)
-        wait_until(lambda: sampler.sample_fragment() and len(pool._backend.hosts) == 2, what="the spare one")
+        wait_until(lambda: who_acts(sampler) and len(pool._backend.hosts) == 2, what="the spare one")
         first.terminate()
         wait_until(
             lambda: who_acts(sampler) == {0, 1, 2} and len(pool._backend.hosts) == 1, what="the spare one's envs"
@@ -158,7 +162,7 @@ def test_a_fault_of_an_env_is_told_as_if_it_were_near(fault: str, reason: str, h
     table = f'{{"lane": 2, "faults": {{"step": "{fault}"}}}}'
     hosts.start("support.envs.troubled:Troubled", 3, f"sampling.env_config={table}", "sampling.env_step_timeout_s=1")
     with runner(hosts, "support.envs.troubled:Troubled", env_restart_backoff_s=0.0) as sampler:
-        wait_until(lambda: sampler.sample_fragment() and sampler.totals.discarded.get(reason), what=reason)
+        wait_until(lambda: who_acts(sampler) and sampler.totals.discarded.get(reason), what=reason)
         wait_until(lambda: who_acts(sampler) == {0, 1, 2}, what="all lanes")
         assert sampler.totals.env_failures == 1
         check_books(sampler)
@@ -174,7 +178,7 @@ def test_a_host_that_lives_and_answers_no_step_is_lost_after_the_workers_deadlin
     with runner(hosts, "support.envs.troubled:Troubled", env_restart_backoff_s=0.0, **deadlines) as sampler:
         wait_until(lambda: who_acts(sampler) == {0, 1}, what="the sound host")
         hanging = hosts.start("support.envs.troubled:Troubled", 1, f"sampling.env_config={table}")
-        wait_until(lambda: sampler.sample_fragment() and "env 2 is gone" in caplog.text, what="the loss")
+        wait_until(lambda: who_acts(sampler) and "env 2 is gone" in caplog.text, what="the loss")
         assert hanging.poll() is None
         hanging.kill()
         wait_until(lambda: who_acts(sampler) == {0, 1}, what="the other host's envs")

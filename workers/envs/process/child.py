@@ -8,6 +8,11 @@ told to, or with its driver.
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # to look through what stays takes a fifth of the time of all imports
+
 import faulthandler
 import itertools
 import os
@@ -35,6 +40,8 @@ SOLO_CHILD = "headrace.workers.envs.process.child"
 
 def main(build_env: BuildEnv) -> NoReturn:
     """Serve the job that the command line names until told to stop, and end the process."""
+    gc.freeze()
+    gc.enable()
     serve(int(sys.argv[1]), build_env)
     # Do not wait for threads that an env has left behind, or for one that hangs in close().
     sys.stdout.flush()
