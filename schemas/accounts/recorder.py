@@ -59,6 +59,8 @@ class Recorder:
     def __init__(self, path: Path, slot: int, incarnation: int) -> None:
         self.path = path
         try:
+            if not path.is_symlink():  # which `opener` refuses
+                path.unlink(missing_ok=True)  # whoever has mapped the old file would die of SIGBUS if it were cut
             with open(path, "w+b", opener=opener) as file:
                 os.posix_fallocate(file.fileno(), 0, 8 * _WORDS)  # with a sparse file, a full disk would mean SIGBUS
                 self._map = mmap.mmap(file.fileno(), 8 * _WORDS)

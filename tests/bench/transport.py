@@ -10,6 +10,7 @@ PYTHONPATH=tests python -m bench.run --only transport
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -116,7 +117,9 @@ class Headrace:
         settings = {"learner": {"enabled": False}, "worker": {"window_batches": load.window}, "keys": {"dir": keys}}
         config = build_config(settings)
         broker, endpoints = processes.start_broker(config)
-        worker = processes.start(_ship, config, endpoints.worker, load, processes.folder)
+        # Of its own: workers of two fleets with the same slot would write to one file.
+        recorders = Path(tempfile.mkdtemp(dir=processes.folder))
+        worker = processes.start(_ship, config, endpoints.worker, load, recorders)
         self.pids = {"broker": broker, "worker": worker}
         self._stream = EpisodeStream(endpoints.learner, keys=keys or None)
         self._stream.spaces()

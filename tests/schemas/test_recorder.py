@@ -77,6 +77,21 @@ def _assert_consistent(reading: Reading) -> None:
     assert (reading.slot, reading.incarnation) == (3, 7)
 
 
+def test_a_recorder_of_the_same_name_leaves_one_that_lives_alone(tmp_path: Path) -> None:
+    """To cut the file of a process that has mapped it would kill that process."""
+    older = Recorder(tmp_path / "a.rec", slot=3, incarnation=7)
+    size = os.fstat(mapped := os.open(tmp_path / "a.rec", os.O_RDONLY)).st_size
+    newer = Recorder(tmp_path / "a.rec", slot=3, incarnation=8)
+    older.step(8, 8, 8, {})
+    reading = read_recorder(tmp_path / "a.rec")
+    assert reading is not None
+    assert (reading.incarnation, reading.totals.stepped) == (8, 0)
+    assert os.fstat(mapped).st_size == size
+    os.close(mapped)
+    older.close()
+    newer.close()
+
+
 def test_a_kill_at_any_moment_tears_nothing(tmp_path: Path) -> None:
     """Real processes, really killed: whatever the moment, the books in the file balance, the window included."""
     rng, moment, progress = random.Random(1), threading.Event(), 0
