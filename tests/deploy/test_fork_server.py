@@ -213,21 +213,23 @@ def test_workers_are_forked_again_with_random_numbers_of_their_own(
 ) -> None:
     (tmp_path / "seed_teller.py").write_text(SEED_TELLER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
-    arguments = ("--env", "seed_teller:make", "--workers", "2", "--num-envs", "1", "--until-steps", "6000")
-    with RunningFleet(tmp_path / "run", *arguments) as fleet:
+    monkeypatch.setenv("TOLD", str(told := tmp_path / "told"))
+
+    def lives() -> list[str]:
+        return told.read_text().splitlines()
+
+    with RunningFleet(tmp_path / "run", "--env", "seed_teller:make", "--workers", "2", "--num-envs", "1") as fleet:
         fleet.wait_until(lambda: fleet.steps() > 1_000, "sampling has begun")
         first = fleet.send(signal.SIGKILL, "worker", slot=0)
         fleet.wait_until(lambda: fleet.pid("worker", 0) not in (None, first), "a new worker")
         assert "libtorch" in Path(f"/proc/{fleet.pid('worker', 0)}/maps").read_text()
         supervisor = read_fleet_file(tmp_path / "run" / "fleet.json").supervisor_pid
         assert len(fork_servers_of(supervisor)) == 1, "the early one was not used"
-        result = fleet.finish()
-    assert result["goal_reached"]
-    told = (tmp_path / "told").read_text().splitlines()
-    assert len(told) >= 4  # one of the check, two workers, one again
-    seeds, finalizers, modules = zip(*(line.split("/") for line in told), strict=True)
-    assert len(set(seeds)) == len(told)
+        fleet.wait_until(lambda: len(lives()) >= 4, "one life of the check, two of workers, one again")
+        fleet.terminate()
+        assert fleet.finish()["returncode"] == 0
+    seeds, finalizers, modules = zip(*(line.split("/") for line in lives()), strict=True)
+    assert len(set(seeds)) == len(lives())
     assert max(map(int, finalizers)) < 10, "each process that ends runs those of what the fork server has imported"
     assert set(modules) == {""}, "each process imports modules of Headrace that the fork server could have imported"
 
