@@ -1,1 +1,1 @@
-"""What has happened in a run: progress, rows, the summary, and the audit of its books."""
+"""Reports of a run: progress, rows, the summary, and the audit of its books."""

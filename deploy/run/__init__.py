@@ -1,1 +1,1 @@
-"""What a run is made of and found by: its directory, ports, keys, Redis, goals, and the policy that it saved."""
+"""A run on disk and in Redis: its directory and files, ports, keys, goals, and the policy that it saved."""

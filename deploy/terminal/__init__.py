@@ -1,1 +1,1 @@
-"""What a person sees: standard streams that may be gone, colours, log lines and their files, settings as text."""
+"""Terminal output: standard streams, colours, log lines and their files, and settings as text."""
