@@ -22,7 +22,7 @@ from typing import Any
 from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerState
 from headrace.broker.source import Peer, Source
-from headrace.schemas.accounts.ledger import Count, HeldBatch, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import GROWING, Count, HeldBatch, Settled, WorkerTotals, plus
 from headrace.schemas.accounts.runner_counters import Counters
 from headrace.schemas.basics.bounds import WINDOW, Version
 from headrace.schemas.chunks.batch import BatchHeader
@@ -47,8 +47,7 @@ MOST_FORGOTTEN = 10_000
 
 LIVES_PER_S = 10
 
-_NAMES = ("stepped", "shipped", "shipped_chunks", "episodes", "env_failures", "env_rebuilds", "steps_of_envs")
-_COUNTERS = attrgetter(*_NAMES)
+_GROWING = attrgetter(*GROWING)
 
 
 class Claims:
@@ -206,7 +205,7 @@ class Claims:
         A worker makes no step before a broker welcomed it, and a broker writes each incarnation to its file before. So
         a life above those in the file begins here, with nothing. Without the slot in the file the file may be new.
         """
-        if not (totals.largest or totals.seq):
+        if not totals.largest:
             return
         remembered = None if slot is None else self._in_file.get(slot)
         if not incarnation or (remembered is not None and incarnation > remembered):
@@ -280,7 +279,7 @@ def _check_known(source: Source, settled: Settled) -> None:
 def _check_growth(source: Source, totals: WorkerTotals, now: float) -> None:
     """Check that no counter goes back, and that none grows faster than time allows."""
     before = source.totals
-    if any(map(gt, _COUNTERS(before), _COUNTERS(totals))) or before.discarded or before.dropped:
+    if any(map(gt, _GROWING(before), _GROWING(totals))) or before.discarded or before.dropped:
         for name, was, value in _counted(before, totals):
             if value < was:
                 raise _lie(f"{name} is {value}; before it was {was}")
@@ -295,7 +294,7 @@ def _seconds_since_met(source: Source, now: float) -> float:
 
 
 def _counted(before: WorkerTotals, now: WorkerTotals) -> Iterator[tuple[str, int, int]]:
-    yield from zip(_NAMES, _COUNTERS(before), _COUNTERS(now), strict=True)
+    yield from zip(GROWING, _GROWING(before), _GROWING(now), strict=True)
     for reason, steps in before.discarded.items():
         yield f"discarded {reason}", steps, now.discarded.get(reason, 0)
     for reason, count in before.dropped.items():

@@ -12,7 +12,7 @@ from headrace.broker.redis_parser import SourceKey
 from headrace.broker.report import Part, Report
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
-from headrace.schemas.accounts.redis_keys import folded_counters, row_counters
+from headrace.schemas.accounts.lifetime_counters import folded_counters, row_counters
 from headrace.schemas.accounts.runner_counters import Counters
 
 K = TypeVar("K")

@@ -18,6 +18,7 @@ from headrace.broker.redis_scripts import MERGE
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.lifetime_counters import folded_counters, row_counters
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
 from headrace.schemas.accounts.runner_counters import Counters
 
@@ -51,8 +52,8 @@ _RINGS = [[seconds * 1000, most] for _, seconds, most in keys.RINGS]
 class Report:
     """The changes of the broker's state since the last report. Do not change its contents after `offer`.
 
-    - rows: ledger rows that changed, also those of dead incarnations. Their counters (`redis_keys.row_counters`) are
-      reported with them.
+    - rows: ledger rows that changed, also those of dead incarnations. Their counters (`lifetime_counters.row_counters`)
+      are reported with them.
     - counters: further cumulative counters by (slot, incarnation), such as accepted_bytes_total. A counter that the row
       has too is taken from the row.
     - folded: by slot, the folded lives that changed. Rows of lives in them are removed from Redis.
@@ -174,7 +175,7 @@ def _as_json(part: Part) -> dict[str, Any]:
     """Return a part of a report as the MERGE script reads it: integers to compare, all else as text to store."""
     report = part.report
     rows = {keys.source_name(row.slot, row.incarnation): row for row in report.rows}
-    from_rows = {source: keys.row_counters(row) for source, row in rows.items()}
+    from_rows = {source: row_counters(row) for source, row in rows.items()}
     further: dict[str, dict[str, int]] = {}
     for (slot, incarnation), counters in report.counters.items():
         source = keys.source_name(slot, incarnation)
@@ -216,7 +217,7 @@ def _folded_json(lives: FoldedLives, rows: Sequence[int]) -> dict[str, Any]:
         "highest": lives.highest,
         "lives": lives.lives,
         "rows": list(rows),
-        "counters": keys.folded_counters(lives),
+        "counters": folded_counters(lives),
     }
 
 

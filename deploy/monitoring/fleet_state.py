@@ -29,8 +29,9 @@ from headrace.deploy.monitoring.losses import loss_of
 from headrace.deploy.report.progress import STALE_S, number, weights_lag
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.process_state import ProcessState
-from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, unlabelled
+from headrace.schemas.accounts.redis_keys import unlabelled
 from headrace.schemas.basics.printable import one_line, printable
 from headrace.schemas.errors import RedisUnavailableError
 

@@ -3,7 +3,7 @@
 Every number of a ledger row takes part in an equation, so a wrong one is found and its row named:
 
     row        stepped = open + discarded + dropped + shipped;  shipped = accepted + lost;  accepted = held + settled
-    sources    the lifetime counters merged for an incarnation are those its row stands for (`redis_keys.row_counters`)
+    sources    the lifetime counters merged for an incarnation are those its row stands for
     totals     each lifetime counter of the fleet is the sum over all incarnations
     fleet      stepped = committed + queued + sum dropped[reason] + sum discarded[reason]
 
@@ -27,7 +27,8 @@ from headrace.deploy.report.evidence import Evidence, contradictions
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import Count, FleetLedger, LedgerRow
-from headrace.schemas.accounts.redis_keys import labelled, row_counters
+from headrace.schemas.accounts.lifetime_counters import row_counters
+from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import RunDirError
 
 OLDEST_UNSETTLED_S = 60.0

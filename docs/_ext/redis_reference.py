@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 
 
 def redis_keys_as_markdown() -> str:
@@ -26,7 +27,7 @@ def _section(key: keys.Key) -> Iterable[str]:
     yield from (f"| {name} | {fact} |" for name, fact in facts.items() if fact)
     yield ""
     tables = {
-        keys.TOTALS: keys.COUNTER_TABLE,
+        keys.TOTALS: COUNTER_TABLE,
         keys.GAUGES: keys.GAUGE_TABLE,
         keys.WORKERS: keys.WORKER_TABLE,
     }

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Strict, ValidationError
 
-from headrace.schemas.accounts.ledger import Count, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import COUNTERS, Count, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.basics.bounds import Incarnation, Natural
 
 MOST_GAPS = 64
 """Ranges of lives of a slot that may be missing in its folded lives. Beyond it, later lives keep their rows."""
 
-_ADDED = ("seq", "stepped", "open", "shipped", "shipped_chunks", "episodes", "env_failures", "env_rebuilds")
+_VALUES = {name: attrgetter(row.value or name) for name, row in COUNTERS.items()}
 
 
 class FoldedLives(BaseModel):
@@ -120,12 +121,11 @@ def _no_row(slot: int) -> LedgerRow:
 def _plus_row(folded: LedgerRow, row: LedgerRow) -> LedgerRow:
     """Return the sum of two rows. Raises `ValidationError` for one beyond the bounds."""
     a, b = folded.totals, row.totals
-    counts = {name: getattr(a, name) + getattr(b, name) for name in _ADDED}
+    counts = {name: value(a) + value(b) for name, value in _VALUES.items()}
     totals = WorkerTotals(
         **counts,
         discarded=_plus_each(a.discarded, b.discarded),
         dropped=_plus_pairs(a.dropped, b.dropped),
-        env_steps=a.steps_of_envs + b.steps_of_envs,
         module_steps=_plus_each(a.module_steps, b.module_steps),
     )
     settled = Settled(

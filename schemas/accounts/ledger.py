@@ -18,7 +18,10 @@ batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Strict
@@ -73,22 +76,58 @@ class Drop(StrEnum):
     """A reason that only a newer peer knows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """The row of a counter: all that is said of a field of `WorkerTotals` besides its type, which has its bounds.
+
+    Recorder, folded lives, judge of claims, Redis, exporter and reference pages read these rows. Two values of one life
+    merge to the larger one, those of several lives to their sum.
+
+    - word: its place in an area of the recorder, for ever. New counters take the words from 96 on.
+    - total: its name among the fleet's lifetime counters in Redis; "" if it has none.
+    - unit, meaning: what the reference says of `total`.
+    - layout: the first layout of recorder files that holds it.
+    - value: the attribute to read where the field may be None; "" for the field itself.
+    - falls: whether it may fall within a life, and is part of another counter.
+    """
+
+    word: int
+    total: str = ""
+    unit: str = ""
+    meaning: str = ""
+    layout: int = 1
+    value: str = ""
+    falls: bool = False
+
+
 class WorkerTotals(BaseModel):
     """Running totals of one incarnation right after batch `seq` was cut (0: none yet), in steps unless named so."""
 
     model_config = _MODEL
-    seq: Natural = 0
-    stepped: Natural = 0
-    open: OpenSteps = 0
-    shipped: Natural = 0
-    shipped_chunks: Natural = 0
+    seq: Annotated[Natural, Counter(1, "batches_total", "batches", "cut by workers")] = 0
+    stepped: Annotated[
+        Natural, Counter(2, "agent_steps_total", "agent steps", "taken by workers; the ledger counts these")
+    ] = 0
+    open: Annotated[OpenSteps, Counter(3, falls=True)] = 0
+    shipped: Annotated[Natural, Counter(4)] = 0
+    shipped_chunks: Annotated[Natural, Counter(5)] = 0
     discarded: dict[str, Natural] = {}
     dropped: dict[str, Count] = {}
     """Dropped by the worker itself before the batch got a number, such as the last cut of a fenced worker."""
-    episodes: Natural = 0
-    env_failures: Natural = 0
-    env_rebuilds: Natural = 0
-    env_steps: Natural | None = None
+    episodes: Annotated[Natural, Counter(6, "episodes_total", "episodes", "finished")] = 0
+    env_failures: Annotated[Natural, Counter(7, "env_failures_total", "failures", "of sub-environments")] = 0
+    env_rebuilds: Annotated[Natural, Counter(8, "env_rebuilds_total", "rebuilds", "of sub-environments")] = 0
+    env_steps: Annotated[
+        Natural | None,
+        Counter(
+            14,
+            "env_steps_total",
+            "env steps",
+            "taken by workers' envs, one for all agents that acted",
+            layout=2,
+            value="steps_of_envs",
+        ),
+    ] = None
     """Steps of envs, counted once for all agents that acted. None from a peer or a book that knows envs of one agent
     only.
     """
@@ -104,8 +143,23 @@ class WorkerTotals(BaseModel):
     def largest(self) -> int:
         """Return the largest counter of all; `discarded` and what is `open` are part of `stepped`."""
         chunks = sum(count[1] for count in self.dropped.values())
-        events = (self.episodes, self.env_failures, self.env_rebuilds)
-        return max(self.stepped, self.steps_of_envs, self.shipped_chunks, chunks, *events)
+        largest: int = max(chunks, *_GROWING(self))
+        return largest
+
+
+COUNTERS: Mapping[str, Counter] = MappingProxyType(
+    {
+        name: row
+        for name, field in WorkerTotals.model_fields.items()
+        for row in field.metadata
+        if isinstance(row, Counter)
+    }
+)
+"""The rows of all counters, by their fields of `WorkerTotals`."""
+
+GROWING = tuple(row.value or name for name, row in COUNTERS.items() if not row.falls)
+"""The attributes of `WorkerTotals` that never fall within a life."""
+_GROWING = attrgetter(*GROWING)
 
 
 class HeldBatch(BaseModel):

@@ -6,6 +6,9 @@
     2112   1024 x 3 x i64     the window: (seq, steps, chunks) of each batch cut, at seq % 1024, written before the
                               commit that counts it and not overwritten before it is settled
 
+Words of an area: a counter at the `word` of its row in `COUNTERS`; signs of life at 0, 12 and 15 (`recorder_file.py`);
+what is settled at 9, 10 and 11, accepted at 13; steps by reason from 16 to 95. Later counters follow from 96 on.
+
 The page cache outlives the process, so nothing is ever flushed. A reader on the same host sees the last commit after a
 kill or a segfault. It does not after a power loss, when the books of the host's workers are gone with the host.
 
@@ -21,11 +24,12 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import COUNTERS, Count, Discard, Drop, HeldBatch, Settled, WorkerTotals, plus
 from headrace.schemas.accounts.recorder_file import (
     AREA,
     COMMITS,
@@ -44,8 +48,10 @@ from headrace.schemas.basics.run_files import opener
 from headrace.schemas.errors import write_error
 
 _WORDS = RING + 3 * WINDOW
-_SEQ, _STEPPED, _OPEN, _SHIPPED, _SHIPPED_CHUNKS, _EPISODES, _FAILURES, _REBUILDS, _SETTLED_SEQ = range(1, 10)
-_COMMITTED, _ACCEPTED, _ENV_STEPS = 10, 13, 14
+_STEPPED, _OPEN, _ENV_STEPS = (COUNTERS[name].word for name in ("stepped", "open", "env_steps"))
+_COUNTED = tuple((row.word, attrgetter(row.value or name)) for name, row in COUNTERS.items() if name != "stepped")
+"""Words and values of the counters that `totals` writes itself. `_commit` writes the other one."""
+_SETTLED_SEQ, _COMMITTED, _ACCEPTED = 9, 10, 13
 _DISCARDED = 16
 _DROPPED = _DISCARDED + 16
 _SETTLED_DROPPED = _DROPPED + 32
@@ -94,10 +100,8 @@ class Recorder:
             at = RING + 3 * (batch.seq % WINDOW)
             self._words[at], self._words[at + 1], self._words[at + 2] = batch.seq, batch.steps, batch.chunks
         v = self._values
-        v[_SEQ], v[_OPEN] = totals.seq, totals.open
-        v[_SHIPPED], v[_SHIPPED_CHUNKS] = totals.shipped, totals.shipped_chunks
-        v[_ENV_STEPS] = totals.steps_of_envs
-        v[_EPISODES], v[_FAILURES], v[_REBUILDS] = totals.episodes, totals.env_failures, totals.env_rebuilds
+        for word, value in _COUNTED:
+            v[word] = value(totals)
         for reason, steps in totals.discarded.items():
             v[_DISCARDED + _DISCARDS[reason]] = steps
         self._counts(_DROPPED, totals.dropped)
@@ -182,17 +186,9 @@ def is_unborn(path: Path) -> bool:
 def _reading(words: memoryview) -> Reading:
     v = newest_area(words)
     totals = WorkerTotals(
-        seq=v[_SEQ],
-        stepped=v[_STEPPED],
-        open=v[_OPEN],
-        shipped=v[_SHIPPED],
-        shipped_chunks=v[_SHIPPED_CHUNKS],
+        **{name: v[row.word] for name, row in COUNTERS.items() if words[1] >= row.layout},
         discarded={reason: v[_DISCARDED + i] for reason, i in _DISCARDS.items() if v[_DISCARDED + i]},
         dropped=_read_counts(v, _DROPPED),
-        episodes=v[_EPISODES],
-        env_failures=v[_FAILURES],
-        env_rebuilds=v[_REBUILDS],
-        env_steps=v[_ENV_STEPS] if words[1] > 1 else None,
     )
     settled = Settled(
         seq=v[_SETTLED_SEQ],

@@ -7,11 +7,8 @@ decimal numbers and JSON; nothing that needs code to read. Each key names its wr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from headrace.schemas.accounts.folded_lives import FoldedLives
-from headrace.schemas.accounts.ledger import LedgerRow
 
 CONTRACT_VERSION = 2
 
@@ -321,30 +318,6 @@ TABLE = (
 """All keys that stay. `CHECK` does not."""
 
 
-COUNTER_TABLE = (
-    Metric("env_steps_total", "env steps", "taken by workers' envs, one for all agents that acted"),
-    Metric("agent_steps_total", "agent steps", "taken by workers; the ledger counts these"),
-    Metric("batches_total", "batches", "cut by workers"),
-    Metric("episodes_total", "episodes", "finished"),
-    Metric("env_failures_total", "failures", "of sub-environments"),
-    Metric("env_rebuilds_total", "rebuilds", "of sub-environments"),
-    Metric("discarded_agent_steps_total", "agent steps", "that never became a chunk", "reason"),
-    Metric("dropped_agent_steps_total", "agent steps", "cut and never committed", "reason"),
-    Metric("dropped_chunks_total", "chunks", "cut and never committed", "reason"),
-    Metric("accepted_agent_steps_total", "agent steps", "in batches that the broker accepted, each counted once"),
-    Metric("accepted_module_agent_steps_total", "agent steps", "of these, by the module that acted", "module"),
-    Metric("accepted_chunks_total", "chunks", "in these batches"),
-    Metric("accepted_bytes_total", "bytes", "of these batches, as received"),
-    Metric("settled_batches_total", "batches", "committed or dropped, with all before them"),
-    Metric("committed_agent_steps_total", "agent steps", "committed by the learner"),
-    Metric("committed_chunks_total", "chunks", "committed by the learner"),
-)
-"""Counters of `totals` and `sources`. Those of what workers take count up to the last batch that the broker accepted,
-or up to the worker's end. A step of all agents that act at once is one env step and several agent steps.
-
-`row_counters` reads all but accepted_bytes_total off a ledger row.
-"""
-
 SESSIONS_REVOKED, GONE_KEY = "sessions_revoked", "removed"
 
 QUANTILES = ("0.05", "0.25", "0.5", "0.75", "0.95")
@@ -510,46 +483,6 @@ def unlabelled(field: str) -> tuple[str, str, str]:
         return field, "", ""
     name, label, escaped = found.groups()
     return name, label, _ESCAPED.sub(lambda one: _PLAIN[one[0]], escaped)
-
-
-def folded_counters(lives: FoldedLives) -> dict[str, int]:
-    """Return the lifetime counters that folded lives stand for."""
-    return {**row_counters(lives.row), "accepted_bytes_total": lives.bytes_total}
-
-
-def row_counters(row: LedgerRow) -> dict[str, int]:
-    """Return the lifetime counters that one ledger row stands for.
-
-    The broker reports them, and the audit compares them.
-    """
-    totals, settled = row.totals, row.settled
-    counters = {
-        "env_steps_total": totals.steps_of_envs,
-        "agent_steps_total": totals.stepped,
-        "batches_total": totals.seq,
-        "episodes_total": totals.episodes,
-        "env_failures_total": totals.env_failures,
-        "env_rebuilds_total": totals.env_rebuilds,
-        "accepted_agent_steps_total": row.accepted[0],
-        "accepted_chunks_total": row.accepted[1],
-        "settled_batches_total": settled.seq,
-        "committed_agent_steps_total": settled.committed[0],
-        "committed_chunks_total": settled.committed[1],
-    }
-    for module_id, steps in totals.module_steps.items():
-        counters[labelled("accepted_module_agent_steps_total", "module", module_id)] = steps
-    for reason, steps in totals.discarded.items():
-        counters[labelled("discarded_agent_steps_total", "reason", reason)] = steps
-    for reason, (steps, chunks) in _dropped(row):
-        for metric, count in (("dropped_agent_steps_total", steps), ("dropped_chunks_total", chunks)):
-            name = labelled(metric, "reason", reason)
-            counters[name] = counters.get(name, 0) + count
-    return counters
-
-
-def _dropped(row: LedgerRow) -> Iterator[tuple[str, tuple[int, int]]]:
-    for drops in (row.totals.dropped, row.lost, row.settled.dropped):
-        yield from drops.items()
 
 
 _SHOWN_PARAMETERS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")

@@ -144,9 +144,7 @@ def test_workers_that_end_at_once_are_told_with_their_last_words(hosts: Hosts) -
     (hosts.folder / "fleet.toml").write_text("[sampling]\nnum_env = 4\n")
     told = hosts.script("start", "one", "fleet.toml", KEYS="", HEADRACE=HEADRACE)
     if "one: ended at once:" not in told.stdout:  # a busy machine takes longer than the script waits
-        wait_until(
-            lambda: "num_envs" in hosts.script("status", "one").stdout, "the workers' last words", pause_s=0.5
-        )
+        wait_until(lambda: "num_envs" in hosts.script("status", "one").stdout, "the workers' last words", pause_s=0.5)
         told = hosts.script("status", "one")
         assert "does not run" in told.stdout
     assert told.returncode == 1

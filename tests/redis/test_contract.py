@@ -23,6 +23,7 @@ from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.errors import ExitCode, RedisContractError
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
@@ -101,7 +102,7 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path) -> N
         assert fleet.finish()["balanced"]
     assert {key: key.type for key in keys.TABLE} == types
     counters = {keys.unlabelled(field)[:2] for field in snapshot.totals}
-    assert counters <= {(metric.name, metric.label) for metric in keys.COUNTER_TABLE}
+    assert counters <= {(metric.name, metric.label) for metric in COUNTER_TABLE}
     assert {keys.unlabelled(field)[2] for field in snapshot.totals} >= {"short", "long"}
     at_times = {keys.SESSIONS_REVOKED, "lost_lives_close_unix_s", "workers_blocked"}
     at_times |= {"clients", "client_requests_per_s", "client_latency_s", "aborted_return_mean", "aborted_len_mean"}

@@ -25,8 +25,9 @@ from headrace.deploy.monitoring.web_port import WebPort
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import Drop, LedgerRow
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.process_state import ProcessState
-from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled
+from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, Metric, labelled
 from headrace.schemas.errors import ConfigError, PortInUseError
 from support.waiting import TIMEOUT_S, wait_until
 

@@ -12,7 +12,8 @@ from headrace.broker.limits import BrokerLimits
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.source import Source, StoredBatch
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
-from headrace.schemas.accounts.redis_keys import QUANTILES, labelled, row_counters
+from headrace.schemas.accounts.lifetime_counters import row_counters
+from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import LearnerHello, WorkerHello
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import COUNTERS, Discard, Drop, HeldBatch, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Reading, Recorder, read_recorder
+from headrace.schemas.accounts.recorder_file import AREA
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.errors import RunDirError
 from support.waiting import wait_until
@@ -131,17 +132,9 @@ def test_a_live_recorder_is_read_as_of_one_commit(tmp_path: Path) -> None:
 def test_everything_recorded_is_read(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "a.rec", slot=1, incarnation=2)
     totals = WorkerTotals(
-        seq=2,
-        stepped=100,
-        open=4,
-        shipped=90,
-        shipped_chunks=6,
+        **{name: 10 * i + 2 for i, name in enumerate(COUNTERS)},
         discarded={reason.value: i + 1 for i, reason in enumerate(Discard)},
         dropped={reason.value: (i + 1, i) for i, reason in enumerate(Drop)},
-        episodes=5,
-        env_failures=6,
-        env_rebuilds=7,
-        env_steps=55,
     )
     settled = Settled(seq=1, committed=(40, 3), dropped={reason.value: (i, 1) for i, reason in enumerate(Drop)})
     recorder.totals(totals, HeldBatch(seq=2, steps=50, chunks=3))
@@ -155,6 +148,14 @@ def test_everything_recorded_is_read(tmp_path: Path) -> None:
     assert reading.pid == os.getpid()
     assert 29e9 < reading.silent_until_ns - reading.updated_ns < 31e9
     assert read_recorder(tmp_path / "a.rec") == reading, "the file stays after close"
+
+
+def test_each_counter_has_a_word_of_its_own() -> None:
+    """Words 0, 9 to 13 and 15 hold other things, and from 16 to 95 steps stand by reason."""
+    words = [row.word for row in COUNTERS.values()]
+    assert sorted(words) == sorted(set(words) - {0, 9, 10, 11, 12, 13, 15} - set(range(16, 96)))
+    assert max(words) < AREA
+    assert [COUNTERS[name].word for name in ("seq", "stepped", "open", "env_steps")] == [1, 2, 3, 14], "as in old files"
 
 
 def test_a_recorder_of_the_previous_layout_is_read_without_env_steps(tmp_path: Path) -> None:

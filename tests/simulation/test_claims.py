@@ -93,7 +93,7 @@ LIES: dict[str, tuple[bytes, Message, str]] = {
         "1 steps of modules",
     ),
     "shipped in no batch": (WORKER, beat(totals=totals(3, stepped=40, shipped=40)), "shipped by batch 3"),
-    "a counter that goes back": (WORKER, hello(totals=totals(2)), "stepped is 20; before it was 30"),
+    "a counter that goes back": (WORKER, hello(totals=totals(2)), "seq is 2; before it was 3"),
     "more batches than a window has": (WORKER, beat(totals=totals(3, seq=2000)), "2000 batches cut"),
     "weights of a learner to come": (WORKER, beat(weights=(1 << 30, 1)), "epoch 1073741824"),
     "refused weights of a learner to come": (
@@ -140,7 +140,7 @@ LIES: dict[str, tuple[bytes, Message, str]] = {
         LearnerHello(token="l", channel="stream", epoch=1, held={"0/1": [HeldBatch(seq=1, steps=1 << 31, chunks=2)]}),
         "holds batch 1",
     ),
-    "an obituary of fewer batches than came": (SUPERVISOR, obituary(2), "before it was 30"),
+    "an obituary of fewer batches than came": (SUPERVISOR, obituary(2), "seq is 2; before it was 3"),
     "an obituary of other counts": (
         SUPERVISOR,
         obituary(4, totals=totals(4, stepped=99, shipped=99)),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 
-from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import COUNTERS, Count, Drop, HeldBatch, WorkerTotals, plus
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.chunks.batch import MOST_ABORTED, BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import DEFAULT_AGENT, ChunkEnd
@@ -25,6 +26,9 @@ from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.module_batches import Cut, batches_of
 
 log = logging.getLogger(__name__)
+
+_COUNTED = [one.name for one in fields(RunnerTotals) if one.name in COUNTERS]
+"""Counters that the runner counts. The shipper counts the others."""
 
 Episodes = list[tuple[float, int]]
 """(return, env steps) of finished episodes."""
@@ -166,19 +170,15 @@ class Shipper:
         )
 
     def _totals(self, seq: int, shipped: Count, by_module: dict[str, int], unsent: int) -> WorkerTotals:
-        t = self._runner
+        counted = {name: getattr(self._runner, name) for name in _COUNTED}
+        counted["open"] += unsent
         return WorkerTotals(
+            **counted,
             seq=seq,
-            stepped=t.stepped,
-            open=t.open + unsent,
             shipped=shipped[0],
             shipped_chunks=shipped[1],
-            discarded=dict(t.discarded),
+            discarded=dict(self._runner.discarded),
             dropped=dict(self._dropped),
-            episodes=t.episodes,
-            env_failures=t.env_failures,
-            env_rebuilds=t.env_rebuilds,
-            env_steps=t.env_steps,
             module_steps=by_module,
         )
 

@@ -17,7 +17,7 @@ from headrace.schemas.errors import StateError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.metrics.logger import FigureWindow, MetricsLogger, Path, build_report
 from headrace.workers.metrics.names import LOSS_COUNTERS, NAMED_COUNTERS, RESERVED, SINGLE_COUNTERS
-from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.metrics.totals import REPORTED, RunnerTotals
 
 MOST_FINISHED = 10_000
 """Finished episodes kept until they are taken. Only workers take them, and other users' memory must stay flat too."""
@@ -168,11 +168,8 @@ class RunnerMetrics:
         return counters
 
     def _lost_now(self) -> dict[str, int]:
-        totals = self._totals
         return {
-            "num_env_step_failures_lifetime": totals.env_failures,
-            "num_env_rebuilds_lifetime": totals.env_rebuilds,
-            "num_env_steps_discarded_lifetime": totals.env_steps_discarded,
+            **{name: getattr(self._totals, counter) for name, counter in REPORTED.items()},
             **({"num_untrained_episodes_lifetime": self._untrained} if self._untrained else {}),
             **self.count_losses(),
         }

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import MOST_ABORTED
 from headrace.workers.metrics.failure_groups import FailureGroups
 from headrace.workers.metrics.timers import Timers
+
+
+def _reported(name: str) -> int:
+    """Declare a counter that a runner's report has under `name`, summed up over all lives of the slot."""
+    counter: int = field(default=0, metadata={"report": name})
+    return counter
 
 
 @dataclass(slots=True)
@@ -17,6 +23,9 @@ class RunnerTotals:
 
     A step counts once `env.step` has returned. `open` steps are in the fragment, or wait for the observation that
     completes them. `delivered` steps were in a batch. With one agent in an env, its steps are the env's.
+
+    Counters with the name of a counter of `WorkerTotals` (`schemas/accounts/ledger.py`) go to the broker with each
+    batch.
     """
 
     stepped: int = 0
@@ -27,14 +36,14 @@ class RunnerTotals:
     env_steps: int = 0
     env_steps_delivered: int = 0
     """Env steps whose agents' steps were delivered, or still wait for the observation that completes them."""
-    env_steps_discarded: int = 0
+    env_steps_discarded: int = _reported("num_env_steps_discarded_lifetime")
     """Env steps of abandoned episodes, counted from their last cut."""
     episodes: int = 0
-    env_failures: int = 0
+    env_failures: int = _reported("num_env_step_failures_lifetime")
     newest_env_failure: str = field(default="", compare=False)
     """The newest of them in words: its kind, env, place and error."""
     failure_groups: FailureGroups = field(default_factory=FailureGroups, compare=False)
-    env_rebuilds: int = 0
+    env_rebuilds: int = _reported("num_env_rebuilds_lifetime")
     aborted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_ABORTED), compare=False)
     """(return, env steps) of episodes that were given up before their end and are in no batch header yet."""
     timers: Timers = field(default_factory=Timers, compare=False)
@@ -44,3 +53,7 @@ class RunnerTotals:
         self.env_steps_discarded += steps if env_steps is None else env_steps
         if steps:
             self.discarded[reason.value] = self.discarded.get(reason.value, 0) + steps
+
+
+REPORTED = {name: one.name for one in fields(RunnerTotals) if (name := one.metadata.get("report"))}
+"""The counters of `RunnerTotals` by their names in a report."""

@@ -22,7 +22,8 @@ from headrace.deploy.monitoring.processes import SUPERVISOR
 from headrace.deploy.report.progress import weights_lag
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import Discard, Drop
-from headrace.schemas.accounts.redis_keys import COUNTER_TABLE, GAUGE_TABLE, Metric, labelled, unlabelled
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
+from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, Metric, labelled, unlabelled
 
 PREFIX = "headrace_"
 _SPELT = (("_unix_s", "_timestamp_seconds"), ("_per_s", "_per_second"), ("_s", "_seconds"))

@@ -1,0 +1,86 @@
+"""The fleet's lifetime counters in Redis: their table, and how to read them off the books.
+
+A counter that a worker counts needs nothing here: its row stands in `WorkerTotals` (`ledger.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import COUNTERS, LedgerRow, WorkerTotals
+from headrace.schemas.accounts.redis_keys import Metric, labelled
+
+_BYTES = Metric("accepted_bytes_total", "bytes", "of batches that the broker accepted, as received")
+
+_OF_TOTALS: dict[str, Callable[[WorkerTotals], int]] = {
+    row.total: attrgetter(row.value or name) for name, row in COUNTERS.items() if row.total
+}
+
+_OF_ROW: tuple[tuple[Metric, Callable[[LedgerRow], int]], ...] = (
+    (
+        Metric("accepted_agent_steps_total", "agent steps", "in batches that the broker accepted, each counted once"),
+        lambda row: row.accepted[0],
+    ),
+    (Metric("accepted_chunks_total", "chunks", "in these batches"), lambda row: row.accepted[1]),
+    (
+        Metric("settled_batches_total", "batches", "committed or dropped, with all before them"),
+        lambda row: row.settled.seq,
+    ),
+    (
+        Metric("committed_agent_steps_total", "agent steps", "committed by the learner"),
+        lambda row: row.settled.committed[0],
+    ),
+    (Metric("committed_chunks_total", "chunks", "committed by the learner"), lambda row: row.settled.committed[1]),
+)
+
+_BY_MODULE = Metric(
+    "accepted_module_agent_steps_total", "agent steps", "in accepted batches, by the module that acted", "module"
+)
+_DISCARDED = Metric("discarded_agent_steps_total", "agent steps", "that never became a chunk", "reason")
+_DROPPED = Metric("dropped_agent_steps_total", "agent steps", "cut and never committed", "reason")
+_DROPPED_CHUNKS = Metric("dropped_chunks_total", "chunks", "cut and never committed", "reason")
+
+COUNTER_TABLE = (
+    *(Metric(row.total, row.unit, row.meaning) for row in COUNTERS.values() if row.total),
+    _DISCARDED,
+    _DROPPED,
+    _DROPPED_CHUNKS,
+    *(metric for metric, _ in _OF_ROW),
+    _BY_MODULE,
+    _BYTES,
+)
+"""Counters of `totals` and `sources`. Those of what workers take count up to the last batch that the broker accepted,
+or up to the worker's end. A step of all agents that act at once is one env step and several agent steps.
+
+`row_counters` reads all but accepted_bytes_total off a ledger row.
+"""
+
+
+def folded_counters(lives: FoldedLives) -> dict[str, int]:
+    """Return the lifetime counters that folded lives stand for."""
+    return {**row_counters(lives.row), _BYTES.name: lives.bytes_total}
+
+
+def row_counters(row: LedgerRow) -> dict[str, int]:
+    """Return the lifetime counters that one ledger row stands for.
+
+    The broker reports them, and the audit compares them.
+    """
+    counters = {name: value(row.totals) for name, value in _OF_TOTALS.items()}
+    counters |= {metric.name: value(row) for metric, value in _OF_ROW}
+    for module_id, steps in row.totals.module_steps.items():
+        counters[labelled(_BY_MODULE.name, "module", module_id)] = steps
+    for reason, steps in row.totals.discarded.items():
+        counters[labelled(_DISCARDED.name, "reason", reason)] = steps
+    for reason, (steps, chunks) in _dropped(row):
+        for metric, count in ((_DROPPED, steps), (_DROPPED_CHUNKS, chunks)):
+            name = labelled(metric.name, "reason", reason)
+            counters[name] = counters.get(name, 0) + count
+    return counters
+
+
+def _dropped(row: LedgerRow) -> Iterator[tuple[str, tuple[int, int]]]:
+    for drops in (row.totals.dropped, row.lost, row.settled.dropped):
+        yield from drops.items()
