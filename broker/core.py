@@ -110,7 +110,9 @@ class BrokerCore:
         elif handler is not None:
             handler(peer, message, now)
         else:
-            self._outbox.reject(peer, "unexpected_kind", f"{type(message).__name__} is not for a broker")
+            detail = f"{type(message).__name__} is not taken here"
+            self.refusals.note(self.name_of(peer), "unexpected_kind", detail)
+            self._outbox.reject(peer, "unexpected_kind", detail)
             return
         self._learners.deliver()
         self._tell_exhausted()

@@ -40,18 +40,14 @@ from headrace.schemas.credentials.loopback_token import ServerToken, server_toke
 from headrace.schemas.errors import ConfigError, DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode, decode_header
 from headrace.schemas.messages import (
-    Bye,
-    Commit,
-    Heartbeat,
     LearnerHello,
     LearnerRows,
     Message,
-    Obituary,
     Reject,
-    Skip,
     WeightsAck,
     WeightsHeader,
     WeightsPull,
+    messages_to,
     read,
     read_hello,
 )
@@ -65,7 +61,7 @@ from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR, BrokerSection
 
 log = logging.getLogger(__name__)
 
-_CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (Heartbeat, Bye, Obituary, Skip, Commit)}
+_CONTROL = messages_to("broker")
 _BURST = 256
 """Messages taken from one socket before the others get their turn."""
 

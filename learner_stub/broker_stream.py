@@ -16,24 +16,17 @@ from headrace.schemas.chunks.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import (
-    Fenced,
     LearnerFigures,
     LearnerWelcome,
-    Message,
-    Reject,
-    SourceEnd,
-    SourceGap,
     SourcePosition,
-    SourceStart,
     Status,
+    messages_to,
     read,
 )
 
 log = logging.getLogger("headrace.learner")
 
-_CONTROL: dict[MessageKind, type[Message]] = {
-    m.KIND: m for m in (LearnerWelcome, Status, SourceStart, SourceGap, SourceEnd, Fenced, Reject)
-}
+_CONTROL = messages_to("stream")
 _MAX_PUMPED = 256
 
 

@@ -12,7 +12,7 @@ from headrace.learner_stub.row_queue import RowQueue
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.errors import DecodeError, RefusedWeightsError, refusal
-from headrace.schemas.frames.wire import MessageKind, decode_header
+from headrace.schemas.frames.wire import decode_header
 from headrace.schemas.messages import (
     Fenced,
     LearnerHello,
@@ -23,11 +23,12 @@ from headrace.schemas.messages import (
     Status,
     WeightsAck,
     WeightsRefusal,
+    messages_to,
     read,
 )
 from headrace.schemas.messages.weights import encode_weights
 
-_CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (LearnerWelcome, WeightsAck, Fenced, Reject, Status)}
+_CONTROL = messages_to("publisher")
 _RETRY_S = 1.0
 _SILENCE_S = 3.0
 """Seconds of silence after which the broker may be a new one that knows neither this publisher nor its weights."""

@@ -33,11 +33,13 @@ from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.chunks.episode_log import log_path, read_open_episodes
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
-from headrace.schemas.frames.wire import MessageKind, decode_header
-from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, read
+from headrace.schemas.frames.wire import decode_header
+from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, messages_to, read
 from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 
 log = logging.getLogger("headrace.supervisor")
+
+_CONTROL = messages_to("supervisor")
 
 NO_LIVES: Mapping[int, FoldedLives] = MappingProxyType({})
 
@@ -290,13 +292,11 @@ class ObituarySender:
                 return
             try:
                 kind, header = decode_header(frames)
-                if kind is MessageKind.ACK:
-                    ack = read(Ack, header)
-                    if ack.closed:
-                        self._on_ack(ack)
-                elif kind is MessageKind.REJECT:
-                    reject = read(Reject, header)
-                    self._warnings.warn(b"", reject.code, f"the broker refuses an obituary: {reject.detail}")
+                message = read(_CONTROL[kind], header) if kind in _CONTROL else None
+                if isinstance(message, Ack) and message.closed:
+                    self._on_ack(message)
+                elif isinstance(message, Reject):
+                    self._warnings.warn(b"", message.code, f"the broker refuses an obituary: {message.detail}")
             except DecodeError as error:
                 log.warning("the broker sent something unreadable: %s", error)
 

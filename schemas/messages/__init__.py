@@ -43,6 +43,7 @@ from headrace.schemas.messages.message_base import (
     Reject,
     SourcePosition,
     WeightsRefusal,
+    messages_to,
     read,
     tellable_shapes,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "WeightsRefusal",
     "WorkerHello",
     "WorkerWelcome",
+    "messages_to",
     "read",
     "read_hello",
     "tellable_shapes",

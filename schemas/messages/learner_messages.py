@@ -87,6 +87,7 @@ class LearnerWelcome(Message):
     """The broker's answer to a learner: its lease, and the spaces once a worker has told them."""
 
     KIND = MessageKind.WELCOME
+    TO = ("stream", "publisher")
     fleet_id: str
     epoch: Epoch
     spaces: dict[str, Any] = {}
@@ -109,6 +110,7 @@ class Commit(Message):
     """Learner to broker, cumulative: its position at each source that changed since the stream began."""
 
     KIND = MessageKind.COMMIT
+    TO = ("broker",)
     LEFT_OUT = frozenset(("figures",))
     epoch: Epoch
     position: list[SourcePosition] = []
@@ -141,6 +143,7 @@ class LearnerRows(Message):
     """Publisher to broker: rows that the broker has not stored yet, as far as the publisher knows."""
 
     KIND = MessageKind.LEARNER_ROWS
+    TO = ("broker",)
     epoch: Epoch
     rows: Annotated[list[LearnerRow], Field(max_length=MOST_ROWS)]
 
@@ -149,6 +152,7 @@ class Status(Message):
     """Broker to learner: the heartbeat, with the fleet's state."""
 
     KIND = MessageKind.STATUS
+    TO = ("stream", "publisher")
     epoch: Epoch
     held_batches: Natural = 0
     workers: Natural = 0
@@ -172,6 +176,7 @@ class SourceStart(Message):
     """
 
     KIND = MessageKind.SOURCE_START
+    TO = ("stream",)
     slot: Slot
     incarnation: Incarnation
     settled: Settled
@@ -181,6 +186,7 @@ class SourceGap(Message):
     """Broker to learner, in place of batch `batch.seq`, which was dropped."""
 
     KIND = MessageKind.SOURCE_GAP
+    TO = ("stream",)
     slot: Slot
     incarnation: Incarnation
     batch: HeldBatch
@@ -195,6 +201,7 @@ class SourceEnd(Message):
     """
 
     KIND = MessageKind.SOURCE_END
+    TO = ("stream",)
     slot: Slot
     incarnation: Incarnation
     seq: Natural

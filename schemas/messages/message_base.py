@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,11 +22,17 @@ MOST_DETAIL = 1000
 MOST_SHORT_DETAIL = 200
 
 
+Receiver = Literal["broker", "worker", "stream", "publisher", "supervisor"]
+"""A process of the fleet, or the part of a learner, that takes control messages."""
+
+
 class Message(BaseModel):
     """A control message; `KIND` names it on the wire."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
     KIND: ClassVar[MessageKind]
+    TO: ClassVar[tuple[Receiver, ...]] = ()
+    """Its receivers. Empty for a HELLO, which is read by its role, for weights, and for messages outside the fleet."""
     LEFT_OUT: ClassVar[frozenset[str]] = frozenset()
     """Fields that are not on the wire while they are empty."""
 
@@ -85,6 +91,7 @@ class Reject(Message):
     """Refuses this peer or this message; `fatal` says whether the peer must stop."""
 
     KIND = MessageKind.REJECT
+    TO = ("worker", "stream", "publisher", "supervisor")
     code: str
     detail: str
     fatal: bool = True
@@ -99,9 +106,18 @@ class Fenced(Message):
     """
 
     KIND = MessageKind.FENCED
+    TO = ("worker", "stream", "publisher")
     detail: str
     accepted: Natural = 0
     settled: Settled = Settled()
+
+
+def messages_to(receiver: Receiver) -> dict[MessageKind, type[Message]]:
+    """Return the control messages that `receiver` takes, by kind."""
+    classes = [Message]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    return {cls.KIND: cls for cls in classes if receiver in cls.TO}
 
 
 def read(message: type[M], header: dict[str, Any]) -> M:

@@ -13,6 +13,7 @@ class WeightsAck(Message):
     """Broker to publisher: the relay holds this version."""
 
     KIND = MessageKind.WEIGHTS_ACK
+    TO = ("publisher",)
     version: Version
 
 
@@ -37,6 +38,7 @@ class WeightsPull(Message):
     """Worker to broker: send `length` bytes from `offset` of the newest version's blob."""
 
     KIND = MessageKind.WEIGHTS_PULL
+    TO = ("broker",)
     offset: Bytes
     length: int = Field(ge=1, le=4 << 20)
     version: Version = (0, 0)

@@ -56,6 +56,7 @@ class WorkerWelcome(Message):
     """The broker's answer to a worker: its slot and incarnation, and where to go on."""
 
     KIND = MessageKind.WELCOME
+    TO = ("worker",)
     fleet_id: str
     slot: Slot
     incarnation: Incarnation
@@ -92,6 +93,7 @@ class Ack(Message):
     """
 
     KIND = MessageKind.ACK
+    TO = ("worker", "supervisor")
     slot: Slot = 0
     incarnation: IncarnationOrNone = 0
     accepted: Natural = 0
@@ -127,6 +129,7 @@ class Skip(Message):
     """
 
     KIND = MessageKind.SKIP
+    TO = ("broker",)
     slot: Slot
     incarnation: Incarnation
     batch: HeldBatch
@@ -139,6 +142,7 @@ class Heartbeat(Message):
     """Worker to broker: alive, with full cumulative state."""
 
     KIND = MessageKind.HEARTBEAT
+    TO = ("broker",)
     LEFT_OUT = frozenset(
         ("time_s", "envs_lost", "env_hosts", "env_host_versions", "serving", "ports", "env_error", "bytes_shipped")
     )
@@ -200,6 +204,7 @@ class Bye(LastWords):
     """Worker to broker: the worker leaves."""
 
     KIND = MessageKind.BYE
+    TO = ("broker",)
     LEFT_OUT = frozenset(("env_errors",))
     reason: str = "shutdown"
     counters: Counters = {}
@@ -225,4 +230,5 @@ class Obituary(LastWords):
     """Supervisor to broker: this incarnation is dead. The fields are what its recorder holds."""
 
     KIND = MessageKind.OBITUARY
+    TO = ("broker",)
     reason: str = "worker_killed"

@@ -15,6 +15,7 @@ from headrace.schemas.frames.wire import PROTOCOL_MINOR, MessageKind
 from headrace.schemas.messages import (
     Bye,
     LearnerHello,
+    LearnerRows,
     Obituary,
     Reject,
     SupervisorHello,
@@ -83,6 +84,13 @@ def test_a_batch_from_a_stranger_is_answered_not_counted(broker: BrokerThread, s
         peer.send([frames[0], frames[1][:-3]])
         assert read(Reject, peer.receive().header).code == "decode_error"
     assert (5, 1) not in broker.rows()
+
+
+def test_a_message_at_the_port_of_another_role_is_refused_and_counted(broker: BrokerThread) -> None:
+    with RawPeer(broker.endpoints.worker) as peer:
+        peer.send(LearnerRows(epoch=1, rows=[]).frames())
+        assert read(Reject, peer.receive().header).code == "unexpected_kind"
+    assert broker.ask(lambda it: it.core.refusals.total) == 1
 
 
 def test_a_worker_of_another_fleet_is_refused_by_name(broker: BrokerThread, start_feeder: StartFeeder) -> None:

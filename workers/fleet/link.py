@@ -16,7 +16,7 @@ from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, HeadraceError, refusal
 from headrace.schemas.frames.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
-from headrace.schemas.messages import Ack, Fenced, Message, Reject, WorkerWelcome, read
+from headrace.schemas.messages import messages_to, read
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
@@ -27,7 +27,7 @@ from headrace.workers.fleet.window import Shipment
 log = logging.getLogger(__name__)
 
 _SAY_WAITING_S = 10.0
-_CONTROL: dict[MessageKind, type[Message]] = {m.KIND: m for m in (WorkerWelcome, Ack, Fenced, Reject)}
+_CONTROL = messages_to("worker")
 _CAPS = WireLimits(payload_bytes=1 << 30)
 
 
