@@ -11,6 +11,7 @@ import pytest
 
 from headrace.broker.state_file import file_path, read_broker_file
 from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.connection import process_token
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.frames.wire import MessageKind, encode
 from headrace.schemas.messages import (
@@ -86,9 +87,9 @@ def test_no_number_ends_the_broker_or_poisons_its_run_dir(tmp_path: Path, start_
                 beat = Heartbeat(slot=7, incarnation=1, totals=totals, counters={"num_episodes_lifetime": 1})
                 end = Obituary(slot=7, incarnation=1, totals=totals, settled=settled)
                 _say_all(worker, SupervisorHello(fleet_id=FLEET, token="s"), [hello, beat, end])
-                _say_all(
-                    other, SupervisorHello(fleet_id=FLEET, token="s"), [learner, Commit(epoch=1, position=[place])]
-                )
+                # A publisher of this process is welcome. A peer that is not would be cut off after 64 messages.
+                publisher = LearnerHello(token=process_token([before.endpoints.learner]), channel="publisher")
+                _say_all(other, publisher, [learner, Commit(epoch=1, position=[place])])
             for _ in batches_of(stream, feeder.all_settled):
                 pass
             assert stream.delivered == 20
