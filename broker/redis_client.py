@@ -27,9 +27,8 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from headrace.broker.redis_tls import tls_problem
-from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.settings.redis_url import NOT_A_URL
+from headrace.schemas.settings.redis_url import NOT_A_URL, without_password
 
 TIMEOUT_S = 0.25
 START_IT = "start it, correct --redis-url, or leave it out"

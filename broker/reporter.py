@@ -35,6 +35,7 @@ from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR
+from headrace.schemas.settings.redis_url import without_password
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class RedisReporter:
         weights_per_hour: int = REDIS_BYTES_PER_HOUR // 2,
         about: Mapping[str, str] | None = None,
     ) -> None:
-        self._url = keys.without_password(url)
+        self._url = without_password(url)
         self._client = connect(url)
         self._fleet_id = fleet_id
         self._merge = MergeScript(self._client, fleet_id, live_s, about=about)

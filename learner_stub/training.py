@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,46 +50,11 @@ _FROM_THE_START = (
 )
 
 
-class BatchStream(Protocol):
-    """The part of `EpisodeStream` that training needs."""
-
-    @property
-    def epoch(self) -> int:
-        """Return the learner epoch."""
-
-    @property
-    def starved(self) -> bool:
-        """Return whether no batch can come before a commit."""
-
-    @property
-    def exhausted(self) -> bool:
-        """Return whether no worker is left, and the broker holds no batch."""
-
-    def next(self, timeout_s: float) -> ChunkBatch | None:
-        """Return the next batch, or None after `timeout_s` seconds."""
-
-    def position(self) -> list[dict[str, Any]]:
-        """Return the position for a checkpoint."""
-
-    def commit(self) -> None:
-        """Settle every batch handed out so far."""
-
-
-class Publisher(Protocol):
-    """The part of `WeightPublisher` that training needs."""
-
-    def publish(self, state_dict: Mapping[str, Any]) -> int:
-        """Make these the fleet's newest weights; return their seq."""
-
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Log the figures of one update."""
-
-
 def train(
     policies: LearnerPolicies,
     steps_per_update: int,
-    stream: BatchStream,
-    weights: Publisher,
+    stream: EpisodeStream,
+    weights: WeightPublisher,
     checkpoint: Path,
     stopping: threading.Event,
     best: BestCheckpoint | None = None,
@@ -132,7 +97,7 @@ def train(
 
 
 def gather(
-    stream: BatchStream,
+    stream: EpisodeStream,
     steps: int,
     stopping: threading.Event,
     alive: Callable[[], None] = do_nothing,
@@ -166,7 +131,7 @@ def gather(
     return batches
 
 
-def _next(stream: BatchStream, stopping: threading.Event) -> ChunkBatch | None:
+def _next(stream: EpisodeStream, stopping: threading.Event) -> ChunkBatch | None:
     """Return the next batch, or None after `_WAIT_S`. None at once if the learner is stopped and no batch can come."""
     deadline = time.monotonic() + _WAIT_S
     while True:
@@ -185,7 +150,7 @@ def staleness(batches: Sequence[ChunkBatch]) -> Metrics:
     return {"staleness": float(behind.mean()), "staleness_max": float(behind.max())}
 
 
-def _snapshot(policies: LearnerPolicies, stream: BatchStream) -> Checkpoint:
+def _snapshot(policies: LearnerPolicies, stream: EpisodeStream) -> Checkpoint:
     state, arrays = policies.get_state()
     return Checkpoint(stream.epoch, stream.position(), state, arrays)
 

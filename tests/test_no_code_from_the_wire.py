@@ -61,7 +61,7 @@ NAMES_BECOME_CODE = {
     "workers/envs/inline.py": CONFIG,
     "workers/envs/native/creators.py": CONFIG,
     "workers/envs/process/process_envs.py": "the job that the worker gives the process it has started",
-    "workers/envs/process/naming.py": CONFIG,
+    "workers/envs/process/job_settings.py": CONFIG,
     "workers/external/lanes.py": CONFIG,
     "workers/envs/video.py": "`env` in the user's env_config",
     "workers/policy/policies.py": CONFIG,

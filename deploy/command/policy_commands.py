@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -118,7 +119,16 @@ def export(
 
     The file is tried with random observations before it is kept.
     """
-    from headrace.deploy.command.export import export as export_policy
+    from headrace.deploy.fleet.roles import no_exit_from
+    from headrace.deploy.run.saved_policy import build_policy, resolve_policy
+    from headrace.deploy.terminal.logs import Identity, set_up_logging
+    from headrace.deploy.terminal.std_streams import ignore_closed_reader
+    from headrace.schemas.errors import EnvError
 
+    set_up_logging(Identity("", "export"))
     flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
-    export_policy(config, sets, flags, run=run, which=checkpoint.value, to=to, module_id=module_id, allow=allow or ())
+    with no_exit_from(EnvError, "the env or the module"):
+        policy = build_policy(resolve_policy(run, config, sets, flags, which=checkpoint.value, allow=allow or ()))
+        path = policy.export(to, module_id)
+    with ignore_closed_reader(sys.stdout):
+        typer.echo(f"{path}: {policy.source}")

@@ -17,7 +17,7 @@ from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.ray.cluster import check_cluster
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.deploy.run.free_ports import check_ports
+from headrace.deploy.run.ports import check_ports
 from headrace.deploy.run.redis_server import check_url, find_server
 from headrace.deploy.run.resume import write_settings
 from headrace.deploy.run.run_dir import RunDir, write_private

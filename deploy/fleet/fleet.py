@@ -35,12 +35,17 @@ from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
 from headrace.deploy.ray.wanted_workers import write_wanted
 from headrace.deploy.report.progress import STALE_S
-from headrace.deploy.run.broker_ports import first_endpoints
-from headrace.deploy.run.client_ports import client_endpoints, with_client_ports
-from headrace.deploy.run.env_ports import env_endpoints, own_env_hosts, with_env_ports
 from headrace.deploy.run.evaluation_log import EvaluationLog
-from headrace.deploy.run.free_ports import first_of_free
 from headrace.deploy.run.goal import RunNumbers, steps_at_start
+from headrace.deploy.run.ports import (
+    client_endpoints,
+    env_endpoints,
+    first_endpoints,
+    first_of_free,
+    own_env_hosts,
+    with_client_ports,
+    with_env_ports,
+)
 from headrace.deploy.run.redis_server import check_url, prepare_redis, wait_ready
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.deploy.run.resume import write_settings

@@ -34,9 +34,9 @@ from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.redis_url import without_password
 
 log = logging.getLogger("headrace.supervisor")
 

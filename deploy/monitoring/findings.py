@@ -16,7 +16,7 @@ from headrace.deploy.monitoring.finding_kinds import KINDS, Observation, observe
 from headrace.deploy.monitoring.finding_kinds import Finding as Finding
 from headrace.deploy.monitoring.losses import losses_in_words
 from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
-from headrace.schemas.accounts.redis_keys import without_password
+from headrace.schemas.settings.redis_url import without_password
 
 _WAITING = "waiting for "
 _WORKER = "worker-"

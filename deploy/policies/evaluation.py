@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -21,8 +20,7 @@ from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
-from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
-from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.runner.any_runner import open_runner
 
 log = logging.getLogger("headrace.deploy")
 
@@ -137,10 +135,7 @@ class Evaluation:
         self._settings, self._video = settings, video
         self._num_envs = min(settings.num_envs or config.sampling.num_envs, settings.episodes)
         self._scores = EpisodeScores.of(settings.episodes, self._num_envs)
-        kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
-        self._runner: SingleAgentEnvRunner | MultiAgentEnvRunner = kind(
-            self._runner_config(config), config.fleet.workers, incarnation=_INCARNATION
-        )
+        self._runner = open_runner(self._runner_config(config), config.fleet.workers, incarnation=_INCARNATION)
         try:
             if isinstance(self._runner.env, ExternalEnv | ExternalMultiAgentEnv):
                 raise EnvError(f"{config.sampling.env} drives its own episodes, so nothing can step it here; {_SERVE}")
@@ -208,9 +203,7 @@ class Evaluation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._runner.stop()
 
 

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import orjson
@@ -70,9 +69,7 @@ class ForkServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def end(self) -> None:

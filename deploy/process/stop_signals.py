@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -34,9 +34,7 @@ class StopSignals:
         self._before = {number: signal.signal(number, self._on_signal) for number in caught}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)

@@ -31,8 +31,8 @@ from headrace.deploy.report.evidence import Evidence, read_evidence
 from headrace.deploy.terminal.log_rotation import rotated_path
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.recorder import Reading
-from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.settings.redis_url import without_password
 
 READ_TIMEOUT_S = 2.0
 _END = re.compile(r"worker (\d{1,9}) incarnation (\d{1,9}) took ([\d,]{1,30}) steps")

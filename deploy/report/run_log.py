@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import orjson
@@ -79,9 +78,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close all loggers. Waits `close_s` seconds at most, and names those that take longer."""
         for logger in self._loggers:
             logger.begin_close()

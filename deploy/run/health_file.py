@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from headrace.deploy.process.liveness_file import LivenessFile
@@ -88,9 +87,7 @@ class HealthFile:
                 self._write(self._place)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._place is not None:
             _remove(self._place)
 

@@ -16,6 +16,7 @@ from headrace.broker.redis_parser import HashParser
 from headrace.broker.report import LIVE_S
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError
+from headrace.schemas.settings.redis_url import without_password
 
 TIMEOUT_S = 5.0
 _MANY = 1000
@@ -117,7 +118,7 @@ class Inventory:
             yield
         except redis.exceptions.NoPermissionError as error:
             advice = "name a user who may list and remove keys; the users of `headrace keys redis` may not"
-            raise RedisUnavailableError(keys.without_password(self._url), str(error), TIMEOUT_S, advice) from error
+            raise RedisUnavailableError(without_password(self._url), str(error), TIMEOUT_S, advice) from error
         except REDIS_FAILURES as error:
             raise unusable(self._url, error, TIMEOUT_S) from error
 

@@ -25,10 +25,11 @@ import orjson
 
 from headrace.broker.redis_client import MAKE_USERS, REDIS_FAILURES, RedisReader, connect, in_words, unusable
 from headrace.broker.redis_commands import Lacking, lacking_rights
-from headrace.schemas.accounts.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract, without_password
+from headrace.schemas.accounts.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, write_error
 from headrace.schemas.peers.ports import quiet_ports
+from headrace.schemas.settings.redis_url import without_password
 
 READY_S = 10.0
 CHECK_TIMEOUT_S = 2.0

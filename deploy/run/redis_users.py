@@ -18,10 +18,9 @@ import redis
 
 from headrace.broker.redis_client import REDIS_FAILURES, connect, unusable
 from headrace.broker.redis_commands import READER, USERS, WRITER, user_name, user_rules
-from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
-from headrace.schemas.settings.redis_url import read_redis_url
+from headrace.schemas.settings.redis_url import read_redis_url, without_password
 
 TIMEOUT_S = 2.0
 _ANY_SERVER = "redis://127.0.0.1:6379/0"

@@ -18,6 +18,7 @@ from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, RowValues
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.errors import RedisContractError, RedisUnavailableError
+from headrace.schemas.settings.redis_url import without_password
 
 READ_TIMEOUT_S = 2.0
 
@@ -123,7 +124,7 @@ class FleetView:
     """Reads one fleet's keys. It may be kept and read again; one thread at a time."""
 
     def __init__(self, url: str, fleet_id: str) -> None:
-        self._url = keys.without_password(url)
+        self._url = without_password(url)
         self._fleet_id = fleet_id
         self._reader = RedisReader(connect(url, READ_TIMEOUT_S))
 

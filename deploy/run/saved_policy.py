@@ -20,7 +20,6 @@ from headrace.broker.redis_weights import weights_in
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.named_code import resolve_found
 from headrace.deploy.run.options import describe_origin, resolve
-from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import (
@@ -34,7 +33,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.messages.weights import read_weights, split_modules
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.redis_url import read_redis_url
+from headrace.schemas.settings.redis_url import read_redis_url, without_password
 
 if TYPE_CHECKING:  # torch takes a second or two
     from headrace.workers.policy.trained_policy import TrainedPolicy

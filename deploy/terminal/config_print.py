@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import Origins
+from headrace.schemas.settings.redis_url import without_password
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 

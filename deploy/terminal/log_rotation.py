@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from headrace.schemas.basics.run_files import open_own
@@ -37,9 +36,7 @@ class LogRotation:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Look once more, and end the thread. Waits some seconds at most."""
         self._closing.set()
         self._thread.join(5.0)

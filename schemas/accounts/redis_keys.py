@@ -485,33 +485,6 @@ def unlabelled(field: str) -> tuple[str, str, str]:
     return name, label, _ESCAPED.sub(lambda one: _PLAIN[one[0]], escaped)
 
 
-_SHOWN_PARAMETERS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
-
-
-def without_password(url: str) -> str:
-    """Replace the password in a URL by `***`, for logs and errors.
-
-    A password may have "/", "#" or "?" that should have been escaped, so all before the last "@" counts as part of it.
-    Of the parameters only harmless ones stay: a password may stand behind a name that is misspelt.
-    """
-    head, separator, rest = url.partition("://") if "://" in url else ("", "", url)
-    secret, at, address = rest.rpartition("@")
-    address, _, query = address.partition("?")
-    shown = "&".join(part for part in query.split("&") if part.partition("=")[0] in _SHOWN_PARAMETERS)
-    kept = f"?{shown}" if shown else ""
-    if not at and not _is_address(address.partition("/")[0]):
-        return "(malformed URL)"
-    user = secret.partition(":")[0]
-    known = f"{user}:***@" if ":" in secret else "***@" if at else ""
-    return f"{head}{separator}{known}{address}{kept}"
-
-
-def _is_address(text: str) -> bool:
-    """Return whether this is HOST or HOST:PORT, and not a user and the beginning of a password."""
-    host, colon, port = text.rpartition(":")
-    return not colon or text.endswith("]") or (bool(host) and port.isdigit())
-
-
 def key_name(fleet_id: str, key: Key, **parts: str) -> str:
     """Return the full name in Redis, as in `headrace:{my-fleet}:totals`."""
     return f"headrace:{{{fleet_id}}}:{key.name.format(**parts)}"

@@ -16,6 +16,7 @@ NOT_A_URL = (
     "@ as %40; TLS may have ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE"
 )
 _LARGEST_FILE = 4096
+_SHOWN_PARAMETERS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 
 
 def read_redis_url(text: str) -> str:
@@ -67,3 +68,27 @@ def _with_absolute_files(url: str) -> str:
         for name, value in options
     ]
     return urlunsplit(parts._replace(query=urlencode(absolute, quote_via=quote, safe="/")))
+
+
+def without_password(url: str) -> str:
+    """Replace the password in a URL by `***`, for logs and errors.
+
+    A password may have "/", "#" or "?" that should have been escaped, so all before the last "@" counts as part of it.
+    Of the parameters only harmless ones stay: a password may stand behind a name that is misspelt.
+    """
+    head, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    secret, at, address = rest.rpartition("@")
+    address, _, query = address.partition("?")
+    shown = "&".join(part for part in query.split("&") if part.partition("=")[0] in _SHOWN_PARAMETERS)
+    kept = f"?{shown}" if shown else ""
+    if not at and not _is_address(address.partition("/")[0]):
+        return "(malformed URL)"
+    user = secret.partition(":")[0]
+    known = f"{user}:***@" if ":" in secret else "***@" if at else ""
+    return f"{head}{separator}{known}{address}{kept}"
+
+
+def _is_address(text: str) -> bool:
+    """Return whether this is HOST or HOST:PORT, and not a user and the beginning of a password."""
+    host, colon, port = text.rpartition(":")
+    return not colon or text.endswith("]") or (bool(host) and port.isdigit())

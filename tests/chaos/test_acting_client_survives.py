@@ -54,7 +54,7 @@ class Players:
         for thread in self._threads:
             thread.start()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.deploy.run.client_ports import client_endpoints, with_client_ports
+from headrace.deploy.run.ports import client_endpoints, with_client_ports
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
@@ -31,7 +31,7 @@ def test_each_worker_has_ports_of_its_own_that_stay() -> None:
 
 
 def test_ports_of_both_ways_do_not_meet(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
-    monkeypatch.setattr("headrace.deploy.run.free_ports.quiet_ports", lambda: [free_port])
+    monkeypatch.setattr("headrace.deploy.run.ports.quiet_ports", lambda: [free_port])
     endpoints = client_endpoints(with_client_ports(config(2, http_port=free_port + 1)))
     assert not {free_port, free_port + 1} & {port_of(endpoints["clients-0"]), port_of(endpoints["clients-1"])}
 
@@ -40,7 +40,7 @@ def test_without_http_there_is_no_port_for_it_and_a_taken_one_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
     with socket.create_server(("127.0.0.1", free_port)):
-        monkeypatch.setattr("headrace.deploy.run.free_ports.quiet_ports", lambda: [free_port])
+        monkeypatch.setattr("headrace.deploy.run.ports.quiet_ports", lambda: [free_port])
         endpoints = client_endpoints(with_client_ports(config(1)))
     assert list(endpoints) == ["clients-0"]
     assert port_of(endpoints["clients-0"]) != free_port

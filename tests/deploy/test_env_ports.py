@@ -9,7 +9,7 @@ import pytest
 
 from headrace.deploy.doctor.check import Verdict
 from headrace.deploy.doctor.examination import examine
-from headrace.deploy.run.env_ports import env_endpoints, own_env_hosts, with_env_ports
+from headrace.deploy.run.ports import env_endpoints, own_env_hosts, with_env_ports
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
@@ -30,7 +30,7 @@ def test_each_worker_has_a_port_of_its_own_that_stays() -> None:
 
 def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     with socket.create_server(("127.0.0.1", free_port)):
-        monkeypatch.setattr("headrace.deploy.run.free_ports.quiet_ports", lambda: [free_port - 1, free_port])
+        monkeypatch.setattr("headrace.deploy.run.ports.quiet_ports", lambda: [free_port - 1, free_port])
         assert with_env_ports(config(2)).sampling.env_hosts_port not in (free_port - 1, free_port)
 
 

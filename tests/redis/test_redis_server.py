@@ -15,8 +15,8 @@ import redis
 
 from headrace.deploy.run import redis_server
 from headrace.deploy.run.redis_server import check_url, prepare_redis, serving, wait_ready
-from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.errors import ConfigError, ExitCode, RedisUnavailableError, RunDirError
+from headrace.schemas.settings.redis_url import without_password
 
 pytestmark = pytest.mark.processes
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.schemas.accounts.redis_keys import without_password
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config_loading import load_config
+from headrace.schemas.settings.redis_url import without_password
 
 
 def url_of(text: str) -> str:

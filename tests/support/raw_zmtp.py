@@ -6,7 +6,6 @@ import re
 import socket
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from support.waiting import TIMEOUT_S
@@ -67,7 +66,7 @@ class RawZmtp:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.sock.close()
 
 

@@ -16,7 +16,6 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import orjson
@@ -105,9 +104,7 @@ class SystemdMachine:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def run(self, command: str, *, check: bool = True) -> str:

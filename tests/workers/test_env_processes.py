@@ -19,8 +19,8 @@ from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvErr
 from headrace.workers import EnvContext, EnvRunnerConfig, register_env
 from headrace.workers.agents.env_process import AGENTS_CHILD
 from headrace.workers.envs.process.child import SOLO_CHILD
+from headrace.workers.envs.process.job_settings import name_env
 from headrace.workers.envs.process.lifeline import tie_group
-from headrace.workers.envs.process.naming import name_env
 from headrace.workers.envs.process.pool import EnvProcessPool
 from support.envs.troubled import Gate, Troubled
 from support.runners.call_rate import IDLE, calls_a_second

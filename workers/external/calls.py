@@ -44,6 +44,7 @@ class Answer:
 
 
 OnAnswer = Callable[[Answer], None]
+"""Called once, in the sampler's thread. It must return at once."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -37,9 +37,8 @@ from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.weights import WeightsVersion
 from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
 from headrace.workers.policy.policies import PolicyMappingError
+from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.runner.env_runner import EnvRunner
-from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
-from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
 from headrace.workers.sampling.module_batches import Cut
 from headrace.workers.serving.acting_channel import ActingChannel, Delivery
 from headrace.workers.serving.served_env import ServedEnvs, served_config
@@ -123,8 +122,7 @@ def build_runner(
 
     if config.sampling.env_placement == "remote":
         membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner tells
-    kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
-    runner: EnvRunner[Any] = kind(
+    runner: EnvRunner[Any] = open_runner(
         served_config(config),
         membership.slot,
         incarnation=membership.incarnation,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import gymnasium as gym
@@ -548,7 +547,5 @@ class EnvRunner(ABC, Generic[Batch]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

@@ -37,13 +37,12 @@ from headrace.workers.randomness.seeds import SeedTree
 from headrace.workers.sampling.acting_lanes import next_to_act
 from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
-from headrace.workers.sampling.cutting import Marker, Stamp
+from headrace.workers.sampling.cutting import Marker, Stamp, cut_seats
 from headrace.workers.sampling.fragment import OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
 from headrace.workers.sampling.lost_steps import LostRewards, lose_ended, lose_episode
 from headrace.workers.sampling.module_batches import ModuleBatches
-from headrace.workers.sampling.seat_cutting import cut_seats
 from headrace.workers.sampling.seat_fragment import SeatFragment
 
 Taken = tuple[list[MultiAgentEpisode], ModuleBatches]

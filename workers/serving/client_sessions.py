@@ -32,8 +32,9 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeAbort,
     EpisodeStart,
 )
+from headrace.workers.external.calls import Answer
 from headrace.workers.serving.acting_clients import ActingClients
-from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
+from headrace.workers.serving.open_episodes import OpenEpisodes
 from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
 from headrace.workers.serving.session_records import (
     Address,
@@ -60,7 +61,7 @@ class ClientSessions:
         self,
         episodes: OpenEpisodes,
         spaces: dict[str, Any],
-        post: Callable[[EpisodeRecord, StepAnswer], None],
+        post: Callable[[EpisodeRecord, Answer], None],
         limits: ServingLimits | None = None,
         acting: ActingClients | None = None,
         waiting_for: Callable[[], str] = str,

@@ -17,11 +17,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
+from headrace.workers.external.calls import Answer
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
+from headrace.workers.serving.open_episodes import OpenEpisodes
 from headrace.workers.serving.session_records import Address, EpisodeRecord, Reply, ServingLimits
 
 Event = Callable[[ClientSessions, float], None]
@@ -67,7 +68,7 @@ class Dispatcher:
         self._sessions = ClientSessions(episodes, codec.spaces_json, self._post_answer, limits, acting, waiting_for)
         self._listener = listener
         self._events: deque[Event] = deque()
-        self._answers: deque[tuple[EpisodeRecord, StepAnswer]] = deque()
+        self._answers: deque[tuple[EpisodeRecord, Answer]] = deque()
         """The sampler's answers. They are apart from `_events` because there are many."""
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener.watch(self._wakeup_fd)
@@ -188,7 +189,7 @@ class Dispatcher:
                 self._woken = True
                 os.eventfd_write(self._wakeup_fd, 1)
 
-    def _post_answer(self, episode: EpisodeRecord, answer: StepAnswer) -> None:
+    def _post_answer(self, episode: EpisodeRecord, answer: Answer) -> None:
         self._answers.append((episode, answer))
         if self._loop_lock.locked():
             self._wake()

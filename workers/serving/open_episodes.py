@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.errors import HeadraceError
-from headrace.workers.external.calls import DriverLoop
-
-
-class StepAnswer(Protocol):
-    """The sampler's answer to a step."""
-
-    @property
-    def action(self) -> Any:
-        """The action, in the nesting of the action space; None where the client asked for none."""
-
-    @property
-    def weights(self) -> tuple[int, int]:
-        """The version, (learner_epoch, seq), of the weights that chose the action."""
-
-    @property
-    def error(self) -> HeadraceError | None:
-        """The reason if the episode was aborted."""
-
-
-OnAnswer = Callable[[StepAnswer], None]
-"""Called once, in the sampler's thread. It must return at once."""
+from headrace.workers.external.calls import DriverLoop, OnAnswer
 
 
 class OpenEpisodes(Protocol):

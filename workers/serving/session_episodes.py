@@ -23,8 +23,9 @@ from headrace.schemas.errors.episodes import (
 from headrace.schemas.errors.serving import ServerFullError, StepOrderError, SupersededError
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
+from headrace.workers.external.calls import Answer
 from headrace.workers.serving.latencies import Latencies
-from headrace.workers.serving.open_episodes import OpenEpisodes, StepAnswer
+from headrace.workers.serving.open_episodes import OpenEpisodes
 from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,
@@ -47,7 +48,7 @@ class SessionEpisodes:
     """The episodes of all sessions. See `ClientSessions` for `post` and the threads."""
 
     def __init__(
-        self, table: OpenEpisodes, post: Callable[[EpisodeRecord, StepAnswer], None], limits: ServingLimits
+        self, table: OpenEpisodes, post: Callable[[EpisodeRecord, Answer], None], limits: ServingLimits
     ) -> None:
         self._table, self._post, self._limits = table, post, limits
         self.outbox: list[tuple[Address, Reply]] = []
@@ -122,7 +123,7 @@ class SessionEpisodes:
             self.give_up(episode, reason)
             self._end(episode, reason)
 
-    def answered(self, episode: EpisodeRecord, answer: StepAnswer) -> None:
+    def answered(self, episode: EpisodeRecord, answer: Answer) -> None:
         """Reply to the step under way with the sampler's answer."""
         address, episode.reply_to = episode.reply_to, None
         if address is None or episode.over is not None:
@@ -154,7 +155,7 @@ class SessionEpisodes:
             self.outbox.append((address, refusal_of(EpisodeAbortedError(episode.id, reason), episode.reply_number)))
 
 
-def _answer(episode: EpisodeRecord, answer: StepAnswer) -> Reply:
+def _answer(episode: EpisodeRecord, answer: Answer) -> Reply:
     """Return an `EpisodeAnswer` as a reply. Its fields were made here, so they are not checked again."""
     fields = {
         "request": episode.reply_number,

@@ -16,8 +16,7 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.messages.weights import Arrays
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
-from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.serving.served_env import ServedEnv, ServedMultiAgentEnv, served_config
 
 _CUT_S = 0.2
@@ -102,8 +101,7 @@ class StandaloneServer:
     def __init__(self, config: FleetConfig, arrays: Arrays, version: Version) -> None:
         self.sums = EpisodeSums()
         self._drain_timeout_s = config.worker.drain_timeout_s
-        kind = MultiAgentEnvRunner if config.sampling.is_multi_agent else SingleAgentEnvRunner
-        self._runner: SingleAgentEnvRunner | MultiAgentEnvRunner = kind(_settings(config, self.sums))
+        self._runner = open_runner(_settings(config, self.sums))
         try:
             self._runner.set_weights(arrays, version[1], version[0])
             self._runner.freeze_connectors()  # this policy is to stay as it is

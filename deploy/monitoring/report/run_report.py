@@ -33,10 +33,11 @@ from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import FleetLedger
-from headrace.schemas.accounts.redis_keys import RINGS, without_password
+from headrace.schemas.accounts.redis_keys import RINGS
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.settings.config_loading import known_keys
+from headrace.schemas.settings.redis_url import without_password
 
 _PLACES = ("fleet.run_dir", "redis.url")
 """Settings that say where a run was, and not what it was."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from types import TracebackType
 from typing import Self
 
 from support.fleets.two_machines import NoNamespacesError, run_ip
@@ -35,9 +34,7 @@ class Machines:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def address(self, name: str) -> str:

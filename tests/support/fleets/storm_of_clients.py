@@ -8,7 +8,6 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from headrace.deploy.run.fleet_file import read_fleet_file
@@ -109,9 +108,7 @@ class Storm:
         self.fleet.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in (*self._steady, *self._doomed):
             if process.poll() is None:
                 process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from types import TracebackType
 from typing import Self
 
 
@@ -42,9 +41,7 @@ class TwoMachines:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def command(self, machine: str, *arguments: str) -> list[str]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -409,9 +408,7 @@ class RawPeer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
 

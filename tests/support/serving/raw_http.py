@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -95,9 +94,7 @@ class RawHttp:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,15 +1,56 @@
-"""The parts of a config that concern env processes: their job, and their deadlines."""
+"""The parts of a config that concern envs in other processes: the name of their env, their job, and their deadlines."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
+from headrace.schemas.errors import ConfigError, MissingEnvError
+from headrace.schemas.settings.plugins import load_object
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.process.control import Phase
-from headrace.workers.envs.process.naming import env_config_json, name_env
+from headrace.workers.envs.creators import registered_creator
+from headrace.workers.envs.process.control import Command, Phase
+
+
+def name_env(env: str | Callable[..., Any] | None) -> str:
+    """Return the gymnasium id or "package.module:name" by which another process finds `env`.
+
+    Raises `ConfigError` for what has no such name: a lambda, a closure, a bound object, an object of `__main__`.
+    """
+    if env is None:
+        raise MissingEnvError
+    if isinstance(env, str):
+        registered = registered_creator(env)
+        return env if registered is None else name_env(registered)
+    module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", None)
+    if module is None or name is None or module == "__main__" or "<" in name:
+        raise _unnamed(env, "it is no function or class at the top of an importable module")
+    if load_object(f"{module}:{name}", "env") is not env:
+        raise _unnamed(env, f"{module}:{name} is something else")
+    return f"{module}:{name}"
+
+
+def env_config_json(env_config: Mapping[str, Any]) -> bytes:
+    """Return `env_config` as JSON for another process. Raises `ConfigError` for what JSON cannot hold."""
+    try:
+        return orjson.dumps(env_config, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise ConfigError(
+            f"it cannot be sent to another process as JSON ({error}); give plain values, or env_placement = 'inline'",
+            key="env_config",
+        ) from error
+
+
+def _unnamed(env: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"{env!r:.120} cannot be named to another process: {why}; give a gymnasium id, 'package.module:make_env', or "
+        "env_placement = 'inline'",
+        key="env",
+    )
+
 
 _LEAST_START_S = 60.0
 """The least time that a process has to start, which depends on the machine more than on its envs."""
@@ -51,3 +92,24 @@ def limits_of(config: EnvRunnerConfig) -> dict[Phase, float]:
     # The process itself abandons a slow close(). The driver acts only if close() holds the interpreter lock.
     limits[Phase.CLOSE] *= 2
     return limits
+
+
+def answer_limits(config: EnvRunnerConfig) -> Mapping[Command, float]:
+    """Return how long an env host that lives may take for the answer to each command, in seconds.
+
+    A host has deadlines of its own, kills an env that hangs, and answers with that failure. So these limits end only
+    the wait for a host that does not: its own deadlines are longer, or it is broken.
+
+    Envs that share a process take turns, so an order may wait for those of its neighbours. A step may include the reset
+    after it.
+    """
+    phases = limits_of(config)
+    turn_s = phases[Phase.STEP] + phases[Phase.RESET]
+    waiting_s = config.envs_per_process * turn_s + config.env_hosts_lease_s
+    building_s = waiting_s + phases[Phase.START] + config.envs_per_process * phases[Phase.CONSTRUCTION]
+    return {
+        Command.STEP: waiting_s,
+        Command.RESET: waiting_s,
+        Command.BUILD: building_s,
+        Command.REBUILD: building_s,
+    }

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +23,7 @@ from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command, Phase, order_seed
 from headrace.workers.envs.process.error_json import error_from_json
-from headrace.workers.envs.process.exit_failures import failures_of
+from headrace.workers.envs.process.exits import failures_of
 from headrace.workers.envs.process.handle import ProcessHandle, ProcessReply
 from headrace.workers.envs.process.job_settings import job_of, limits_of
 from headrace.workers.envs.process.lane_homes import LaneHomes, SeedFor
@@ -314,8 +313,6 @@ class EnvProcessPool:
         """Return the pool."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the pool."""
         self.close()

@@ -33,8 +33,8 @@ from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, Replies
 from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command, order_seed
+from headrace.workers.envs.process.job_settings import answer_limits
 from headrace.workers.envs.process.lane_homes import SeedFor
-from headrace.workers.envs.remote.answer_limits import answer_limits
 from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.host_wait import HostWait

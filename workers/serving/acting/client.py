@@ -13,7 +13,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from headrace.schemas.accounts.ledger import Discard
@@ -26,11 +25,10 @@ from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.schemas.messages.serving_messages import ClientBye
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.calls import Answer
-from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
-from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
+from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.sampling.module_batches import Cut
 from headrace.workers.serving.acting.caller_driven_env import caller_driven_env
-from headrace.workers.serving.acting.shipments import AnyRunner, Shipments
+from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.logged_returns import read_info
@@ -110,13 +108,12 @@ class ActingClient:
         )
         self.spaces = self._link.spaces
         """The spaces of the one agent, or of each agent by the text of its id."""
-        kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
         try:
             _check_kind(config, self.spaces)
             self._codec = EpisodeCodec.of(self.spaces)
             self._env = caller_driven_env(self.spaces)
             here = config.model_copy(update={"env": lambda context: self._env, "env_placement": "inline"})
-            self._runner: AnyRunner = kind(here, index, run_uid=secrets.token_hex(8))
+            self._runner = open_runner(here, index, run_uid=secrets.token_hex(8))
         except BaseException:
             self._link.close()
             raise
@@ -176,9 +173,7 @@ class ActingClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- the thread that acts -----------------------------------------------------------------------------------------

@@ -15,12 +15,11 @@ from headrace.schemas.errors import InfosTooLargeError, UnreachableError
 from headrace.schemas.errors.serving import MessageTooLargeError, NotYetError, UnknownSessionError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages.serving_messages import MOST_EPISODES, ChunkShipment
+from headrace.workers.runner.any_runner import AnyRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
-from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
 from headrace.workers.sampling.module_batches import Cut, batches_of
 from headrace.workers.serving.client import PolicyClient
 
-AnyRunner = SingleAgentEnvRunner | MultiAgentEnvRunner
 _ONE_TRY_S = 5.0
 """Seconds that one request may take. A client that closes waits no longer for a server that is gone."""
 _HEAD_BYTES = 2560

@@ -1,0 +1,159 @@
+"""Ports of the broker, and of each worker for env hosts and clients. They are known before these start, and stay."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.broker.state_file import Endpoints
+from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.peers.ports import HIGHEST, LOWEST, quiet_ports
+from headrace.schemas.peers.socket_folder import endpoint_of, make_socket_folder
+from headrace.schemas.settings.config import BrokerSection, FleetConfig, is_loopback
+
+_ROOM = 2000
+"""Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
+_TRIES = 64
+_ROLES = ("worker", "learner", "weights")
+"""Of the broker's ports."""
+
+
+def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0) -> int:
+    """Return the lowest of `workers` ports in a row that are free at `host`, apart from those that begin at `never`.
+
+    Raises `ConfigError` with `key` for a host that cannot be bound, `PortInUseError` where no ports are free.
+    """
+    tries = random.sample(range(LOWEST, HIGHEST - _ROOM), _TRIES)
+    for first in (port for port in [*quiet_ports(), *tries] if port + _ROOM <= HIGHEST):
+        away = not never or abs(first - never) >= workers
+        if away and all(_is_free(host, first + slot, key) for slot in range(workers)):
+            return first
+    raise PortInUseError(f"each of {2 * _TRIES} ports tried on {host} for {who}")
+
+
+def check_ports(config: FleetConfig) -> None:
+    """Check the ports that the config fixes. Raises `PortInUseError`, or `ConfigError` for a host that is not ours."""
+    broker, sampling, serving, workers = config.broker, config.sampling, config.serving, config.fleet.workers
+    for role in _ROLES:
+        _check(broker.host, getattr(broker, f"{role}_port"), 1, "broker.host")
+    if sampling.env_placement == "remote":
+        _check(sampling.env_hosts_host, sampling.env_hosts_port, workers, "sampling.env_hosts_host")
+    if serving.enabled:
+        for port in (serving.port, serving.http_port or 0):
+            _check(serving.host, port, workers, "serving.host")
+
+
+def _check(host: str, first: int, count: int, key: str) -> None:
+    for port in range(first, first + count) if first else ():
+        if not _is_free(host, port, key):
+            raise PortInUseError(f"tcp://{host}:{port}")
+
+
+def _is_free(host: str, port: int, key: str) -> bool:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key=key) from error
+    return True
+
+
+def first_endpoints(broker: BrokerSection, run_dir: Path) -> Endpoints:
+    """Return the endpoints of a broker that starts now: configured ports, and free ones in place of 0.
+
+    Off loopback a port that is not configured stays 0, and the broker takes a free one. Unix sockets are in a folder
+    that this makes; it raises `SocketFolderError`.
+    """
+    if broker.transport == "ipc":
+        folder = make_socket_folder(run_dir)
+        return Endpoints(**{role: endpoint_of(folder, role) for role in _ROLES})
+    ports = {role: getattr(broker, f"{role}_port") for role in _ROLES}
+    configured = {port for port in ports.values() if port}
+    while is_loopback(broker.host) and not all(ports.values()):
+        first = first_of_free(broker.host, len(_ROLES), "the broker", "broker.host")
+        if configured.isdisjoint(range(first, first + len(_ROLES))):
+            ports = {role: port or first + place for place, (role, port) in enumerate(ports.items())}
+    return Endpoints(**{role: f"tcp://{_in_url(broker.host)}:{port}" for role, port in ports.items()})
+
+
+def with_env_ports(config: FleetConfig) -> FleetConfig:
+    """Return the configuration with a fixed port for each worker, which restarts do not change.
+
+    Raises `ConfigError` for a host that cannot be bound, `PortInUseError` where no ports are free side by side.
+    """
+    sampling = config.sampling
+    if sampling.env_placement != "remote" or sampling.env_hosts_port or not config.fleet.workers:
+        return config
+    host, workers = sampling.env_hosts_host, config.fleet.workers
+    first = first_of_free(host, workers, "env hosts", "sampling.env_hosts_host")
+    return config.model_copy(update={"sampling": sampling.model_copy(update={"env_hosts_port": first})})
+
+
+def env_endpoints(config: FleetConfig) -> dict[str, str]:
+    """Return "envs-SLOT" -> the address of that worker for env hosts; none for envs that are not remote."""
+    sampling = config.sampling
+    if sampling.env_placement != "remote":
+        return {}
+    host = _in_url(sampling.env_hosts_host)
+    return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in range(config.fleet.workers)}
+
+
+def own_env_hosts(config: FleetConfig) -> Iterator[tuple[str, int]]:
+    """Yield (address, number of envs) of each env host that the fleet starts.
+
+    Workers get hosts in turn, and the hosts of one worker share its envs evenly.
+    """
+    hosts, workers = config.fleet.env_hosts, config.fleet.workers
+    for number in range(hosts):
+        slot = number % workers
+        of_this_worker = len(range(slot, hosts, workers))
+        yield _near(env_endpoints(config)[f"envs-{slot}"]), -(-config.sampling.num_envs // of_this_worker)
+
+
+def _near(endpoint: str) -> str:
+    """Return the endpoint's address on this machine, where a worker may listen at all addresses."""
+    return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def with_client_ports(config: FleetConfig) -> FleetConfig:
+    """Return the configuration with fixed ports for each worker that serves clients, which restarts do not change.
+
+    Raises `ConfigError` for a host that cannot be bound, `PortInUseError` where no ports are free side by side.
+    """
+    serving, workers = config.serving, config.fleet.workers
+    if not serving.enabled or not workers:
+        return config
+    port, http_port = serving.port, serving.http_port
+    if not port:
+        port = first_of_free(serving.host, workers, "clients", "serving.host", never=http_port or 0)
+    if http_port == 0:
+        http_port = first_of_free(serving.host, workers, "clients by HTTP", "serving.host", never=port)
+    found = serving.model_copy(update={"port": port, "http_port": http_port})
+    return config.model_copy(update={"serving": found})
+
+
+def client_endpoints(config: FleetConfig) -> dict[str, str]:
+    """Return "clients-SLOT" and "http-SLOT" -> the address at which that worker serves clients."""
+    serving = config.serving
+    if not serving.enabled:
+        return {}
+    host = _in_url(serving.host)
+    ways = {"clients": ("tcp", serving.port), "http": ("http", serving.http_port)}
+    return {
+        f"{name}-{slot}": f"{scheme}://{host}:{port + slot}"
+        for slot in range(config.fleet.workers)
+        for name, (scheme, port) in ways.items()
+        if port
+    }
+
+
+def _in_url(host: str) -> str:
+    """Return the host as a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
