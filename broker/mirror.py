@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from headrace.broker.books_file import EndedLives
-from headrace.broker.redis_parser import SourceKey
+from headrace.broker.redis.parser import SourceKey
 from headrace.broker.report import Part, Report
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow

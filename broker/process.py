@@ -21,7 +21,7 @@ from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.logged_batches import LoggedBatches, warn_of_log
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.outbox import Send
-from headrace.broker.redis_rows import ReceivedRow
+from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.rendezvous_file import RendezvousFile
 from headrace.broker.report import LIVE_S
 from headrace.broker.reporter import RedisReporter

@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 import redis
 
-from headrace.broker.redis_parser import SourceKey
-from headrace.broker.redis_scripts import MERGE
+from headrace.broker.redis.parser import SourceKey
+from headrace.broker.redis.scripts import MERGE
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow

@@ -23,11 +23,11 @@ from redis.exceptions import RedisError
 
 from headrace.broker.books_file import BooksFile
 from headrace.broker.mirror import Mirror
-from headrace.broker.redis_blob import ByteBudget, StoredBlob
-from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, in_words
-from headrace.broker.redis_parser import SourceKey
-from headrace.broker.redis_rows import ReceivedRow, RedisRows
-from headrace.broker.redis_weights import LARGEST_BYTES, weights_in
+from headrace.broker.redis.blob import ByteBudget, StoredBlob
+from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, in_words
+from headrace.broker.redis.parser import SourceKey
+from headrace.broker.redis.rows import ReceivedRow, RedisRows
+from headrace.broker.redis.weights import LARGEST_BYTES, weights_in
 from headrace.broker.report import LIVE_S, MergeScript, Part, Report
 from headrace.broker.saved_state import SavedState, read_saved_state
 from headrace.schemas.accounts import redis_keys as keys

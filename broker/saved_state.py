@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import redis
 
-from headrace.broker.redis_blob import StoredBlob
-from headrace.broker.redis_client import RedisReader
-from headrace.broker.redis_parser import HashParser, SourceKey
-from headrace.broker.redis_weights import weights_in
+from headrace.broker.redis.blob import StoredBlob
+from headrace.broker.redis.client import RedisReader
+from headrace.broker.redis.parser import HashParser, SourceKey
+from headrace.broker.redis.weights import weights_in
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives

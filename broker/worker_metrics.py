@@ -12,15 +12,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, LoggedMetrics, SumsOfLife
+from headrace.schemas.accounts.redis_keys import PAST
 from headrace.schemas.basics.bounds import MOST_COUNT
 
 log = logging.getLogger(__name__)
 
 MOST_NAMES = 256
 """Number of metric names that a fleet may log. Further names are left out."""
-
-PAST = "past"
-"""Field with the sums of earlier lives. The other fields are slots."""
 
 
 class WorkerMetrics:

@@ -18,7 +18,7 @@ from typing import Any
 
 import redis
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect
+from headrace.broker.redis.client import REDIS_FAILURES, connect
 from headrace.deploy.chaos import truth
 from headrace.deploy.chaos.processes import FleetProcesses, Folders, send
 from headrace.deploy.chaos.recorder import SLOW

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect
+from headrace.broker.redis.client import REDIS_FAILURES, connect
 from headrace.deploy.doctor.check import Check, Verdict
 from headrace.deploy.run.redis_server import CHECK_TIMEOUT_S, check_url, find_server
 from headrace.schemas.errors import HeadraceError

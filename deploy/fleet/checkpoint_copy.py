@@ -22,8 +22,8 @@ from typing import Annotated
 import redis
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.broker.redis_blob import ByteBudget, RedisBlob
-from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
+from headrace.broker.redis.blob import ByteBudget, RedisBlob
+from headrace.broker.redis.client import REDIS_FAILURES, connect, in_words
 from headrace.deploy.report.evidence import settled_by_life
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.run_dir import is_locked

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect
+from headrace.broker.redis.client import REDIS_FAILURES, connect
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.process_state import ProcessState
 

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 from rich.table import Table
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect, in_words
+from headrace.broker.redis.client import REDIS_FAILURES, connect, in_words
 from headrace.deploy.process.recorders import Life
 from headrace.deploy.report.evidence import Evidence, read_evidence
 from headrace.deploy.terminal.log_rotation import rotated_path

@@ -11,8 +11,8 @@ from typing import Any
 
 import redis
 
-from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, unusable
-from headrace.broker.redis_parser import HashParser
+from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, unusable
+from headrace.broker.redis.parser import HashParser
 from headrace.broker.report import LIVE_S
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError

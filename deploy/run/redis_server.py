@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from headrace.broker.redis_client import MAKE_USERS, REDIS_FAILURES, RedisReader, connect, in_words, unusable
-from headrace.broker.redis_commands import Lacking, lacking_rights
+from headrace.broker.redis.client import MAKE_USERS, REDIS_FAILURES, RedisReader, connect, in_words, unusable
+from headrace.broker.redis.commands import Lacking, lacking_rights
 from headrace.schemas.accounts.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, write_error

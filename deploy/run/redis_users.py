@@ -16,8 +16,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 
 import redis
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect, unusable
-from headrace.broker.redis_commands import READER, USERS, WRITER, user_name, user_rules
+from headrace.broker.redis.client import REDIS_FAILURES, connect, unusable
+from headrace.broker.redis.commands import READER, USERS, WRITER, user_name, user_rules
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
 from headrace.schemas.settings.redis_url import read_redis_url, without_password

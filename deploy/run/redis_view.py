@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 from redis.exceptions import NoPermissionError
 
-from headrace.broker.redis_client import REDIS_FAILURES, RedisReader, connect, in_words
-from headrace.broker.redis_parser import HashParser, SourceKey, finite
+from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, in_words
+from headrace.broker.redis.parser import HashParser, SourceKey, finite
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives

@@ -210,6 +210,9 @@ METRIC_SUMS = Key(
     example='0 {"incarnation":4,"sums":{"goals":9.0}}',
     when="each report",
 )
+PAST = "past"
+"""The field of `METRIC_SUMS` with the sums of earlier lives. The other fields are slots."""
+
 POLICIES = Key(
     "policies",
     "hash",

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.broker.redis_client import connect
+from headrace.broker.redis.client import connect
 from headrace.deploy.chaos.checks import judge
 from headrace.deploy.chaos.processes import Folders
 from headrace.deploy.chaos.recorder import RECORD

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.broker.redis_client import REDIS_FAILURES, connect
+from headrace.broker.redis.client import REDIS_FAILURES, connect
 from headrace.deploy.fleet.redis_probe import PINGS, RedisProbe
 from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
 from headrace.deploy.process.supervisor import ProcessSpec, Role

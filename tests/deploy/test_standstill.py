@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.broker.redis_client import connect
+from headrace.broker.redis.client import connect
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find
 from headrace.deploy.process.proc_stat import is_alive

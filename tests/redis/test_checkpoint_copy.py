@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace.broker.redis_blob import PIECE_BYTES, ByteBudget
+from headrace.broker.redis.blob import PIECE_BYTES, ByteBudget
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.fleet.checkpoint_copy import (

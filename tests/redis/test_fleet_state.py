@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from headrace.broker.env_errors import EnvErrors
-from headrace.broker.redis_rows import ReceivedRow
+from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.monitoring.facts import FactsReader

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.redis_rows import ReceivedRow
+from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
 from headrace.broker.state_file import read_broker_file

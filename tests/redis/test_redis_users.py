@@ -17,8 +17,8 @@ import orjson
 import pytest
 import redis
 
-from headrace.broker.redis_client import connect
-from headrace.broker.redis_commands import COMMANDS, READER, USERS
+from headrace.broker.redis.client import connect
+from headrace.broker.redis.commands import COMMANDS, READER, USERS
 from headrace.deploy.fleet.checkpoint_copy import copies_in
 from headrace.deploy.report.audit_command import audit_deeply, audit_run
 from headrace.deploy.report.ps import reported

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.redis_blob import PIECE_BYTES, RedisBlob
-from headrace.broker.redis_weights import LARGEST_BYTES, weights_in
+from headrace.broker.redis.blob import PIECE_BYTES, RedisBlob
+from headrace.broker.redis.weights import LARGEST_BYTES, weights_in
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
 from headrace.schemas.accounts.redis_keys import FLEET, WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.redis_rows import ReceivedRow
+from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.report.audit import audit

@@ -97,7 +97,7 @@ class Lacking:
 def lacking_rights(client: redis.Redis, fleet_id: str) -> Lacking | None:
     """Try every command on keys of the fleet that go again. Return what the user may not; None if nothing is lacking.
 
-    May raise the errors in `redis_client.REDIS_FAILURES`, also for what the server refuses to all.
+    May raise the errors in `client.REDIS_FAILURES`, also for what the server refuses to all.
     """
     names = {word: key_name(fleet_id, CHECK, one=secrets.token_hex(4)) for word in (_KEY, _STREAM)}
     tried = [command for command in COMMANDS if command.trial is not None]

@@ -1,10 +1,10 @@
-"""The newest weights in Redis, as a blob in pieces (`redis_blob.py`)."""
+"""The newest weights in Redis, as a blob in pieces (`blob.py`)."""
 
 from __future__ import annotations
 
 import redis
 
-from headrace.broker.redis_blob import RedisBlob
+from headrace.broker.redis.blob import RedisBlob
 from headrace.schemas.accounts.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT
 
 LARGEST_BYTES = 64 << 20

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import orjson
 import redis
 
-from headrace.broker.redis_client import RedisReader
-from headrace.broker.redis_scripts import FLIP
+from headrace.broker.redis.client import RedisReader
+from headrace.broker.redis.scripts import FLIP
 from headrace.schemas.accounts.redis_keys import Key, key_name
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.frames.wire import Buffer
@@ -64,7 +64,7 @@ def _free(nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RedisBlob:
-    """Writes and reads one value of one fleet. Every method may raise the errors in `redis_client.REDIS_FAILURES`.
+    """Writes and reads one value of one fleet. Every method may raise the errors in `client.REDIS_FAILURES`.
 
     `current` is the key of the pointer, `blob` that of a version. A value of more than `largest_bytes` counts as none.
     """

@@ -1,7 +1,7 @@
 """Access to Redis: short timeouts, no retries by the client, and failures in words.
 
 The client must not retry by itself: a retried command whose first reply was lost runs twice. The caller knows which of
-its writes are harmless to repeat, and decides (see `redis_scripts.py`).
+its writes are harmless to repeat, and decides (see `scripts.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from headrace.broker.redis_tls import tls_problem
+from headrace.broker.redis.tls import tls_problem
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.settings.redis_url import NOT_A_URL, without_password
 

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from headrace.broker.worker_metrics import PAST
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife, is_metric_name
 from headrace.schemas.accounts.process_state import ProcessState
-from headrace.schemas.accounts.redis_keys import source_name
+from headrace.schemas.accounts.redis_keys import PAST, source_name
 from headrace.schemas.accounts.runner_counters import Counters, read_counters
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 
