@@ -1,4 +1,4 @@
-"""Fixtures for every test, and a last look that none of them left a process or a file behind."""
+"""Fixtures for every test, and a final check that no test left a process or a file behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`behaviours.md` speaks of every behaviour, and of tests that there are."""
+"""`behaviours.md` has a row for every behaviour, and names only tests that exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_row_says_something_and_names_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", _NAMED)
-def test_a_test_that_is_named_is_there(name: str) -> None:
+def test_each_named_test_exists(name: str) -> None:
     path, _, function = name.partition("::")
     text = (TESTS / path).read_text(encoding="utf-8")
     assert not function or re.search(rf"^def {function}\(", text, re.MULTILINE), f"{path} has no {function}"

@@ -17,13 +17,13 @@ def _lint(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_no_contract_is_broken(root: Path, tmp_path: Path) -> None:
+def test_the_code_keeps_all_import_contracts(root: Path, tmp_path: Path) -> None:
     result = _lint(root / "pyproject.toml", tmp_path)
     assert result.returncode == 0, result.stdout[-3000:]
     assert "0 broken" in result.stdout
 
 
-def test_a_forbidden_import_would_be_noticed(root: Path, tmp_path: Path) -> None:
+def test_lint_imports_finds_a_forbidden_import(root: Path, tmp_path: Path) -> None:
     """The same contracts over a copy of the code, under another name, in which the broker imports a worker."""
     packages = ("schemas", "broker", "workers", "learner_stub", "deploy")
     for name in packages:
@@ -52,7 +52,7 @@ def test_a_forbidden_import_would_be_noticed(root: Path, tmp_path: Path) -> None
         ("headrace.workers.serving.client", {"torch", "gymnasium"}),
     ],
 )
-def test_what_is_not_needed_is_not_loaded(module: str, heavy: set[str]) -> None:
+def test_light_modules_do_not_load_heavy_packages(module: str, heavy: set[str]) -> None:
     """As a process sees it: also imports inside of functions that run at import time, and those of dependencies."""
     code = f"import sys, {module}; print(*sorted({sorted(heavy)!r} & sys.modules.keys()))".replace("[", "{").replace(
         "]", "}"

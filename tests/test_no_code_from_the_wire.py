@@ -36,7 +36,7 @@ LOADERS = {
     *("import_module", "run_module", "run_path", "find_loader", "exec_module", "spec_from_file_location"),
     *("load_object", "load_factory", "build_piece", "build_connector", "find_creator", "gym_spec", "build_module"),
 }
-"""What gives code for a name: of the standard library, and our own that stand on it."""
+"""Functions that return code for a name: those of the standard library, and our own, which call them."""
 CONFIG = "a name from the user's config or a flag"
 NAMES_BECOME_CODE = {
     "schemas/settings/plugins.py": CONFIG,
@@ -94,7 +94,7 @@ def _dotted(node: ast.AST) -> str:
 
 
 def offences(source: str) -> Iterator[str]:
-    """What in `source` could turn bytes into code, as "line: what"."""
+    """Yield the places in `source` that could turn bytes into code, as "line: what"."""
     for node in _nodes(source):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
@@ -154,7 +154,7 @@ def test_a_file_of_arrays_is_read_without_pickles(root: Path, name: str) -> None
         "subprocess.run(text, shell=True)",
     ],
 )
-def test_the_scan_itself_sees_what_it_should(source: str) -> None:
+def test_the_scan_finds_each_construct_that_turns_bytes_into_code(source: str) -> None:
     assert list(offences(source))
 
 
@@ -163,7 +163,7 @@ def test_the_scan_covers_every_folder(root: Path) -> None:
 
 
 def loads(source: str) -> set[str]:
-    """Which of `LOADERS` `source` calls, imports or hands on, under whatever name."""
+    """Return those of `LOADERS` that `source` calls, imports or hands on, under any name."""
     found = set()
     for node in _nodes(source):
         if isinstance(node, ast.Name | ast.Attribute):
@@ -173,7 +173,7 @@ def loads(source: str) -> set[str]:
     return found & LOADERS
 
 
-def test_names_become_code_only_where_config_is_read(root: Path) -> None:
+def test_names_become_code_only_in_the_listed_files(root: Path) -> None:
     """A place that is not listed is a new way to code: say where its names are from, or do without."""
     found = {path.relative_to(root).as_posix() for path in _files(root) if loads(path.read_text())}
     assert sorted(found - NAMES_BECOME_CODE.keys()) == []
@@ -194,8 +194,8 @@ def test_the_scan_sees_a_new_place_that_loads_names(source: str) -> None:
     assert loads(source)
 
 
-def test_whoever_loads_a_name_says_which_setting_it_is_from(root: Path) -> None:
-    """By `key`, which errors name."""
+def test_each_call_of_load_object_names_its_setting(root: Path) -> None:
+    """The argument `key` names the setting, and errors show it."""
     calls = [
         (f"{path.relative_to(root)}:{node.lineno}", len(node.args) + len(node.keywords))
         for path in _files(root)

@@ -1,4 +1,4 @@
-"""What is installed from a wheel is what stands in the repository."""
+"""A wheel installs exactly the modules and data files of the repository."""
 
 from __future__ import annotations
 
@@ -130,9 +130,7 @@ def test_type_checkers_follow_an_editable_install(source: Path, tmp_path: Path) 
     assert "Found 2 errors" in checked, "the other one is the missing argument"
 
 
-def test_the_wheel_runs_where_nothing_of_the_repository_is(
-    wheel: Path, tmp_path: Path, project: dict[str, Any]
-) -> None:
+def test_the_wheel_runs_without_the_repository(wheel: Path, tmp_path: Path, project: dict[str, Any]) -> None:
     """In a fresh environment, from an empty folder."""
     python, site = _fresh_environment(tmp_path / "fresh", wheel)
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""The second try of `.ci/run`: a flaky test is named and passes, one that always fails is named last."""
+"""The second try of `.ci/run`: a flaky test is named and passes; a test that always fails is named last."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_more_than_five_failed_tests_get_no_second_try(tmp_path: Path, root: Pat
     assert lines[-1].startswith("FAILED 6 tests; with more than 5 there is no second try: ")
 
 
-def test_tests_that_never_ran_have_not_passed(tmp_path: Path, root: Path) -> None:
+def test_tests_that_never_ran_count_as_failed(tmp_path: Path, root: Path) -> None:
     command = [sys.executable, str(root / ".ci" / "second_try.py"), str(tmp_path / "log")]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (result.returncode, result.stdout) == (

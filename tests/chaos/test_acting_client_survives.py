@@ -66,7 +66,7 @@ def endpoint(run_dir: Path) -> str:
     return read_fleet_file(path).endpoints.get("clients-0", "") if path.exists() else ""
 
 
-def test_what_a_killed_worker_had_not_taken_of_a_client_is_named_by_the_next(tmp_path: Path) -> None:
+def test_client_steps_lost_with_a_killed_worker_are_reported_as_unshipped(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, *FLEET, *SETTINGS) as fleet:
         fleet.wait_until(lambda: endpoint(tmp_path), "the worker serves")
         config = EnvRunnerConfig(num_envs=4, seed=1, external_fragment_max_age_s=0.5)

@@ -116,7 +116,7 @@ def test_with_the_run_directory_lost_training_goes_on_from_the_copy_in_redis(tmp
         assert told_by(run)["state"]["steps"] == trained_on_copy(said, rows)
 
 
-def test_with_redis_lost_training_goes_on_with_what_the_run_directory_has(tmp_path: Path) -> None:
+def test_with_redis_lost_training_goes_on_from_the_run_directory(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with redis_in(tmp_path / "first") as url:
         train_and_kill_everything(run, "--redis-url", url)
@@ -137,7 +137,7 @@ def test_with_redis_lost_training_goes_on_with_what_the_run_directory_has(tmp_pa
     assert told_by(run)["state"]["steps"] == trained, "every committed step is in the model, and none twice"
 
 
-def test_moved_to_another_folder_and_other_ports_training_goes_on(tmp_path: Path) -> None:
+def test_a_run_moved_to_another_folder_and_ports_goes_on_training(tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     train_and_kill_everything(run)
     told = told_by(run)

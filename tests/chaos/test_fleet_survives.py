@@ -32,7 +32,7 @@ def assert_goal_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("role", ["worker", "broker", "learner", "redis"])
-def test_a_kill_of_any_role_is_survived_and_named(tmp_path: Path, role: str) -> None:
+def test_a_fleet_survives_a_kill_of_any_role_and_counts_the_restart(tmp_path: Path, role: str) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-return", "150") as fleet:
         fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         fleet.send(signal.SIGKILL, role)
@@ -72,7 +72,7 @@ def test_the_fleets_own_learner_is_back_after_another_came_and_left(tmp_path: Pa
     assert "learner starts again: no learner was connected for" in result["stderr"]
 
 
-def test_every_role_killed_one_after_another(tmp_path: Path) -> None:
+def test_a_fleet_survives_kills_of_every_role_one_after_another(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000", "--set", "learner.epochs=1") as fleet:
         reached = 5_000
         for role in ("broker", "worker", "learner", "redis", "broker"):

@@ -1,4 +1,4 @@
-"""A fleet that starts its env hosts itself, with keys: they and their worker are killed, and it goes on."""
+"""A fleet that starts its own env hosts, with keys, goes on after an env host and its worker were killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.fleets.running_fleet import RunningFleet
 pytestmark = pytest.mark.chaos
 
 
-def test_a_host_and_a_worker_that_are_killed_come_back_to_one_another(tmp_path: Path) -> None:
+def test_a_killed_env_host_and_a_killed_worker_are_restarted_and_reconnect(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     settings = {
         "sampling.env_placement": "remote",

@@ -20,7 +20,7 @@ HANG_S = 1.0
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("role", ["broker", "learner"])
-def test_a_process_that_hangs_for_a_while_costs_nothing(tmp_path: Path, role: str) -> None:
+def test_a_process_that_hangs_for_less_than_its_lease_loses_no_batch(tmp_path: Path, role: str) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000") as fleet:
         fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         fleet.send(signal.SIGSTOP, role)
@@ -35,7 +35,7 @@ def test_a_process_that_hangs_for_a_while_costs_nothing(tmp_path: Path, role: st
 
 
 @pytest.mark.thorough
-def test_batches_that_nobody_took_are_named_by_the_next_fleet(tmp_path: Path) -> None:
+def test_the_next_fleet_reports_batches_that_no_learner_took_as_broker_lost(tmp_path: Path) -> None:
     alone = ("--set", "learner.enabled=false", "--set", "worker.random_actions_before_weights=true")
     with RunningFleet(tmp_path, *SMALL, *alone, "--until-steps", "4000") as fleet:
         first = fleet.finish()
@@ -52,7 +52,7 @@ def test_batches_that_nobody_took_are_named_by_the_next_fleet(tmp_path: Path) ->
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
-def test_the_books_of_a_supervisor_that_was_killed_are_closed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_supervisor_closes_the_books_of_a_killed_supervisor(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, *SMALL) as fleet:
         fleet.wait_until(lambda: fleet.steps() > 5_000, "training has begun")
         reached = fleet.steps()

@@ -1,4 +1,4 @@
-"""`headrace chaos` plays each fault once on a real fleet and finds nothing; where the books are falsified, it does."""
+"""`headrace chaos` plays each fault once on a real fleet and finds no problem. It does find falsified books."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
     return folder / "trial", headrace_chaos(*arguments, *settings)
 
 
-def test_each_fault_is_survived_and_every_promise_held(trial: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_the_fleet_survives_each_fault_and_keeps_promises(trial: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = trial
     assert done.returncode == ExitCode.OK, done.stderr
     report = orjson.loads(done.stdout)
@@ -114,7 +114,7 @@ def forget_a_life(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize("falsify", [drop_a_true_step, repeat_a_batch, lose_a_batch, forget_a_life])
-def test_books_or_records_that_are_falsified_are_found(
+def test_the_judge_finds_falsified_books_and_records(
     tmp_path: Path,
     trial: tuple[Path, subprocess.CompletedProcess[str]],
     falsify: Callable[[Folders], None],
@@ -129,7 +129,7 @@ def test_books_or_records_that_are_falsified_are_found(
     assert judge(outcome).problems
 
 
-def test_a_folder_with_a_trial_is_not_used_again(trial: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_a_second_trial_in_the_same_folder_is_refused(trial: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     again = headrace_chaos("--minutes", "1", "--run-dir", str(trial[0]))
     assert again.returncode == ExitCode.RUN_DIR
     assert "a trial was run in it" in again.stderr

@@ -108,7 +108,7 @@ class Hosts:
 
 
 @pytest.mark.thorough
-def test_hosts_are_cut_off_lost_and_added_and_the_broker_moves(machines: Machines, tmp_path: Path) -> None:
+def test_books_stay_exact_as_hosts_are_lost_and_added_and_the_broker_moves(machines: Machines, tmp_path: Path) -> None:
     with ExitStack() as stack:
         hosts = Hosts(machines, tmp_path, stack)
         one, two = hosts.workers("one"), hosts.workers("two")

@@ -1,4 +1,4 @@
-"""A hundred clients of a policy server, of whom some are killed, repeat themselves or are slow, harm nobody else."""
+"""A hundred clients of a policy server: killed, repeating and slow clients do no harm to the other clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.chaos
 
 
 @pytest.mark.thorough
-def test_a_hundred_clients_of_whom_twenty_are_killed(tmp_path: Path) -> None:
+def test_killed_clients_among_a_hundred_cost_no_other_client_a_step(tmp_path: Path) -> None:
     with Storm(tmp_path) as storm:
         storm.begin()
         before = storm.sizes()

@@ -1,4 +1,4 @@
-"""What no worker survives by nature: an env inline that ends or holds up its process. The worker is replaced, the fleet
+"""Faults that no worker survives: an inline env that ends or hangs its process. The worker is replaced, the fleet
 goes on to its goal, and the books name what was lost with it."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.chaos
 
 
 @pytest.mark.thorough
-def test_envs_inline_that_take_their_workers_along_cost_those_lives_by_name(tmp_path: Path) -> None:
-    """One segfaults, one hangs, one calls os._exit with a code that, meant, would end the fleet."""
+def test_workers_killed_by_inline_envs_are_replaced_and_lost_steps_are_counted(tmp_path: Path) -> None:
+    """One env segfaults, one hangs, one calls os._exit with a code that would end the fleet if it were announced."""
     env_config = orjson.dumps({"marks": str(tmp_path)}).decode()
     config = {"sampling.env_config": env_config, "broker.lease_s": "2.0", "supervisor.zombie_grace_s": "0.5"}
     settings = [word for key, value in config.items() for word in ("--set", f"{key}={value}")]

@@ -16,8 +16,8 @@ from support.pipeline.delivery import RawPeer
 pytestmark = pytest.mark.chaos
 
 
-def test_a_liar_reaches_no_goal_and_keeps_no_slot(tmp_path: Path) -> None:
-    """It claims steps that nobody made, and takes slot 0 with an incarnation that its own worker would never reach."""
+def test_a_lying_peer_cannot_end_the_run_and_keeps_no_slot(tmp_path: Path) -> None:
+    """It claims steps that no env took, and takes slot 0 with an incarnation that slot 0 would never reach."""
     with RunningFleet(tmp_path, "--workers", "2", "--num-envs", "8", "--until-steps", "60000") as fleet:
         fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         fleet_id = read_fleet_file(tmp_path / "fleet.json").fleet_id

@@ -1,4 +1,4 @@
-"""The reference learner in a real fleet: several policies, and connectors whose every row counts once, whoever dies."""
+"""The reference learner in a real fleet: several policies, and connectors that count each row once despite kills."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _checkpoint(fleet: RunningFleet, result: dict[str, Any]) -> Checkpoint:
 
 
 @pytest.mark.thorough
-def test_each_row_a_connector_has_seen_counts_once_though_learner_and_broker_die(tmp_path: Path) -> None:
+def test_a_connector_counts_each_row_once_despite_kills_of_learner_and_broker(tmp_path: Path) -> None:
     with RunningFleet(
         tmp_path, *SMALL, "--set", f"sampling.env_to_module={MEAN_STD}", "--until-steps", "16000"
     ) as fleet:
@@ -49,7 +49,7 @@ def test_each_row_a_connector_has_seen_counts_once_though_learner_and_broker_die
 
 
 @pytest.mark.thorough
-def test_two_policies_are_trained_through_the_whole_fleet_though_learner_and_broker_die(tmp_path: Path) -> None:
+def test_two_policies_are_trained_despite_kills_of_learner_and_broker(tmp_path: Path) -> None:
     policies = f'{{"short": {{}}, "long": {{"env_to_module": {MEAN_STD}}}}}'
     arguments = ("--env", "headrace.workers.agents.examples:two_carts", "--set", f"sampling.policies={policies}")
     with RunningFleet(tmp_path, *SMALL, *arguments, "--until-steps", "20000") as fleet:

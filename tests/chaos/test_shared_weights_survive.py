@@ -17,7 +17,7 @@ LARGE = ("--set", 'module.config={"hidden": [600, 600]}', "--set", "learner.epoc
 """1.5 MB of weights."""
 
 
-def test_kills_of_those_who_write_and_map_large_weights_cost_nothing_else(tmp_path: Path) -> None:
+def test_a_fleet_with_shared_weights_survives_kills_of_broker_and_worker(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, "--workers", "2", "--num-envs", "8", *LARGE, "--until-steps", "25000") as fleet:
         fleet.wait_until(lambda: fleet.steps() > 2_000, "training has begun")
         shared = SharedWeights(orjson.loads((tmp_path / "fleet.json").read_bytes())["fleet_id"])._folder

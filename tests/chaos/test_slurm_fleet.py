@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 @pytest.mark.thorough
-def test_the_guide_as_written_and_what_happens_to_jobs_lose_no_step_without_a_name(
+def test_the_guides_commands_and_faults_of_jobs_leave_the_books_exact(
     cluster: SlurmCluster, tmp_path: Path, root: Path
 ) -> None:
     blocks = blocks_of(root / "docs" / "guides" / "deploy" / "slurm.md")
@@ -87,9 +87,7 @@ def test_the_guide_as_written_and_what_happens_to_jobs_lose_no_step_without_a_na
     assert (ledger["queued"], ledger["committed"][0] > 0) == (0, True), ledger
 
 
-def test_two_fleets_share_a_node_one_with_env_hosts_and_one_whose_broker_fails_for_good(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: SlurmCluster, tmp_path: Path) -> None:
     shared = f'{QUICK}[slurm]\noptions = ["--nodelist=node2"]\nhead_options = ["--cpus-per-task=1"]\n'
     fails = "[supervisor]\nmax_restarts_per_window = 0\n"
     late = f"[fleet]\n{NOT_CHECKED}\n{fails}{shared}worker_tasks = 1\nworkers_per_task = 2\n"
@@ -122,7 +120,7 @@ def test_two_fleets_share_a_node_one_with_env_hosts_and_one_whose_broker_fails_f
     assert books["fleet_id"] != read_fleet_file(one.run_dir / "fleet.json").fleet_id
 
 
-def test_a_part_that_slurm_refuses_is_told_whole_and_takes_back_what_was_submitted(
+def test_a_job_that_slurm_refuses_is_reported_and_submitted_jobs_are_cancelled(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     settings = '[slurm]\nworker_options = ["--partition=nowhere"]\nhead_options = ["--hold"]\n'

@@ -87,7 +87,7 @@ def recorder_has_just_been_deleted(fleet: RunningFleet, witness: Witness) -> Non
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("moment", [second_broker_knows_while_redis_stands_still, recorder_has_just_been_deleted])
-def test_what_a_dead_worker_did_is_in_the_books_although_everything_dies_with_it(
+def test_the_books_have_a_dead_workers_totals_after_a_kill_of_every_process(
     tmp_path: Path, moment: Callable[[RunningFleet, Witness], None]
 ) -> None:
     run = tmp_path / "run"
@@ -108,7 +108,7 @@ def test_what_a_dead_worker_did_is_in_the_books_although_everything_dies_with_it
 
 
 @pytest.mark.thorough
-def test_lives_that_were_folded_are_in_the_books_although_redis_is_emptied_and_everything_dies(tmp_path: Path) -> None:
+def test_the_books_keep_folded_lives_after_a_redis_flush_and_a_kill_of_all(tmp_path: Path) -> None:
     run = tmp_path / "run"
     witness = Witness(run, tmp_path / "witness")
     with RunningFleet(run, *SMALL) as fleet:

@@ -93,7 +93,7 @@ def roles(folder: Path) -> Iterator[Roles]:
 @pytest.mark.thorough
 @pytest.mark.chaos
 @pytest.mark.slow
-def test_a_lost_broker_costs_its_share_until_it_is_back_and_no_step_twice(tmp_path: Path) -> None:
+def test_a_killed_broker_stops_only_its_own_share_and_no_step_counts_twice(tmp_path: Path) -> None:
     with roles(tmp_path) as fleet:
         learner = fleet.start("learner")
         workers = [fleet.start("worker", "--slot", str(slot)) for slot in range(2)]

@@ -68,7 +68,7 @@ class Consumer(threading.Thread):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("role", "slot"), [("worker", 0), ("broker", None)])
-def test_a_kill_costs_two_modules_no_more_than_one(tmp_path: Path, role: str, slot: int | None) -> None:
+def test_a_fleet_of_two_modules_survives_kills_of_worker_or_broker(tmp_path: Path, role: str, slot: int | None) -> None:
     with RunningFleet(tmp_path, *TWO_CARTS) as fleet:
         fleet.wait_until(lambda: (tmp_path / "broker.json").exists(), "the broker serves")
         consumer = Consumer(fleet.endpoint("learner"))
@@ -121,7 +121,7 @@ with open(path, "ab", buffering=0) as record, EpisodeStream.of(sys.argv[1], posi
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("others", [("worker",), ("worker", "broker")])
-def test_every_episode_has_its_end_though_worker_and_learner_die_together(
+def test_every_episode_has_its_end_after_kills_of_worker_and_learner_together(
     tmp_path: Path, others: tuple[str, ...]
 ) -> None:
     record = tmp_path / "record"

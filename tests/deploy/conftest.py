@@ -66,7 +66,7 @@ class Nursery:
         assert self.loop.turn_until(done, TIMEOUT_S), "it did not happen in time"
 
     def says(self, name: str, line: str, times: int = 1) -> bool:
-        """Whether the process has logged `line` so often."""
+        """Return whether the process has logged `line` at least `times` times."""
         path = self.logs / f"{name}.log"
         return path.exists() and path.read_text().splitlines().count(line) >= times
 

@@ -1,4 +1,4 @@
-"""`headrace up` whose episodes are driven, and acted in, by other programs; one of them is killed while it plays."""
+"""`headrace up` with episodes that other programs drive and act in; one of the programs is killed while it plays."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ while True:
 
 
 @pytest.mark.thorough
-def test_what_clients_have_cut_is_trained_on_and_the_books_balance_though_one_is_killed(
-    tmp_path: Path, free_port: int
-) -> None:
+def test_client_fragments_train_and_books_balance_though_a_client_is_killed(tmp_path: Path, free_port: int) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path), "--env", "CartPole-v1"]
     command += ["--workers", "1", "--num-envs", "2", "--until-steps", "600", "--timeout-s", "180", "--json"]
     settings = ("enabled=true", f"port={free_port}", "lease_s=2", "client_inference=true")

@@ -108,14 +108,14 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingBroker]:
         ("broker.host=8.8.8.8", ("allow_insecure = true",)),
     ],
 )
-def test_a_value_out_of_range(setting: str, parts: tuple[str, ...]) -> None:
+def test_a_value_out_of_range_is_refused(setting: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(None, [setting], {})
     for part in parts:
         assert part in str(caught.value)
 
 
-def test_it_is_one_sentence_of_the_command_too() -> None:
+def test_the_command_reports_a_bad_value_in_one_sentence() -> None:
     assert_one_sentence(headrace("up", "--workers", "-1"), ExitCode.CONFIG, "fleet.workers", "got -1")
 
 
@@ -131,7 +131,7 @@ def test_it_is_one_sentence_of_the_command_too() -> None:
         ("[fleet", ("is not TOML", "bad.toml")),
     ],
 )
-def test_a_file_that_cannot_be_used(tmp_path: Path, content: str, parts: tuple[str, ...]) -> None:
+def test_a_bad_config_file_is_refused(tmp_path: Path, content: str, parts: tuple[str, ...]) -> None:
     (tmp_path / "bad.toml").write_text(content)
     with pytest.raises(ConfigError) as caught:
         resolve(tmp_path / "bad.toml", None, {})
@@ -145,7 +145,7 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])
-def test_an_endpoint_that_is_none(tmp_path: Path, role: str) -> None:
+def test_a_malformed_endpoint_is_refused(tmp_path: Path, role: str) -> None:
     result = headrace(role, "--endpoint", "127.0.0.1:5701", "--fleet-id", FLEET, "--run-dir", str(tmp_path))
     assert_one_sentence(result, ExitCode.CONFIG, "--endpoint", "tcp://HOST:PORT", "'127.0.0.1:5701'")
 
@@ -156,14 +156,14 @@ def test_a_negative_slot_is_a_usage_error() -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "commands"), [("fleet.json", ("ps", "audit", "up")), ("broker.json", ("broker",))])
-def test_a_damaged_file_in_the_run_directory(tmp_path: Path, name: str, commands: tuple[str, ...]) -> None:
+def test_a_damaged_file_in_the_run_directory_is_named(tmp_path: Path, name: str, commands: tuple[str, ...]) -> None:
     (tmp_path / name).write_bytes(bytes(range(256)))
     for each in commands:
         result = headrace(each, "--run-dir", str(tmp_path))
         assert_one_sentence(result, ExitCode.RUN_DIR, name, "damaged", "choose another with --run-dir")
 
 
-def test_a_port_in_use(tmp_path: Path) -> None:
+def test_a_broker_refuses_a_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -194,7 +194,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         (("--fleet-id", "other"), ExitCode.WRONG_FLEET, ("serves fleet 'here', not 'other'", "check the endpoint")),
     ],
 )
-def test_what_a_worker_notices(
+def test_a_worker_refuses_a_bad_env_module_or_fleet(
     tmp_path: Path, broker: ServingBroker, arguments: tuple[str, ...], code: ExitCode, parts: tuple[str, ...]
 ) -> None:
     (tmp_path / "user.py").write_text(USER_MODULE)
@@ -202,7 +202,7 @@ def test_what_a_worker_notices(
 
 
 @pytest.mark.thorough
-def test_of_two_learners_the_newer_one_wins(tmp_path: Path, broker: ServingBroker) -> None:
+def test_a_newer_learner_fences_the_older_learner(tmp_path: Path, broker: ServingBroker) -> None:
     def learner(name: str) -> subprocess.Popen[str]:
         arguments = ("--endpoint", broker.endpoint("learner"), "--run-dir", str(tmp_path / name))
         return subprocess.Popen(command("learner", *arguments), stderr=subprocess.PIPE, text=True)
@@ -264,7 +264,7 @@ def test_a_broker_of_another_protocol_version_ends_a_peer(tmp_path: Path, role: 
     )
 
 
-def test_a_free_port_is_none_that_an_outgoing_connection_may_get(broker: ServingBroker) -> None:
+def test_a_broker_chooses_ports_outside_the_ephemeral_range(broker: ServingBroker) -> None:
     low, high = ephemeral_range()
     if low <= 10_000 and high >= 65_535:
         pytest.skip("this machine leaves no ports outside the ephemeral range")
@@ -274,7 +274,7 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_get(broker: Serving
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
-def test_a_closed_stream_is_no_obstacle(closed: int) -> None:
+def test_a_command_runs_with_a_closed_standard_stream(closed: int) -> None:
     shell = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
     arguments = ["sh", "-c", shell, "sh", *command("up", "--print-config")]
     result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
@@ -282,7 +282,7 @@ def test_a_closed_stream_is_no_obstacle(closed: int) -> None:
     assert ("num_envs" in result.stdout) == (closed != 1)
 
 
-def test_a_terminal_that_knows_only_ascii_and_no_home(tmp_path: Path) -> None:
+def test_a_command_runs_with_an_ascii_terminal_and_without_a_home(tmp_path: Path) -> None:
     bare = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     for arguments in (("up", "--help"), ("up", "--print-config")):
         result = subprocess.run(

@@ -1,4 +1,4 @@
-"""The judgement of what a learner recorded: each broken promise is found, and nothing else."""
+"""The check of a learner's record finds each broken promise and nothing else."""
 
 from __future__ import annotations
 

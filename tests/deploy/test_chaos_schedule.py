@@ -36,7 +36,7 @@ def test_every_kind_happens_within_ten_minutes_and_in_order(seed: int) -> None:
     assert times[-1] < plan.seconds
 
 
-def test_a_plan_in_a_file_is_played_as_it_is(tmp_path: Path) -> None:
+def test_a_plan_is_read_from_a_file_as_it_was_written(tmp_path: Path) -> None:
     plan = make_plan(1, 2, 2, 3.0)
     (tmp_path / "plan.json").write_bytes(plan.as_json())
     assert read_plan(tmp_path / "plan.json") == plan
@@ -60,7 +60,7 @@ def test_a_plan_in_a_file_is_played_as_it_is(tmp_path: Path) -> None:
         ("nonsense", "neither JSON nor TOML"),
     ],
 )
-def test_a_plan_that_cannot_be_played_says_where(tmp_path: Path, event: str, said: str) -> None:
+def test_a_bad_plan_is_refused_with_the_place_of_its_fault(tmp_path: Path, event: str, said: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(f'{{"seed": 1, "minutes": 1, "workers": 2, "lease_s": 3, "events": [{event}]}}')
     with pytest.raises(ConfigError) as caught:

@@ -36,8 +36,8 @@ def test_an_error_of_several_lines_is_one_sentence(tmp_path: Path) -> None:
     assert child.last_error() == "env 0 failed: first second; check env"
 
 
-def test_what_a_child_started_itself_ends_with_it(tmp_path: Path) -> None:
-    """A simulator that a user's env started, say, and that a kill of the worker would leave behind."""
+def test_the_processes_that_a_child_started_end_with_the_child(tmp_path: Path) -> None:
+    """Such a process is, for example, a simulator of a user's env, which would outlive a killed worker."""
     script = "import subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); sys.stdin.read()"
     child = python(script, tmp_path / "log")
     ended(child)
@@ -68,7 +68,7 @@ def test_a_child_has_a_session_of_its_own_and_no_stdin(tmp_path: Path) -> None:
     assert child.log_lines(1) == ["True ''"]
 
 
-def test_signals_after_the_end_reach_nobody(tmp_path: Path) -> None:
+def test_a_signal_after_the_end_of_a_child_reaches_no_process(tmp_path: Path) -> None:
     child = python("pass", tmp_path / "log")
     select.select([child.pidfd], [], [], TIMEOUT_S)
     child.send(signal.SIGKILL)
@@ -76,7 +76,7 @@ def test_signals_after_the_end_reach_nobody(tmp_path: Path) -> None:
     child.send(signal.SIGKILL)
 
 
-def test_a_program_that_does_not_exist_says_so_in_the_log(tmp_path: Path) -> None:
+def test_a_missing_program_is_named_in_the_log(tmp_path: Path) -> None:
     child = Child(["/no/such/program"], tmp_path / "log")
     assert ended(child) == 1
     assert child.last_error() == "/no/such/program cannot be run: No such file or directory"

@@ -61,7 +61,7 @@ def test_help_ends_with_examples_that_can_be_pasted(command: str) -> None:
     assert set(named) <= set(recipes()), "an example names a file that an installed Headrace lacks"
 
 
-def test_version() -> None:
+def test_the_version_option_prints_the_version() -> None:
     assert headrace("--version").stdout.startswith("headrace 0.")
 
 
@@ -92,7 +92,7 @@ def test_a_run_to_resume_and_a_run_directory_do_not_go_together(tmp_path: Path) 
     assert_one_sentence(result, ExitCode.CONFIG, "leave out --run-dir: --resume names the run directory")
 
 
-def test_a_name_of_another_framework_names_ours() -> None:
+def test_a_setting_name_of_another_framework_suggests_ours() -> None:
     result = headrace("up", "--set", "sampling.num_envs_per_env_runner=4")
     assert_one_sentence(result, ExitCode.CONFIG, "did you mean sampling.num_envs?")
 
@@ -103,7 +103,7 @@ def test_a_bad_value_from_the_environment_names_the_variable() -> None:
 
 
 @pytest.mark.thorough
-def test_no_access_to_the_run_directory(tmp_path: Path) -> None:
+def test_a_run_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (str(tmp_path / "file"), str(tmp_path / "file" / "below"), "/proc/nowhere"):
         assert_one_sentence(
@@ -113,7 +113,7 @@ def test_no_access_to_the_run_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN], ids=["default", "ignored"])
 def test_ctrl_c_in_the_midst_of_the_imports_ends_a_command_quietly(tmp_path: Path, inherited: Any) -> None:
-    """Also where it was inherited as ignored, as in a script's background."""
+    """It also ends where SIGINT was inherited as ignored, as in a script's background."""
     (tmp_path / "typer.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()\n")
     before = signal.signal(signal.SIGINT, inherited)
     try:
@@ -134,7 +134,7 @@ def test_ctrl_c_in_the_midst_of_the_imports_ends_a_command_quietly(tmp_path: Pat
 
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:
-    """As `nohup` asks for it."""
+    """`nohup` relies on it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as signals:
@@ -147,7 +147,7 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_redis_that_does_not_answer(tmp_path: Path, free_port: int) -> None:
+def test_up_without_an_answer_from_redis_ends_with_an_error(tmp_path: Path, free_port: int) -> None:
     url = f"redis://:secret@127.0.0.1:{free_port}/0"
     result = headrace("up", "--run-dir", str(tmp_path), "--redis-url", url, "--json")
     assert_one_sentence(result, ExitCode.REDIS_UNAVAILABLE, f"127.0.0.1:{free_port}", "--redis-url")
@@ -166,16 +166,16 @@ def test_debug_shows_the_traceback_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["ps", "audit", "worker", "learner"])
-def test_a_directory_without_a_fleet(tmp_path: Path, command: str) -> None:
+def test_a_directory_without_a_fleet_is_refused(tmp_path: Path, command: str) -> None:
     assert_one_sentence(headrace(command, "--run-dir", str(tmp_path)), ExitCode.RUN_DIR, str(tmp_path), "fleet.json")
 
 
-def test_a_worker_must_know_its_fleet(tmp_path: Path) -> None:
+def test_a_worker_needs_a_fleet_id(tmp_path: Path) -> None:
     result = headrace("worker", "--endpoint", "tcp://127.0.0.1:1", "--run-dir", str(tmp_path))
     assert_one_sentence(result, ExitCode.CONFIG, "--fleet-id")
 
 
-def test_ps_tells_who_lives(tmp_path: Path) -> None:
+def test_ps_shows_which_processes_are_alive(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     processes = [
@@ -201,7 +201,7 @@ def test_print_config_needs_no_fleet() -> None:
     assert "workers = 5" in result.stdout
 
 
-def test_doctor_finds_this_machine_fit_and_a_taken_port_not(tmp_path: Path) -> None:
+def test_doctor_passes_this_machine_and_fails_a_taken_port(tmp_path: Path) -> None:
     fit = headrace("doctor", "--run-dir", str(tmp_path / "new"), "--json")
     assert fit.returncode == 0, fit.stdout
     assert orjson.loads(fit.stdout)["fit"] is True
@@ -224,13 +224,13 @@ def test_doctor_says_when_redis_does_not_answer(tmp_path: Path, free_port: int) 
     assert line.endswith("start it, correct --redis-url, or leave it out"), "the whole sentence is shown"
 
 
-def test_a_config_that_cannot_be_looked_at(tmp_path: Path) -> None:
+def test_a_config_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     result = headrace("up", "--config", "a" * 300, cwd=tmp_path)
     assert result.returncode == ExitCode.CONFIG
     assert "cannot be read: File name too long" in result.stderr
 
 
-def test_settings_without_a_fleet_are_nothing_to_export(tmp_path: Path) -> None:
+def test_the_exporter_refuses_settings_without_a_fleet(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text('[redis]\nurl = "redis://127.0.0.1:1/0"\n')
     result = headrace("exporter", "--config", "fleet.toml", cwd=tmp_path)
     assert result.returncode == ExitCode.CONFIG

@@ -30,7 +30,7 @@ def test_each_worker_has_ports_of_its_own_that_stay() -> None:
     assert with_client_ports(chosen) == chosen
 
 
-def test_ports_of_both_ways_do_not_meet(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+def test_zmq_and_http_ports_do_not_overlap(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     monkeypatch.setattr("headrace.deploy.run.ports.quiet_ports", lambda: [free_port])
     endpoints = client_endpoints(with_client_ports(config(2, http_port=free_port + 1)))
     assert not {free_port, free_port + 1} & {port_of(endpoints["clients-0"]), port_of(endpoints["clients-1"])}
@@ -46,10 +46,10 @@ def test_without_http_there_is_no_port_for_it_and_a_taken_one_is_not_chosen(
     assert port_of(endpoints["clients-0"]) != free_port
 
 
-def test_a_host_that_is_not_ours_cannot_be_bound() -> None:
+def test_an_address_of_another_machine_cannot_be_bound() -> None:
     with pytest.raises(ConfigError, match=r"serving.host: '192.0.2.1' cannot be bound"):
         with_client_ports(config(1, host="192.0.2.1"))
 
 
-def test_who_serves_no_clients_has_no_ports() -> None:
+def test_a_fleet_without_serving_has_no_client_ports() -> None:
     assert client_endpoints(with_client_ports(FleetConfig())) == {}

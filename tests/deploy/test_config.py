@@ -1,4 +1,4 @@
-"""fleet.toml, --print-config, --set, and what bad input ends with."""
+"""fleet.toml, --print-config, --set, and the errors for bad input."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_sample_file_shows_every_option_with_a_comment() -> None:
     assert shown == set(known_keys())
 
 
-def test_print_config_is_a_config_file_that_means_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_print_config_prints_a_file_that_gives_the_same_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADRACE_BROKER__LEASE_S", "7.5")
     monkeypatch.delenv("HEADRACE_DASHBOARD__ENABLED")  # which is set for all tests
     path = tmp_path / "mine.toml"
@@ -72,7 +72,7 @@ def test_print_config_shows_no_password() -> None:
     assert tomllib.loads(text)["redis"]["url"].endswith("@127.0.0.1:6379/0")
 
 
-def test_flags_win_over_set_and_none_is_not_given() -> None:
+def test_flags_win_over_set_and_a_flag_of_none_is_ignored() -> None:
     config, _ = resolve(
         None, ["sampling.num_envs=3", "sampling.seed=1"], {"sampling.num_envs": 5, "sampling.seed": None}
     )

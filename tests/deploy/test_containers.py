@@ -131,7 +131,9 @@ def assert_drained(fleet: Fleet) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["as_pods", "as_services"])
-def test_they_make_a_fleet_that_samples_and_drains(way: str, machine: Machine, request: pytest.FixtureRequest) -> None:
+def test_the_containers_make_a_fleet_that_samples_and_drains(
+    way: str, machine: Machine, request: pytest.FixtureRequest
+) -> None:
     fleet = machine.start(*request.getfixturevalue(way))
     await_steps(fleet)
     for box in fleet.values():

@@ -1,4 +1,4 @@
-"""A full disk: the fleet ends with one sentence that says so, and goes on once there is room."""
+"""A full disk: the fleet ends with an error of one sentence, and can be resumed once there is room."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fill(disk: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fleet_whose_disk_is_full_says_so_and_can_go_on(disk: Path, tmp_path: Path) -> None:
+def test_a_fleet_on_a_full_disk_ends_with_an_error_and_can_be_resumed(disk: Path, tmp_path: Path) -> None:
     run = disk / "run"
     settings = ["--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--set", "learner.steps_per_update=512"]
     with (tmp_path / "said").open("w+") as said:
@@ -70,7 +70,9 @@ def test_a_fleet_whose_disk_is_full_says_so_and_can_go_on(disk: Path, tmp_path: 
     assert orjson.loads(again.stdout)["balanced"]
 
 
-def test_what_a_process_keeps_names_the_full_disk(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_by_recorder_checkpoint_and_exit_record(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = disk / "record"
     monkeypatch.setenv("HEADRACE_EXIT_RECORD", str(record))
     place = exit_record_path()

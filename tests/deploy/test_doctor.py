@@ -1,4 +1,4 @@
-"""`headrace doctor`: the limits, addresses and versions that it sees, and what it says to do."""
+"""`headrace doctor`: the limits, addresses and versions that it finds, and its advice."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_limits_of_cgroup_v1_are_read_from_the_hierarchy_of_each_controller(tmp_
     assert limits.tasks is None
 
 
-def test_what_no_kernel_writes_counts_as_no_limit(tmp_path: Path) -> None:
+def test_malformed_cgroup_files_count_as_no_limit(tmp_path: Path) -> None:
     write(tmp_path / "fs/memory.max", "-5 bytes\n")
     write(tmp_path / "fs/cpu.max", "1 2 3\n")
     mounts = f"garbage\n25 20 0:22 / {tmp_path / 'fs'} rw - cgroup2 cgroup2 rw\n"
@@ -293,7 +293,7 @@ def test_a_folder_of_keys_to_which_others_may_add_is_named(tmp_path: Path) -> No
     assert "chmod 600" in check.seen
 
 
-def test_versions_of_those_connected_are_compared() -> None:
+def test_doctor_compares_the_versions_of_connected_peers() -> None:
     lease = {"connected": 1.0, "headrace_version": "0.2.0"}
     workers: dict[int, dict[str, Any]] = {
         slot: {"host": host, "headrace_version": "0.2.0"} for slot, host in enumerate("ab")

@@ -50,7 +50,7 @@ def test_a_group_of_workers_leaves_at_the_goal_and_the_books_are_closed(tmp_path
 
 
 @pytest.mark.thorough
-def test_a_broker_that_fails_for_good_keeps_no_worker_waiting_and_the_next_start_closes_the_books(
+def test_workers_end_after_a_failed_broker_and_the_next_start_closes_the_books(
     tmp_path: Path,
 ) -> None:
     """Scratch and run directory are one here, so that the next start finds the recorders."""

@@ -1,4 +1,4 @@
-"""`headrace env-host` as people mistype it, or aim it at the wrong port: each time one sentence that says so."""
+"""`headrace env-host` with mistyped options or a wrong port: each gives an error of one sentence."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def env_host(log: Path, address: str | Path, *arguments: str) -> Iterator[subpro
         ("tcp://localhost:5800", ("--set", "keys.dir=nowhere"), ExitCode.KEYS, "env-host.secret cannot be used"),
     ],
 )
-def test_what_cannot_work_ends_at_once(
+def test_an_env_host_with_bad_options_ends_with_an_error(
     address: str, arguments: tuple[str, ...], code: ExitCode, words: str, tmp_path: Path
 ) -> None:
     with env_host(tmp_path / "log", address, *arguments) as process:
@@ -87,7 +87,7 @@ def pretend_worker(run_dir: Path) -> Iterator[zmq.Socket[bytes]]:
 
 
 @pytest.mark.thorough
-def test_it_finds_the_worker_of_its_run_on_another_port_and_ends_without_one(tmp_path: Path) -> None:
+def test_an_env_host_follows_its_worker_to_a_new_port_and_ends_without_a_worker(tmp_path: Path) -> None:
     config = {"sampling": {"env_placement": "remote"}, "fleet": {"workers": 2, "run_dir": str(tmp_path)}}
     (tmp_path / "config.json").write_bytes(orjson.dumps(config))
     arguments = ("--slot", "1", "--set", "worker.connect_timeout_s=3")
@@ -105,7 +105,7 @@ def test_it_finds_the_worker_of_its_run_on_another_port_and_ends_without_one(tmp
     assert "its fleet has no worker 2 that takes env hosts" in (tmp_path / "none").read_text()
 
 
-def test_while_nobody_answers_it_says_what_is_seen(tmp_path: Path, free_port: int) -> None:
+def test_an_env_host_logs_why_it_waits_while_no_worker_answers(tmp_path: Path, free_port: int) -> None:
     script = (
         "import headrace.workers.envs.remote.host.process as p; p._SAY_WAITING_S = 0.3; import headrace.deploy.__main__"
     )
@@ -126,7 +126,7 @@ def test_while_nobody_answers_it_says_what_is_seen(tmp_path: Path, free_port: in
         assert process.wait(100) == 0
 
 
-def test_a_host_whose_envs_are_not_wanted_goes_to_a_worker_that_waits_for_hosts(tmp_path: Path) -> None:
+def test_a_spare_env_host_moves_to_a_worker_that_lacks_hosts(tmp_path: Path) -> None:
     meet = tmp_path / "meet.json"
     script = "import headrace.workers.envs.remote.host.process as p; p._SPARE_S = 0.2; import headrace.deploy.__main__"
     command = [sys.executable, "-c", script, "env-host", "--rendezvous", str(meet), "--num-envs", "1"]

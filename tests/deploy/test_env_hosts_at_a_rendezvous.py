@@ -95,7 +95,7 @@ def published(tmp_path: Path) -> Published:
 
 @pytest.mark.thorough
 @pytest.mark.chaos
-def test_hosts_that_came_first_spread_over_workers_and_find_one_that_comes_back_elsewhere(tmp_path: Path) -> None:
+def test_waiting_env_hosts_spread_over_workers_and_find_one_on_a_new_port(tmp_path: Path) -> None:
     meet, keys = tmp_path / "meet.json", ("--set", f"keys.dir={tmp_path / 'keys'}")
     make_keys(tmp_path / "keys")
     options = ("--rendezvous", str(meet), "--count", "2", "--scratch-dir", "disk", *SETTINGS, *REMOTE, *keys)
@@ -150,7 +150,7 @@ def test_hosts_that_came_first_spread_over_workers_and_find_one_that_comes_back_
         (None, ("--connect", "tcp://a:1"), ExitCode.CONFIG, "give either --connect or --rendezvous"),
     ],
 )
-def test_a_host_that_finds_no_worker_ends_with_a_sentence(
+def test_an_env_host_that_finds_no_worker_ends_with_an_error(
     tmp_path: Path, content: Published | None, more: tuple[str, ...], code: ExitCode, words: str
 ) -> None:
     if content is not None:
@@ -161,7 +161,7 @@ def test_a_host_that_finds_no_worker_ends_with_a_sentence(
 
 
 @pytest.mark.processes
-def test_a_name_needs_the_port_of_the_settings(tmp_path: Path) -> None:
+def test_a_dns_rendezvous_needs_a_port_in_the_settings(tmp_path: Path) -> None:
     arguments = ("env-host", "--rendezvous", "dns://head", *SETTINGS)
     with machine(tmp_path / "host", *arguments) as ended:
         assert ended.process.wait(TIMEOUT_S) == ExitCode.CONFIG

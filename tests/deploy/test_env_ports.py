@@ -1,4 +1,4 @@
-"""A port for each worker's env hosts, and who of the fleet's own hosts serves whom."""
+"""The ports for each worker's env hosts, and the assignment of the fleet's own hosts to workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch, fre
         assert with_env_ports(config(2)).sampling.env_hosts_port not in (free_port - 1, free_port)
 
 
-def test_a_host_that_is_not_ours_cannot_be_bound() -> None:
+def test_an_address_of_another_machine_cannot_be_bound() -> None:
     with pytest.raises(ConfigError, match=r"sampling.env_hosts_host: '192.0.2.1' cannot be bound"):
         with_env_ports(config(1, env_hosts_host="192.0.2.1"))
 
@@ -65,12 +65,12 @@ def test_hosts_are_shared_out_among_workers_and_envs_among_hosts() -> None:
         ({"sampling": {"env_placement": "remote", "env_hosts_port": 65535}}, "leaves no port for each"),
     ],
 )
-def test_what_cannot_work_is_refused_and_says_which_two_clash(sections: dict[str, Any], words: str) -> None:
+def test_clashing_settings_of_env_hosts_are_refused_by_name(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_config(sections)
 
 
-def test_the_doctor_looks_at_these_ports_too(free_port: int) -> None:
+def test_doctor_checks_the_ports_of_env_hosts(free_port: int) -> None:
     with socket.create_server(("127.0.0.1", free_port)):
         checks = {check.name: check for check in examine(config(1, env_hosts_port=free_port))}
     assert checks["env hosts 0"].verdict is Verdict.FAIL

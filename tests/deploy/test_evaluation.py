@@ -1,4 +1,4 @@
-"""Evaluation: whole episodes, each env's own share of them, the same again by seed; and a video of the first."""
+"""Evaluation: whole episodes, a fixed share for each env, repeatable by seed; and a video of the first episodes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_agents_and_policies_have_their_own_returns(tmp_path: Path) -> None:
     assert f"return of policy long   mean {means['long']:.4g}" in words
 
 
-def test_envs_that_clients_drive_are_refused_with_what_to_do() -> None:
+def test_evaluation_refuses_envs_that_clients_drive_with_advice() -> None:
     with pytest.raises(EnvError, match=r"drives its own episodes.*`headrace serve`"):
         Evaluation(config_of("support.envs.external:Serving"), PlaySettings())
     served = build_config({"serving": {"enabled": True}})
@@ -103,7 +103,7 @@ def test_envs_that_clients_drive_are_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.thorough
-def test_a_signal_ends_it_with_what_has_ended(tmp_path: Path) -> None:
+def test_a_signal_ends_an_evaluation_with_the_episodes_so_far(tmp_path: Path) -> None:
     save_run(tmp_path)
     options = ("--episodes", "100000", "--json", "--num-envs", "2")
     command = [sys.executable, "-m", "headrace.deploy", "evaluate", str(tmp_path), *options]
@@ -159,7 +159,7 @@ def test_the_video_has_the_first_episodes_of_the_first_env(tmp_path: Path, ffmpe
 
 
 @pytest.mark.usefixtures("ffmpeg")
-def test_an_env_without_pictures_is_told_at_its_first_episode(tmp_path: Path) -> None:
+def test_an_env_without_pictures_is_refused_at_its_first_episode(tmp_path: Path) -> None:
     config, words = config_of("support.envs.counting:Counting"), 'no picture; it should take render_mode = "rgb_array"'
     with pytest.raises(EnvError, match=words), EpisodeVideo(tmp_path / "out.mp4") as video:
         played(config, PlaySettings(episodes=1000), video)
@@ -174,14 +174,14 @@ class Undrawn(Counting):
 
 
 @pytest.mark.usefixtures("ffmpeg")
-def test_an_env_that_takes_no_render_mode_is_told_to_take_it(tmp_path: Path) -> None:
+def test_an_env_without_a_render_mode_argument_is_refused_with_advice(tmp_path: Path) -> None:
     words = "--render: the env cannot be built with render_mode .*its constructor or creator should take render_mode"
     with pytest.raises(EnvError, match=words), EpisodeVideo(tmp_path / "out.mp4") as video:
         played(config_of(f"{__name__}:Undrawn"), PlaySettings(episodes=2), video)
 
 
 @pytest.mark.usefixtures("ffmpeg")
-def test_what_a_video_lacks_is_said_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_without_a_valid_path_or_an_encoder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"should end with \.mp4"):
         EpisodeVideo(tmp_path / "out.avi")
     with pytest.raises(ConfigError, match="in a folder that does not exist"):

@@ -1,4 +1,4 @@
-"""The evaluator of a run that trains: which checkpoints it evaluates, which one it keeps, and what it leaves behind."""
+"""The evaluator of a training run: the checkpoints that it evaluates, the best one that it keeps, and its log."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def updates_of(path: Path) -> int:
 
 
 @pytest.mark.long
-def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_one_stays(tmp_path: Path) -> None:
+def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_is_kept(tmp_path: Path) -> None:
     (tmp_path / "evaluating.4711.checkpoint").write_bytes(b"of a process that was killed")
     save_run(tmp_path, updates=1)
     with watched(tmp_path):
@@ -85,7 +85,7 @@ def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_one_stays(tmp_pat
     assert not last["best"]
 
 
-def test_a_line_that_was_torn_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
+def test_a_torn_line_is_left_out_and_the_next_line_is_whole(tmp_path: Path) -> None:
     log, reader = EvaluationLog(tmp_path), EvaluationLog(tmp_path)
     assert (reader.take_new(), reader.newest) == ([], None)
     spread = {"mean": 3.0, "std": 0.5, "min": 2.5, "max": 3.5}
@@ -105,7 +105,7 @@ def test_a_line_that_was_torn_is_left_out_and_the_next_one_is_whole(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", [b"", b"null\n", b"[]\n", b'{"return": {"mean": "x"}}\n'])
-def test_a_file_of_anything_else_has_no_evaluations(tmp_path: Path, content: bytes) -> None:
+def test_a_malformed_log_has_no_evaluations(tmp_path: Path, content: bytes) -> None:
     log = EvaluationLog(tmp_path)
     log.path.write_bytes(content)
     assert (log.take_new(), log.newest) == ([], None)

@@ -1,4 +1,4 @@
-"""`headrace up` with multi-agent envs that nobody steps: two policies learn, and books balance."""
+"""`headrace up` with multi-agent envs that drive themselves: two policies learn, and books balance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Breaking(PairsOfCarts):
 
 
 @pytest.mark.thorough
-def test_two_policies_learn_and_books_balance_though_run_ends_in_the_middle_of_episodes(tmp_path: Path) -> None:
+def test_two_policies_learn_and_books_balance_though_the_run_ends_mid_episode(tmp_path: Path) -> None:
     (tmp_path / "breaking_carts.py").write_text(BREAKING)
     command = [
         *(sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path / "run"), "--json"),

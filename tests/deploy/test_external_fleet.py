@@ -1,4 +1,4 @@
-"""`headrace up` with an env that nobody steps: it drives itself, learns, and its books balance."""
+"""`headrace up` with an env that drives itself: the fleet learns, and its books balance."""
 
 from __future__ import annotations
 

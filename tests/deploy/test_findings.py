@@ -1,4 +1,4 @@
-"""Every finding is made from the state that it is about, with its limit and what helps; a healthy fleet has none."""
+"""Each bad state gives its finding, with the limit and the command that helps; a healthy fleet has no finding."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_found_with_its_limit_and_what_helps(case: str) -> None:
+def test_each_bad_state_gives_one_finding_with_its_sentence_and_command(case: str) -> None:
     facts, kind, sentence, command = WRONG[case]
     (found,) = find(facts)
     assert (found.kind, found.severity) == (kind, KIND[kind].severity)
@@ -358,7 +358,7 @@ def test_what_is_wrong_is_found_with_its_limit_and_what_helps(case: str) -> None
     assert "\n" not in found.sentence
 
 
-def test_each_kind_of_the_table_is_found_and_names_a_setting_that_there_is() -> None:
+def test_each_kind_of_finding_has_a_case_and_names_an_existing_setting() -> None:
     assert {kind for _, kind, _, _ in WRONG.values()} == set(KIND)
     assert len(KIND) == len(KINDS)
     assert {kind.limit for kind in KINDS} - {""} <= set(known_keys())
@@ -413,7 +413,7 @@ def test_a_fleet_that_starts_learns_drains_or_has_ended_has_no_finding(case: str
     assert re.match(line, verdict(facts, [])), verdict(facts, [])
 
 
-def test_a_wait_is_named_to_a_fleet_that_stands_still_before_it_is_wrong() -> None:
+def test_a_stalled_fleet_names_the_process_that_it_waits_for() -> None:
     assert awaited(stalled(4.0)).startswith("the learner to commit what it holds")
     assert awaited(healthy()) == ""
     assert awaited(having("worker-1", is_stopped=True)) == "worker-1 (pid 70), which is stopped (kill -CONT 70)"
@@ -431,7 +431,7 @@ def test_the_verdict_counts_workers_and_names_losses() -> None:
     assert verdict(still, find(still)) == "Waiting for broker (pid 70), which is stopped. Nothing lost."
 
 
-def test_many_of_a_kind_are_few_findings_and_all_count() -> None:
+def test_many_findings_of_a_kind_are_merged_into_five_and_all_are_counted() -> None:
     many = {f"worker-{slot}": process(f"worker-{slot}", "worker", is_stopped=True) for slot in range(63)}
     facts = replace(healthy(), processes={**healthy().processes, **many, "worker-63": process("worker-63", "worker")})
     facts = told(facts, workers={**dict.fromkeys(range(64), WORKER)})
@@ -440,7 +440,7 @@ def test_many_of_a_kind_are_few_findings_and_all_count() -> None:
     assert verdict(facts, found) == "Learning. 63 of 64 workers late. Nothing lost."
 
 
-def test_what_only_a_stopped_broker_explains_is_not_told_of_others() -> None:
+def test_a_stopped_broker_is_the_only_finding_of_the_stall_it_causes() -> None:
     facts = having("broker", stalled(75.0), is_stopped=True)
     assert [one.kind for one in find(facts)] == ["process_stopped"]
 

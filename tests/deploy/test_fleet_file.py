@@ -1,4 +1,4 @@
-"""What peers read in fleet.json while a run that has stopped starts again."""
+"""The content of fleet.json while a stopped run starts again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDPOINTS = {"worker": "tcp://127.0.0.1:5701"}
 
 
 @pytest.mark.parametrize("state", ["stopped", "running"])
-def test_a_stopped_run_is_told_as_starting_until_the_check_fails(tmp_path: Path, state: str) -> None:
+def test_a_stopped_run_is_shown_as_starting_until_the_check_fails(tmp_path: Path, state: str) -> None:
     with RunDir(tmp_path / "run") as run_dir:
         before = FleetFile(fleet_id="f", state=state, endpoints=ENDPOINTS, env_steps=7, incarnations={"worker-0": 3})
         before.write(run_dir.fleet_json)
@@ -33,7 +33,7 @@ def test_a_stopped_run_is_told_as_starting_until_the_check_fails(tmp_path: Path,
     assert (seen[0].env_steps, seen[0].incarnations) == (7, {"worker-0": 3})
 
 
-def test_a_new_run_has_nothing_to_tell(tmp_path: Path) -> None:
+def test_a_new_run_gets_no_fleet_file_from_its_check(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run") as run_dir:
         with told_as_starting(run_dir):
             pass

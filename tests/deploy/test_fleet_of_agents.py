@@ -1,4 +1,4 @@
-"""`headrace up` and `headrace worker` with envs of several agents: what the books say, and what is refused how."""
+"""`headrace up` with envs of several agents: the counts in the books, and the errors for bad settings."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_env_steps_and_steps_of_agents_and_modules_are_counted_apart(tmp_path: P
         ),
     ],
 )
-def test_what_does_not_fit_together_ends_the_fleet_with_one_sentence(
+def test_an_env_that_does_not_fit_its_policies_ends_the_fleet_with_one_sentence(
     tmp_path: Path, arguments: tuple[str, ...], code: ExitCode, parts: tuple[str, ...]
 ) -> None:
     result = up(tmp_path, *arguments, *ALONE)
@@ -87,7 +87,7 @@ def test_what_does_not_fit_together_ends_the_fleet_with_one_sentence(
         ('policies={"one": 3}', ("sampling.policies.one",)),
     ],
 )
-def test_policies_that_cannot_be_are_refused_before_anything_starts(
+def test_malformed_policies_are_refused_before_the_fleet_starts(
     tmp_path: Path, setting: str, parts: tuple[str, ...]
 ) -> None:
     result = up(tmp_path, *TWO_CARTS, "--set", f"sampling.{setting}")

@@ -1,4 +1,4 @@
-"""The fork server: what it forks is like what is executed, and nothing depends on it."""
+"""The fork server: a forked process is like an executed one, and a fleet also runs without the server."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_forked_process_is_our_child_in_a_session_of_its_own_and_shows_its_com
     assert ended(child) == 0
 
 
-def test_its_end_is_reported_as_of_any_child(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_the_end_of_a_forked_process_is_reported_like_any_childs(fork_server: ForkServer, tmp_path: Path) -> None:
     wrong = forked(fork_server, tmp_path / "worker.log", "worker", "--endpoint", "nowhere")
     assert ended(wrong) == ExitCode.CONFIG
     assert isinstance(wrong.exit_record, ExitRecord)
@@ -115,14 +115,14 @@ def test_its_end_is_reported_as_of_any_child(fork_server: ForkServer, tmp_path: 
     assert killed.exit_record is None
 
 
-def test_what_it_cannot_fork_is_executed(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_the_fork_server_refuses_other_commands_and_environments(fork_server: ForkServer, tmp_path: Path) -> None:
     with (tmp_path / "log").open("ab") as log:
         ours, others = ENVIRONMENT, ENVIRONMENT | {"OMP_NUM_THREADS": "7"}
         assert fork_server.fork([sys.executable, "-c", "pass"], ours, {}, log, signal.SIGKILL) is None
         assert fork_server.fork([*HEADRACE, "--version"], others, {}, log, signal.SIGKILL) is None
 
 
-def test_one_that_was_started_early_is_used_only_in_its_own_environment(fork_server: ForkServer) -> None:
+def test_an_early_fork_server_is_used_only_in_its_own_environment(fork_server: ForkServer) -> None:
     assert fork_server.is_ready
     start_early(ENVIRONMENT)
     with early_or_new(ENVIRONMENT) as early:
@@ -181,9 +181,7 @@ def test_forked_processes_die_with_their_parent_and_outlive_the_fork_server(tmp_
     wait_until(lambda: not is_alive(child), "the end of the forked process")
 
 
-def test_a_fork_server_that_is_killed_is_replaced_by_executing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_child_is_executed_where_the_fork_server_was_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ForkServer(ENVIRONMENT) as fork_server:
         ready(fork_server)
         os.kill(_fork_server_of(os.getpid()), signal.SIGKILL)
@@ -194,7 +192,7 @@ def test_a_fork_server_that_is_killed_is_replaced_by_executing(
     assert "the fork server" in caplog.text
 
 
-def test_a_fork_server_that_does_not_answer_starts_nothing_twice(
+def test_a_fork_server_that_does_not_answer_is_ended_and_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.deploy.process.fork_server._ANSWER_S", 0.2)
@@ -208,7 +206,7 @@ def test_a_fork_server_that_does_not_answer_starts_nothing_twice(
     assert not (tmp_path / "run").exists()
 
 
-def test_workers_are_forked_again_with_random_numbers_of_their_own(
+def test_restarted_workers_are_forked_with_random_numbers_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "seed_teller.py").write_text(SEED_TELLER)

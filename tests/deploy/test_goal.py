@@ -1,4 +1,4 @@
-"""Goals, views and summaries: what is judged and what is shown."""
+"""Goals, views and summaries of a run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_mean_return_of_each_policy_is_shown_beside_that_of_all() -> None:
     assert RunNumbers().show_mean_return() == "-"
 
 
-def test_weights_lag_is_that_of_the_worker_furthest_behind() -> None:
+def test_weights_lag_is_the_lag_of_the_worker_furthest_behind() -> None:
     workers = {0: {"weights_behind": 2}, 1: {"weights_behind": 5}, 2: {"weights_behind": -1}, 3: {}}
     assert weights_lag(Snapshot(workers=workers)) == 5
     assert weights_lag(Snapshot()) == 0
@@ -92,7 +92,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
         assert part in line
 
 
-def test_numbers_that_are_old_say_so() -> None:
+def test_the_progress_view_marks_old_numbers_of_redis() -> None:
     rows = dict(ProgressView(1.0, RunNumbers(), Goal(), redis_age_s=7.0).rows())
     assert rows["Redis"] == "silent for 7 s, numbers are old"
 
@@ -112,7 +112,7 @@ def summary_of(ledger: FleetLedger | None, failure: HeadraceError | None = None)
     )
 
 
-def test_the_mean_return_is_that_of_the_moment_the_goal_was_reached() -> None:
+def test_the_summary_has_the_mean_return_of_the_moment_the_goal_was_reached() -> None:
     found = orjson.loads(summary_of(BOOKS).as_json())
     assert found["mean_return"] == 475.5
     assert found["rates"] == {"env_steps_per_s": 1000.0, "episodes_per_s": 10.0}
@@ -120,7 +120,7 @@ def test_the_mean_return_is_that_of_the_moment_the_goal_was_reached() -> None:
     assert found["ledger"]["discarded"] == {"worker_killed": 5}
 
 
-def test_a_ledger_nobody_could_read_is_not_called_balanced() -> None:
+def test_an_unreadable_ledger_is_not_called_balanced() -> None:
     found = orjson.loads(summary_of(None, HeadraceError("it broke")).as_json())
     assert (found["ledger"], found["balanced"], found["steps"]) == (None, None, 3000)
     assert (found["error"], found["exit_code"]) == ("it broke", 1)

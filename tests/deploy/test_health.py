@@ -1,4 +1,4 @@
-"""`headrace health` on real processes: those that wait, work, are stopped, hang, and are killed."""
+"""`headrace health` on real processes that wait, work, are stopped, do not respond, or are killed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def aged(place: Path, seconds: float) -> None:
     os.utime(place, ns=(time.monotonic_ns() - int(seconds * 1e9),) * 2)
 
 
-def test_a_loop_that_no_longer_turns_does_not_live(tmp_path: Path) -> None:
+def test_a_process_without_a_recent_sign_of_life_is_unhealthy(tmp_path: Path) -> None:
     place, _ = record(tmp_path, began_ns=time.monotonic_ns() - 3600 * 10**9)
     aged(place, 9.0)
     assert judged(tmp_path, ready=True) == (True, f"broker (pid {os.getpid()}) makes progress")
@@ -125,7 +125,7 @@ def test_a_loop_that_no_longer_turns_does_not_live(tmp_path: Path) -> None:
     assert judged(tmp_path) == (False, f"broker (pid {os.getpid()}) has given no sign of life for 11 s")
 
 
-def test_a_start_may_take_its_time_and_no_longer(tmp_path: Path) -> None:
+def test_a_starting_process_is_healthy_for_sixty_seconds_only(tmp_path: Path) -> None:
     place, _ = record(tmp_path, began_ns=time.monotonic_ns() - 59 * 10**9)
     os.utime(place, ns=(0, 0))
     assert judged(tmp_path)[0]
@@ -135,13 +135,13 @@ def test_a_start_may_take_its_time_and_no_longer(tmp_path: Path) -> None:
     assert judged(tmp_path) == (False, f"broker (pid {os.getpid()}) has been starting for 61 s, of at most 60")
 
 
-def test_another_process_of_that_pid_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_a_reused_pid_is_not_taken_for_the_recorded_process(tmp_path: Path) -> None:
     record(tmp_path, start_ticks=start_ticks(os.getpid()) - 1)
     assert judged(tmp_path) == (False, f"broker (pid {os.getpid()}) was killed or has crashed")
 
 
-def test_the_recorder_of_an_earlier_life_with_the_same_pid_proves_nothing(tmp_path: Path) -> None:
-    """In a container each life has pid 1, and the recorders stay beside one another in the pod's volume."""
+def test_the_recorder_of_an_earlier_life_with_the_same_pid_shows_no_progress(tmp_path: Path) -> None:
+    """In a container each life has pid 1, and the recorders of all lives stay in the pod's volume."""
     recorder = Recorder(tmp_path / "worker-0-1.rec", 0, 1)
     recorder.step(8, 8, 8, {})
     record(tmp_path, role="worker", recorders=str(tmp_path))
@@ -151,7 +151,7 @@ def test_the_recorder_of_an_earlier_life_with_the_same_pid_proves_nothing(tmp_pa
     assert judged(tmp_path, ready=True) == (True, f"worker (pid {os.getpid()}) makes progress")
 
 
-def test_a_start_removes_what_a_killed_process_of_its_role_has_left(tmp_path: Path) -> None:
+def test_a_start_removes_the_health_file_of_a_killed_process_of_its_role(tmp_path: Path) -> None:
     place, _ = record(tmp_path, start_ticks=1)
     killed = place.with_name(place.name.replace(str(os.getpid()), "999999999"))
     place.rename(killed)
@@ -166,7 +166,7 @@ def test_a_start_removes_what_a_killed_process_of_its_role_has_left(tmp_path: Pa
     assert not list(health_records(tmp_path, "broker"))
 
 
-def test_a_damaged_file_is_no_process(tmp_path: Path) -> None:
+def test_a_damaged_health_file_counts_as_no_process(tmp_path: Path) -> None:
     place, _ = record(tmp_path)
     for content in (b"", b"{}", b"[1]", b"\xff", b'{"role": "broker"}'):
         place.write_bytes(content)
@@ -187,7 +187,7 @@ def test_a_damaged_file_is_no_process(tmp_path: Path) -> None:
         (["--run-dir=runs/a"], None),
     ],
 )
-def test_only_the_command_lines_of_probes_are_answered_without_the_command(
+def test_only_plain_command_lines_of_probes_skip_the_full_command(
     words: list[str], question: Question | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_FLEET__RUN_DIR", "runs/env")
@@ -195,7 +195,7 @@ def test_only_the_command_lines_of_probes_are_answered_without_the_command(
 
 
 @pytest.mark.processes
-def test_both_ways_to_ask_give_the_same_answer(tmp_path: Path) -> None:
+def test_a_plain_probe_and_the_full_command_give_the_same_answer(tmp_path: Path) -> None:
     place, _ = record(tmp_path)
     place.touch()
     lives = (0, f"broker (pid {os.getpid()}) makes progress\n")

@@ -26,7 +26,7 @@ def test_hadolint_finds_nothing_wrong_with_the_dockerfile(root: Path, tmp_path: 
     assert "DL3008" in hadolint(worse).stdout, "it looks"
 
 
-def test_what_the_image_is_built_from_is_there_and_keys_are_not(root: Path) -> None:
+def test_the_build_context_has_each_copied_path_and_excludes_keys(root: Path) -> None:
     folder = root / "deploy" / "container"
     copied = [
         line.split()[1:-1]
@@ -40,7 +40,7 @@ def test_what_the_image_is_built_from_is_there_and_keys_are_not(root: Path) -> N
     assert "**/keys" in ignored
 
 
-def test_names_and_keys_of_the_compose_file_are_those_of_its_settings(root: Path) -> None:
+def test_compose_services_use_the_broker_name_and_the_keys_folder(root: Path) -> None:
     folder = root / "deploy" / "container"
     settings = load_config(folder / "fleet.toml", {"redis.url": ""})[0]
     services = read_compose(folder / "compose.yaml")["services"]

@@ -1,4 +1,4 @@
-"""`headrace keys init`: files that nobody else can read at any moment, and a fleet that runs with them."""
+"""`headrace keys`: secret files that other users can read at no moment, and a fleet that runs with its keys."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def umask() -> int:
     return mask
 
 
-def test_init_makes_keys_for_all_roles_and_says_what_to_copy_where(tmp_path: Path) -> None:
+def test_init_makes_keys_for_all_roles_and_lists_the_files_to_copy(tmp_path: Path) -> None:
     result = headrace("keys", "init", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     keys = tmp_path / "keys"
@@ -72,7 +72,7 @@ def test_init_makes_keys_for_all_roles_and_says_what_to_copy_where(tmp_path: Pat
     assert sound_roles(keys) == sorted(ROLES)
 
 
-def test_keys_that_are_there_are_replaced_only_by_force(tmp_path: Path) -> None:
+def test_existing_keys_are_replaced_only_with_force(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     make_keys(folder)
     before = read_client_keys(folder, "worker")
@@ -89,7 +89,7 @@ def test_keys_that_are_there_are_replaced_only_by_force(tmp_path: Path) -> None:
 def test_a_secret_is_never_readable_by_others_not_even_while_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at before its first byte, whatever the umask, and also where somebody has laid a link beforehand."""
+    """The mode is checked before the first byte is written, with umask 0, and where a link has the file's name."""
     seen: list[tuple[str, int]] = []
     fdopen = os.fdopen
 
@@ -124,7 +124,7 @@ def test_a_folder_that_others_may_look_into_gets_no_keys(tmp_path: Path, bits: i
     assert not list(folder.iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_a_keys_folder_that_cannot_be_made_gives_an_error_of_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = headrace("keys", "init", "--dir", "file/keys", cwd=tmp_path)
     assert result.returncode == ExitCode.KEYS
@@ -164,7 +164,7 @@ def listed(folder: Path) -> list[dict[str, str]]:
     return rows
 
 
-def test_the_list_ends_with_an_error_that_names_the_files_which_cannot_be_used(tmp_path: Path) -> None:
+def test_keys_list_ends_with_an_error_that_names_the_unusable_files(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys)
     secret = keys / "worker.secret"
@@ -180,7 +180,7 @@ def test_the_list_ends_with_an_error_that_names_the_files_which_cannot_be_used(t
     assert len(orjson.loads(result.stdout)["problems"]) == 2
 
 
-def test_a_key_that_is_not_there_cannot_be_revoked(tmp_path: Path) -> None:
+def test_a_missing_or_revoked_key_cannot_be_revoked(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys)
     add_key(keys, "worker", "gpu")
@@ -193,10 +193,10 @@ def test_a_key_that_is_not_there_cannot_be_revoked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["", "role = ", None], ids=["empty", "cut", "unreadable"])
-def test_a_file_of_a_revoked_key_that_is_damaged_revokes_the_key_of_its_name(
+def test_a_damaged_revocation_file_revokes_the_key_of_its_name(
     tmp_path: Path, left: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a crash or a full disk may leave it beside the public key."""
+    """A crash or a full disk may leave such a file beside the public key."""
     make_keys(tmp_path)
     key = add_key(tmp_path, "worker", "gpu")
     known = read_broker_keys(tmp_path).known
@@ -232,7 +232,7 @@ def test_a_revocation_that_is_interrupted_leaves_no_part_of_a_file(
     assert key.public not in read_broker_keys(tmp_path).roles
 
 
-def test_people_see_that_a_revoked_key_ended_sessions() -> None:
+def test_progress_and_ps_show_the_sessions_that_a_revoked_key_ended() -> None:
     ended = {"worker.gpu": 2.0, "learner": 1.0}
     snapshot = Snapshot(gauges={labelled(SESSIONS_REVOKED, "key", key): count for key, count in ended.items()})
     rows = dict(ProgressView.of(snapshot, 1.0, Goal(), {}, 0.0).rows())
@@ -250,13 +250,15 @@ def test_people_see_that_a_revoked_key_ended_sessions() -> None:
         ("worker", "", r"worker\.secret cannot be used: it is there already"),
     ],
 )
-def test_a_key_that_cannot_be_is_not_made(tmp_path: Path, role: str, group: str, words: str) -> None:
+def test_a_key_of_a_bad_role_or_group_or_an_existing_name_is_refused(
+    tmp_path: Path, role: str, group: str, words: str
+) -> None:
     make_keys(tmp_path / "keys")
     with pytest.raises(KeysError, match=words):
         add_key(tmp_path / "keys", role, group)
 
 
-def test_a_peer_takes_the_only_key_of_its_role_or_that_of_the_group_it_names(tmp_path: Path) -> None:
+def test_a_peer_takes_the_only_key_of_its_role_or_the_key_of_its_group(tmp_path: Path) -> None:
     keys, part = tmp_path / "keys", tmp_path / "part"
     make_keys(keys)
     for group in ("gpu", "cpu"):
@@ -274,7 +276,7 @@ def test_a_peer_takes_the_only_key_of_its_role_or_that_of_the_group_it_names(tmp
         read_client_keys(part, "worker", "")
 
 
-def test_a_folder_of_keys_that_changes_takes_none_away_that_it_did_not_name(
+def test_only_a_removed_key_file_ends_the_admission_of_its_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_keys(tmp_path)

@@ -81,7 +81,7 @@ def test_an_object_that_is_not_valid_is_found(objects: list[Object]) -> None:
 
 @pytest.mark.skipif(shutil.which("kustomize") is None, reason="kustomize is not on PATH")
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_kustomize_itself_gives_the_same(overlay: str, kubernetes: Path) -> None:
+def test_kustomize_and_the_test_builder_give_the_same_objects(overlay: str, kubernetes: Path) -> None:
     done = subprocess.run(["kustomize", "build", overlay], cwd=kubernetes, capture_output=True, text=True, check=True)
     theirs = re.sub(r"(headrace-[a-z-]+)-[0-9a-z]{10}\b", r"\1-suffix", done.stdout)
 
@@ -127,7 +127,7 @@ def test_each_role_has_memory_for_dev_shm(objects: list[Object]) -> None:
             assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Mi"}, name
 
 
-def test_a_pod_has_longer_to_end_than_its_drain_takes(objects: list[Object], settings: Any) -> None:
+def test_the_grace_period_of_a_pod_is_longer_than_its_drain(objects: list[Object], settings: Any) -> None:
     for name, spec in pods(objects).items():
         drain_s = max(settings.worker.drain_timeout_s, settings.supervisor.stop_timeout_s) if "worker" in name else 0.0
         assert spec["terminationGracePeriodSeconds"] >= drain_s + FORCED_S, name
@@ -144,7 +144,7 @@ def test_roles_are_probed_by_their_progress(objects: list[Object]) -> None:
             assert container["readinessProbe"]["exec"]["command"] == [*plain, "--ready"]
 
 
-def test_ports_are_those_of_the_settings(objects: list[Object], settings: Any) -> None:
+def test_services_and_pods_use_the_ports_of_the_settings(objects: list[Object], settings: Any) -> None:
     wanted = {name: getattr(settings.broker, key) for name, key in PORTS.items()}
     wanted["envs"] = settings.sampling.env_hosts_port  # of slot 0
     wanted |= {"redis": 6379}
@@ -167,7 +167,7 @@ def test_ports_are_those_of_the_settings(objects: list[Object], settings: Any) -
             assert int(address[1]) in [port for at, port in served.items() if at.startswith(f"{address[0]}:")], name
 
 
-def test_a_service_reaches_the_pods_that_it_is_for(objects: list[Object]) -> None:
+def test_each_service_selects_only_the_pods_of_its_name(objects: list[Object]) -> None:
     labelled = {
         one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
         for one in of_kind(objects, "Deployment", "StatefulSet")
@@ -189,7 +189,7 @@ def test_no_pod_fits_the_selector_of_another_controller(objects: list[Object]) -
         assert chosen == [one], one["metadata"]["name"]
 
 
-def test_each_component_that_a_policy_names_is_there(objects: list[Object]) -> None:
+def test_each_component_that_a_network_policy_names_exists(objects: list[Object]) -> None:
     label = "app.kubernetes.io/component"
     there = {component(one) for one in of_kind(objects, "Deployment", "StatefulSet")} | {
         "cleaning",
@@ -203,7 +203,7 @@ def test_each_component_that_a_policy_names_is_there(objects: list[Object]) -> N
     assert {None, "broker", "redis", "exporter"} <= guarded, "all pods, and each that is reached by others"
 
 
-def test_a_budget_covers_each_pod_but_those_that_only_watch(objects: list[Object]) -> None:
+def test_a_disruption_budget_covers_each_pod_but_exporter_and_dashboard(objects: list[Object]) -> None:
     budgets = [one["spec"]["selector"]["matchLabels"].items() for one in of_kind(objects, "PodDisruptionBudget")]
     for one in of_kind(objects, "Deployment", "StatefulSet"):
         labels = one["spec"]["template"]["metadata"]["labels"].items()
@@ -217,7 +217,7 @@ def test_the_manifests_repeat_no_value_of_the_settings_but_ports(kubernetes: Pat
         assert not re.search(rf"\b{re.escape(value)}\b", text), value
 
 
-def test_autoscaling_asks_for_a_metric_that_there_is(kubernetes: Path) -> None:
+def test_autoscaling_uses_an_exported_metric(kubernetes: Path) -> None:
     gauge = next(metric for metric in GAUGE_TABLE if metric.name == LEARNER_TIME)
     for name in ("hpa.yaml", "keda.yaml"):
         text = (kubernetes / "autoscaling" / name).read_text()
@@ -225,6 +225,6 @@ def test_autoscaling_asks_for_a_metric_that_there_is(kubernetes: Path) -> None:
         assert re.search(rf'{gauge.label}(="wait"|: wait)', text)
 
 
-def test_the_settings_of_redis_are_the_same_in_both_places(root: Path) -> None:
+def test_compose_and_kubernetes_use_the_same_settings_of_redis(root: Path) -> None:
     one, other = root / "deploy/container/valkey.conf", root / "deploy/kubernetes/base/valkey.conf"
     assert one.read_bytes() == other.read_bytes()

@@ -1,4 +1,4 @@
-"""A learner of one's own that knows a run directory: it waits for the fleet, finds it again, and ends with it."""
+"""A user's own learner with a run directory: it waits for the fleet, finds it again, and ends with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print("the loop has ended", flush=True)
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_it_waits_for_the_fleet_finds_it_on_other_ports_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_learner_waits_for_its_fleet_finds_its_new_ports_and_ends_with_it(tmp_path: Path) -> None:
     run_dir, heard = tmp_path / "run", tmp_path / "heard"
     settings = ("--env", "CartPole-v1", "--workers", "1", "--num-envs", "2", "--set", "learner.enabled=false")
     with ExitStack() as stack:
@@ -96,9 +96,7 @@ def test_a_fleet_that_does_not_start_is_an_error(tmp_path: Path) -> None:
         await_start(tmp_path, 0.2)
 
 
-def test_a_run_that_has_stopped_is_said_while_it_is_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_learner_that_waits_for_a_stopped_run_logs_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _broker(tmp_path, "tcp://127.0.0.1:9")
     _write(tmp_path, "fleet.json", {"state": "stopped"})
     with pytest.raises(UnreachableError):
@@ -107,7 +105,7 @@ def test_a_run_that_has_stopped_is_said_while_it_is_waited_for(
     assert len([message for message in caplog.messages if message.startswith(said)]) == 1
 
 
-def test_keys_are_those_of_the_fleets_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_takes_the_keys_folder_of_the_fleets_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys_folder(tmp_path) is None
     _write(tmp_path, "config.json", {"keys": {"dir": "/keys"}})
     assert keys_folder(tmp_path) == "/keys"

@@ -1,4 +1,4 @@
-"""`load_policy`: what it finds, what it builds it by, and what it says where it cannot."""
+"""`load_policy`: the checkpoints that it finds, the policies that it builds, and its errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.waiting import TIMEOUT_S
 SEEN = np.random.default_rng(0).uniform(-0.3, 0.3, (30, 4)).astype(np.float32)
 
 
-def test_a_run_a_file_and_the_best_one_are_found(tmp_path: Path) -> None:
+def test_load_policy_finds_a_run_a_file_and_the_best_checkpoint(tmp_path: Path) -> None:
     module = save_run(tmp_path)
     best = save_run(tmp_path, "best.checkpoint", updates=5, seed=8)
     for policy, own, updates in (
@@ -50,7 +50,7 @@ def test_a_run_a_file_and_the_best_one_are_found(tmp_path: Path) -> None:
     assert policy.spaces == {"default_policy": cart_spaces()}
 
 
-def test_several_policies_are_asked_by_agent_or_by_name(tmp_path: Path) -> None:
+def test_several_policies_act_by_agent_or_by_module_id(tmp_path: Path) -> None:
     modules = save_run_of_two(tmp_path)
     policy = load_policy(tmp_path)
     assert policy.agents == ["short", "long"]
@@ -74,7 +74,7 @@ def test_with_spaces_no_env_is_needed(tmp_path: Path) -> None:
         load_policy(tmp_path, spaces=3)
 
 
-def test_a_learner_of_ones_own_saves_what_it_publishes(tmp_path: Path) -> None:
+def test_a_users_own_learner_saves_a_policy_that_load_policy_reads(tmp_path: Path) -> None:
     module = save_run(tmp_path)
     (tmp_path / "learner.checkpoint").unlink()
     learnt = {name: array for name, array in arrays_of(module).items() if name.startswith("connectors/")}
@@ -99,7 +99,7 @@ def test_a_learner_of_ones_own_saves_what_it_publishes(tmp_path: Path) -> None:
         assert all((saved[name].state_dict()[part] == tensor).all() for part, tensor in own.items())
 
 
-def test_what_is_not_there_or_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_a_missing_or_unfitting_checkpoint_gives_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="name a run directory"):
         load_policy(tmp_path)
     save_run(tmp_path)
@@ -113,7 +113,7 @@ def test_what_is_not_there_or_does_not_fit_is_said(tmp_path: Path) -> None:
         load_policy(tmp_path, settings={"module.config": {"hidden": [8]}})
 
 
-def test_a_run_of_a_learner_of_ones_own_says_where_its_weights_are(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_or_redis_gives_an_error_with_advice(tmp_path: Path) -> None:
     FleetFile(fleet_id="mine", redis_url="redis://:secret@127.0.0.1:1/0").write(tmp_path / "fleet.json")
     with pytest.raises(RedisUnavailableError, match=f"there is no learner.checkpoint in {tmp_path}") as caught:
         load_policy(tmp_path, settings={"sampling.env": "CartPole-v1"})
@@ -122,7 +122,7 @@ def test_a_run_of_a_learner_of_ones_own_says_where_its_weights_are(tmp_path: Pat
 
 
 @pytest.mark.thorough
-def test_the_command_exports_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
+def test_headrace_export_writes_a_file_and_refuses_an_unknown_suffix(tmp_path: Path) -> None:
     save_run(tmp_path)
 
     def export(to: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Loggers of a run: failing, slow and missing ones, and what the built-in ones write."""
+"""Loggers of a run: failing, slow and missing loggers, and the output of the built-in ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def end(*threads: LoggerThread, deadline_s: float = TIMEOUT_S) -> None:
         thread.finish_close(deadline_s)
 
 
-def test_a_failing_logger_is_named_once_and_another_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_logger_is_named_once_and_the_other_logger_continues(caplog: pytest.LogCaptureFixture) -> None:
     broken, good = Recorder(fails_at=1), Recorder()
     threads = [LoggerThread("mine:Broken", broken), LoggerThread("mine:Good", good)]
     for n in range(5):
@@ -71,7 +71,7 @@ def test_a_failing_logger_is_named_once_and_another_goes_on(caplog: pytest.LogCa
     assert "too slow" not in caplog.text
 
 
-def test_a_slow_logger_holds_up_nobody_and_loses_the_oldest_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_logger_does_not_block_its_caller_and_loses_the_oldest_rows(caplog: pytest.LogCaptureFixture) -> None:
     slow = Recorder()
     slow.gate.clear()
     thread = LoggerThread("mine:Slow", slow)
@@ -96,7 +96,7 @@ def log_once(run_dir: Path, **settings: Any) -> None:
     end(*threads)
 
 
-def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_logged_values(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'headrace[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -161,7 +161,7 @@ class NoLogger:
         ("Nothing", "has no 'Nothing'"),
     ],
 )
-def test_a_logger_that_cannot_be_built_is_an_error_at_once(
+def test_a_logger_that_cannot_be_built_is_an_error_and_leaves_no_thread(
     tmp_path: Path, named: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "my_loggers", sys.modules[__name__])

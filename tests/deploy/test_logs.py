@@ -24,7 +24,7 @@ def handlers_go_away() -> Iterator[None]:
     logger.level, logger.propagate, logger.handlers = before
 
 
-def test_a_json_line_has_who_wrote_it_and_the_extra_fields(
+def test_a_json_line_has_the_fleet_role_slot_and_extra_fields(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "_chosen", Output(log_format=LogFormat.JSON))
@@ -55,10 +55,10 @@ def test_a_readable_line_is_short() -> None:
 
 
 @pytest.mark.parametrize(("chosen", "seen"), [(Output(), 2), (Output(verbose=True), 3), (Output(quiet=True), 1)])
-def test_more_and_less_is_logged_as_asked(
+def test_verbose_logs_more_and_quiet_logs_less_on_the_terminal(
     chosen: Output, seen: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The file has what a quiet terminal does not show."""
+    """The log file also has the lines that a quiet terminal does not show."""
     monkeypatch.setattr(output, "_chosen", chosen)
     set_up_logging(Identity("f", "broker"), file=tmp_path / "log")
     for level in (logging.DEBUG, logging.INFO, logging.WARNING):

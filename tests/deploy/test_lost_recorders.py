@@ -1,4 +1,4 @@
-"""The books of lives whose recorders are lost balance, however far Redis and the learner's checkpoint are apart."""
+"""The books of a worker life without its recorder balance, however far Redis and the learner's checkpoint differ."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def close(stored: LedgerRow | None, position: int, *, learner_first: bool) -> Le
 @pytest.mark.parametrize("learner_first", [True, False])
 @pytest.mark.parametrize("position", [0, 5, 7, 8, 10, 11, 14])
 @pytest.mark.parametrize("stored", [row(10, 7, 50), row(10, 10, 0), row(10, 7, 50, closed=True), None])
-def test_a_lost_life_is_closed_with_what_redis_and_the_learner_prove(
+def test_the_books_of_a_lost_life_are_closed_by_redis_and_the_learner(
     stored: LedgerRow | None, position: int, *, learner_first: bool
 ) -> None:
     found = close(stored, position, learner_first=learner_first)
@@ -85,7 +85,7 @@ def test_a_lost_life_is_closed_with_what_redis_and_the_learner_prove(
 
 @pytest.mark.parametrize("learner_first", [True, False])
 @pytest.mark.parametrize("position", [0, 7, 8, 9])
-def test_the_batch_that_such_a_life_never_brought_stays_lost(position: int, *, learner_first: bool) -> None:
+def test_a_batch_that_a_lost_life_never_delivered_stays_lost(position: int, *, learner_first: bool) -> None:
     found = close(row(10, 7, 50, closed=True, lost=1), position, learner_first=learner_first)
     assert list(found.problems()) == []
     assert found.closed

@@ -1,4 +1,4 @@
-"""Files beside a checkpoint: a crafted one builds nothing of others, and the user's own are known again."""
+"""Files beside a checkpoint: a crafted file runs no foreign code, and the user's own files are trusted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def craft(run: Path, sampling: dict[str, Any], name: str = "config.json") -> Non
         (("up", "--resume", "."), "settings.json"),
     ],
 )
-def test_no_command_runs_what_a_crafted_file_names(tmp_path: Path, command: tuple[str, ...], name: str) -> None:
+def test_no_command_runs_the_code_that_a_crafted_file_names(
+    tmp_path: Path, command: tuple[str, ...], name: str
+) -> None:
     shell = {"build": "subprocess:run", "config": {"args": ["touch", "ran"]}}
     craft(tmp_path, {"env_to_module": [shell], "callbacks": ["evil:Callbacks"]}, name)
     (tmp_path / "evil.py").write_text(EVIL)
@@ -96,8 +98,10 @@ def test_no_command_runs_what_a_crafted_file_names(tmp_path: Path, command: tupl
         {"callbacks": ["os:system"]},
     ],
 )
-def test_no_way_around(tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the user allows a package that imports, but does not define, what the file names."""
+def test_load_policy_refuses_each_way_to_name_foreign_code(
+    tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`load_policy` also refuses where the user allows a package that imports, but does not define, the named code."""
     craft(tmp_path, sampling)
     (tmp_path / "evil.py").write_text(EVIL)
     (tmp_path / "mine.py").write_text(MINE)
@@ -108,7 +112,7 @@ def test_no_way_around(tmp_path: Path, sampling: dict[str, Any], monkeypatch: py
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_names_that_cannot_be_pasted_are_not_offered(tmp_path: Path) -> None:
+def test_an_error_offers_no_allow_option_for_unsafe_names(tmp_path: Path) -> None:
     craft(tmp_path, {"callbacks": ["x; touch ran:y\x1b[2J"], "env": "a\nb:c"})
     with pytest.raises(ForeignCodeError) as caught:
         load_policy(tmp_path)
@@ -118,7 +122,7 @@ def test_names_that_cannot_be_pasted_are_not_offered(tmp_path: Path) -> None:
         load_policy(tmp_path, allow=["my_pkg"])
 
 
-def test_headraces_own_need_no_word(tmp_path: Path) -> None:
+def test_headraces_own_code_needs_no_allow_option(tmp_path: Path) -> None:
     save_run(tmp_path)
     assert load_policy(tmp_path).version == (2, 9)
     save_run_of_two(tmp_path)
@@ -130,7 +134,7 @@ def test_headraces_own_need_no_word(tmp_path: Path) -> None:
     assert {name for name in OWN if name.startswith("headrace.workers.connectors:")} == public
 
 
-def test_what_the_user_names_or_allows_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_the_user_names_or_allows_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     craft(tmp_path, {"env": "mine_too:make_env"})
     (tmp_path / "mine_too.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -145,7 +149,7 @@ def test_what_the_user_names_or_allows_is_built(tmp_path: Path, monkeypatch: pyt
     assert resolve_found(tmp_path / "config.json", (), {})
 
 
-def test_every_setting_that_names_code_is_judged() -> None:
+def test_every_setting_that_names_code_is_checked() -> None:
     """A new setting that takes a "package.module:name" is found by its description."""
     full = FleetConfig.model_validate(
         {
@@ -174,8 +178,8 @@ def test_every_setting_that_names_code_is_judged() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_the_users_own_run_is_known_again(tmp_path: Path) -> None:
-    """By its seal, until the file is edited; then by the option that the refusal says."""
+def test_the_users_own_run_is_trusted_until_its_config_is_edited(tmp_path: Path) -> None:
+    """The seal of the config proves it. After an edit, the option that the error names allows the code again."""
     (tmp_path / "mine.py").write_text(MINE)
     own = ("--env", "mine:make_env", "--set", "module.build=mine:build")
     up = headrace(
@@ -206,7 +210,7 @@ def test_the_users_own_run_is_known_again(tmp_path: Path) -> None:
     assert headrace(tmp_path, "evaluate", "r", "--episodes", "1", *paste).returncode == 0
 
 
-def test_a_seal_is_of_one_user_and_one_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seal_holds_for_one_user_and_one_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, state = tmp_path / "config.json", tmp_path / "state"
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
     write_sealed(path, b"{}")

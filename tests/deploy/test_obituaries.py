@@ -1,4 +1,4 @@
-"""Deaths are told to the broker until it says that it knows."""
+"""The supervisor sends obituaries to the broker until the broker acknowledges them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Registrar:
         self.settled = Settled()
         self.taken: list[Obituary] = []
         self.drains = 0
-        """Number of times that it was told of a drain."""
+        """Number of drain messages that it got."""
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
         bind(self.socket, port)
@@ -106,7 +106,7 @@ def leave_a_recorder(recorders: Path, slot: int, incarnation: int) -> Path:
     return path
 
 
-def test_a_broker_hears_of_the_drain_also_one_that_starts_during_it(loop: EventLoop, tmp_path: Path) -> None:
+def test_a_broker_gets_the_drain_message_even_if_it_starts_during_the_drain(loop: EventLoop, tmp_path: Path) -> None:
     first = Registrar(loop)
     obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
     obituaries.pause_workers()
@@ -118,7 +118,7 @@ def test_a_broker_hears_of_the_drain_also_one_that_starts_during_it(loop: EventL
     later.close()
 
 
-def test_an_obituary_says_what_the_recorder_holds(
+def test_an_obituary_has_the_totals_and_the_window_of_the_recorder(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     path = leave_a_recorder(tmp_path, 3, 2)
@@ -131,11 +131,11 @@ def test_an_obituary_says_what_the_recorder_holds(
     assert path.exists(), "what a broker knows dies with it"
 
 
-def test_a_worker_that_died_before_its_first_step_left_nothing(tmp_path: Path) -> None:
+def test_the_obituary_of_a_worker_without_a_recorder_has_empty_totals(tmp_path: Path) -> None:
     assert write_obituary(tmp_path, 0, 1, "worker_killed").totals == WorkerTotals()
 
 
-def test_it_is_repeated_until_acknowledged(
+def test_an_obituary_is_resent_until_an_ack_closes_its_books(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     leave_a_recorder(tmp_path, 0, 1)
@@ -150,7 +150,7 @@ def test_it_is_repeated_until_acknowledged(
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
 
 
-def test_a_recorder_is_kept_until_redis_has_its_final_books_and_a_learner_its_end(
+def test_a_recorder_is_kept_until_its_books_are_final_and_a_learner_has_its_end(
     obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     path = leave_a_recorder(tmp_path, 0, 1)
@@ -177,7 +177,7 @@ def test_a_recorder_is_kept_until_redis_has_its_final_books_and_a_learner_its_en
     assert not path.exists()
 
 
-def test_a_folded_life_has_no_recorder_and_no_later_broker_is_told_of_it(loop: EventLoop, tmp_path: Path) -> None:
+def test_a_folded_life_has_no_recorder_and_no_obituary_to_a_later_broker(loop: EventLoop, tmp_path: Path) -> None:
     first = Registrar(loop)
     obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
     paths = [leave_a_recorder(tmp_path, 0, life) for life in (1, 2)]
@@ -200,9 +200,7 @@ def test_a_folded_life_has_no_recorder_and_no_later_broker_is_told_of_it(loop: E
     first.close()
 
 
-def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_predecessor_knew(
-    loop: EventLoop, tmp_path: Path
-) -> None:
+def test_a_restarted_broker_gets_all_obituaries_with_the_settled_batches(loop: EventLoop, tmp_path: Path) -> None:
     first = Registrar(loop)
     first.accepted, first.settled = 1, Settled(seq=1, committed=(20, 2))
     obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
@@ -221,7 +219,7 @@ def test_a_broker_that_was_started_again_is_told_everything_again_and_what_its_p
     second.close()
 
 
-def test_who_lost_what_an_earlier_fleet_left_is_named(
+def test_leftover_recorders_have_the_reason_worker_killed_or_broker_lost(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     leave_a_recorder(tmp_path, 0, 1)
@@ -235,7 +233,9 @@ def test_who_lost_what_an_earlier_fleet_left_is_named(
     assert {o.slot: o.reason for o in registrar.taken} == {0: "worker_killed", 1: "broker_lost"}
 
 
-def test_what_is_no_recorder_is_left_alone(loop: EventLoop, obituaries: ObituarySender, tmp_path: Path) -> None:
+def test_files_that_are_no_readable_recorders_are_left_alone(
+    loop: EventLoop, obituaries: ObituarySender, tmp_path: Path
+) -> None:
     for name in ("worker-0-0.rec", f"worker-{'9' * 30}-1.rec", "worker-x-1.rec"):
         (tmp_path / name).write_bytes(b"garbage")
     (tmp_path / "worker-0-5.rec").mkdir()
@@ -248,7 +248,7 @@ def test_what_is_no_recorder_is_left_alone(loop: EventLoop, obituaries: Obituary
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_a_broker_that_comes_back_on_its_port_is_told(loop: EventLoop, tmp_path: Path) -> None:
+def test_a_broker_that_returns_on_its_port_gets_the_pending_obituary(loop: EventLoop, tmp_path: Path) -> None:
     first = Registrar(loop)
     obituaries = ObituarySender(loop, first.endpoint, FLEET, tmp_path)
     first.close()
@@ -260,10 +260,10 @@ def test_a_broker_that_comes_back_on_its_port_is_told(loop: EventLoop, tmp_path:
     second.close()
 
 
-def test_what_an_earlier_supervisor_left_untold_is_told(
+def test_a_supervisor_sends_the_unsent_obituaries_of_an_earlier_supervisor(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
-    """Not so for a recorder whose writer still lives (this very process), until that has ended."""
+    """A recorder whose writer still lives (this very process) gets no obituary until the writer has ended."""
     script = f"""
 import pathlib
 from headrace.schemas.accounts.recorder import Recorder
@@ -286,7 +286,7 @@ Recorder(pathlib.Path({str(tmp_path / "worker-1-4.rec")!r}), 1, 4).close()
     assert [(o.slot, o.incarnation) for o in registrar.taken[2:]] == [(0, 7)], "it has ended since"
 
 
-def test_garbage_from_the_broker_is_survived(
+def test_the_obituary_sender_survives_garbage_from_the_broker(
     loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
 ) -> None:
     answers = iter([[b"garbage"], [b"", b"", os.urandom(64)]])
@@ -305,7 +305,7 @@ def test_garbage_from_the_broker_is_survived(
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
 
 
-def test_a_sender_that_ends_together_with_its_broker_stops_no_later_one(loop: EventLoop, tmp_path: Path) -> None:
+def test_senders_that_close_together_with_their_broker_do_not_block_later_ones(loop: EventLoop, tmp_path: Path) -> None:
     """libzmq tells a socket's monitor of a connection's end, and waits for ever if the monitor is closed just then."""
     for _ in range(200):
         registrar = Registrar(loop)
@@ -318,6 +318,6 @@ def test_a_sender_that_ends_together_with_its_broker_stops_no_later_one(loop: Ev
         end.join()
 
 
-def test_reasons() -> None:
+def test_an_exit_record_gives_the_reason_of_a_death() -> None:
     words = [None, *(ExitRecord(pid=1, exit_code=code) for code in (0, 12, 1))]
     assert [reason_of(word) for word in words] == ["worker_killed", "shutdown", "fenced", "worker_killed"]

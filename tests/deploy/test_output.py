@@ -1,4 +1,4 @@
-"""How much a command prints, and in what form, seen from outside."""
+"""The amount and the form of a command's output, seen from outside."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def broker(run_dir: Path, *options: str) -> Iterator[None]:
             assert process.wait(30) == 0
 
 
-def test_logs_are_lines_to_read_or_for_machines_or_few(tmp_path: Path) -> None:
+def test_logs_are_text_or_json_or_empty_as_the_options_say(tmp_path: Path) -> None:
     with broker(tmp_path / "text"), broker(tmp_path / "json", "--log-format", "json"), broker(tmp_path / "few", "-q"):
         pass
     text, as_json, few = ((tmp_path / name / "err").read_text() for name in ("text", "json", "few"))
@@ -49,7 +49,7 @@ def test_logs_are_lines_to_read_or_for_machines_or_few(tmp_path: Path) -> None:
     assert few == ""
 
 
-def test_more_and_less_together_are_refused() -> None:
+def test_verbose_and_quiet_together_are_refused() -> None:
     ended = subprocess.run([*HEADRACE, "doctor", "-v", "-q"], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "give --verbose or --quiet, not both" in ended.stderr

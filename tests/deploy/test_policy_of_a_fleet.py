@@ -1,4 +1,4 @@
-"""From `headrace up` to a policy in one's hands, as a user goes: train, evaluate, load in a script, export, render."""
+"""From `headrace up` to a usable policy, as a user goes: train, evaluate, load in a script, export, render."""
 
 from __future__ import annotations
 

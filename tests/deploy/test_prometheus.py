@@ -60,7 +60,7 @@ def test_the_rules_and_the_scrape_config_are_clean(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == RULES.text()
 
 
-def test_runbooks_name_commands_and_settings_that_there_are() -> None:
+def test_runbooks_name_only_existing_commands_and_settings() -> None:
     runbooks = " ".join(re.findall(r'runbook: "(.*)"', RULES.text()))
     named = set(re.findall(r"`headrace ([a-z]+)", runbooks))
     assert named
@@ -145,7 +145,7 @@ def test_each_alert_fires_in_its_trouble_and_is_silent_without_it(tmp_path: Path
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_the_queries_that_only_trouble_answers_are_answered_in_trouble(tmp_path: Path) -> None:
+def test_queries_that_a_healthy_fleet_leaves_empty_have_values_in_trouble(tmp_path: Path) -> None:
     series = {
         'headrace_findings{fleet="f",kind="no_learner",severity="error"}': "1x40",
         'headrace_process_restarts_total{fleet="f",process="broker",role="broker"}': "0x19 1x20",
@@ -167,7 +167,7 @@ def test_the_queries_that_only_trouble_answers_are_answered_in_trouble(tmp_path:
 
 
 @pytest.mark.slow
-def test_prometheus_gets_every_query_from_a_fleet_and_an_alert_reaches_its_receiver(tmp_path: Path) -> None:
+def test_prometheus_answers_every_query_of_a_fleet_and_delivers_an_alert(tmp_path: Path) -> None:
     exporter_port, prometheus_port, alerts_port = free_port(), free_port(), free_port()
     with RunningFleet(tmp_path / "run", *TWO_POLICIES) as fleet, receiver() as (webhook, received):
         fleet.wait_until(lambda: fleet.steps() > 0, "steps")

@@ -1,4 +1,4 @@
-"""Workers on a real Ray of three raylets: what is killed comes back, nothing is left, and the books are exact."""
+"""Workers on a real Ray of three raylets: killed workers are replaced, all processes end, and books are exact."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def recorded(folder: Path, fleet: RunningFleet) -> set[Life]:
 
 @pytest.mark.thorough
 @needs_ray
-def test_what_is_killed_on_ray_comes_back_and_the_books_are_exact(
+def test_workers_killed_on_ray_are_replaced_and_the_books_are_exact(
     cluster: RayCluster, folder: Path, tmp_path: Path
 ) -> None:
     with on_ray(cluster, tmp_path / "run", 2) as fleet:

@@ -1,4 +1,4 @@
-"""Redis servers that accept connections and answer nothing, or late, or that they are busy."""
+"""The Redis probe, with servers that do not answer, answer late, or only report that they are busy."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def probe_of(server: socket.socket, silent_s: float = SILENT_S) -> RedisProbe:
 
 
 def looks(probe: RedisProbe, first: float, last: float) -> list[float]:
-    """What it says each second from `first` to `last`."""
+    """Return the probe's unanswered seconds at each second from `first` to `last`."""
     return [probe.unanswered_s(first + second) for second in range(int(last - first) + 1)]
 
 
-def test_a_server_that_answers_none_of_three_pings_hangs(server: socket.socket) -> None:
+def test_a_server_that_answers_none_of_three_pings_is_unresponsive(server: socket.socket) -> None:
     probe = probe_of(server)
     assert looks(probe, 1.0, 15.0) == [0.0] * 15
     assert probe.unanswered_s(16.0) == 15.0
@@ -55,7 +55,7 @@ def test_a_server_that_answers_none_of_three_pings_hangs(server: socket.socket) 
 
 
 @pytest.mark.parametrize("answer", [b"+OK\r\n+PONG\r\n", b"-LOADING a\r\n-LOADING b\r\n", b""])
-def test_a_server_that_answers_late_does_not(server: socket.socket, answer: bytes) -> None:
+def test_a_server_that_answers_late_is_responsive(server: socket.socket, answer: bytes) -> None:
     """The first PING is answered after the third was sent; b"" closes the connection."""
     probe = probe_of(server)
     looks(probe, 1.0, 15.0)
@@ -68,7 +68,7 @@ def test_a_server_that_answers_late_does_not(server: socket.socket, answer: byte
     probe.forget()
 
 
-def test_one_that_only_says_that_it_is_busy_does(server: socket.socket) -> None:
+def test_a_server_that_only_reports_that_it_is_busy_is_unresponsive(server: socket.socket) -> None:
     probe = probe_of(server)
     looks(probe, 1.0, 15.0)
     connection, _ = server.accept()
@@ -78,7 +78,7 @@ def test_one_that_only_says_that_it_is_busy_does(server: socket.socket) -> None:
     probe.forget()
 
 
-def test_a_server_that_answers_others_or_does_not_listen_yet_is_left_alone(server: socket.socket) -> None:
+def test_a_server_that_answers_the_fleet_or_does_not_listen_is_left_alone(server: socket.socket) -> None:
     assert looks(probe_of(server, silent_s=0.5), 1.0, 60.0) == [0.0] * 60
     silent = probe_of(server)
     server.close()

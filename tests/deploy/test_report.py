@@ -1,4 +1,4 @@
-"""What `headrace report` makes of rows. `test_watched_run.py` shows it with a real run."""
+"""The page that `headrace report` makes of rows. `test_watched_run.py` tests it with a real run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.html_pages import Page, assert_needs_nothing
 HOSTILE = "<script>alert(1)</script>"
 
 
-def test_a_report_of_no_run_is_one_sentence(tmp_path: Path) -> None:
+def test_a_report_of_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"no fleet\.json"):
         write_report(tmp_path, None, None, None)
     assert list(tmp_path.iterdir()) == []
@@ -43,7 +43,7 @@ def reported(run_dir: Path) -> tuple[Page, dict[str, Any]]:
 GROUP = {"kind": "env_exception", "exception": "ValueError", "message": HOSTILE, "where": "e.py:3", "count": 12}
 
 
-def test_an_ended_run_without_redis_tells_of_failures_and_of_how_it_ended(tmp_path: Path) -> None:
+def test_the_report_of_an_ended_run_without_redis_has_its_failures_and_its_end(tmp_path: Path) -> None:
     groups = [{**GROUP, "last_unix_s": 5.0}, {**GROUP, "last_unix_s": 9.0, "traceback": f"\x1b[2J{HOSTILE}\nline 2"}]
     ledger = {
         "stepped": 100,
@@ -65,7 +65,7 @@ def test_an_ended_run_without_redis_tells_of_failures_and_of_how_it_ended(tmp_pa
     assert facts["restarts"] == {"worker": 2}
 
 
-def test_a_run_whose_supervisor_was_killed_is_told_from_its_rows(tmp_path: Path) -> None:
+def test_the_report_of_a_run_with_a_killed_supervisor_is_made_from_its_rows(tmp_path: Path) -> None:
     books = {"agent_steps": 100, "committed_steps": 60, "queued_steps": 30, "discarded_steps/worker_killed": 10}
     last = row(1010.0, 10.0, **books)
     (tmp_path / "metrics.jsonl").write_bytes(orjson.dumps(last) + b'\n{"kind": "fleet", "ti')
@@ -85,7 +85,7 @@ WRONG_TYPES = {
 
 
 @pytest.mark.parametrize("garbage", [b"", b"[]", b"{", orjson.dumps(WRONG_TYPES)])
-def test_files_that_hold_garbage_cost_only_what_they_held(garbage: bytes, tmp_path: Path) -> None:
+def test_a_report_leaves_out_only_the_content_of_damaged_files(garbage: bytes, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(garbage + b"\n")
     (tmp_path / "evaluations.jsonl").write_bytes(garbage + b"\n")
     files(tmp_path, summary=garbage, settings=garbage, config=garbage)
@@ -121,7 +121,7 @@ def test_time_without_a_fleet_does_not_count_and_changes_are_marked() -> None:
     assert series.marks[:4] == said
 
 
-def test_rows_that_hold_other_things_than_numbers_are_no_points() -> None:
+def test_row_values_that_are_no_numbers_are_no_points() -> None:
     garbage = [{}, {"time": "x", "elapsed_s": 1.0}, row(1.0, 1.0, x="text", y=True, z=[1], w=10**400, v=float("nan"))]
     series = RunSeries([*garbage, *({"kind": "fleet", "time": 2.0, "elapsed_s": 2.0, f"c{n}": 1} for n in range(2000))])
     assert all(not series.points(name) for name in "xyzwv")
@@ -161,7 +161,7 @@ def test_rows_have_the_lag_of_the_time_since_the_row_before() -> None:
     assert lag({}, {}) == (None, None)
 
 
-def test_a_row_has_what_the_broker_tells_and_no_more() -> None:
+def test_a_row_has_only_values_that_the_broker_reports() -> None:
     told = {
         labelled("episode_return_quantile", "quantile", "0.25"): 3.0,
         labelled("worker_time_share", "part", "env"): 0.75,

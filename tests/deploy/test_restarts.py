@@ -23,7 +23,7 @@ def test_pauses_double_up_to_the_longest_and_are_jittered() -> None:
     assert len(set(pauses)) == len(pauses)
 
 
-def test_a_first_death_after_a_long_life_is_followed_by_a_new_life_at_once() -> None:
+def test_a_first_death_after_a_long_life_is_restarted_without_a_pause() -> None:
     policy = RestartPolicy(SECTION, random.Random(1))
     pauses = [policy.after_death(lived_s) for lived_s in (10.0, 10.0, 51.0, 61.0)]
     assert pauses[0] == 0.0
@@ -40,7 +40,7 @@ def test_the_budget_is_spent_by_short_lives_however_long_the_pauses() -> None:
     assert policy.deaths_in_window == 7
 
 
-def test_long_lives_never_spend_it_and_bring_the_pause_down_again() -> None:
+def test_long_lives_never_spend_the_budget_and_shorten_the_pause() -> None:
     policy = RestartPolicy(SECTION, random.Random(1))
     for _ in range(3):
         policy.after_death(1.0)
@@ -50,6 +50,6 @@ def test_long_lives_never_spend_it_and_bring_the_pause_down_again() -> None:
         assert pause <= 1.0
 
 
-def test_no_restarts_at_all_can_be_asked_for() -> None:
+def test_a_budget_of_zero_allows_no_restart() -> None:
     section = SupervisorSection(max_restarts_per_window=0)
     assert RestartPolicy(section, random.Random(0)).after_death(1e6) is None

@@ -1,4 +1,4 @@
-"""A policy that RLlib has trained acts in Headrace as it did there."""
+"""A policy that RLlib has trained acts in Headrace as in RLlib."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def by_hand(weights: State, encoder: str, head: str) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_it_answers_what_its_layers_say(tmp_path: Path, shared: bool) -> None:
+def test_the_policy_gives_the_outputs_of_its_rllib_layers(tmp_path: Path, shared: bool) -> None:
     weights = state(shared=shared)
     save_weights(weights, tmp_path / "policy.npz")
     answer = build(SPACES, weights=str(tmp_path / "policy.npz")).forward_train({"obs": torch.from_numpy(OBS)})
@@ -50,7 +50,7 @@ def test_it_answers_what_its_layers_say(tmp_path: Path, shared: bool) -> None:
     np.testing.assert_allclose(answer["values"].detach(), by_hand(weights, value, "vf")[:, 0], rtol=1e-4)
 
 
-def test_it_acts_without_a_value_function_as_rllibs_env_runners_do(tmp_path: Path) -> None:
+def test_the_policy_acts_without_a_value_function_like_rllibs_env_runners(tmp_path: Path) -> None:
     weights = {name: array for name, array in state(shared=False).items() if "critic" not in name and "vf." not in name}
     save_weights(weights | {"pi.log_std_clip_param_const": np.array([20.0])}, tmp_path / "policy.npz")
     answer = build(SPACES, weights=str(tmp_path / "policy.npz")).forward_train({"obs": torch.from_numpy(OBS)})

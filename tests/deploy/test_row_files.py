@@ -53,7 +53,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_full_disk_only_delays_rows_and_is_said_once(tmp_path: Path) -> None:
+def test_a_full_disk_only_delays_rows_and_is_reported_once(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [row["n"] for row in lines(tmp_path / "m.jsonl")] == list(range(21))
@@ -87,7 +87,7 @@ def test_new_columns_stand_at_the_right_end_and_earlier_rows_stay(tmp_path: Path
     assert not list(tmp_path.glob(".*")), "a file was left aside"
 
 
-def test_a_file_has_an_end_of_columns_and_says_which_it_leaves_out(
+def test_a_csv_file_has_a_limit_of_columns_and_reports_columns_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = CsvFile(tmp_path / "m.csv", ["n"])
@@ -97,7 +97,9 @@ def test_a_file_has_an_end_of_columns_and_says_which_it_leaves_out(
     assert caplog.text.count("is left out") == 1
 
 
-def test_a_path_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_path_that_cannot_be_written_is_reported_and_raises_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "m.csv").mkdir()
     logger = FileLogger(CsvFile(tmp_path / "m.csv", ["n"]))
     for n in range(3):
@@ -107,7 +109,7 @@ def test_a_path_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: pyte
     assert "the last 3 rows could not be written" in caplog.text
 
 
-def test_a_table_that_lacks_rows_gets_them_from_the_other_file(tmp_path: Path) -> None:
+def test_a_csv_file_gets_missing_rows_from_the_json_file(tmp_path: Path) -> None:
     rows, table_of = JsonlFile(tmp_path / "m.jsonl"), CsvFile(tmp_path / "m.csv", ["n"])
     for n in range(3):
         rows.append([{"n": n, f"c{n}": n}])

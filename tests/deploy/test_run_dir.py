@@ -78,7 +78,7 @@ def test_a_damaged_fleet_file_is_one_typed_error(tmp_path: Path) -> None:
             read_fleet_file(tmp_path / "fleet.json")
 
 
-def test_fleet_json_is_private_and_true_while_processes_come_and_go(tmp_path: Path, nursery: Nursery) -> None:
+def test_fleet_json_is_private_and_current_while_processes_start_and_end(tmp_path: Path, nursery: Nursery) -> None:
     with RunDir(tmp_path / "run") as run_dir:
         record = FleetRecord(run_dir, "", "fleet.toml")
         waited: list[str] = []
@@ -111,7 +111,7 @@ def test_fleet_json_is_private_and_true_while_processes_come_and_go(tmp_path: Pa
     assert not list(run_dir.path.glob(".fleet.json*"))
 
 
-def test_a_run_directory_that_is_removed_ends_no_fleet_that_trains(
+def test_a_removed_run_directory_does_not_end_a_training_fleet(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RunDir(tmp_path / "run") as run_dir:
@@ -127,7 +127,7 @@ def test_a_run_directory_that_is_removed_ends_no_fleet_that_trains(
         assert read_fleet_file(run_dir.fleet_json).state == "stopped"
 
 
-def test_a_broker_that_was_started_alone_is_found_too(tmp_path: Path) -> None:
+def test_the_address_of_a_broker_started_alone_is_found(tmp_path: Path) -> None:
     broker = {"pid": 1, "fleet_id": "f", "endpoints": {"worker": "tcp://127.0.0.1:1"}}
     (tmp_path / "broker.json").write_bytes(orjson.dumps(broker))
     assert read_addresses(tmp_path) == ("f", {"worker": "tcp://127.0.0.1:1"})

@@ -1,4 +1,4 @@
-"""What a run leaves, from outside: rows in two files and in loggers, equal to the summary and to Redis."""
+"""The rows of a run in two files and in loggers, seen from outside: they equal the summary and Redis."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_rows_agree_with_the_summary_with_redis_and_with_tensorboard(tmp_path: P
     assert said.count("logger mine:Fails failed and is switched off (ConnectionError: no route to my server)") == 1
 
 
-def test_a_logger_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_logger_is_an_error_before_the_fleet_starts(tmp_path: Path) -> None:
     done = subprocess.run(
         command(tmp_path, "--set", 'logging.loggers=["nowhere:Logger"]'),
         cwd=tmp_path,

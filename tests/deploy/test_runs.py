@@ -1,4 +1,4 @@
-"""Runs as people find them again: where they are, how one goes on, how far one goes, and what one waits for."""
+"""Runs: their directories, how a user resumes them, their goals, and the commands that a waiting fleet prints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def summary_of(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_is_found_again_refused_to_others_and_resumed(tmp_path: Path) -> None:
+def test_a_run_is_found_again_refuses_other_settings_and_is_resumed(tmp_path: Path) -> None:
     asked = headrace(tmp_path, "up", "--until-steps", str(UNTIL), "--json")
     first = summary_of(asked)
     assert "headrace evaluate" not in asked.stdout + asked.stderr
@@ -90,7 +90,7 @@ def test_a_run_is_found_again_refused_to_others_and_resumed(tmp_path: Path) -> N
 @pytest.mark.one_in(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["ps", "audit", "worker", "learner", "broker", "serve"])
-def test_without_any_run_a_command_says_so(tmp_path: Path, name: str) -> None:
+def test_a_command_in_a_folder_without_runs_ends_with_an_error(tmp_path: Path, name: str) -> None:
     result = headrace(tmp_path, name)
     assert result.returncode == ExitCode.RUN_DIR
     assert result.stderr.splitlines()[-1].startswith(f"error: there is no run in {tmp_path}/runs; name one with")
@@ -106,7 +106,7 @@ def test_a_run_directory_is_named_after_env_and_time(tmp_path: Path, monkeypatch
     assert new_run_dir("a/b") != first
 
 
-def test_what_may_differ_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_may_change_training_settings_but_not_env_or_module(tmp_path: Path) -> None:
     before = build_config({"sampling": {"env": "A-v0", "env_config": {"size": 3}}})
     with RunDir(tmp_path) as run_dir:
         run_dir.settings_json.write_bytes(write_settings(before))
@@ -176,7 +176,7 @@ def pasted(cwd: Path, line: str) -> Iterator[None]:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_whom_a_fleet_waits_for_can_be_started_by_what_it_prints(tmp_path: Path) -> None:
+def test_a_waiting_fleet_prints_commands_that_start_a_worker_and_a_learner(tmp_path: Path) -> None:
     with fleet(tmp_path, "--workers", "0", "--set", "learner.enabled=false") as (terminal, process):
         worker = terminal.says(r"waiting for a worker \((headrace worker [^)]*)\)")[1]
         learner = terminal.says(r"or start the reference learner: (headrace learner --run-dir [^\s\"]+)")[1]
@@ -197,7 +197,7 @@ def test_whom_a_fleet_waits_for_can_be_started_by_what_it_prints(tmp_path: Path)
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_worker_of_a_run_that_has_stopped_says_so_and_joins_each_resumed_one(tmp_path: Path) -> None:
+def test_a_worker_of_a_stopped_run_reports_it_and_joins_each_resumed_run(tmp_path: Path) -> None:
     summary_of(headrace(tmp_path, "up", "--run-dir", "run", "--workers", "1", "--until-steps", "600", "--json"))
     brief = headrace(tmp_path, "worker", "--run-dir", "run", "--set", "worker.connect_timeout_s=0.1")
     assert brief.returncode == ExitCode.RUN_DIR
@@ -221,7 +221,7 @@ def test_a_worker_of_a_run_that_has_stopped_says_so_and_joins_each_resumed_one(t
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_env_hosts_are_asked_for_with_the_command_that_starts_one(tmp_path: Path) -> None:
+def test_a_fleet_that_waits_for_env_hosts_prints_their_start_command(tmp_path: Path) -> None:
     with fleet(tmp_path, "--workers", "1", "--set", "sampling.env_placement=remote") as (terminal, process):
         host = terminal.says(r"waiting for env hosts for worker-0 \((headrace env-host [^)]*)\)")[1]
         with pasted(tmp_path, host):

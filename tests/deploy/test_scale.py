@@ -24,7 +24,7 @@ def headrace_scale(run_dir: Path, workers: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_workers_come_and_go_while_a_run_goes_on(tmp_path: Path) -> None:
+def test_scale_adds_and_removes_workers_of_a_running_fleet(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, "--env", "CartPole-v1", "--workers", "1", "--num-envs", "4") as fleet:
         fleet.wait_until(lambda: fleet.steps() > 0, "steps")
         grown = headrace_scale(tmp_path, "3")
@@ -64,7 +64,7 @@ def _sampling(fleet: RunningFleet) -> set[int]:
         ({"env_placement": "remote"}, r"has ports for 2 workers"),
     ],
 )
-def test_a_run_that_cannot_have_more_workers_says_why(
+def test_scale_refuses_more_workers_than_a_run_can_have(
     tmp_path: Path, sampling: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.deploy.fleet.scale.is_alive", lambda pid: True)
@@ -77,6 +77,6 @@ def test_a_run_that_cannot_have_more_workers_says_why(
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"workers": -1}', b'{"workers": 1e3}', b'{"workers": 10000}', b"3"])
-def test_a_file_without_such_a_number_asks_for_nothing(tmp_path: Path, content: bytes) -> None:
+def test_a_workers_file_without_a_valid_number_is_ignored(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "workers.json").write_bytes(content)
     assert asked_workers(tmp_path) is None

@@ -1,4 +1,4 @@
-"""`headrace serve` of a checkpoint of several policies: each agent of a client is answered by its own."""
+"""`headrace serve` of a checkpoint of several policies: each agent of a client gets actions of its own policy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_agent_is_answered_by_its_policy_over_both_ways(run_dir: Path, free_port: int) -> None:
+def test_each_agent_is_answered_by_its_policy_over_zmq_and_http(run_dir: Path, free_port: int) -> None:
     rows = np.random.default_rng(0).uniform(-0.3, 0.3, (20, 2, 4)).astype(np.float32)
     with serving(run_dir, "--port", str(free_port), "--http", "0", "--json") as process:
         with PolicyClient(f"tcp://127.0.0.1:{free_port}", timeout_s=TIMEOUT_S) as client:
@@ -98,7 +98,7 @@ def test_each_agent_is_answered_by_its_policy_over_both_ways(run_dir: Path, free
     assert found["weights"] == [2, 7]
 
 
-def test_a_saved_policy_knows_its_modules(run_dir: Path) -> None:
+def test_find_policy_reads_the_modules_and_version_of_a_checkpoint(run_dir: Path) -> None:
     found = find_policy(str(run_dir), "")
     assert found.modules == ["long", "short"]
     assert found.version == (2, 7)

@@ -1,4 +1,4 @@
-"""`headrace serve`: a real process that answers by a checkpoint, and what it says when it cannot."""
+"""`headrace serve`: a real process that answers from a checkpoint, and its errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def played(client: PolicyClient, seed: int) -> int:
     return steps
 
 
-def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(run_dir: Path, free_port: int) -> None:
+def test_a_checkpoint_answers_over_zmq_and_http_and_a_stop_lets_episodes_end(run_dir: Path, free_port: int) -> None:
     options = ("--config", str(run_dir / "fleet.toml"), "--port", str(free_port), "--http", "0", "--json")
     endpoint = f"tcp://127.0.0.1:{free_port}"
     with serving(run_dir, *options) as process, PolicyClient(endpoint, timeout_s=TIMEOUT_S) as client:
@@ -120,7 +120,7 @@ def test_a_checkpoint_answers_over_both_ways_and_a_stop_lets_episodes_end(run_di
 
 
 @pytest.mark.thorough
-def test_the_sample_client_says_how_it_goes_and_ends(run_dir: Path, free_port: int) -> None:
+def test_the_sample_client_prints_its_mean_return_and_ends(run_dir: Path, free_port: int) -> None:
     client = [sys.executable, "-m", "headrace.deploy.clients.cartpole"]
     shown = subprocess.run([*client, "--help"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout
     assert "--episodes" in shown
@@ -146,7 +146,7 @@ def refusal(*arguments: str) -> BaseException:
     return result.exception
 
 
-def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+def test_a_missing_torn_or_unfitting_checkpoint_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nothing.checkpoint"):
         error = refusal("--checkpoint", str(place))
         assert isinstance(error, CheckpointError)
@@ -165,7 +165,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     assert "has the policies ['a', 'b'], and the settings name the policies ['a', 'c']" in str(error)
 
 
-def test_other_spaces_other_modules_and_missing_connectors_are_said(run_dir: Path) -> None:
+def test_other_spaces_other_modules_and_missing_connectors_are_refused(run_dir: Path) -> None:
     toml = ("--config", str(run_dir / "fleet.toml"))
     for other in (("--env", "Acrobot-v1"), ("--set", 'module.config={"hidden": [8]}')):
         error = refusal("--checkpoint", str(run_dir), *toml, *other)

@@ -31,7 +31,7 @@ def playing(told: IO[bytes], *program: str) -> Iterator[None]:
 
 
 @pytest.mark.thorough
-def test_two_policies_are_trained_on_games_of_both_ways_and_books_balance(tmp_path: Path) -> None:
+def test_two_policies_train_on_games_over_zmq_and_http_and_books_balance(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "up", *TWO_CARTS, *POLICIES, "--serve", "--seed", "0", "--json"]
     command += ["--set", "serving.http_port=0", "--set", "learner.steps_per_update=512", "--run-dir", str(tmp_path)]
     command += ["--until-steps", "2000", "--timeout-s", "100"]

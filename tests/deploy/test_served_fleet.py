@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("way", "goal"), [("zmq", ("--until-return", "30")), ("http", ("--until-steps", "400"))])
-def test_what_clients_elsewhere_live_through_is_trained_on_and_stands_in_the_books(
+def test_episodes_of_external_clients_are_trained_on_and_the_books_balance(
     tmp_path: Path, way: str, goal: tuple[str, str]
 ) -> None:
     found = train(way, tmp_path, *goal, "--timeout-s", "180", "--set", "learner.steps_per_update=256")

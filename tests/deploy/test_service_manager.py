@@ -1,4 +1,4 @@
-"""What processes tell a service manager, by a real datagram socket in the place of systemd's."""
+"""Messages of processes to a service manager, over a real datagram socket in the place of systemd's."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Clock:
         return self.now_s
 
 
-def test_ready_is_told_once_and_signs_of_life_in_time(any_manager: Manager, closing: Closing) -> None:
+def test_a_service_sends_ready_once_and_signs_of_life_in_time(any_manager: Manager, closing: Closing) -> None:
     clock = Clock()
     service = closing(ServiceManager(any_manager.address, 8.0, clock))
     service.alive()
@@ -87,7 +87,7 @@ def test_a_loop_that_does_not_turn_gives_no_sign_of_life(manager: Manager, closi
     assert manager.take() == []
 
 
-def test_processes_that_a_service_starts_do_not_speak_for_it(
+def test_a_service_hides_its_manager_from_child_processes(
     manager: Manager, closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
@@ -100,7 +100,7 @@ def test_processes_that_a_service_starts_do_not_speak_for_it(
 
 
 @pytest.mark.parametrize("address", ["", "relative/path", "vsock:2:1234", "/no/such/socket"])
-def test_a_process_without_a_manager_tells_nothing(
+def test_a_process_without_a_reachable_manager_continues(
     address: str, closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", address)

@@ -54,12 +54,12 @@ def test_silence_is_counted_from_the_recorder() -> None:
     assert why_silent(reading(100 * S), 50.0, 111 * S, 10.0, 60.0) == "has been silent for 11.0 s"
 
 
-def test_a_worker_that_said_it_would_be_silent_may_be() -> None:
+def test_a_worker_may_be_silent_until_the_time_that_it_announced() -> None:
     assert why_silent(reading(100 * S, 300 * S), 50.0, 299 * S, 10.0, 60.0) is None
     assert why_silent(reading(100 * S, 300 * S), 50.0, 301 * S, 10.0, 60.0) is not None
 
 
-def test_a_worker_without_a_recorder_has_its_first_minute() -> None:
+def test_a_worker_may_be_without_a_recorder_for_its_first_minute() -> None:
     assert why_silent(None, 59.0, 0, 10.0, 60.0) is None
     assert why_silent(None, 61.0, 0, 10.0, 60.0) == "has given no sign of life in 61 s"
 
@@ -97,7 +97,7 @@ while True:
 """
 
 
-def test_an_env_host_that_turns_no_more_is_killed_and_replaced(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_env_host_without_signs_of_life_is_killed_and_replaced(nursery: Nursery, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", TURNING, "turns"]
     service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
     watch = FleetWatchdog(
@@ -119,8 +119,8 @@ def test_an_env_host_that_turns_no_more_is_killed_and_replaced(nursery: Nursery,
     assert not stopped.liveness_path.exists()
 
 
-def test_an_env_host_is_not_judged_before_its_envs_can_be_had(nursery: Nursery, tmp_path: Path) -> None:
-    """Its first env may take its time, for which there is a deadline of its own."""
+def test_an_env_host_is_not_replaced_while_it_builds_its_first_env(nursery: Nursery, tmp_path: Path) -> None:
+    """The first env may take long to build; it has a deadline of its own."""
     argv = [sys.executable, "-c", TURNING, "builds"]
     service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
     watch = FleetWatchdog(
@@ -140,7 +140,7 @@ def test_an_env_host_is_not_judged_before_its_envs_can_be_had(nursery: Nursery, 
 def test_a_process_that_is_stopped_for_long_is_killed_and_replaced(
     nursery: Nursery, tmp_path: Path, role: Role
 ) -> None:
-    """Whether or not it ever gave a sign of life, and not before the time of a lease has passed."""
+    """The process never gave a sign of life. It is not killed before the time of a lease has passed."""
     service = nursery.start("import signal; print('up', flush=True); signal.pause()", role=role)
     watch = FleetWatchdog(
         nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=PATIENCE, connect_timeout_s=1.0

@@ -13,7 +13,7 @@ yaml = pytest.importorskip("yaml")
 TASK = Path(__file__).resolve().parents[2] / "deploy" / "skypilot" / "workers.yaml"
 
 
-def test_the_task_has_what_skypilot_knows() -> None:
+def test_the_task_has_only_keys_that_skypilot_knows() -> None:
     task = yaml.safe_load(TASK.read_text())
     assert set(task) <= {"name", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
     assert all(isinstance(value, str) for value in task["envs"].values())
@@ -23,7 +23,7 @@ def test_the_task_has_what_skypilot_knows() -> None:
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 @pytest.mark.parametrize("part", ["setup", "run"])
-def test_its_scripts_are_sound(part: str) -> None:
+def test_shellcheck_accepts_the_scripts_of_the_task(part: str) -> None:
     script = "#!/bin/bash\n" + yaml.safe_load(TASK.read_text())[part]
     told = subprocess.run(
         ["shellcheck", "-e", "SC2088", "-"], input=script, capture_output=True, text=True, check=False
@@ -31,7 +31,7 @@ def test_its_scripts_are_sound(part: str) -> None:
     assert told.returncode == 0, told.stdout
 
 
-def test_skypilot_accepts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skypilot_accepts_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     sky = pytest.importorskip("sky")
     monkeypatch.chdir(TASK.parent)
     assert sky.Task.from_yaml(str(TASK)).num_nodes == 4

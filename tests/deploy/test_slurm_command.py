@@ -91,7 +91,7 @@ def test_jobs_get_keys_an_address_for_all_nodes_and_the_settings_of_the_moment(t
     assert (run / "slurm" / "settings.json").stat().st_mode & 0o077 == 0
 
 
-def test_what_the_user_names_stays(tmp_path: Path) -> None:
+def test_settings_that_the_user_gives_are_not_replaced(tmp_path: Path) -> None:
     named = settings(broker__host="10.0.0.7", keys__dir=str(tmp_path / "keys"), worker__connect_timeout_s=60.0)
     ready = for_cluster(named, tmp_path / "run")
     assert (ready.broker.host, ready.keys.dir) == ("10.0.0.7", str(tmp_path / "keys"))
@@ -100,7 +100,7 @@ def test_what_the_user_names_stays(tmp_path: Path) -> None:
     assert (open_to_all.broker.host, open_to_all.keys.dir) == ("0.0.0.0", "")
 
 
-def test_env_hosts_have_the_head_run_workers_that_they_reach(tmp_path: Path) -> None:
+def test_the_head_job_runs_the_workers_of_env_host_jobs(tmp_path: Path) -> None:
     asked = settings(fleet__workers=2, slurm__env_host_tasks=3, sampling__env_placement="remote")
     ready = for_cluster(asked, tmp_path / "run")
     assert (ready.fleet.workers, ready.sampling.env_hosts_host) == (2, "0.0.0.0")
@@ -118,7 +118,9 @@ def test_env_hosts_have_the_head_run_workers_that_they_reach(tmp_path: Path) -> 
         (("down", "--run-dir", "none"), ExitCode.RUN_DIR, "jobs.json cannot be read"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(words: tuple[str, ...], code: ExitCode, said: str, tmp_path: Path) -> None:
+def test_an_impossible_command_gives_an_error_of_one_sentence(
+    words: tuple[str, ...], code: ExitCode, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "fleet.toml").touch()
     command = [sys.executable, "-m", "headrace.deploy", "slurm", *words]
     environment = {**os.environ, "PATH": str(tmp_path)}
@@ -129,7 +131,7 @@ def test_what_cannot_be_done_is_one_sentence(words: tuple[str, ...], code: ExitC
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not on PATH")
-def test_the_scripts_are_clean() -> None:
+def test_shellcheck_accepts_the_scripts() -> None:
     assert SHELLCHECK is not None
     scripts = sorted(str(path) for path in SCRIPTS.iterdir() if path.suffix in (".sbatch", ".sh"))
     assert len(scripts) == 4

@@ -140,7 +140,7 @@ def test_workers_on_two_hosts_are_started_shown_and_drained(hosts: Hosts) -> Non
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_workers_that_end_at_once_are_told_with_their_last_words(hosts: Hosts) -> None:
+def test_workers_that_fail_at_start_are_reported_with_their_error(hosts: Hosts) -> None:
     (hosts.folder / "fleet.toml").write_text("[sampling]\nnum_env = 4\n")
     told = hosts.script("start", "one", "fleet.toml", KEYS="", HEADRACE=HEADRACE)
     if "one: ended at once:" not in told.stdout:  # a busy machine takes longer than the script waits
@@ -154,7 +154,7 @@ def test_workers_that_end_at_once_are_told_with_their_last_words(hosts: Hosts) -
 @pytest.mark.parametrize(
     ("listed", "said"), [("one two 3", "HOST [COUNT]"), ("one 0", "HOST [COUNT]"), ("# none", "names no host")]
 )
-def test_a_wrong_list_starts_nothing(hosts: Hosts, listed: str, said: str) -> None:
+def test_a_wrong_list_of_hosts_starts_no_worker(hosts: Hosts, listed: str, said: str) -> None:
     (hosts.folder / "fleet.toml").touch()
     told = hosts.script("start", f"two\n{listed}\n" if "none" not in listed else listed, "fleet.toml", KEYS="")
     assert told.returncode == 2

@@ -130,7 +130,9 @@ def screen(run_dir: Path, *arguments: str) -> Iterator[Screen]:
         ("process", r"none of its envs has answered for \d+ s"),
     ],
 )
-def test_an_env_that_does_not_answer_is_told_by_its_worker(tmp_path: Path, placement: str, sentence: str) -> None:
+def test_the_terminal_names_the_worker_of_an_env_that_does_not_answer(
+    tmp_path: Path, placement: str, sentence: str
+) -> None:
     hangs = 'sampling.env_config={"lane": 1, "faults": {"step": "hangs"}}'
     settings = (f"sampling.env_placement={placement}", "worker.random_actions_before_weights=true", hangs)
     arguments = [part for setting in settings for part in ("--set", setting)]
@@ -141,7 +143,7 @@ def test_an_env_that_does_not_answer_is_told_by_its_worker(tmp_path: Path, place
 
 
 @pytest.mark.thorough
-def test_whatever_stands_still_is_named_and_weights_that_workers_have_are_not_missed(tmp_path: Path) -> None:
+def test_the_terminal_names_each_stall_and_not_weights_that_workers_have(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with screen(run_dir, "--env", "CartPole-v1", "--num-envs", "2") as fleet:
         fleet.shows(r"waiting for +first weights from a learner at tcp://[\d.:]+; no learner is connected")

@@ -1,4 +1,4 @@
-"""Mistakes that `headrace up` finds before it starts anything, and what it says of each."""
+"""Mistakes that `headrace up` finds before it starts the fleet, and the error for each."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def up(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (("--env", "user:crashing"), ExitCode.ENV, ("building one env of 'user:crashing'", "SIGABRT")),
     ],
 )
-def test_a_mistake_ends_it_before_anything_starts(
+def test_a_mistake_ends_headrace_up_before_the_fleet_starts(
     tmp_path: Path, arguments: tuple[str, ...], code: ExitCode, parts: tuple[str, ...]
 ) -> None:
     result = up(tmp_path, *arguments)
@@ -176,7 +176,7 @@ def test_a_mistake_ends_it_before_anything_starts(
 
 @pytest.mark.thorough
 @pytest.mark.processes
-def test_in_a_directory_that_was_there_the_check_leaves_only_its_log(tmp_path: Path) -> None:
+def test_the_check_leaves_only_its_log_in_an_existing_directory(tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -194,7 +194,7 @@ def config(**sections: dict[str, Any]) -> FleetConfig:
 
 
 def mistake(**sections: dict[str, Any]) -> str:
-    """What the check says of these settings."""
+    """Return the error of the check for these settings."""
     with pytest.raises(HeadraceError) as caught:
         check_start(config(**sections), lambda step: None)
     return str(caught.value)
@@ -208,7 +208,7 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("user_code")
-def test_a_module_must_give_what_the_learner_asks_for() -> None:
+def test_a_module_must_give_the_outputs_that_the_learner_needs() -> None:
     assert "'user:silent' gives no 'logp' in forward_exploration" in mistake(module={"build": "user:silent"})
     assert "'user:narrow' does not fit its env's spaces" in mistake(module={"build": "user:narrow"})
     own_learner = config(module={"build": "user:bare"}, learner={"enabled": False})
@@ -231,7 +231,7 @@ def test_an_env_is_reset_and_stepped_once(fault: str, said: str) -> None:
 
 
 @pytest.mark.usefixtures("user_code")
-def test_masks_agents_and_vectors_are_tried_as_they_are_used() -> None:
+def test_the_check_steps_masked_multi_agent_and_vector_envs() -> None:
     check_start(config(sampling={"env": "user:Masked"}), lambda step: None)
     pair = {"env": "user:Pair", "policies": {"one": {}}}
     assert "first step: observation of agent 'right' should be float32 (3,), got float32 (5,)" in mistake(sampling=pair)
@@ -240,36 +240,36 @@ def test_masks_agents_and_vectors_are_tried_as_they_are_used() -> None:
     assert "first step: RuntimeError: no such joint" in mistake(sampling={**vector, "env_config": {"fault": "step"}})
 
 
-def test_names_that_mean_nothing_are_named() -> None:
+def test_unknown_connectors_and_callbacks_are_named() -> None:
     assert "has no 'MeanStdd'" in mistake(sampling={"env_to_module": ["headrace.workers.connectors:MeanStdd"]})
     assert "nowhere" in mistake(sampling={"callbacks": ["nowhere:Callback"]})
 
 
-def test_several_agents_without_policies_are_told_of_the_setting() -> None:
+def test_the_error_for_agents_without_policies_names_the_setting() -> None:
     said = mistake(sampling={"env": "headrace.workers.agents.examples:two_carts"})
     assert "sampling.policies" in said
     several = {"env": "headrace.workers.agents.examples:two_carts", "policies": {"one": {}}}
     check_start(config(sampling=several), lambda step: None)
 
 
-def test_an_env_that_must_be_registered_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_an_unregistered_env_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for env_id in ("ALE/Breakout-v5", "MiniGrid-Empty-5x5-v0"):  # another test of this process may have registered it
         monkeypatch.delitem(gym.registry, env_id, raising=False)
     assert "ale_py:ALE/Breakout-v5" in mistake(sampling={"env": "ALE/Breakout-v5"})
     assert "minigrid:MiniGrid-Empty-5x5-v0" in mistake(sampling={"env": "MiniGrid-Empty-5x5-v0"})
 
 
-def test_a_mission_names_the_wrapper_that_leaves_it_out() -> None:
+def test_the_error_for_a_mission_space_names_the_wrapper_that_removes_it() -> None:
     assert "minigrid.wrappers.ImgObsWrapper" in mistake(sampling={"env": "minigrid:MiniGrid-Empty-5x5-v0"})
 
 
-def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ale_py", None)
     with pytest.raises(UnknownEnvError, match=r"pip install 'headrace\[envs\]'"):
         check_start(config(sampling={"env": "ale_py:ALE/Breakout-v5"}), lambda step: None)
 
 
-def test_an_env_that_this_machine_need_not_have_is_not_looked_for() -> None:
+def test_the_check_does_not_look_up_envs_of_other_machines() -> None:
     elsewhere = {"env": "only_there:make"}
     for sections in (
         {"sampling": {**elsewhere, "env_placement": "remote"}},
@@ -284,7 +284,7 @@ def test_an_env_that_this_machine_need_not_have_is_not_looked_for() -> None:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("user_code")
-def test_an_env_that_takes_its_time_is_said_and_given_up_at_its_deadline(
+def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")

@@ -17,7 +17,7 @@ RUN = ("--workers", "1", "--num-envs", "2", "--set", "learner.steps_per_update=2
 
 
 @pytest.mark.thorough
-def test_sigterm_to_each_process_stops_none_but_the_supervisor_which_drains(tmp_path: Path) -> None:
+def test_sigterm_stops_only_the_supervisor_which_drains_the_fleet(tmp_path: Path) -> None:
     with RunningFleet(tmp_path / "run", *RUN, "--set", "supervisor.stop_signal=SIGINT") as fleet:
         fleet.wait_until(lambda: weights_seq(fleet) > 1, "the learner trains")
         pids = [process.pid for process in read_fleet_file(tmp_path / "run" / "fleet.json").processes]

@@ -1,4 +1,4 @@
-"""Readers that go away end nothing."""
+"""Standard streams whose reader goes away, or whose encoding lacks a character."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print("went on to the end", file=sys.stderr)
 """
 
 
-def test_a_reader_that_has_had_enough_does_not_end_the_writer() -> None:
+def test_a_reader_that_closes_its_pipe_does_not_end_the_writer() -> None:
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stderr is not None
@@ -31,7 +31,7 @@ def test_a_reader_that_has_had_enough_does_not_end_the_writer() -> None:
     assert writer.returncode == 0
 
 
-def test_what_an_encoding_lacks_is_replaced() -> None:
+def test_characters_that_an_encoding_lacks_are_replaced() -> None:
     script = (
         "from headrace.deploy.terminal.std_streams import open_std_streams; open_std_streams(); print('\\u2713 fine')"
     )

@@ -51,7 +51,7 @@ def test_a_killed_process_comes_back_as_the_next_incarnation(nursery: Nursery) -
     assert nursery.supervisor.restarts() == {"broker": 1}
 
 
-def test_a_clean_exit_nobody_asked_for_is_a_death_too(nursery: Nursery) -> None:
+def test_an_unrequested_clean_exit_counts_as_a_death(nursery: Nursery) -> None:
     service = nursery.start("import sys, signal\nif sys.argv[1] == '2': print('up', flush=True); signal.pause()")
     nursery.until(lambda: nursery.says("child", "up"))
     assert service.restarts == 1
@@ -123,7 +123,7 @@ def test_a_fenced_learner_is_not_started_again(nursery: Nursery) -> None:
     assert (service.state, service.restarts, nursery.supervisor.failure) == (ServiceState.FENCED, 0, None)
 
 
-def test_stop_drains_and_kills_who_ignores_it(nursery: Nursery) -> None:
+def test_stop_drains_processes_and_kills_a_process_that_ignores_it(nursery: Nursery) -> None:
     polite = nursery.start(SLEEP, name="polite")
     nursery.start(DEAF, name="deaf")
     nursery.until(lambda: nursery.says("polite", "up") and nursery.says("deaf", "up"))
@@ -150,7 +150,7 @@ def test_stop_ends_a_stopped_process_as_well(nursery: Nursery) -> None:
     nursery.until(nursery.supervisor.gone)
 
 
-def test_a_replaced_process_that_has_a_port_is_killed_at_once(
+def test_a_replaced_process_with_a_port_is_killed_without_a_grace_period(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = SupervisorSection(restart_backoff_s=0.01, zombie_grace_s=3600.0)

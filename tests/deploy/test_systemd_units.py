@@ -74,7 +74,7 @@ def test_errors_that_a_restart_cannot_cure_end_a_unit() -> None:
     assert {int(code) for code in read(COMMON)["RestartPreventExitStatus"].split()} == {int(code) for code in INCURABLE}
 
 
-def test_a_drain_has_the_time_that_it_may_take() -> None:
+def test_the_stop_timeout_of_each_unit_covers_its_drain() -> None:
     config = FleetConfig()
     roles = len(Role) * (config.supervisor.stop_timeout_s + 5.0) + config.supervisor.stop_timeout_s
     assert seconds("headrace-fleet@.service", "TimeoutStopSec") >= roles + OBITUARY_DEADLINE_S + 2 * COPY_DEADLINE_S

@@ -45,7 +45,7 @@ with ProgressDisplay() as progress:
 
 
 @pytest.mark.long
-def test_log_lines_stand_whole_above_the_live_table_that_stands_once() -> None:
+def test_log_lines_stand_whole_above_a_single_live_table() -> None:
     lines = shown_on_a_terminal([sys.executable, "-c", PROGRAM])
     said = [line for line in lines if "says" in line]
     assert all(

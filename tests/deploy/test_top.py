@@ -70,7 +70,7 @@ def text_of(lines: list[Text]) -> str:
     [("q", 0), ("x", 1), ("\x03", -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
     ids=str,
 )
-def test_the_terminal_is_as_before_after_each_end(ending: str | signal.Signals, code: int) -> None:
+def test_the_terminal_is_restored_after_each_kind_of_end(ending: str | signal.Signals, code: int) -> None:
     with OnTerminal([sys.executable, "-c", HOLDS_A_TERMINAL]) as terminal:
         terminal.shows("here it is")
         assert terminal.screen.is_other
@@ -85,7 +85,7 @@ def test_the_terminal_is_as_before_after_each_end(ending: str | signal.Signals, 
 
 
 @pytest.mark.processes
-def test_a_signal_before_the_block_has_begun_gives_the_terminal_back_too() -> None:
+def test_a_signal_before_the_with_block_begins_restores_the_terminal() -> None:
     entered = HOLDS_A_TERMINAL.replace("with Terminal() as terminal:", "if terminal := Terminal().__enter__():")
     with OnTerminal([sys.executable, "-c", entered]) as terminal:
         terminal.shows("here it is")
@@ -120,7 +120,7 @@ def test_ctrl_z_gives_the_terminal_to_the_shell_until_fg(tmp_path: Path) -> None
         assert "echo end $((1 + $?))" in terminal.shows("end 1")
 
 
-def test_keys_come_whole_however_a_line_cuts_them() -> None:
+def test_the_key_parser_joins_keys_that_arrive_in_parts() -> None:
     parser = KeyParser()
     sent = "s\x1b[A\x1bOB\x1b[5~\x1b[1;5Cé\r\x7f".encode()
     keys = [key for byte in sent for key in parser.feed(bytes([byte]))]
@@ -135,7 +135,7 @@ def test_keys_come_whole_however_a_line_cuts_them() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 6), (10, 3), (1, 1), (200, 60)])
 @pytest.mark.parametrize("count", [0, 64, 1000])
-def test_a_screen_has_its_size_whatever_the_fleet_is(size: tuple[int, int], count: int) -> None:
+def test_a_screen_keeps_its_size_for_fleets_of_any_size(size: tuple[int, int], count: int) -> None:
     width, height = size
     finding = Finding("x", "error", "worker-1", "w" * 500, 900.0, "broker.lease_s = 3", "headrace " + "y" * 500)
     shown = {**crowd(count), "findings": [{**finding_facts(finding)} for _ in range(9)]}
@@ -207,7 +207,7 @@ def test_small_charts_show_the_newest_values() -> None:
 
 
 @pytest.mark.processes
-def test_without_a_terminal_it_prints_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_without_a_terminal_prints_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fleet.json").write_bytes(orjson.dumps({"fleet_id": "gone", "redis_url": "redis://127.0.0.1:1/0"}))
     with FactsReader(tmp_path) as reader:
         show(reader, once=False, as_json=False)
@@ -225,7 +225,7 @@ def test_without_a_terminal_it_prints_once(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("options", [("--redis-url", "redis://h:1"), ("--fleet-id", "a")])
-def test_a_redis_and_a_fleet_belong_together(options: tuple[str, str]) -> None:
+def test_top_needs_redis_url_and_fleet_id_together(options: tuple[str, str]) -> None:
     result = CliRunner().invoke(app, ["top", *options])
     assert isinstance(result.exception, ConfigError)
     assert "together" in str(result.exception)

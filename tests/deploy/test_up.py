@@ -119,7 +119,7 @@ def stepping(run_dir: Path) -> FleetFile:
     return page_when(run_dir, lambda page: all_up(page) and ready.exists() and len(ready.read_text().split()) >= 3)
 
 
-def test_it_runs_to_its_goal_and_drains_in_the_order_that_loses_nothing(
+def test_up_runs_to_its_goal_and_drains_workers_learner_and_broker_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summary = up(config_for(tmp_path, until_return=20.0), UpOptions(json=True))
@@ -166,7 +166,7 @@ def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_second_run_in_the_same_directory_goes_on_and_is_not_fooled_by_old_numbers(tmp_path: Path) -> None:
+def test_a_second_run_in_a_directory_continues_and_ignores_old_numbers(tmp_path: Path) -> None:
     first = up(config_for(tmp_path, until_return=15.0), UpOptions(json=True))
     (tmp_path / "drained").unlink()
     (tmp_path / "ready").unlink()
@@ -201,7 +201,9 @@ def test_the_first_signal_drains_and_is_no_failure(
     assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
 
 
-def test_the_second_signal_stops_at_once(tmp_path: Path, meanwhile: Callable[[Callable[[], object]], None]) -> None:
+def test_the_second_signal_stops_the_fleet_without_a_drain(
+    tmp_path: Path, meanwhile: Callable[[Callable[[], object]], None]
+) -> None:
     """A worker that is stopped cannot drain: without the second signal it would be waited for."""
     pids: list[int] = []
 
@@ -222,7 +224,7 @@ def test_the_second_signal_stops_at_once(tmp_path: Path, meanwhile: Callable[[Ca
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["worker-0", "broker", "learner", "redis"])
-def test_whoever_is_killed_comes_back_and_the_goal_is_reached(
+def test_a_killed_process_is_restarted_and_the_run_ends_without_failure(
     tmp_path: Path, name: str, meanwhile: Callable[[Callable[[], object]], None]
 ) -> None:
     def kill() -> None:
@@ -272,7 +274,7 @@ def test_a_crash_loop_ends_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "RuntimeError: diverged" in str(error)
 
 
-def test_an_own_redis_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_an_own_redis_that_cannot_start_is_an_error_with_its_reason(tmp_path: Path) -> None:
     files = tmp_path / "redis" / "appendonlydir"
     files.mkdir(parents=True)
     (files / "appendonly.aof.manifest").write_bytes(b"garbage")

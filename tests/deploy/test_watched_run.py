@@ -39,7 +39,7 @@ def report(run_dir: Path) -> tuple[Page, dict[str, Any]]:
 
 
 @pytest.mark.thorough
-def test_a_run_in_a_terminal_and_in_reports_from_its_training_to_its_end(tmp_path: Path) -> None:
+def test_top_and_report_show_a_run_from_its_training_to_its_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "<b>run"
     (tmp_path / "mine.py").write_text(MINE)
     options = ("--env", "CartPole-v1", "--workers", "2", "--num-envs", "2", "--set", "logging.interval_s=0.3")

@@ -107,7 +107,7 @@ def test_a_port_in_use_ends_the_fleet_with_the_brokers_sentence(tmp_path: Path) 
 
 
 @pytest.mark.thorough
-def test_a_stop_within_a_long_update_is_no_kill_and_loses_nothing(
+def test_a_stop_during_a_long_update_kills_no_process_and_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update would take a minute and a half, and a process that is told to stop has 20 s."""
@@ -138,7 +138,7 @@ def test_the_progress_line_names_the_newest_failure_of_an_env(tmp_path: Path) ->
 
 
 @pytest.mark.thorough
-def test_a_timeout_repeats_what_the_run_waited_for(tmp_path: Path) -> None:
+def test_a_timeout_error_names_the_process_that_the_run_waited_for(tmp_path: Path) -> None:
     result = up(tmp_path, "--workers", "0", "--timeout-s", "15", "--until-steps", "10")
     assert result.returncode == ExitCode.TIMEOUT, result.stderr
     sentence = result.stderr.rpartition("error: ")[2]
@@ -165,7 +165,7 @@ def test_a_worker_from_elsewhere_pauses_while_the_fleet_drains(tmp_path: Path) -
     assert audited.returncode == 0, audited.stderr
 
 
-def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     with subprocess.Popen(
         up_command(tmp_path, "--workers", "1"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as supervisor:

@@ -1,4 +1,4 @@
-"""`headrace why` of a real fleet through several stalls, one after another: each is found, and gone once it is over."""
+"""`headrace why` of a real fleet through several stalls: each is found, and its finding goes when the stall is over."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def why(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_fleet_is_explained_through_its_stalls_by_redis_and_by_its_run_directory(tmp_path: Path) -> None:
+def test_why_explains_each_stall_from_redis_or_the_run_directory(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with RunningFleet(run, *FLEET) as fleet:
         fleet.wait_until((run / "fleet.json").exists, "a run")
@@ -93,7 +93,7 @@ def test_a_fleet_is_explained_through_its_stalls_by_redis_and_by_its_run_directo
             assert f"headrace up --resume {run}" in fleet_of_the_dead.stdout
 
 
-def test_a_fleet_is_named_by_a_run_or_by_redis_and_its_name() -> None:
+def test_why_needs_a_fleet_id_with_a_redis_url() -> None:
     assert why("--redis-url", "redis://127.0.0.1:1/0").returncode == ExitCode.CONFIG
     nothing = why("--redis-url", "redis://127.0.0.1:1/0", "--fleet-id", "a")
     assert nothing.returncode == ExitCode.FINDINGS

@@ -68,15 +68,15 @@ def group(folder: Path, *options: str) -> Iterator[Group]:
 
 
 def torch_at(pid: int) -> str:
-    """Where a process has torch in its memory. The kernel chooses a place at random for each import."""
+    """Return the address of torch in a process. The kernel chooses it at random for each import."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return next(line.split("-")[0] for line in maps if "libtorch_cpu" in line)
 
 
 @pytest.mark.thorough
 @pytest.mark.chaos
-def test_what_killed_workers_and_a_killed_group_leave_is_in_the_books(tmp_path: Path) -> None:
-    """The group comes first, and waits. A worker dies, then the group at once with all its workers, and one follows."""
+def test_the_books_have_the_steps_of_killed_workers_and_of_a_killed_group(tmp_path: Path) -> None:
+    """The group starts before its fleet. A worker is killed, then the whole group, and a second group replaces it."""
     run, meet = tmp_path / "run", tmp_path / "meet" / "fleet.json"
     options = ("--rendezvous", str(meet), "--count", "2", *SETTINGS)
     with group(tmp_path, *options) as first:
@@ -121,7 +121,7 @@ def test_what_killed_workers_and_a_killed_group_leave_is_in_the_books(tmp_path: 
 
 @pytest.mark.thorough
 @pytest.mark.chaos
-def test_a_broker_that_moves_is_followed_by_the_group_and_by_a_learner(tmp_path: Path) -> None:
+def test_a_group_and_a_learner_follow_a_broker_to_new_ports(tmp_path: Path) -> None:
     meet = tmp_path / "meet.json"
     command = [
         sys.executable,
@@ -159,7 +159,7 @@ def test_a_broker_that_moves_is_followed_by_the_group_and_by_a_learner(tmp_path:
 
 
 @pytest.mark.long
-def test_a_group_that_cannot_find_its_fleet_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_a_group_that_cannot_find_its_fleet_ends_with_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "worker", "--count", "1", "--rendezvous"]
     for where, code, said in (
         (str(tmp_path / "none.json"), ExitCode.UNREACHABLE, "none.json cannot be read (No such file or directory)"),
@@ -174,7 +174,7 @@ def test_a_group_that_cannot_find_its_fleet_ends_with_a_sentence(tmp_path: Path)
         assert said in ended.stderr.rpartition("error: ")[2]
 
 
-def test_a_worker_whose_slot_another_process_has_asks_for_any_slot_next(tmp_path: Path) -> None:
+def test_a_fenced_worker_of_a_group_asks_for_any_slot_at_its_restart(tmp_path: Path) -> None:
     config = build_config({"fleet": {"run_dir": str(tmp_path)}})
     with StopSignals() as signals:
         group = WorkerGroup(config, FleetElsewhere("demo", "tcp://127.0.0.1:1", ()), signals)

@@ -1,4 +1,4 @@
-"""What `headrace ray` does without a Ray: the guard of a worker, addresses, settings and scaling."""
+"""`headrace ray` without a Ray: the guard of a worker, addresses, settings and scaling."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ended(pid: int) -> bool:
 
 
 @pytest.mark.processes
-def test_a_worker_drains_when_its_actor_asks_and_the_actor_hears_how_it_ended(tmp_path: Path) -> None:
+def test_a_worker_drains_when_its_actor_asks_and_the_actor_gets_its_exit_code(tmp_path: Path) -> None:
     with guarded(DRAINS, tmp_path) as line:
         script, _ = pids(tmp_path)
         line.shutdown(socket.SHUT_WR)
@@ -121,7 +121,7 @@ def test_an_actor_ends_with_its_raylet(tmp_path: Path) -> None:
     wait_until(lambda: ended(actor), "the end of the actor")
 
 
-def test_the_wildcard_address_becomes_that_by_which_ray_knows_this_machine() -> None:
+def test_a_wildcard_address_becomes_the_ray_address_of_this_machine() -> None:
     assert reachable("tcp://0.0.0.0:5701", "10.0.0.1", {"10.0.0.1", "10.0.0.2"}) == "tcp://10.0.0.1:5701"
     assert reachable("tcp://[::]:5701", "fd00::1", {"fd00::1"}) == "tcp://[fd00::1]:5701"
     assert reachable("tcp://head:5701", "10.0.0.1", {"10.0.0.2"}) == "tcp://head:5701"
@@ -134,7 +134,7 @@ def test_a_broker_for_this_machine_only_is_refused_where_the_cluster_has_other_n
         reachable(endpoint, "10.0.0.1", {"10.0.0.1", "10.0.0.2"})
 
 
-def test_scale_says_what_a_run_has_on_ray(tmp_path: Path) -> None:
+def test_scale_returns_the_old_number_of_workers_on_ray_and_writes_the_new(tmp_path: Path) -> None:
     fleet = FleetFile(fleet_id="demo", state="running", supervisor_pid=os.getpid())
     fleet.write(tmp_path / "fleet.json")
     with pytest.raises(ScaleError, match="keeps no workers on Ray"):

@@ -43,7 +43,7 @@ class Block:
         return self.language in RUN and "shown only" not in self.marks
 
     def fault(self) -> str | None:
-        """What is wrong with a block that is neither run nor says why not."""
+        """Return the fault of the block, or None if it is run or says why not."""
         unknown = self.marks.keys() - {"shown only", "background until", "given"}
         if unknown:
             return f"{self.page.name}:{self.line}: unknown mark {sorted(unknown)}"

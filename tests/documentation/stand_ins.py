@@ -1,4 +1,4 @@
-"""What stands on a page for code of the reader's own."""
+"""Stand-ins for the reader's own code on a page."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import orjson
 
 
 class EnoughError(Exception):
-    """A loop of a page has gone round often enough."""
+    """A loop of a page has run often enough."""
 
 
 def train() -> Callable[..., None]:
-    """A learner that looks at what it is given, and has enough of it after three batches."""
+    """Return a `train` that checks its batches and raises `EnoughError` at the third."""
     seen = []
 
     def train(module: Any, batch: Any) -> None:
@@ -27,7 +27,7 @@ def train() -> Callable[..., None]:
 
 
 def save() -> Callable[[dict[str, Any]], None]:
-    """What writes a checkpoint; it only looks whether JSON could hold the position."""
+    """Return a `save` that only checks that JSON can hold the position of the checkpoint."""
 
     def save(checkpoint: dict[str, Any]) -> None:
         assert orjson.dumps(checkpoint["position"])

@@ -1,4 +1,4 @@
-"""Runs the blocks of a page in their order, as a reader would who types them: in one folder and one Python session."""
+"""Runs the blocks of a page in their order, as a reader types them: in one folder and one Python session."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Story:
 
 
 def free_ports(count: int) -> list[str]:
-    """Return ports that nobody has just now, as text."""
+    """Return the numbers of free ports, as text."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for own in sockets:

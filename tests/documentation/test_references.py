@@ -66,7 +66,7 @@ def test_the_table_of_exit_codes_has_every_code() -> None:
     assert "`FencedError`" in table
 
 
-def test_a_page_is_filled_with_what_it_asks_for() -> None:
+def test_fill_inserts_the_generated_part_that_a_page_asks_for() -> None:
     assert "`CRASH_LOOP`" in fill("before\n<!-- generated: exit codes -->\nafter")
     with pytest.raises(KeyError):
         fill("<!-- generated: nothing that there is -->")
@@ -111,13 +111,13 @@ def paths() -> Iterator[tuple[str, str]]:
             yield str(page.relative_to(ROOT)), path.rstrip(".")
 
 
-def test_every_path_that_a_page_names_is_there() -> None:
+def test_every_path_that_a_page_names_exists() -> None:
     assert len(list(paths())) > 50
     assert [(page, path) for page, path in paths() if not (ROOT / path).exists() and path != "docs/_build/html"] == []
 
 
-def test_every_relative_link_outside_of_the_documentation_leads_somewhere() -> None:
-    """Sphinx looks at the links of `docs/`; those of the README and its neighbours are for whoever reads the files."""
+def test_every_relative_link_of_the_pages_at_the_root_has_a_target() -> None:
+    """Sphinx checks the links of `docs/`; this test checks those of the README and of the pages beside it."""
     links = [
         (page.name, target)
         for page in ROOT.glob("*.md")

@@ -29,7 +29,7 @@ DEADLINE_S = 60.0
 CONFIG = EnvRunnerConfig(env="CartPole-v1", num_envs=2, envs_per_process=2)
 COMMANDS = (Command.BUILD, Command.REBUILD, Command.RESET, Command.STEP)
 _ORDERS = (Command.BUILD, Command.RESET, Command.STEP, Command.STEP)
-"""What an honest worker asks for, one after the other."""
+"""The orders of an honest worker, one after the other."""
 
 
 def welcome() -> EnvHostWelcome:
@@ -145,7 +145,7 @@ class Schedule:
 
 
 def _ends(frames: Frames) -> bool:
-    """Whether a message ends the host, as another version of the protocol does."""
+    """Return whether a message ends the host, as another version of the protocol does."""
     kind, header, why = peek(frames)
     return why == "version_mismatch" or (kind is MessageKind.REJECT and header.get("fatal", True) is True)
 

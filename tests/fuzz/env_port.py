@@ -1,4 +1,4 @@
-"""Fuzzing of a worker's port for env hosts: one host is honest, and its envs live on to the bit; the others lie."""
+"""Fuzzing of a worker's port for env hosts: the envs of the honest host stay bit-identical; the other hosts lie."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LyingHost:
         self._lives: set[str] = set()
         self._orders: deque[dict[str, Any]] = deque(maxlen=20)
         self._obeyed: list[list[Buffer]] = [EnvHeartbeat(life="x").frames()]
-        """What it said last, to be said again."""
+        """The last messages of the host, to be sent again."""
 
     def play(self) -> None:
         """Tell all lies, then leave with all lives that the worker may have believed."""

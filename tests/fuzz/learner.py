@@ -65,7 +65,7 @@ def source_end(slot: int, seq: int = 4) -> SourceEnd:
 
 @cache
 def truth(slot: int) -> list[list[Buffer]]:
-    """What a broker says of a source, in order, and of itself."""
+    """Return a broker's messages about a source, in order, and about itself."""
     settled = Settled(seq=1, committed=(6, 4), dropped={"stale": (3, 1)})
     messages: list[Message] = [
         SourceStart(slot=slot, incarnation=1, settled=settled),
@@ -144,7 +144,7 @@ def welcome(spaces: dict[str, object]) -> list[Buffer]:
 
 
 def _ends(frames: Frames) -> bool:
-    """Whether a message ends the stream, as another version of the protocol does."""
+    """Return whether a message ends the stream, as another version of the protocol does."""
     kind, header, why = peek(frames)
     return (
         why == "version_mismatch"
@@ -154,7 +154,7 @@ def _ends(frames: Frames) -> bool:
 
 
 def _contradicts(frames: Frames) -> bool:
-    """Whether a message tells other spaces, of which only the workers could say that they are wrong."""
+    """Return whether a message has other spaces, which only the workers could recognise as wrong."""
     kind, header, _ = peek(frames)
     told = header.get("spaces") if kind in (MessageKind.STATUS, MessageKind.WELCOME) else None
     with uncounted():

@@ -1,4 +1,4 @@
-"""A broker that answers each HELLO of one peer with what a test gives it, in a thread of its own."""
+"""A broker that answers each HELLO of one peer with the frames that a test gives, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LyingBroker:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.error: BaseException | None = None
-        """What ended its thread, if that was no part of the plan."""
+        """The unexpected exception that ended the broker's thread, if any."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Fuzzing of the values in Redis: each reader leaves out and names what is not as the table of keys says."""
+"""Fuzzing of the values in Redis: each reader leaves out and names values that break the table of keys."""
 
 from __future__ import annotations
 

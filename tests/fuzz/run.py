@@ -1,4 +1,4 @@
-"""Fuzzing of whatever a fleet reads that others may have written: messages, files of a run directory, Redis.
+"""Fuzzing of all input that a fleet reads from others: messages, files of a run directory, Redis.
 
 Run every target for N minutes in all with `python tests/fuzz/run.py N`, or `make fuzz MINUTES=N`. A finding names its
 target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TARGET SEED` plays it again.
@@ -76,7 +76,7 @@ CORPUS = Path(__file__).with_name("corpus.json")
 
 @dataclass
 class Outcome:
-    """What was played of a target: schedules, what they said by kind, refusals, and findings by seed."""
+    """The result of a target: its schedules, messages by kind, refusals, and findings by seed."""
 
     schedules: int = 0
     said: Counter[str] = field(default_factory=Counter)

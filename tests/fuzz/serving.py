@@ -1,4 +1,4 @@
-"""Fuzzing of a policy server: sealed requests that say anything, beside a client that goes on."""
+"""Fuzzing of a policy server: sealed requests with any content, beside an honest client that continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWER_MS = 100_000
 
 
 def by_zmq(seed: int, server: Served) -> Counter[str]:
-    """How often each error was answered, and "" where there was none. Every message is answered."""
+    """Return the number of answers by error, and "" for answers without an error. Every message is answered."""
     told, mutator, hostile = Counter[str](), Mutator(seed, "serving"), Hostile(seed, f"session-{seed}")
     with zmq.Context() as context:
         for first in range(0, MESSAGES, STRANGE_MESSAGES - 1):  # one more, and a client without a session is cut off

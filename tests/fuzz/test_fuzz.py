@@ -1,4 +1,4 @@
-"""A second of fuzzing of each target, and a test for each thing that fuzzing has found."""
+"""A second of fuzzing of each target, and a test for each bug that fuzzing has found."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ Of the broker, `tests/simulation/test_claims.py` plays more.
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
-def test_no_lie_raises_what_is_not_documented_and_honest_peers_go_on(target: str) -> None:
-    """Plays the first seeds, and those that have found something."""
+def test_no_lie_raises_an_undocumented_error_and_honest_peers_continue(target: str) -> None:
+    """Play the first seeds, and the seeds that have found a bug."""
     outcome = fuzz(target, 0.0, [*range(SCHEDULES[target]), *read_corpus()[target]])
     for error in outcome.findings.values():
         raise error
@@ -74,14 +74,14 @@ LIES_OF_BATCHES = {
 
 
 @pytest.mark.parametrize("lie", LIES_OF_BATCHES)
-def test_a_broker_that_tells_of_batches_that_were_not_cut_is_not_believed(lie: str) -> None:
+def test_a_worker_ignores_answers_about_batches_that_it_has_not_cut(lie: str) -> None:
     session = joined_worker(2)
     session.receive(LIES_OF_BATCHES[lie], 0.0)
     assert (session.next_seq, session.accepted, len(session.window())) == (3, 0, 2)
 
 
-def test_what_is_settled_counts_as_accepted_so_that_it_is_not_sent_again() -> None:
-    """It left the window, and was looked up there: an IndexError, or another batch in its place."""
+def test_a_settled_batch_counts_as_accepted_and_is_not_sent_again() -> None:
+    """The batch left the window, and was looked up there: an IndexError, or another batch in its place."""
     session = joined_worker(3)
     session.receive(Ack(slot=3, incarnation=1, accepted=1, settled=Settled(seq=2), credit=3), 0.0)
     session.not_sent(0.0)
@@ -97,7 +97,7 @@ def test_a_refusal_of_a_batch_that_was_settled_changes_nothing() -> None:
     assert session.take_outbox() == []
 
 
-def test_spaces_that_cannot_be_read_are_ignored_and_the_next_are_taken() -> None:
+def test_a_learner_ignores_unreadable_spaces_and_takes_the_next_spaces() -> None:
     session = LearnerSession("t", StreamLimits())
     session.receive(LearnerWelcome(fleet_id="f", epoch=1, spaces={"shared": {"observation": 1}}), 0.0)
     assert session.spaces == {}
@@ -106,8 +106,8 @@ def test_spaces_that_cannot_be_read_are_ignored_and_the_next_are_taken() -> None
 
 
 @pytest.mark.parametrize("lie", [{"committed": ((1 << 53) - 1, 1)}, {"dropped": {"stale": (1, (1 << 53) - 1)}}])
-def test_a_source_that_begins_near_the_largest_count_is_not_believed(lie: dict[str, Any]) -> None:
-    """The next batch added to it, and the sum was no count."""
+def test_a_learner_refuses_a_source_that_begins_near_the_largest_count(lie: dict[str, Any]) -> None:
+    """The sum with the next batch was larger than the largest count."""
     session = LearnerSession("t", StreamLimits())
     session.receive(LearnerWelcome(fleet_id="f", epoch=1, spaces=SPACES), 0.0)
     with pytest.raises(DecodeError, match="implausible"):
@@ -115,7 +115,7 @@ def test_a_source_that_begins_near_the_largest_count_is_not_believed(lie: dict[s
     assert session.position() == []
 
 
-def test_a_batch_before_any_spaces_is_left_out_by_name() -> None:
+def test_a_batch_before_any_spaces_is_dropped_as_poison() -> None:
     session = LearnerSession("t", StreamLimits())
     session.receive(LearnerWelcome(fleet_id="f", epoch=1), 0.0)
     ready, frames = ReadyBatches(session), batch_of(0, 1)
@@ -129,8 +129,8 @@ def test_a_batch_before_any_spaces_is_left_out_by_name() -> None:
 
 
 @pytest.mark.parametrize("strange", ["env", "agents", "both"])
-def test_a_batch_of_places_that_no_worker_has_is_left_out_and_the_next_is_read(strange: str) -> None:
-    """Its env's index decided how much memory the learner took: 288 GiB, or an error at the 65,537th agent."""
+def test_a_batch_with_impossible_envs_or_agents_is_refused_and_the_next_is_read(strange: str) -> None:
+    """The batch's env index set the learner's memory: 288 GiB, or an error at the 65,537th agent."""
     batch = golden_samples.make_batch(golden_samples.SPACES["box"], ends=(0, 3, 0, 1))
     table, agents = batch.table.copy(), batch.agents
     table["env_index"][0] = {"env": (1 << 31) - 1, "both": 10_000, "agents": 0}[strange]
@@ -143,8 +143,8 @@ def test_a_batch_of_places_that_no_worker_has_is_left_out_and_the_next_is_read(s
     assert sum(map(len, episodes.end("worker_killed"))) == 2
 
 
-def test_the_number_of_a_request_that_no_answer_can_bear_is_refused_and_the_server_lives() -> None:
-    """It ended the thread that serves all clients."""
+def test_a_server_refuses_a_request_number_that_no_answer_can_carry() -> None:
+    """Such a number ended the thread that serves all clients."""
     with Served() as server, zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger = 0
         sock.connect(server.endpoint)
@@ -167,7 +167,7 @@ HEADS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("what", HEADS)
-def test_a_log_of_open_episodes_is_read_up_to_a_record_that_no_worker_writes(what: str, tmp_path: Path) -> None:
+def test_an_episode_log_is_read_up_to_its_first_malformed_record(what: str, tmp_path: Path) -> None:
     path = tmp_path / "worker-3-2.episodes"
     log = EpisodeLog(path)
     log.append(golden_samples.make_batch(golden_samples.SPACES["box"], ends=(0, 3, 0, 1)), 1, 0)
@@ -191,7 +191,7 @@ def test_settings_that_are_no_table_are_named_as_damaged(content: bytes, tmp_pat
 
 @pytest.mark.parametrize("key", ["unix_s", "learner_epoch", "length", "return", "return_by_policy"])
 @pytest.mark.parametrize("value", [None, [], "NaN", 7])
-def test_a_line_of_evaluations_that_is_none_is_left_out(key: str, value: Any, tmp_path: Path) -> None:
+def test_a_malformed_line_of_evaluations_is_left_out(key: str, value: Any, tmp_path: Path) -> None:
     if key in ("unix_s", "learner_epoch") and value == 7:
         value = {}
     spread = {"mean": 3.0, "std": 0.5, "min": 2.5, "max": 3.5}
@@ -207,7 +207,7 @@ def test_a_worker_state_of_another_type_in_redis_has_no_lag() -> None:
 
 @pytest.mark.parametrize("interval_s", [0.0, 1e-300, 61.0, 1e300])
 def test_an_env_host_refuses_an_absurd_interval_of_heartbeats(interval_s: float) -> None:
-    """It fell silent for ever, or spoke without a pause."""
+    """The host fell silent for ever, or sent heartbeats without a pause."""
     told = env_host_welcome().model_dump() | {"heartbeat_interval_s": interval_s}
     with pytest.raises(DecodeError, match="heartbeat_interval_s"):
         read(EnvHostWelcome, told)

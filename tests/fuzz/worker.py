@@ -50,7 +50,7 @@ def shipment(seq: int) -> Shipment:
 
 
 def settled(seq: int) -> Settled:
-    """What became of the first batches."""
+    """Return the settlement of the first `seq` batches: all are committed."""
     return Settled(seq=seq, committed=(6 * seq, 4 * seq))
 
 

@@ -1,4 +1,4 @@
-"""The learner's own Adam: the steps of torch's, and a start without torch's compiler."""
+"""The learner's own Adam: the same steps as torch's Adam, and a start without torch's compiler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _learn(net: nn.Module, optimizer: Adam | torch.optim.Adam, first: int, last:
 
 @pytest.mark.parametrize("large", [0, 8, 1 << 15])
 @pytest.mark.parametrize("lr", [0.1, 3e-4])
-def test_steps_are_those_of_torch_to_the_bit(lr: float, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_equal_those_of_torchs_adam_to_the_bit(lr: float, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same steps come out when all parameters move alone, when some do, and when none does."""
     monkeypatch.setattr(adam, "_LARGE", large)
     ours, theirs = _net(), _net()
@@ -47,8 +47,8 @@ def test_steps_are_those_of_torch_to_the_bit(lr: float, large: int, monkeypatch:
 
 
 @pytest.mark.parametrize("begun_by", [Adam, torch.optim.Adam])
-def test_its_state_goes_on_where_it_was(begun_by: type[Adam]) -> None:
-    """Also that of torch's Adam, as older checkpoints have it."""
+def test_a_loaded_state_continues_to_the_bit(begun_by: type[Adam]) -> None:
+    """The state may be one of torch's Adam, as in older checkpoints."""
     whole, half = _net(), _net()
     _learn(whole, Adam(whole.parameters(), lr=0.1, eps=1e-5), 0, 20)
     before = begun_by(half.parameters(), lr=0.1, eps=1e-5)

@@ -73,7 +73,7 @@ def test_time_major_has_each_chunk_in_a_lane_of_its_own(batch: ChunkBatch) -> No
         assert not given_.rewards[own:, lane].any()
 
 
-def test_a_received_batch_gives_arrays_that_may_be_written_to_and_tensors_without_a_warning() -> None:
+def test_a_received_batch_gives_writable_arrays_and_tensors_without_a_warning() -> None:
     sent = Envs(3).fragment()
     header = BatchHeader(
         fleet_id="f",
@@ -168,7 +168,7 @@ def test_v_trace_of_fresh_data_is_gae(rollout: dict[str, NDArray[Any]]) -> None:
 # -- spaces -----------------------------------------------------------------------------------------------------------
 
 
-def test_spaces_become_gymnasiums() -> None:
+def test_spaces_convert_to_gymnasium_spaces_and_back() -> None:
     spaces = Spaces(
         observation=Dict(spaces={"arm": Box(shape=(3,), dtype="<f4", low=-1.0, high=1.0), "on": Discrete(n=2)}),
         action=TupleSpace(spaces=(Discrete(n=4, start=1), Box(shape=(2,), dtype="<f8"))),

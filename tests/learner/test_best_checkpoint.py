@@ -1,4 +1,4 @@
-"""The best checkpoint by training: of a full window of episodes, over lives, never by a learner that was replaced."""
+"""The best checkpoint by a full window of returns: restarts keep it, and a replaced learner cannot change it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def best_of(folder: Path) -> int | None:
     return None if saved is None else int(saved.state["updates"])
 
 
-def test_the_highest_mean_of_a_full_window_is_kept_over_lives(tmp_path: Path) -> None:
+def test_the_checkpoint_with_the_best_full_window_is_kept_over_restarts(tmp_path: Path) -> None:
     life = Life(tmp_path, 1)
     for updates, returns, kept in (
         (1, [900.0] * 99, None),
@@ -48,7 +48,7 @@ def test_the_highest_mean_of_a_full_window_is_kept_over_lives(tmp_path: Path) ->
     assert {file.name for file in tmp_path.iterdir()} == names
 
 
-def test_a_learner_that_was_replaced_keeps_nothing(tmp_path: Path) -> None:
+def test_a_replaced_learner_does_not_change_the_best_checkpoint(tmp_path: Path) -> None:
     old, new = Life(tmp_path, 1), Life(tmp_path, 2)
     new.save(9, [3.0] * 100)
     new.save(10, [2.0] * 100)
@@ -58,7 +58,7 @@ def test_a_learner_that_was_replaced_keeps_nothing(tmp_path: Path) -> None:
     assert best_of(tmp_path) == 11
 
 
-def test_a_best_one_that_is_damaged_gives_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_best_checkpoint_is_dropped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "best.checkpoint").write_bytes(b"torn")
     life = Life(tmp_path, 1)
     assert "the best checkpoint so far is dropped" in caplog.text
@@ -66,7 +66,7 @@ def test_a_best_one_that_is_damaged_gives_way(tmp_path: Path, caplog: pytest.Log
     assert best_of(tmp_path) == 1
 
 
-def test_several_policies_count_by_the_mean_of_their_means(tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_several_policies_is_by_the_mean_of_their_means(tmp_path: Path) -> None:
     state = {"modules": {"a": {"recent_returns": [4.0] * 100}, "b": {"recent_returns": [8.0] * 100}}}
     save_checkpoint(tmp_path / "best.checkpoint", Checkpoint(1, [], {**state, "updates": 3}))
     life = Life(tmp_path, 1)

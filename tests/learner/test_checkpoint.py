@@ -51,7 +51,7 @@ def _assert_equal(read: Checkpoint | None, written: Checkpoint) -> None:
         np.testing.assert_array_equal(read.arrays[name], array, strict=True)
 
 
-def test_what_was_written_is_read(path: Path) -> None:
+def test_a_checkpoint_is_read_as_it_was_written(path: Path) -> None:
     save_checkpoint(path, _checkpoint())
     _assert_equal(load_checkpoint(path), _checkpoint())
 
@@ -60,7 +60,7 @@ def test_without_a_file_there_is_no_checkpoint(path: Path) -> None:
     assert load_checkpoint(path) is None
 
 
-def test_a_save_keeps_the_previous_one_and_leaves_nothing_else(path: Path) -> None:
+def test_a_save_keeps_the_previous_checkpoint_and_no_other_file(path: Path) -> None:
     for updates in range(3):
         save_checkpoint(path, _checkpoint(updates=updates))
     _assert_equal(load_checkpoint(path), _checkpoint(updates=2))
@@ -68,7 +68,7 @@ def test_a_save_keeps_the_previous_one_and_leaves_nothing_else(path: Path) -> No
     assert sorted(path.parent.iterdir()) == [path, previous_path(path)]
 
 
-def test_other_programs_read_the_file_too(path: Path) -> None:
+def test_the_safetensors_library_and_numpy_read_the_checkpoint(path: Path) -> None:
     arrays = {**_checkpoint().arrays, "flags": np.array([True, False]), "none": np.empty((0, 3), np.float16)}
     arrays["turned"] = np.arange(6, dtype=">i4").reshape(2, 3).T
     save_checkpoint(path, Checkpoint(1, [], {}, arrays))
@@ -83,7 +83,7 @@ def test_other_programs_read_the_file_too(path: Path) -> None:
     np.testing.assert_array_equal(raw.reshape(entry["shape"]), arrays["large"])
 
 
-def test_what_the_format_cannot_hold_is_named(path: Path) -> None:
+def test_an_array_that_the_format_cannot_hold_is_named(path: Path) -> None:
     for arrays, named in (({"x": np.array([object()])}, "'x' has dtype object"), ({"__metadata__": np.ones(1)}, "__")):
         with pytest.raises(EncodeError, match=named):
             save_checkpoint(path, Checkpoint(1, [], {}, arrays))
@@ -113,7 +113,7 @@ def test_any_damage_is_one_typed_error_that_names_the_file(path: Path) -> None:
             _assert_equal(read, Checkpoint(3, [], {"updates": 1}, arrays))  # spaces of JSON carry nothing
 
 
-def test_a_torn_file_gives_way_to_the_previous_one_with_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_a_torn_checkpoint_falls_back_to_the_previous_one(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_checkpoint(path, _checkpoint(updates=1))
     save_checkpoint(path, _checkpoint(updates=2))
     path.write_bytes(path.read_bytes()[:1000])
@@ -124,7 +124,7 @@ def test_a_torn_file_gives_way_to_the_previous_one_with_a_warning(path: Path, ca
 
 
 @pytest.mark.parametrize("step", range(6))
-def test_a_kill_at_any_step_of_a_save_leaves_a_whole_one_at_its_path(
+def test_a_kill_at_any_step_of_a_save_leaves_a_whole_checkpoint(
     path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(path, _checkpoint(updates=1))
@@ -148,13 +148,13 @@ def test_a_kill_at_any_step_of_a_save_leaves_a_whole_one_at_its_path(
     _assert_equal(load_checkpoint(path), _checkpoint(updates=3))
 
 
-def test_a_kill_between_the_two_moves_of_a_save_leaves_the_previous_one(path: Path) -> None:
+def test_a_kill_between_the_two_moves_of_a_save_leaves_the_previous_checkpoint(path: Path) -> None:
     save_checkpoint(path, _checkpoint(updates=1))
     path.rename(previous_path(path))
     _assert_equal(load_checkpoint(path), _checkpoint(updates=1))
 
 
-def test_a_file_torn_before_a_previous_one_existed_is_an_error(path: Path) -> None:
+def test_a_torn_checkpoint_without_a_previous_one_is_an_error(path: Path) -> None:
     path.write_bytes(b"\1")
     with pytest.raises(CheckpointError, match="move it away to train from the start"):
         load_checkpoint(path)
@@ -176,7 +176,7 @@ def test_a_learner_that_was_replaced_cannot_overwrite_the_newer_ones_checkpoint(
     _assert_equal(load_checkpoint(path), _checkpoint(epoch=2, updates=9))
 
 
-def test_a_starting_learner_takes_over_whatever_it_finds(path: Path) -> None:
+def test_a_starting_learner_replaces_a_checkpoint_of_any_epoch(path: Path) -> None:
     save_checkpoint(path, _checkpoint(epoch=7))
     save_checkpoint(path, _checkpoint(epoch=1), claim=True)
     _assert_equal(load_checkpoint(path), _checkpoint(epoch=1))
@@ -203,7 +203,7 @@ def test_module_and_adam_state_survive_the_file_to_the_bit(path: Path) -> None:
             assert torch.equal(moments[index][name], tensor)
 
 
-def test_a_starting_learner_removes_what_a_killed_one_left_half_written(path: Path) -> None:
+def test_a_starting_learner_removes_half_written_files_of_a_killed_learner(path: Path) -> None:
     orphan = path.with_name(f"{path.name}.4711.new")
     orphan.write_bytes(b"HDRC")
     save_checkpoint(path, _checkpoint(), claim=True)

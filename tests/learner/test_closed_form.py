@@ -1,4 +1,4 @@
-"""Gradients in closed form beside their plain twin, autograd: for each kind of policy, and for whole updates."""
+"""Gradients in closed form compared with autograd: for each kind of policy, and for whole updates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Derived(ActorCritic):
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("action", [THREE, FROM_FIVE, PLANE], ids=["discrete", "discrete from 5", "box"])
-def test_gradients_are_those_of_autograd(action: Any, shared: bool, activation: str, hidden: tuple[int, ...]) -> None:
+def test_gradients_equal_those_of_autograd(action: Any, shared: bool, activation: str, hidden: tuple[int, ...]) -> None:
     settings = {"hidden": hidden, "activation": activation, "vf_share_layers": shared, "log_std": -0.3}
     module = actor_critic(Spaces(observation=OBSERVATION, action=action), **settings)  # type: ignore[arg-type]
     torch.manual_seed(1)
@@ -92,10 +92,10 @@ def _by_autograd(
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.05])
 @pytest.mark.parametrize("max_grad_norm", [0.05, 10.0])
 @pytest.mark.parametrize("shared", [True, False])
-def test_updates_are_those_of_autograd(
+def test_updates_equal_those_with_autograd(
     make_batch: MakeBatch, by_autograd: ByAutograd, shared: bool, max_grad_norm: float, entropy_coefficient: float
 ) -> None:
-    """Also where the clip holds steps back, and where the last minibatch is smaller than the others."""
+    """The clip holds some steps back here, and the last minibatch is smaller than the others."""
     settings = LearnerSection(
         epochs=3,
         minibatch_size=24,
@@ -120,7 +120,7 @@ def test_updates_are_those_of_autograd(
         np.testing.assert_allclose(fast.get_state()[1][name], array, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-def test_either_goes_on_from_the_others_checkpoint(make_batch: MakeBatch, by_autograd: ByAutograd) -> None:
+def test_closed_form_resumes_from_a_checkpoint_of_autograd(make_batch: MakeBatch, by_autograd: ByAutograd) -> None:
     """The same arrays by the same names, so that older checkpoints fit."""
     spaces, settings = Spaces(observation=OBSERVATION, action=THREE), LearnerSection(epochs=2, minibatch_size=16)
     section = ModuleSection()
@@ -141,7 +141,7 @@ def test_either_goes_on_from_the_others_checkpoint(make_batch: MakeBatch, by_aut
 
 
 def test_the_learner_moves_all_parameters_of_the_default_policy_as_one_vector(make_batch: MakeBatch) -> None:
-    """Also large ones; where they do not share a vector, they move one by one."""
+    """Large parameters are part of the vector; parameters that share no vector move one by one."""
     section = ModuleSection(config={"hidden": (256, 256)})
     ppo = PPO(build_module(section, Spaces(observation=OBSERVATION, action=THREE)), LearnerSection(epochs=1))
     ppo.update([make_batch([8], [ChunkEnd.TERMINATED])])

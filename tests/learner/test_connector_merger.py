@@ -1,4 +1,4 @@
-"""What connectors learn anywhere is known once and exactly, however it arrives, and survives a restart."""
+"""The learner merges connector updates exactly once each, in any order of arrival, and across restarts."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_merged_updates_equal_the_moments_of_all_rows_at_once() -> None:
         _check_moments(merger.get_state(), notes)
 
 
-def test_published_state_is_what_runners_go_on_from() -> None:
+def test_runners_continue_from_the_published_connector_state() -> None:
     notes: list[NDArray[np.float32]] = []
     merger = ConnectorMerger([FlattenObservations, MeanStd])
     with _runner(notes, 0) as one, _runner(notes, 1) as other:
@@ -141,7 +141,7 @@ def test_published_state_is_what_runners_go_on_from() -> None:
                 np.testing.assert_array_equal(state[f"1.MeanStd/obs/{name}"], merger.get_state()[STATE + name])
 
 
-def test_a_runner_takes_merged_state_that_has_nothing_of_a_piece_that_learns_nothing() -> None:
+def test_a_runner_takes_merged_state_without_a_connector_that_never_learns() -> None:
     merger = ConnectorMerger([FlattenObservations, MeanStd, Offset])
     with _runner([], 0, Offset) as runner:
         merger.take(_sampled(runner))
@@ -171,7 +171,7 @@ def test_before_any_update_there_is_no_state(make_batch: MakeBatch) -> None:
     assert merger.get_state() == {}
 
 
-def test_the_state_is_ones_own_and_keeps_no_message_in_memory(make_batch: MakeBatch) -> None:
+def test_the_merged_state_shares_no_memory_with_the_batch(make_batch: MakeBatch) -> None:
     update = {"module_to_env/0.Counted/n": np.ones(2)}
     batch = replace(make_batch([3], [ChunkEnd.ONGOING]), connector_update=update)
     merger = ConnectorMerger(module_to_env=[Counted])
@@ -194,7 +194,7 @@ def test_updates_of_other_connectors_are_refused_and_nothing_is_taken(make_batch
         merger.set_state({"connectors/nonsense": np.ones(1)})
 
 
-def test_a_piece_that_raises_is_named_with_what_it_was_given(make_batch: MakeBatch) -> None:
+def test_a_connector_that_raises_in_merge_is_named_with_its_arrays(make_batch: MakeBatch) -> None:
     update = {"env_to_module/0.Broken/obs/mean": np.ones(2)}
     batch = replace(make_batch([3], [ChunkEnd.ONGOING]), connector_update=update)
     with pytest.raises(ConnectorError, match=r"0\.Broken failed: merge: RuntimeError: no .*obs/mean float64 \(2,\)"):

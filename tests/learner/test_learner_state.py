@@ -1,4 +1,4 @@
-"""A learner of one's own goes on from what it saved, to the bit; what cannot be saved is named."""
+"""A user's own learner resumes from its saved state to the bit; a value that cannot be saved is an error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Learner:
         self.python.setstate(of_python)
 
 
-def test_the_next_life_takes_the_same_steps_to_the_bit(tmp_path: Path) -> None:
+def test_a_restarted_learner_takes_the_same_steps_to_the_bit(tmp_path: Path) -> None:
     first, state = Learner(1), LearnerState(tmp_path)
     assert state.load() is None
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_the_next_life_takes_the_same_steps_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(second.module.state_dict()[name], tensor), name
 
 
-def test_several_modules_come_back_by_id_and_can_be_played(tmp_path: Path) -> None:
+def test_several_modules_load_by_id_and_have_published_arrays(tmp_path: Path) -> None:
     state = LearnerState(tmp_path)
     policies = {name: {"weight": torch.full((2,), float(i))} for i, name in enumerate(("chaser", "runner"))}
     policies["chaser"]["connectors/env_to_module/0.MeanStd/count"] = np.array([7])  # type: ignore[assignment]
@@ -118,7 +118,7 @@ def test_a_learner_that_was_replaced_cannot_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {"inner": [{1, 2}]}, lambda: 0, np.array([object()])])
-def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any) -> None:
+def test_a_value_that_cannot_be_saved_raises_encode_error(tmp_path: Path, value: Any) -> None:
     with pytest.raises(EncodeError, match=r"cannot be saved|cannot hold"):
         LearnerState(tmp_path).save(Stream(), {"weight": torch.ones(1)}, odd=value)
 
@@ -152,7 +152,7 @@ def test_deep_nesting_is_a_typed_error(tmp_path: Path) -> None:
         LearnerState(tmp_path).load()
 
 
-def test_a_state_waits_for_its_fleet(tmp_path: Path) -> None:
+def test_a_learner_state_needs_a_running_fleet(tmp_path: Path) -> None:
     (tmp_path / "broker.json").write_bytes(orjson.dumps({"endpoints": {"learner": "tcp://127.0.0.1:1"}}))
     (tmp_path / "fleet.json").write_bytes(orjson.dumps({"state": "starting"}))
     with pytest.raises(UnreachableError, match="has stopped or has not begun"):

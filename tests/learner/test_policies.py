@@ -68,7 +68,7 @@ def test_each_policy_learns_as_if_it_were_alone(make_batch: MakeBatch, new_modul
         _assert_same_weights(together.by_id[module_id], policy)
 
 
-def test_a_policy_without_batches_waits_for_nobody_and_stays(make_batch: MakeBatch, new_module: NewModule) -> None:
+def test_a_policy_without_batches_stays_while_the_others_learn(make_batch: MakeBatch, new_module: NewModule) -> None:
     policies = LearnerPolicies({"one": PPO(new_module(), SETTINGS), "idle": PPO(new_module(), SETTINGS)})
     metrics = policies.update([_of("one", make_batch([20], [TERMINATED]))])
     assert (metrics["one/steps"], metrics["idle/steps"]) == (20, 0)
@@ -98,7 +98,7 @@ def test_a_module_without_a_name_has_flat_weights_metrics_and_checkpoint(
     assert {name.partition("/")[0] for name in arrays} == {"module", "optimizer"}
 
 
-def test_the_checkpoint_of_one_module_from_before_there_could_be_several_is_gone_on_from(
+def test_a_learner_resumes_from_an_older_checkpoint_of_a_single_module(
     make_batch: MakeBatch, new_module: NewModule
 ) -> None:
     ppo = PPO(new_module(), SETTINGS)
@@ -114,7 +114,7 @@ def test_the_checkpoint_of_one_module_from_before_there_could_be_several_is_gone
     _assert_same_weights(policies.by_id[DEFAULT_MODULE], ppo)
 
 
-def test_what_connectors_learnt_is_published_beside_their_module(make_batch: MakeBatch, new_module: NewModule) -> None:
+def test_connector_state_is_published_with_its_modules_weights(make_batch: MakeBatch, new_module: NewModule) -> None:
     mean_std = "headrace.workers.connectors:MeanStd"
     policies = LearnerPolicies(
         {"one": PPO(new_module(), SETTINGS), "two": FrozenPolicy(torch.nn.Identity())},
@@ -169,7 +169,7 @@ def test_the_state_of_other_policies_is_refused_by_name(new_module: NewModule) -
 WIDE = Spaces(observation=Box(shape=(7,), dtype="<f4"), action=Discrete(n=2))
 
 
-def test_policies_are_built_for_their_own_spaces_with_what_is_absent_from_module(spaces: Spaces) -> None:
+def test_policies_get_their_own_spaces_and_default_to_the_module_section(spaces: Spaces) -> None:
     config = _config(
         {"plain": {}, "large": {"config": {"hidden": (32,)}}, "idle": {"build": "torch.nn:Identity"}},
         module={"config": {"hidden": (8,)}},
@@ -181,7 +181,7 @@ def test_policies_are_built_for_their_own_spaces_with_what_is_absent_from_module
     assert isinstance(policies.by_id["idle"], FrozenPolicy)
 
 
-def test_without_policies_there_is_one_without_a_name(spaces: Spaces) -> None:
+def test_a_config_without_policies_builds_the_default_module(spaces: Spaces) -> None:
     assert list(build_policies(_config(None), {DEFAULT_MODULE: spaces}).by_id) == [DEFAULT_MODULE]
 
 

@@ -1,4 +1,4 @@
-"""The algorithm: what it bootstraps from, what it leaves out, that it learns, and that it resumes to the bit."""
+"""PPO: its bootstrap values, the steps that it leaves out, learning, and resuming to the bit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _batches(make_batch: MakeBatch, count: int) -> list[ChunkBatch]:
     return [make_batch([20, 5, 39], [TERMINATED, TRUNCATED, ONGOING], seed=seed) for seed in range(count)]
 
 
-def test_a_chunk_is_worth_its_last_observation_unless_the_episode_terminated(make_batch: MakeBatch) -> None:
+def test_a_chunk_bootstraps_from_its_last_observation_unless_terminated(make_batch: MakeBatch) -> None:
     batch = make_batch([2, 3, 4, 0], [TERMINATED, TRUNCATED, ONGOING, ABORTED])
     batch.columns["rewards"][:] = 0.0
     ppo = PPO(ConstantValue(), LearnerSection(gamma=1.0, gae_lambda=1.0))
@@ -94,7 +94,7 @@ def test_random_actions_are_not_trained_on_but_counted(make_batch: MakeBatch, ne
     assert len(mixed) == 4
 
 
-def test_steps_without_logp_are_refused_with_what_to_do(make_batch: MakeBatch) -> None:
+def test_steps_without_logp_are_refused_with_advice(make_batch: MakeBatch) -> None:
     batch = make_batch([4], [ONGOING])
     del batch.columns["logp"]
     with pytest.raises(ModuleError, match=r"no column 'logp'.*sample with explore = true"):
@@ -141,7 +141,7 @@ def test_an_update_stops_early_once_the_policy_has_moved_far(make_batch: MakeBat
 
 
 def test_learning_rate_and_clip_fall_over_the_steps_trained_on(make_batch: MakeBatch, new_module: NewModule) -> None:
-    """Over 128 steps to a quarter, and then they stay; a resumed learner goes on from where it was."""
+    """Both fall over 128 steps to a quarter, and then stay; a resumed learner goes on from there."""
     settings = LearnerSection(learning_rate=0.01, clip=0.4, anneal_steps=128, anneal_to=0.25, epochs=1)
     ppo = PPO(new_module(), settings)
     batches = _batches(make_batch, 5)
@@ -213,7 +213,7 @@ def test_values_of_the_wrong_shape_are_refused(make_batch: MakeBatch) -> None:
         PPO(ConstantValue((1,)), SETTINGS).update([make_batch([64], [ONGOING])])
 
 
-def test_a_module_that_cannot_be_built_says_why(spaces: Spaces) -> None:
+def test_a_module_that_cannot_be_built_raises_an_error_with_the_reason(spaces: Spaces) -> None:
     with pytest.raises(ConfigError, match=r"module\.build: 'nowhere' is not of the form"):
         build_module(ModuleSection(build="nowhere"), spaces)
     with pytest.raises(ModuleError, match=r"could not be built \(TypeError: .*'colour'"):

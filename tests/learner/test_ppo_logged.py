@@ -41,7 +41,7 @@ def test_a_chunk_is_split_around_logged_actions(make_batch: MakeBatch) -> None:
     assert on_policy(nothing_logged) is nothing_logged
 
 
-def test_where_a_module_remembers_only_the_beginning_of_a_chunk_has_its_state(make_batch: MakeBatch) -> None:
+def test_a_recurrent_chunk_keeps_only_the_run_at_its_beginning(make_batch: MakeBatch) -> None:
     state = np.array([[1.0], [2.0], [3.0]], np.float32)
     runs = on_policy(with_logged(make_batch([5, 2, 4], ENDS), **{"state_in/h": state}))
     assert [chunk.state_in["h"].tolist() for chunk in runs] == [[1.0], [3.0]]

@@ -1,4 +1,4 @@
-"""The loss by its gradients: what each step does to its own log-prob, value and entropy, worked out by hand."""
+"""The loss by its gradients: the effect of each step on its log-prob, value and entropy, worked out by hand."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _advantages(module: Table) -> np.ndarray[Any, Any]:
     return (raw - raw.mean()) / raw.std()
 
 
-def test_the_clip_stops_a_step_only_where_it_would_go_further(make_batch: MakeBatch) -> None:
+def test_the_clip_stops_only_steps_that_move_the_ratio_further_from_one(make_batch: MakeBatch) -> None:
     gradients, metrics, module = _update(make_batch)
     advantage = _advantages(module)
     assert (np.sign(advantage) == np.sign(REWARDS)).all()
@@ -100,7 +100,7 @@ def test_the_clip_stops_a_step_only_where_it_would_go_further(make_batch: MakeBa
     assert metrics["clip_fraction"] == pytest.approx(4 / 6)
 
 
-def test_values_are_drawn_towards_returns_in_units_of_their_variance(make_batch: MakeBatch) -> None:
+def test_the_value_loss_is_scaled_by_the_variance_of_the_returns(make_batch: MakeBatch) -> None:
     gradients, metrics, module = _update(make_batch)
     error = module.value_of.detach().numpy() - REWARDS
     assert REWARDS.var() > 1.0
@@ -109,13 +109,13 @@ def test_values_are_drawn_towards_returns_in_units_of_their_variance(make_batch:
     assert metrics["value_loss"] == pytest.approx((error**2).mean() / REWARDS.var(), rel=1e-5)
 
 
-def test_entropy_is_sought(make_batch: MakeBatch) -> None:
+def test_the_loss_favours_entropy(make_batch: MakeBatch) -> None:
     gradients, metrics, module = _update(make_batch)
     np.testing.assert_allclose(gradients["entropy_of"], -SETTINGS.entropy_coefficient / STEPS, rtol=1e-5)
     assert metrics["entropy"] == pytest.approx(module.entropy_of.mean().item(), rel=1e-5)
 
 
-def test_gradients_are_clipped_by_the_norm_of_all_together(make_batch: MakeBatch) -> None:
+def test_gradients_are_clipped_by_their_global_norm(make_batch: MakeBatch) -> None:
     free, _, _ = _update(make_batch)
     norm = np.sqrt(sum((gradient**2).sum() for gradient in free.values()))
     assert norm > 0.1

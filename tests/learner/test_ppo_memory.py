@@ -1,4 +1,4 @@
-"""PPO on a module that remembers: whole chunks from their stored state, and a task that nothing else can learn."""
+"""PPO on a recurrent module: whole chunks from their stored state, and a task that needs memory."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_passes_over_all_rows_do_not_divide_chunks() -> None:
     torch.testing.assert_close(torch.cat([values for values, _ in parts]), whole)
 
 
-def test_a_recurrent_module_is_given_what_the_workers_sequences_say() -> None:
+def test_minibatches_give_a_recurrent_module_the_arrays_of_sequences() -> None:
     with _runner(LSTM, 7) as runner:
         batch = runner.sample_fragment()
     assert isinstance(batch, ChunkBatch)
@@ -133,12 +133,12 @@ def _learn(module: ModuleSection, updates: int) -> float:
 
 
 @pytest.mark.thorough
-def test_an_lstm_learns_to_recall_what_a_module_without_memory_cannot_know() -> None:
+def test_an_lstm_learns_a_recall_task_that_a_memoryless_module_cannot() -> None:
     assert _learn(LSTM, 12) > 0.95
     assert _learn(PLAIN, 12) < 0.7
 
 
-def test_batches_of_a_module_without_memory_are_refused_with_what_to_do(make_batch: MakeBatch) -> None:
+def test_a_recurrent_module_refuses_batches_without_state_in(make_batch: MakeBatch) -> None:
     with _runner(LSTM) as runner:
         ppo = _ppo(LSTM, runner)
     with pytest.raises(ModuleError, match="LstmActorCritic is recurrent, and the batches carry no state_in"):

@@ -1,4 +1,4 @@
-"""The loop: nothing is committed before it is in the checkpoint, and a kill at any moment changes nothing."""
+"""The training loop: no batch is committed before the checkpoint has it, and a kill at any moment changes nothing."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _stopped_life(
     return policies
 
 
-def test_a_stop_ends_an_update_with_the_minibatches_that_are_done_and_further_ones_are_short(
+def test_a_stop_ends_the_running_update_early_and_shortens_later_updates(
     make_batch: MakeBatch, new_module: NewModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update is one pass without gradients and four minibatches; the second one stops after its second minibatch."""
@@ -205,7 +205,7 @@ def test_a_stop_ends_an_update_with_the_minibatches_that_are_done_and_further_on
 
 
 @pytest.mark.parametrize(("forward", "synchronous"), [(1, False), (1, True), (3, True)])
-def test_an_update_without_a_training_step_or_that_must_be_whole_is_abandoned(
+def test_a_stop_abandons_a_synchronous_update_or_one_without_a_training_step(
     forward: int,
     synchronous: bool,
     make_batch: MakeBatch,
@@ -214,7 +214,7 @@ def test_an_update_without_a_training_step_or_that_must_be_whole_is_abandoned(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing of it is kept: the next life does it again, and ends as if nothing had happened."""
+    """The next life repeats the abandoned update and ends in the same state as without a stop."""
 
     def new_forward_module() -> TrainableModule:
         return by_autograd(new_module())
@@ -233,7 +233,7 @@ def test_an_update_without_a_training_step_or_that_must_be_whole_is_abandoned(
         np.testing.assert_array_equal(arrays[name], array, err_msg=name)
 
 
-def test_a_stop_in_the_middle_of_gathering_takes_what_was_sampled_already(make_batch: MakeBatch) -> None:
+def test_a_stop_while_gathering_returns_the_batches_gathered_so_far(make_batch: MakeBatch) -> None:
     stopping = threading.Event()
     link = Link(Broker([make_batch([20], [ChunkEnd.ONGOING])]), 1, [], stopping)
     assert [batch.steps for batch in gather(link, 64, stopping)] == [20]
@@ -268,7 +268,7 @@ def test_the_checkpoint_of_another_module_is_refused_by_name(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_stop_signal_is_an_event_and_the_second_its_old_self(number: signal.Signals) -> None:
+def test_the_second_stop_signal_goes_to_the_previous_handler(number: signal.Signals) -> None:
     heard: list[int] = []
     before = signal.signal(number, lambda n, _: heard.append(n))
     try:

@@ -93,7 +93,7 @@ def test_two_policies_learn_from_one_env() -> None:
         assert last[f"{module_id}/mean_return"] > 100, last
 
 
-def test_a_policy_that_is_not_to_be_trained_is_published_and_stays_as_it_was_built() -> None:
+def test_a_policy_that_is_not_trained_is_published_and_keeps_its_weights() -> None:
     policies, _, last = _train(3, trained=["ours"])
     with _runner() as runner:
         built = build_policies(_config(None), runner.spaces).weights()

@@ -1,4 +1,4 @@
-"""Rows that a learner logs: what may be logged, and when rows are sent again."""
+"""Rows that a learner logs: metrics that it may log, and when rows are sent again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.learner_stub.row_queue import GATHER_S, MOST_WAITING, RowQueue
 from headrace.schemas.messages.learner_messages import MOST_ROWS
 
 
-def test_a_row_has_the_numbers_of_every_kind_that_learners_have() -> None:
+def test_a_row_takes_int_float_numpy_torch_and_bool_metrics() -> None:
     rows = RowQueue()
     rows.add({"a": 1, "b": np.float32(0.5), "c": torch.tensor(2.0, requires_grad=True), "d": True}, 3, 7, 5.0)
     (row,) = rows.due(0.0)
@@ -49,14 +49,14 @@ def test_numbers_that_are_not_finite_are_left_out_and_named_once(caplog: pytest.
         ({str(n): 1.0 for n in range(129)}, "129 metrics were logged at once; 128 are allowed"),
     ],
 )
-def test_what_cannot_be_logged_is_an_error_at_once(metrics: dict[Any, Any], says: str) -> None:
+def test_a_metric_that_cannot_be_logged_raises_an_error(metrics: dict[Any, Any], says: str) -> None:
     rows = RowQueue()
     with pytest.raises(ValueError, match=says):
         rows.add(metrics, 1, 0, 1.0)
     assert rows.due(0.0) == []
 
 
-def test_rows_are_sent_together_and_again_until_they_are_stored() -> None:
+def test_rows_are_sent_in_batches_and_resent_until_they_are_stored() -> None:
     rows = RowQueue()
     for number in range(1, 41):
         rows.add({"a": number}, 1, 0, number / 1e6)
@@ -73,7 +73,7 @@ def test_rows_are_sent_together_and_again_until_they_are_stored() -> None:
     assert rows.due(30.0) == []
 
 
-def test_of_too_many_rows_the_newest_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_oldest_of_too_many_rows_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     rows = RowQueue()
     for number in range(1, MOST_WAITING + 11):
         rows.add({"a": number}, 1, 0, number / 1e6)

@@ -24,7 +24,7 @@ def no_server_of_workers_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Closes in reverse order whatever a test entered."""
+    """Closes all contexts that a test entered, in reverse order."""
     with ExitStack() as stack:
         yield stack
 

@@ -1,4 +1,4 @@
-"""Clients that act by themselves for several agents, at a real worker and broker: to the learner they are like any."""
+"""Acting clients with several agents, at a real worker and broker: the learner gets their steps like any others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def play(client: ActingClient, steps: int, *, ends: bool = True) -> None:
         client.end_episode(episode, {"short": np.zeros(4)})
 
 
-def test_each_step_of_a_client_reaches_the_learner_once_or_is_named(
+def test_each_client_step_reaches_the_learner_once_or_is_counted_as_discarded(
     broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sections = {

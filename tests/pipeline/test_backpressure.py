@@ -1,4 +1,4 @@
-"""What happens when the learner is slower than the workers: they wait, or what is old is dropped by name."""
+"""Backpressure: when the learner is slower than the workers, they wait, or the broker drops and counts old batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(broker: BrokerThread, feeders: list[Feeder]) -> tuple[Witness, Episode
     return witness, stream
 
 
-def test_without_a_learner_workers_wait_and_the_broker_holds_no_more_than_it_may(
+def test_without_a_learner_workers_wait_and_the_brokers_memory_is_bounded(
     start_broker: StartBroker, start_feeder: StartFeeder
 ) -> None:
     broker = start_broker(max_held_bytes=MIB, max_batch_bytes=MIB // 4)
@@ -52,7 +52,7 @@ def test_without_a_learner_workers_wait_and_the_broker_holds_no_more_than_it_may
     assert broker.held_bytes() == 0
 
 
-def test_a_learner_that_stands_still_with_its_window_full_holds_everybody_up_until_it_goes_on(
+def test_a_stalled_learner_with_a_full_window_blocks_the_worker_until_it_resumes(
     start_broker: StartBroker, start_feeder: StartFeeder
 ) -> None:
     broker = start_broker(max_held_bytes=MIB, max_batch_bytes=MIB // 4)
@@ -67,14 +67,16 @@ def test_a_learner_that_stands_still_with_its_window_full_holds_everybody_up_unt
     assert witness.steps == sum(batch.steps for batch in plan)
 
 
-def test_a_window_stops_the_worker(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_a_full_window_stops_the_worker(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(9), window=3)
     wait_until(lambda: feeder.blocked and feeder.session.accepted == 3, "a full window")
     assert len(feeder.session.window()) == 3
     train(broker, [feeder])
 
 
-def test_drop_oldest_keeps_the_newest_and_names_the_rest(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+def test_drop_oldest_keeps_the_newest_batches_and_counts_the_dropped_steps(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
     broker = start_broker(max_held_bytes=MIB, max_batch_bytes=MIB // 4, overflow="drop_oldest")
     plan = Envs(3, fails=0.0).fragments(80, pixels=PIXELS)
     broker.ask(_settled_in)
@@ -109,7 +111,9 @@ def test_drop_oldest_ends_the_episodes_it_cuts(start_broker: StartBroker, start_
     books_balance(broker, sum(batch.steps for batch in plan))
 
 
-def test_drop_stale_drops_what_too_old_weights_sampled(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+def test_drop_stale_drops_batches_sampled_with_stale_weights(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
     broker = start_broker(overflow="drop_stale", max_staleness=2)
     broker.ask(_settled_in)
     plan = Envs(5, fails=0.0).fragments(10)
@@ -128,7 +132,7 @@ def test_drop_stale_drops_what_too_old_weights_sampled(start_broker: StartBroker
     books_balance(broker, sum(batch.steps for batch in plan))
 
 
-def test_ack_broker_lets_the_worker_forget_what_the_broker_has(
+def test_ack_broker_lets_the_worker_free_batches_that_the_broker_has_accepted(
     start_broker: StartBroker, start_feeder: StartFeeder
 ) -> None:
     broker = start_broker()
@@ -143,10 +147,10 @@ def test_ack_broker_lets_the_worker_forget_what_the_broker_has(
     books_balance(again, sum(batch.steps for batch in plan))
 
 
-def test_a_batch_that_is_too_old_when_it_arrives_is_dropped_whatever_the_policy(
+def test_a_batch_too_stale_on_arrival_is_dropped_under_the_default_policy(
     start_broker: StartBroker, start_feeder: StartFeeder
 ) -> None:
-    """Its episodes are ended at the learner, and what is fresh arrives."""
+    """The learner ends its episodes and gets the fresh batches."""
     broker = start_broker(max_staleness=2)
     fragments = Envs(7, ends=0.05, fails=0.0).fragments(12)
     labels = [(1, 9)] * 4 + [(1, 7)] * 4 + [(1, 6)] * 2 + [(1, 10)] * 2
@@ -195,7 +199,7 @@ def test_a_window_of_stale_batches_does_not_stop_the_worker(
     books_balance(broker, sum(feeder.steps.values()))
 
 
-def test_the_oldest_go_beyond_a_number_of_batches_and_after_a_time(
+def test_drop_oldest_drops_batches_above_a_count_and_after_an_age(
     start_broker: StartBroker, start_feeder: StartFeeder
 ) -> None:
     broker = start_broker(overflow="drop_oldest", max_held_batches=3)

@@ -1,4 +1,4 @@
-"""The bench of transport stands in for a worker's sampler, and is typed by nobody: it has to follow the worker."""
+"""The transport bench replaces a worker's sampler. mypy does not check it, so this test runs it with the worker."""
 
 from __future__ import annotations
 

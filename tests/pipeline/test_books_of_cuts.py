@@ -74,7 +74,7 @@ def test_the_books_balance_after_each_batch_of_a_cut(tmp_path: Path) -> None:
     assert not any(header.episodes for header in session.headers[1::2])
 
 
-def test_a_kill_between_two_batches_of_a_cut_is_measured(tmp_path: Path) -> None:
+def test_the_recorder_balances_after_a_kill_between_two_batches_of_a_cut(tmp_path: Path) -> None:
     path = tmp_path / "a.rec"
     pid = os.fork()
     if not pid:

@@ -1,4 +1,4 @@
-"""The broker's log: what it acknowledged is on disk, whatever dies next, and a damaged end costs only what was not."""
+"""The broker's log: acknowledged batches survive any crash, and a damaged end costs only unacknowledged batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MIB = 1 << 20
 LOGGED = {"log": True, "ack": "broker"}
 
 
-def test_what_a_killed_broker_acknowledged_is_delivered_once_by_the_next(
+def test_after_a_kill_the_next_broker_delivers_each_acknowledged_batch_once(
     stack: ExitStack, start_feeder: StartFeeder, start_broker: StartBroker, tmp_path: Path
 ) -> None:
     """The worker has forgotten the bytes, and dies with the broker before a learner comes."""
@@ -60,7 +60,7 @@ def test_what_a_killed_broker_acknowledged_is_delivered_once_by_the_next(
     assert not segment_paths(folder)
 
 
-def test_a_living_worker_hears_what_the_log_has_and_goes_on(
+def test_a_live_worker_and_learner_continue_with_a_broker_that_reads_its_log(
     start_feeder: StartFeeder, start_broker: StartBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A learner has trained on a part, and the log ends in the middle of a record."""
@@ -157,7 +157,7 @@ class Log:
         return size
 
 
-def test_segments_go_once_all_in_them_is_settled_and_what_is_settled_stays_known(tmp_path: Path) -> None:
+def test_settled_segments_are_removed_and_a_new_log_knows_the_settled_position(tmp_path: Path) -> None:
     log = Log(tmp_path)
     for seq in range(1, 16):
         log.write(seq)
@@ -175,7 +175,7 @@ def test_segments_go_once_all_in_them_is_settled_and_what_is_settled_stays_known
     again.log.close(again.is_over)
 
 
-def test_a_full_log_ends_the_broker_with_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_full_log_stops_the_broker_with_an_error_that_names_the_settings(tmp_path: Path) -> None:
     log = Log(tmp_path)
     with pytest.raises(RunDirError, match=r"broker.log_max_bytes = 1048576 .*log_when_full = 'go_on'"):
         log.write_all(40)
@@ -183,7 +183,7 @@ def test_a_full_log_ends_the_broker_with_an_error_that_says_what_to_do(tmp_path:
     assert 15 < len(log.synced) < 21
 
 
-def test_a_full_log_that_may_go_on_acknowledges_without_the_disk(
+def test_with_log_when_full_go_on_batches_are_acknowledged_without_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = Log(tmp_path, when_full="go_on")
@@ -226,7 +226,7 @@ def test_a_link_in_place_of_the_log_is_refused(tmp_path: Path) -> None:
         Log(tmp_path)
 
 
-def test_a_log_that_is_left_is_not_passed_over_in_silence(
+def test_a_broker_without_a_log_warns_about_batches_in_an_old_log(
     start_broker: StartBroker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     log = Log(tmp_path)

@@ -1,4 +1,4 @@
-"""A broker that is killed and comes back on its port loses nothing that workers hold, and forgets no promise."""
+"""A broker that is killed and restarted on its port loses no batch that workers hold, and reuses no epoch or slot."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def paced(plan: list[ChunkBatch], every: int, gates: list[threading.Event]) -> I
 
 
 @pytest.mark.chaos
-def test_every_batch_comes_exactly_once_through_three_kills(
+def test_every_batch_reaches_the_learner_exactly_once_through_three_broker_kills(
     stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path
 ) -> None:
     plans = [Envs(seed, fails=0.0).fragments(80) for seed in (1, 2)]
@@ -92,10 +92,10 @@ def test_every_batch_comes_exactly_once_through_three_kills(
     assert not any(feeder.error for feeder in feeders)
 
 
-def test_what_the_old_broker_held_comes_from_the_workers_again(
+def test_a_worker_sends_batches_again_that_the_stopped_broker_held(
     start_broker: StartBroker, start_feeder: StartFeeder
 ) -> None:
-    """Nobody had it but the broker that is gone, and the worker, who keeps it until it is settled."""
+    """Only the stopped broker and the worker had the batches. The worker keeps a batch until it is settled."""
     first = start_broker()
     plan = Envs(3).fragments(10)
     feeder = start_feeder(first.endpoints.worker, plan)
@@ -110,7 +110,9 @@ def test_what_the_old_broker_held_comes_from_the_workers_again(
     assert not list(row.problems())
 
 
-def test_what_the_learner_has_in_hand_is_not_sent_again(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+def test_a_restarted_broker_does_not_resend_batches_that_the_learner_has(
+    start_broker: StartBroker, start_feeder: StartFeeder
+) -> None:
     first = start_broker()
     plan = Envs(4).fragments(10)
     feeder, witness = start_feeder(first.endpoints.worker, plan), Witness()
@@ -135,8 +137,8 @@ def test_what_the_learner_has_in_hand_is_not_sent_again(start_broker: StartBroke
     assert not list(second.rows()[(0, 1)].problems())
 
 
-def test_a_learner_that_lives_on_hears_of_a_life_whose_slot_was_taken_before_it_met_the_next_broker() -> None:
-    """As when the supervisor is killed, and with it all but a learner of one's own."""
+def test_a_restarted_broker_reports_the_end_of_a_replaced_worker_to_the_learner() -> None:
+    """This happens when the supervisor is killed with its processes, and only the user's own learner survives."""
     settled = Settled(seq=3, committed=(30, 6))
     totals = WorkerTotals(seq=3, stepped=30, shipped=30, shipped_chunks=6)
     core = BrokerCore("fleet", BrokerLimits(), BrokerState(epoch=4, learner_token=digest_of("l"), incarnations={0: 1}))
@@ -154,7 +156,7 @@ def test_a_learner_that_lives_on_hears_of_a_life_whose_slot_was_taken_before_it_
     assert [(end.slot, end.incarnation) for end in ends] == [(0, 1)]
 
 
-def test_a_learner_keeps_its_lease_whichever_of_its_connections_meets_the_next_broker_first() -> None:
+def test_a_learner_keeps_its_lease_when_its_publisher_rejoins_before_its_stream() -> None:
     """The broker was killed after it had welcomed the stream, and before it answered the publisher."""
     core = BrokerCore("fleet", BrokerLimits(), BrokerState(epoch=2, learner_token=digest_of("l")))
     core.receive(b"p", LearnerHello(token="l", channel="publisher"), 0.0)
@@ -166,7 +168,7 @@ def test_a_learner_keeps_its_lease_whichever_of_its_connections_meets_the_next_b
     assert epochs == {b"p": 2, b"s": 2}
 
 
-def test_a_learner_is_not_taken_for_a_newer_one_that_only_a_worker_knows() -> None:
+def test_the_old_learner_is_fenced_when_only_a_worker_knows_the_newer_epoch() -> None:
     core = BrokerCore("fleet", BrokerLimits(), BrokerState(epoch=2, learner_token=digest_of("old")))
     hello = WorkerHello(fleet_id="fleet", token="w", slot=0, incarnation=1, weights=(3, 5))
     core.receive(b"w", hello, 0.0)
@@ -199,7 +201,7 @@ def test_an_incarnation_is_never_given_out_twice(start_broker: StartBroker, star
     assert (feeder.session.incarnation, again.session.incarnation) == (1, 2)
 
 
-def test_a_new_worker_gets_no_slot_whose_worker_may_still_come_to_the_next_broker() -> None:
+def test_a_restarted_broker_keeps_a_slot_for_its_worker_until_the_lease_ends() -> None:
     """Two groups on other machines fought for the slot, each ending the other's worker."""
 
     def slots(*hellos: tuple[float, WorkerHello]) -> list[int]:
@@ -225,12 +227,12 @@ def test_a_new_worker_gets_no_slot_whose_worker_may_still_come_to_the_next_broke
     assert last == 1000, "its worker has left in order"
 
 
-def test_a_damaged_state_file_is_an_error_with_what_to_do(start_broker: StartBroker, tmp_path: Path) -> None:
+def test_a_damaged_state_file_gives_an_error_that_names_the_file(start_broker: StartBroker, tmp_path: Path) -> None:
     file_path(tmp_path).write_text("{")
     with pytest.raises(RunDirError, match=r"broker\.json is damaged"):
         start_broker()
 
 
-def test_the_state_file_is_nobody_elses(start_broker: StartBroker, tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_state_file(start_broker: StartBroker, tmp_path: Path) -> None:
     start_broker()
     assert file_path(tmp_path).stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,4 @@
-"""A worker that waits takes no steps of its clients. They are told what it waits for, and go on when it does."""
+"""A worker that waits takes no steps from its clients. Their errors name the reason; they continue when it does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def _play(client: PolicyClient, episode: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_client_is_told_what_its_worker_waits_for(broker: BrokerThread, free_port: int, tmp_path: Path) -> None:
+def test_client_errors_and_heartbeats_name_the_reason_why_the_worker_waits(
+    broker: BrokerThread, free_port: int, tmp_path: Path
+) -> None:
     http_port = other_free_port()
     sections: dict[str, Any] = {
         "sampling": {**SAMPLING, "num_envs": 1, "rollout_fragment_length": 4},

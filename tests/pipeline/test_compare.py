@@ -1,4 +1,4 @@
-"""`make compare`: pinned peers with scripts for what they measure, and reasons for those that fail."""
+"""`make compare`: pinned peers, their scripts, and the reported reason when a peer fails."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_peer_that_fails_is_named_with_the_reason_and_the_others_go_on(tmp_pat
     assert "AssertionError: no such case" in failed["broken, workers 64"]
 
 
-def test_an_installation_that_fails_says_why() -> None:
+def test_a_failed_installation_raises_an_error_with_the_reason() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('ERROR: No matching distribution found')"]
     with pytest.raises(FailedError, match=r"installing it ended with exit code 1: ERROR: No matching distribution"):
         run(command, "installing it", 60.0)

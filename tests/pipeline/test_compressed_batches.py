@@ -1,4 +1,4 @@
-"""Batches that a worker compresses: the learner gets the same ones, whoever of the three has no lz4."""
+"""Compressed batches: the learner gets the same batches, also when the worker, the broker or the learner lacks lz4."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_learner_gets_the_same_batches_in_fewer_bytes(
             assert column.tobytes() == other.columns[name].tobytes() == third.columns[name].tobytes(), name
 
 
-def test_a_learner_without_lz4_gets_them_unpacked_by_the_broker(
+def test_the_broker_unpacks_batches_for_a_learner_without_lz4(
     broker: BrokerThread, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner_session, "readable_encodings", list)
@@ -81,7 +81,7 @@ def test_a_learner_without_lz4_gets_them_unpacked_by_the_broker(
     assert seen == [False] * len(batches)
 
 
-def test_a_learner_with_lz4_gets_them_as_they_were_sent(
+def test_a_learner_with_lz4_gets_the_batches_compressed(
     broker: BrokerThread, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = watch_what_arrives(monkeypatch)
@@ -92,7 +92,7 @@ def test_a_learner_with_lz4_gets_them_as_they_were_sent(
     assert seen == [True] * len(batches)
 
 
-def test_a_worker_unpacks_what_it_keeps_for_a_new_broker_without_lz4(
+def test_a_worker_unpacks_its_unsettled_batches_for_a_new_broker_without_lz4(
     start_broker: StartBroker, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     batches = Envs().fragments(6, pixels=5000)
@@ -109,7 +109,7 @@ def test_a_worker_unpacks_what_it_keeps_for_a_new_broker_without_lz4(
     assert seen == [False] * len(batches)
 
 
-def test_a_worker_that_must_compress_and_cannot_says_what_to_install(
+def test_a_worker_with_compression_lz4_but_no_lz4_names_the_package_to_install(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(membership, "readable_encodings", list)

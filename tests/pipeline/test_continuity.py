@@ -1,4 +1,4 @@
-"""Per episode, chunks come in order and without gaps, or one marker ends the episode: whatever batches are missing."""
+"""Chunks of an episode come in order without gaps, or one marker ends the episode, whichever batches are missing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_markers_name_the_reason_and_continue_the_count() -> None:
     assert markers.columns.keys() == first.columns.keys()
 
 
-def test_a_source_that_gave_nothing_ends_without_markers() -> None:
+def test_a_source_without_batches_ends_without_markers() -> None:
     assert SourceEpisodes().end("worker_killed") == []
 
 
@@ -84,7 +84,7 @@ def test_an_end_marker_does_not_hide_the_episode_that_began_in_its_place() -> No
     assert sorted(map(str, witness.markers.values())) == ["env_exception", "worker_killed"]
 
 
-def test_what_is_remembered_of_broken_episodes_does_not_grow() -> None:
+def test_the_memory_of_broken_episodes_does_not_grow() -> None:
     envs, episodes = Envs(width=3, fails=0.2), SourceEpisodes()
     episodes.gap_reason = "overflow"
     for batch in envs.fragments(300)[::2]:
@@ -92,7 +92,7 @@ def test_what_is_remembered_of_broken_episodes_does_not_grow() -> None:
     assert len(episodes._broken) <= 3
 
 
-def test_a_gap_of_several_reasons_is_named_by_the_one_with_the_most_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gap_with_several_reasons_reports_the_reason_with_the_most_steps(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "headrace.learner")
     session = LearnerSession("token", StreamLimits())
     session.receive(LearnerWelcome(fleet_id="f", epoch=1), 0.0)

@@ -1,4 +1,4 @@
-"""Agents that come, go and change their module: whatever batches are missing, each one's episode is whole or ended."""
+"""Agents that come, go and change their module: each agent's episode is whole or ended, also when batches are lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_agents_episode_is_whole_or_ended_by_one_marker(seed: int) -> None
     assert lost or not left_out
 
 
-def test_a_marker_names_its_agent_and_module_and_where_the_env_stood() -> None:
+def test_a_marker_names_its_agent_its_module_and_the_env_step() -> None:
     episodes = SourceEpisodes()
     last = {}
     for batch in batches_of(2, 8, 3, cuts=4):

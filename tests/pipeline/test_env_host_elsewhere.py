@@ -1,4 +1,4 @@
-"""A worker and its env host in two network namespaces: what the network does to them shows in no chunk."""
+"""A worker and its env host in two network namespaces: network faults change no chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow]
 
 PORT = 5800
 HasShown = Callable[[], bool]
-"""Whether the network has done what it is to do."""
+"""Returns True once the network fault has taken effect."""
 
 WORKER = """
 import hashlib, select, sys, orjson
@@ -113,7 +113,7 @@ def mend(machines: TwoMachines) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("trouble", [pull_the_cable_for_3_s, lose_3_percent, narrow_to_8_mbit])
-def test_what_the_network_does_loses_nothing_and_repeats_nothing(
+def test_network_faults_lose_no_step_and_repeat_no_step(
     trouble: Callable[[TwoMachines], HasShown], machines: TwoMachines, tmp_path: Path
 ) -> None:
     if trouble is lose_3_percent and shutil.which("iptables") is None:

@@ -1,4 +1,4 @@
-"""Whatever an env does that its worker survives: the siblings are the same to the bit, the env comes back or waits, the
+"""Faults of an inline env that its worker survives: sibling envs stay bit-identical, the env comes back or waits, the
 worker drains, and the books name every step."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def sound() -> dict[int, list[Any]]:
-    """What the lanes of the same worker live through without any fault; filled by the first test that needs it."""
+    """The lives of the same worker's lanes without any fault. The first test that needs them fills the dict."""
     return {}
 
 
@@ -92,7 +92,7 @@ def no_children() -> Iterator[None]:
         ("close", "raises", "env_exception"),
     ],
 )
-def test_a_fault_costs_its_env_only_and_has_its_name(
+def test_a_fault_affects_only_its_env_and_is_counted_under_its_reason(
     at: str,
     fault: str,
     reason: str | None,

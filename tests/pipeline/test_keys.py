@@ -1,4 +1,4 @@
-"""Keys on real sockets: the right ones work end to end; any other is refused, counted and told so."""
+"""Keys on real sockets: the fleet's keys work end to end. Any other key is refused with an error, and counted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def strangers(tmp_path: Path, ours: Path, theirs: Path) -> Path:
-    """The secrets of another fleet, and the public key of our broker: what everybody may know."""
+    """The secrets of another fleet, and the public key of our broker, which is no secret."""
     folder = tmp_path / "strangers"
     shutil.copytree(theirs, folder)
     shutil.copy(ours / "broker.public", folder)
@@ -137,7 +137,7 @@ def test_with_the_fleets_keys_chunks_and_weights_arrive(
 
 
 @pytest.mark.long
-def test_the_environment_names_the_folder_where_no_argument_does(
+def test_without_an_argument_the_environment_variable_names_the_keys_folder(
     guarded: BrokerThread, ours: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_KEYS__DIR", str(ours))
@@ -147,7 +147,7 @@ def test_the_environment_names_the_folder_where_no_argument_does(
         EpisodeStream(guarded.endpoints.learner, keys="", connect_timeout_s=JOIN_S)
 
 
-def test_a_restarted_broker_lets_everybody_in_again(
+def test_a_restarted_broker_lets_its_worker_and_learner_in_again(
     start_broker: StartBroker, ours: Path, start_feeder: StartFeeder, stack: ExitStack
 ) -> None:
     first = start_broker(keys=read_broker_keys(ours))
@@ -162,7 +162,7 @@ def test_a_restarted_broker_lets_everybody_in_again(
     assert feeder.error is None
 
 
-def test_the_supervisor_tells_of_a_death_with_its_own_key(guarded: BrokerThread, ours: Path, tmp_path: Path) -> None:
+def test_the_supervisor_reports_a_death_with_its_own_key(guarded: BrokerThread, ours: Path, tmp_path: Path) -> None:
     loop = EventLoop()
     told = ObituarySender(loop, guarded.endpoints.worker, FLEET, tmp_path, keys_of(ours, "supervisor"))
     told.send(Obituary(slot=0, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed"))
@@ -176,7 +176,7 @@ def test_the_supervisor_tells_of_a_death_with_its_own_key(guarded: BrokerThread,
 # -- all others -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stranger_is_refused_at_once_and_named(
+def test_a_peer_with_another_fleets_key_is_refused_at_once_and_logged(
     guarded: BrokerThread, ours: Path, strangers: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeder = stack.enter_context(Feeder(guarded.endpoints.worker, keys=keys_of(strangers)))
@@ -205,8 +205,8 @@ def test_each_port_takes_keys_of_its_own_roles_only(guarded: BrokerThread, ours:
     assert refusals(guarded, port) == ({} if role in ADMITTED[port] else {why: 1})
 
 
-def test_nobody_gets_in_while_nobody_asks_for_keys(ours: Path) -> None:
-    """A socket with the broker's options in a context without an entrance, as it may be for a moment at the end."""
+def test_a_port_without_a_zap_authenticator_lets_no_peer_in(ours: Path) -> None:
+    """A socket has the broker's options in a context without a ZAP authenticator, as while a broker stops."""
     context = zmq.Context()
     try:
         socket = context.socket(zmq.ROUTER)
@@ -234,13 +234,13 @@ def handshake(endpoint: str, keys: ClientKeys, kind: int = zmq.DEALER) -> zmq.Ev
         context.destroy(linger=0)
 
 
-def test_a_learners_key_at_the_workers_port_is_told_of_the_port(guarded: BrokerThread, ours: Path) -> None:
+def test_a_learners_key_at_the_workers_port_gives_an_error_about_the_port(guarded: BrokerThread, ours: Path) -> None:
     with pytest.raises(KeysRefusedError, match="check that this is the port for a learner"):
         EpisodeStream(guarded.endpoints.worker, keys=ours)
 
 
 @pytest.mark.long
-def test_a_peer_without_keys_is_refused_by_the_end_of_its_patience(
+def test_a_peer_without_keys_is_refused_when_its_connect_timeout_ends(
     guarded: BrokerThread, ours: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeder = stack.enter_context(Feeder(guarded.endpoints.worker, join_s=JOIN_S))
@@ -253,7 +253,7 @@ def test_a_peer_without_keys_is_refused_by_the_end_of_its_patience(
     assert_all_arrives(guarded, ours, stack, slot=1)
 
 
-def test_keys_are_of_no_use_at_a_broker_without(
+def test_a_peer_with_keys_is_refused_by_a_broker_without_keys(
     broker: BrokerThread, ours: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeder = stack.enter_context(Feeder(broker.endpoints.worker, keys=keys_of(ours), join_s=JOIN_S))
@@ -267,14 +267,16 @@ def test_keys_are_of_no_use_at_a_broker_without(
 
 
 @pytest.mark.long
-def test_who_takes_another_broker_for_ours_is_told_so(guarded: BrokerThread, misled: Path) -> None:
+def test_a_learner_with_a_wrong_broker_key_gets_an_error_that_names_the_file(
+    guarded: BrokerThread, misled: Path
+) -> None:
     with pytest.raises(KeysRefusedError, match=r"has another key than that in .*broker\.public"):
         EpisodeStream(guarded.endpoints.learner, keys=misled, connect_timeout_s=JOIN_S)
     assert refusals(guarded, "learner")[MISLED] > 0
 
 
 @pytest.mark.long
-def test_who_tries_for_ever_fills_no_log(
+def test_a_worker_that_retries_with_a_wrong_broker_key_does_not_fill_the_log(
     guarded: BrokerThread, misled: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     stack.enter_context(Feeder(guarded.endpoints.worker, keys=keys_of(misled), join_s=JOIN_S))
@@ -284,7 +286,7 @@ def test_who_tries_for_ever_fills_no_log(
     assert "breaks off each handshake (3 so far)" in caplog.text, "and the worker says why it waits"
 
 
-def test_a_supervisor_that_is_not_let_in_says_so(
+def test_a_supervisor_with_a_foreign_key_logs_its_refusal(
     guarded: BrokerThread, strangers: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = EventLoop()
@@ -293,7 +295,7 @@ def test_a_supervisor_that_is_not_let_in_says_so(
     told.close()
 
 
-def test_no_broker_at_all_is_still_unreachable(free_port: int, ours: Path) -> None:
+def test_a_missing_broker_is_reported_as_unreachable_also_with_keys(free_port: int, ours: Path) -> None:
     with pytest.raises(UnreachableError, match=f"{free_port} after 0.3 s"):
         EpisodeStream(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.3, keys=ours)
 
@@ -362,7 +364,7 @@ def test_a_key_is_added_and_revoked_while_the_broker_runs(
 def test_a_peer_whose_key_is_revoked_gets_no_weights_at_any_port(
     start_broker: StartBroker, folder: Path, stack: ExitStack
 ) -> None:
-    """Not by listening, and not by pulling, also where it has connected before and said nothing so far."""
+    """Neither by subscription nor by pull, also on a connection that was open and silent before the revocation."""
     add_key(folder, "worker", "gpu")
     gpu = read_client_keys(folder, "worker", "gpu")
     broker = start_broker(keys=read_broker_keys(folder))
@@ -402,7 +404,7 @@ def connected(
     return socket, monitor
 
 
-def test_a_slot_belongs_to_the_group_that_took_it_also_after_a_restart_of_the_broker(
+def test_a_slot_stays_with_its_key_group_after_a_broker_restart(
     start_broker: StartBroker, start_feeder: StartFeeder, folder: Path, tmp_path: Path
 ) -> None:
     add_key(folder, "worker", "gpu")
@@ -496,7 +498,7 @@ def test_a_key_file_that_cannot_be_trusted_is_refused(
     assert "secret = " not in str(caught.value)
 
 
-def test_a_secret_is_in_no_representation(ours: Path) -> None:
+def test_the_repr_of_keys_shows_no_secret(ours: Path) -> None:
     keys = keys_of(ours)
     assert keys.secret.decode() not in repr(keys)
     assert read_broker_keys(ours).secret.decode() not in repr(read_broker_keys(ours))

@@ -1,4 +1,4 @@
-"""Infos beyond what one message takes: the batch is cut smaller, and what is too large alone costs only itself."""
+"""Infos too large for one message: the batch is split, and only a chunk that is too large alone is dropped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Talkative(gym.Env[Any, Any]):
 
 
 class Shipped:
-    """What a runner of `Talkative`s ships in one cut after another, as a learner reads it; None was dropped."""
+    """Batches that a runner of `Talkative`s ships, cut by cut, as a learner reads them; None for a dropped batch."""
 
     def __init__(self, path: Path, mib: list[float]) -> None:
         self.recorder = Recorder(path, 0, 1)
@@ -86,7 +86,7 @@ class Shipped:
         assert totals.stepped == totals.shipped == self.runner.totals.stepped
 
 
-def test_a_batch_whose_infos_are_too_many_for_one_message_is_shipped_in_several(tmp_path: Path) -> None:
+def test_a_batch_with_infos_too_large_for_one_message_is_sent_as_several_batches(tmp_path: Path) -> None:
     shipped = Shipped(tmp_path / "a.rec", [1, 0, 1, 1, 0])
     with shipped.runner:
         cuts = [shipped.cut() for _ in range(4)]
@@ -106,7 +106,7 @@ def test_a_batch_whose_infos_are_too_many_for_one_message_is_shipped_in_several(
     assert shipped.episodes == 10 * [(7.0, 7)]
 
 
-def test_a_chunk_whose_infos_are_too_large_alone_is_dropped_by_name_and_its_siblings_arrive(
+def test_a_chunk_with_too_large_infos_is_dropped_and_logged_and_others_arrive(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)

@@ -1,4 +1,4 @@
-"""What a learner measures of itself, up to the broker's gauges: its time by part, and the lag of what it was handed."""
+"""A learner's measures of itself, up to the broker's gauges: its time by part, and the lag of its batches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shares(broker: BrokerThread) -> dict[str, float]:
     return {name: value for name, value in gauges.items() if name.startswith(LEARNER_TIME)}
 
 
-def test_the_parts_add_up_to_all_of_the_time_of_the_thread_that_reads_the_stream() -> None:
+def test_the_time_parts_add_up_to_the_whole_time_of_the_stream_thread() -> None:
     clock = Clock()
     spent = TimeSpent(clock)
     assert spent.seconds() == {}
@@ -80,7 +80,7 @@ def test_the_parts_add_up_to_all_of_the_time_of_the_thread_that_reads_the_stream
     assert spent.seconds()["publish"] == 48.0
 
 
-def test_a_learner_of_ones_own_measures_itself_without_a_line_of_code(
+def test_stream_and_publisher_measure_a_custom_learner_without_extra_code(
     start_broker: StartBroker, start_feeder: StartFeeder
 ) -> None:
     broker = start_broker(heartbeat_interval_s=0.1)
@@ -137,7 +137,7 @@ class Learner:
         return list(self.core.learner_measures.time_share().values())
 
 
-def test_steps_of_a_new_learner_count_on_and_those_before_this_broker_do_not() -> None:
+def test_lag_counts_go_on_with_a_new_learner_and_omit_steps_before_this_broker() -> None:
     first = BrokerCore("f", BrokerLimits())
     learner = Learner(first, "a")
     learner.tells(10)
@@ -156,7 +156,7 @@ def test_steps_of_a_new_learner_count_on_and_those_before_this_broker_do_not() -
     assert newer.steps == 12, "an older learner counts no more"
 
 
-def test_shares_are_those_of_the_last_seconds_and_of_a_whole_update_however_long_it_takes() -> None:
+def test_time_shares_cover_the_last_seconds_or_a_whole_long_update() -> None:
     learner = Learner(BrokerCore("f", BrokerLimits()), "a")
     learner.tells(wait=1.0)
     assert learner.shares == []
@@ -172,7 +172,7 @@ def test_shares_are_those_of_the_last_seconds_and_of_a_whole_update_however_long
     assert learner.shares == []
 
 
-def test_figures_that_cannot_be_are_refused_and_the_commit_is_taken() -> None:
+def test_implausible_learner_figures_are_refused_and_valid_ones_still_count() -> None:
     learner = Learner(BrokerCore("f", BrokerLimits()), "a")
     learner.tells(100, wait=1.0)
     refused = learner.core.refusals
@@ -190,14 +190,14 @@ def test_figures_that_cannot_be_are_refused_and_the_commit_is_taken() -> None:
     assert (learner.steps, learner.shares, refused.total) == (130, [1.0, 0.0, 0.0, 0.0], 3)
 
 
-def test_a_commit_without_figures_does_not_name_them() -> None:
+def test_a_commit_without_figures_has_no_figures_field() -> None:
     assert "figures" not in decode(Commit(epoch=1).frames()).header
 
 
-def test_a_batch_behind_its_markers_lags_behind_what_was_published_between_the_two(
+def test_the_lag_of_a_batch_after_markers_counts_versions_published_in_between(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
-    """A batch that cannot be read leaves a hole, and the next one goes out after the markers of what it ended."""
+    """An unreadable batch leaves a hole. The next batch follows the markers of the episodes that the hole ended."""
 
     def damage(seq: int, frames: list[Buffer]) -> list[Buffer]:
         if seq == 2:

@@ -42,7 +42,7 @@ def test_a_learner_gets_the_steps_before_each_chunk(
     assert looked_back > 2 * HORIZON
 
 
-def test_what_a_gap_leaves_looks_back_rightly_and_its_markers_on_nothing() -> None:
+def test_chunks_kept_after_a_gap_have_correct_lookback_and_markers_have_none() -> None:
     batch = make_lookback_batch()
     episodes = SourceEpisodes()
     episodes.gap_reason = "overflow"

@@ -104,7 +104,7 @@ def test_peers_of_the_same_user_need_only_the_address(guarded: BrokerThread, sta
     assert not refusals(guarded)
 
 
-def test_the_token_is_private_and_stays(tmp_path: Path) -> None:
+def test_the_token_is_private_and_stays_the_same(tmp_path: Path) -> None:
     first = server_token(tmp_path, asked=True)
     assert first is not None
     assert first == server_token(tmp_path, asked=True)
@@ -116,7 +116,7 @@ def test_the_token_is_private_and_stays(tmp_path: Path) -> None:
     assert client_keys("", "worker", tmp_path) is None
 
 
-def test_a_peer_that_begins_before_the_broker_gets_in(
+def test_a_worker_that_starts_before_the_broker_gets_in(
     start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path, free_port: int
 ) -> None:
     feeder = start_feeder(f"tcp://127.0.0.1:{free_port}", Envs().fragments(3))
@@ -125,7 +125,7 @@ def test_a_peer_that_begins_before_the_broker_gets_in(
     assert feeder.error is None
 
 
-def test_living_peers_follow_a_broker_with_a_new_token(
+def test_live_peers_rejoin_a_broker_with_a_new_token(
     stack: ExitStack, start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path
 ) -> None:
     first = start_broker(keys=server_token(tmp_path, asked=True))
@@ -176,7 +176,7 @@ def test_the_listing_of_a_killed_broker_misleads_no_peer(
     all_arrives(endpoints, start_feeder, slot=1)
 
 
-def test_a_token_that_was_left_behind_keeps_no_peer_out(
+def test_a_leftover_token_keeps_no_peer_out_of_a_broker_without_a_token(
     broker: BrokerThread, start_feeder: StartFeeder, tmp_path: Path
 ) -> None:
     """Neither side tells the other why a handshake failed, so the peer tries without the token after a while."""
@@ -189,7 +189,7 @@ def test_a_token_that_was_left_behind_keeps_no_peer_out(
     assert feeder.error is None
 
 
-def test_without_a_home_the_run_directory_lets_peers_in(
+def test_without_a_state_folder_peers_get_in_with_the_run_directory(
     start_broker: StartBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
@@ -210,7 +210,7 @@ def test_without_a_home_the_run_directory_lets_peers_in(
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can be another user")
-def test_another_user_gets_nothing(
+def test_another_user_can_neither_join_nor_hear_weights_nor_read_the_token(
     stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path, guarded: BrokerThread
 ) -> None:
     endpoints = guarded.endpoints
@@ -233,7 +233,7 @@ def test_another_user_gets_nothing(
 
 
 @pytest.mark.long
-def test_a_peer_without_the_token_is_told_what_to_do(
+def test_a_peer_without_the_token_gets_an_error_with_advice(
     guarded: BrokerThread, start_feeder: StartFeeder, another_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeder = start_feeder(guarded.endpoints.worker, join_s=JOIN_S)
@@ -245,10 +245,10 @@ def test_a_peer_without_the_token_is_told_what_to_do(
     assert "refused at the worker port: a peer that showed no token" in caplog.text
 
 
-def test_another_runs_token_that_was_named_is_refused_at_once(
+def test_a_named_token_of_another_run_is_refused_at_once(
     guarded: BrokerThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Although a peer that names none finds the right one by itself."""
+    """A peer that names no token finds the right one by itself."""
     other = tmp_path / "other"
     other.mkdir()
     server_token(other, asked=True)
@@ -326,7 +326,7 @@ def test_a_listing_lives_as_long_as_its_server(another_home: Path) -> None:
     assert not list((another_home / "headrace" / "ports").iterdir())
 
 
-def test_the_listings_of_killed_servers_go_when_the_next_server_lists_its_ports(another_home: Path) -> None:
+def test_the_next_server_removes_the_listings_of_killed_servers(another_home: Path) -> None:
     """The files of other machines and of living servers stay, and so do files of other kinds."""
     living = PortListing(["tcp://127.0.0.1:5701"], "the-first-token-here")
     folder = another_home / "headrace" / "ports"
@@ -346,7 +346,7 @@ def test_the_listings_of_killed_servers_go_when_the_next_server_lists_its_ports(
     later.remove()
 
 
-def test_words_are_compared_whole() -> None:
+def test_a_token_matches_only_as_a_whole() -> None:
     token = ServerToken("a token of this run")
     assert token.role_of((b"worker", b"a token of this run")) == "worker"
     for shown in ((b"worker", b"a token of this"), (b"worker", b"\xff"), (b"worker",), (b"worker", b"")):

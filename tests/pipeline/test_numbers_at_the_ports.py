@@ -1,4 +1,4 @@
-"""Extreme numbers at a real broker: it goes on, its run directory stays good, and a bad one from before starts."""
+"""Extreme numbers at a real broker: it keeps serving, its run directory stays valid, and it starts from a bad one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def _say_all(peer: RawPeer, introduction: Message, messages: list[Message]) -> N
         pass
 
 
-def test_no_number_ends_the_broker_or_poisons_its_run_dir(tmp_path: Path, start_feeder: StartFeeder) -> None:
+def test_no_extreme_number_stops_the_broker_or_damages_its_run_directory(
+    tmp_path: Path, start_feeder: StartFeeder
+) -> None:
     totals, settled = WorkerTotals(seq=1, stepped=1, shipped=1, shipped_chunks=1), Settled(seq=1, committed=(1, 1))
     place = SourcePosition(slot=0, incarnation=1, settled=settled)
     hello = WorkerHello(fleet_id=FLEET, token="x", slot=7, incarnation=1, totals=totals, settled=settled)
@@ -105,7 +107,7 @@ def test_no_number_ends_the_broker_or_poisons_its_run_dir(tmp_path: Path, start_
         wait_until(lambda: again.session.accepted == 1, "the slot's next life to ship")
 
 
-def test_a_poisoned_run_dir_starts_and_says_what_it_ignores(
+def test_a_broker_logs_and_ignores_out_of_bounds_numbers_in_its_state_file(
     tmp_path: Path, start_broker: StartBroker, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_broker().stop()
@@ -128,7 +130,7 @@ def test_a_poisoned_run_dir_starts_and_says_what_it_ignores(
     assert (rewritten.epoch, rewritten.incarnations) == (1, {0: 4, 1: 5})
 
 
-def test_a_handler_that_fails_ends_one_message_not_the_broker(
+def test_a_failing_handler_costs_one_message_and_the_broker_continues(
     broker: BrokerThread, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No message is known to do this: the handler of HELLOs of learners is made to fail for one."""

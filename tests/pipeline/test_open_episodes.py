@@ -1,4 +1,4 @@
-"""Each episode that a dead worker left open gets its end marker, also from a learner that came after its chunks."""
+"""Each episode that a dead worker left open gets its end marker, also at a learner that started after its chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Left = set[tuple[str, int, int]]
 
 
 def _left(batches: list[ChunkBatch]) -> Left:
-    """What a learner that had these batches, and no other, would abort."""
+    """Return the episodes that a learner with only these batches would abort."""
     witness = Witness()
     for batch in batches:
         witness.see(batch)
@@ -50,7 +50,7 @@ def _told(told: OpenEpisodes, seq: int) -> Left:
     rewrite_bytes=st.sampled_from([1 << 20, 2000]),
     torn=st.integers(0, 300),
 )
-def test_the_log_knows_what_was_open_after_each_batch_not_settled(
+def test_the_episode_log_gives_the_open_episodes_after_each_unsettled_batch(
     tmp_path_factory: pytest.TempPathFactory, seed: int, width: int, lag: int, rewrite_bytes: int, torn: int
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "worker-0-1.episodes"
@@ -69,7 +69,7 @@ def test_the_log_knows_what_was_open_after_each_batch_not_settled(
         assert _told(told, accepted) == _left(batches[:accepted])
 
 
-def test_a_log_stays_small(tmp_path: Path) -> None:
+def test_the_episode_log_stays_small(tmp_path: Path) -> None:
     log, envs = EpisodeLog(tmp_path / "a.episodes"), Envs(width=4)
     for seq, batch in enumerate(envs.fragments(40) * 100, start=1):
         log.append(batch, seq, seq)
@@ -146,7 +146,7 @@ def _markers(stream: EpisodeStream) -> Left:
 
 
 @pytest.mark.parametrize("with_position", [False, True])
-def test_a_learner_that_comes_after_the_deaths_of_worker_and_learner_gets_each_marker_once(
+def test_new_learners_get_a_dead_workers_end_markers_until_one_commits_them(
     broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path, with_position: bool
 ) -> None:
     batches = Envs(5, width=6, ends=0.05).fragments(8)
@@ -172,10 +172,10 @@ def test_a_learner_that_comes_after_the_deaths_of_worker_and_learner_gets_each_m
         assert fourth.next(0.5) is None
 
 
-def test_of_batches_that_never_arrived_no_episode_is_ended(
+def test_no_end_marker_comes_for_episodes_of_batches_that_never_arrived(
     broker: BrokerThread, stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path
 ) -> None:
-    """Two more batches were cut than the broker has: what they began and what they ended was never told."""
+    """The worker cut two batches that never reached the broker, so it knows no episode that they began or ended."""
     batches = Envs(8, width=4).fragments(10)
     feeder = start_feeder(broker.endpoints.worker, batches[:8])
     with EpisodeStream(broker.endpoints.learner) as first:
@@ -188,7 +188,7 @@ def test_of_batches_that_never_arrived_no_episode_is_ended(
         assert _markers(second) == _left(batches[:8])
 
 
-def test_the_spaces_may_be_known_only_later(
+def test_end_markers_wait_until_a_worker_reports_the_spaces(
     start_broker: StartBroker, stack: ExitStack, start_feeder: StartFeeder, tmp_path: Path
 ) -> None:
     """Broker, worker and learner die together: the next broker knows spaces from the next worker."""

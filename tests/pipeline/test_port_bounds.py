@@ -1,4 +1,4 @@
-"""Strangers at the ports of a real broker process: what they may hold is bounded, and honest peers go on."""
+"""Strangers at the ports of a real broker process: their memory and connections are bounded; honest peers go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 BATCH_BYTES = 4 << 20
 LARGEST = BATCH_BYTES + (1 << 20)
-"""What strangers may hold together at the worker port."""
+"""The most bytes that strangers together may hold at the worker port."""
 PLACES = 60
 TYPES = {"worker": b"DEALER", "learner": b"DEALER", "weights": b"SUB"}
 
@@ -43,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, 
         yield found
 
 
-def test_unfinished_messages_of_strangers_do_not_add_up(served: tuple[Process, Endpoints]) -> None:
+def test_unfinished_messages_of_strangers_take_bounded_memory(served: tuple[Process, Endpoints]) -> None:
     process, endpoints = served
     before = memory_of(process.popen.pid)
     part = frame(bytes(BATCH_BYTES), more=True)
@@ -77,7 +77,7 @@ def test_a_whole_message_of_many_frames_is_refused_and_costs_no_objects(served: 
 
 
 @pytest.mark.parametrize("role", ["worker", "learner", "weights"])
-def test_a_frame_above_the_port_s_limit_ends_its_connection(served: tuple[Process, Endpoints], role: str) -> None:
+def test_a_frame_above_the_ports_limit_ends_its_connection(served: tuple[Process, Endpoints], role: str) -> None:
     with RawZmtp(getattr(served[1], role), TYPES[role]) as stranger:
         stranger.send(head(1 << 40, more=False))
         wait_until(stranger.is_cut, "the end of the connection")
@@ -98,7 +98,7 @@ def test_a_peer_that_never_says_hello_is_cut_after_a_few_messages(served: tuple[
         wait_until(stranger.is_cut, "the end of the connection")
 
 
-def test_a_peer_whose_messages_are_refused_too_often_is_cut_in_few_lines(served: tuple[Process, Endpoints]) -> None:
+def test_a_peer_with_too_many_refused_messages_is_cut_and_logged_once(served: tuple[Process, Endpoints]) -> None:
     process, endpoints = served
     hello = SupervisorHello(fleet_id=FLEET, token="s").frames()
     with RawZmtp(endpoints.worker) as peer:

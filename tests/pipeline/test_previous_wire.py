@@ -1,4 +1,4 @@
-"""Peers of the previous minor version of the wire work with today's: their side is played from a tape."""
+"""Peers of the previous minor wire version work with today's peers. A tape plays the side of the old peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the broker says to those it cannot serve, and that nothing anybody sends keeps it from serving the others."""
+"""The broker refuses peers that it cannot serve, with a reason, and keeps serving all others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hello(**fields: object) -> WorkerHello:
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])
-def test_another_protocol_version_is_told_so(broker: BrokerThread, role: str) -> None:
+def test_a_peer_with_another_protocol_version_is_refused_with_both_versions(broker: BrokerThread, role: str) -> None:
     with RawPeer(getattr(broker.endpoints, role)) as peer:
         frames = hello().frames()
         peer.send([bytes(frames[0][:4]) + b"\x63" + bytes(frames[0][5:]), frames[1]])
@@ -75,7 +75,9 @@ def test_garbage_on_every_socket_leaves_the_broker_serving(broker: BrokerThread,
     assert not list(broker.rows()[(0, 1)].problems())
 
 
-def test_a_batch_from_a_stranger_is_answered_not_counted(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_an_obituary_from_a_peer_without_hello_is_refused_and_not_counted(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
     frames = list(LearnerHello(token="x", channel="stream", epoch=3).frames())
     with RawPeer(broker.endpoints.worker) as peer:
         peer.send(Obituary(slot=5, incarnation=1, totals=WorkerTotals(), settled=Settled()).frames())
@@ -101,7 +103,9 @@ def test_a_worker_of_another_fleet_is_refused_by_name(broker: BrokerThread, star
     assert "this broker serves fleet 'fleet', not 'other'" in str(feeder.error)
 
 
-def test_a_supervisor_of_another_fleet_buries_nobody(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_a_supervisor_of_another_fleet_cannot_close_a_workers_books(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
     """Its broker is gone and ours has the port now: the slots have the same names."""
     feeder = start_feeder(broker.endpoints.worker, Envs().fragments(2), incarnation=1)
     wait_until(lambda: feeder.session.accepted == 2, "two batches")
@@ -114,7 +118,7 @@ def test_a_supervisor_of_another_fleet_buries_nobody(broker: BrokerThread, start
     assert feeder.error is None
 
 
-def test_other_spaces_are_refused_with_what_to_do(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_a_worker_with_other_spaces_is_refused_with_advice(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     first = start_feeder(broker.endpoints.worker, slot=0)
     wait_until(lambda: first.session.welcome, "a welcome")
     other = Spaces(observation=Box(shape=(3,), dtype="<f4"), action=Discrete(n=2))
@@ -153,7 +157,7 @@ def leave(broker: BrokerThread, peer: RawPeer, incarnation: int) -> None:
     wait_until(lambda: broker.rows()[(7, incarnation)].closed, "closed books")
 
 
-def test_spaces_that_nothing_relies_on_go_with_the_worker_that_told_them(
+def test_the_broker_drops_unused_spaces_when_the_worker_that_sent_them_leaves(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
     with RawPeer(broker.endpoints.worker) as peer:
@@ -165,8 +169,8 @@ def test_spaces_that_nothing_relies_on_go_with_the_worker_that_told_them(
     wait_until(lambda: feeder.session.welcome, "a welcome")
 
 
-def test_spaces_that_a_learner_was_told_stay(broker: BrokerThread, start_feeder: StartFeeder) -> None:
-    """Its policy is built for them: it could read no batch of others."""
+def test_the_broker_keeps_spaces_that_a_learner_has_received(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    """The learner's policy is built for these spaces, so it could read no batch of other spaces."""
     with EpisodeStream(broker.endpoints.learner) as stream, RawPeer(broker.endpoints.worker) as peer:
         incarnation = join(peer)
         assert stream.spaces(timeout_s=TIMEOUT_S).model_dump(mode="json") == OTHER
@@ -175,7 +179,7 @@ def test_spaces_that_a_learner_was_told_stay(broker: BrokerThread, start_feeder:
         wait_until(lambda: feeder.error, "a refusal")
 
 
-def test_spaces_of_a_batch_that_waits_stay(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_the_broker_keeps_the_spaces_of_a_waiting_batch(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     first = start_feeder(broker.endpoints.worker, Envs().fragments(1), slot=0)
     wait_until(lambda: first.session.accepted == 1, "a batch")
     first.leave()
@@ -199,7 +203,9 @@ def test_a_worker_refused_for_its_spaces_leaves_no_live_row(broker: BrokerThread
     assert list(row.problems()) == []
 
 
-def test_a_place_is_given_once(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_the_broker_gives_each_slot_and_incarnation_to_one_worker_only(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
     first = start_feeder(broker.endpoints.worker, slot=0, incarnation=1)
     wait_until(lambda: first.session.welcome, "a welcome")
     second = start_feeder(broker.endpoints.worker, slot=0, incarnation=1)
@@ -209,8 +215,8 @@ def test_a_place_is_given_once(broker: BrokerThread, start_feeder: StartFeeder) 
     assert first.error is None
 
 
-def test_a_hello_said_twice_gets_one_place(broker: BrokerThread) -> None:
-    """A broker that is slow to answer hears it again; the worker must not be taken for its own successor."""
+def test_repeated_hellos_of_a_worker_get_one_slot_and_incarnation(broker: BrokerThread) -> None:
+    """A worker repeats its HELLO to a slow broker. The broker must not take it for its own successor."""
     for slot in (None, 7):
         with RawPeer(broker.endpoints.worker) as peer:
             for _ in range(3):
@@ -234,19 +240,23 @@ def test_an_older_incarnation_is_fenced(broker: BrokerThread, start_feeder: Star
         peer.receive_kind(MessageKind.FENCED)
 
 
-def test_a_taken_port_is_named(broker: BrokerThread, start_broker: StartBroker, tmp_path_factory: object) -> None:
+def test_a_port_in_use_gives_an_error_that_names_it(
+    broker: BrokerThread, start_broker: StartBroker, tmp_path_factory: object
+) -> None:
     port = int(broker.endpoints.worker.rpartition(":")[2])
     with pytest.raises(PortInUseError, match=f":{port} is already in use"):
         start_broker(tmp_path_factory.mktemp("other"), worker_port=port)  # type: ignore[attr-defined]
 
 
-def test_spaces_reach_a_learner_that_came_first(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_spaces_reach_a_learner_that_started_before_the_worker(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     with EpisodeStream(broker.endpoints.learner) as stream:
         start_feeder(broker.endpoints.worker)
         assert stream.spaces(timeout_s=TIMEOUT_S) == SPACES
 
 
-def test_what_a_fenced_worker_had_left_is_counted_as_fenced(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_steps_that_a_fenced_worker_still_held_are_counted_as_fenced(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
     older = start_feeder(broker.endpoints.worker, Envs(1).fragments(2), incarnation=1)
     wait_until(lambda: older.session.accepted == 2, "two batches")
     start_feeder(broker.endpoints.worker, incarnation=2)
@@ -266,7 +276,7 @@ def test_what_a_fenced_worker_had_left_is_counted_as_fenced(broker: BrokerThread
     assert not list(row.problems())
 
 
-def test_who_knocks_at_the_other_roles_port_is_told_where_to_go(broker: BrokerThread) -> None:
+def test_a_hello_at_the_other_roles_port_is_refused_with_the_right_endpoint(broker: BrokerThread) -> None:
     learner = LearnerHello(token="l", channel="stream")
     for at, right, message in (("learner", "worker", hello()), ("worker", "learner", learner)):
         with RawPeer(getattr(broker.endpoints, at)) as peer:
@@ -286,7 +296,7 @@ def _has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
-def test_an_ipv6_host_is_served_like_any_other(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+def test_a_broker_serves_at_an_ipv6_address(start_broker: StartBroker, start_feeder: StartFeeder) -> None:
     broker = start_broker(host="::1")
     assert "[::1]" in broker.endpoints.learner
     feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(5))

@@ -1,4 +1,4 @@
-"""Whatever an env does on an env host: it costs that env's own unfinished steps, by name, and the worker goes on.
+"""Faults of envs on an env host: each costs only its env's unfinished steps, with a reason, and the worker goes on.
 
 Each lane has a fault of its own, so that one worker and one host go through many of them at once.
 """
@@ -90,7 +90,7 @@ def _told(lane: int) -> list[str]:
     return [sentence for index, sentence in remote_faults.noted if index == lane]
 
 
-def test_what_an_env_answers_or_raises_costs_that_env_alone(
+def test_bad_answers_and_exceptions_of_an_env_affect_that_env_alone(
     start_broker: Any, worker_of: Any, hosts: EnvHosts, tmp_path: Path
 ) -> None:
     raised = {"raises": "EnvRaisedError: RuntimeError: diverged", "asks": "StepFailedRecreateEnv"}
@@ -114,7 +114,7 @@ def test_what_an_env_answers_or_raises_costs_that_env_alone(
 
 
 @pytest.mark.thorough
-def test_what_takes_an_envs_process_along_costs_that_env_alone(
+def test_hangs_crashes_and_leaks_of_an_env_affect_that_env_alone(
     start_broker: Any, worker_of: Any, hosts: EnvHosts, tmp_path: Path
 ) -> None:
     places = ("step", "reset", "close", "construction")

@@ -145,7 +145,7 @@ def first_of(stream: EpisodeStream, incarnation: int) -> ChunkBatch | None:
 @pytest.mark.one_in(3)
 @pytest.mark.chaos
 @pytest.mark.parametrize("killed", ["everything", "broker", "redis"])
-def test_a_restarted_worker_begins_with_the_current_version_of_everything(
+def test_a_restarted_worker_starts_with_current_weights_connectors_and_counters(
     killed: str, stack: ExitStack, tmp_path: Path
 ) -> None:
     redis = Redis(tmp_path / "redis")
@@ -187,7 +187,7 @@ def redis_knows(redis: Redis) -> None:
     wait_until(lambda: redis.snapshot().reported_unix_s != second, "another report")
 
 
-def test_each_worker_hears_what_the_others_have_made(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_each_worker_gets_the_step_count_of_the_other_workers(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     plan = Envs().fragments(10)
     busy = start_feeder(broker.endpoints.worker, plan, slot=0)
     idle = start_feeder(broker.endpoints.worker, slot=1)
@@ -196,8 +196,8 @@ def test_each_worker_hears_what_the_others_have_made(broker: BrokerThread, start
     assert busy.session.steps_elsewhere == 0
 
 
-def test_the_others_steps_never_go_back_though_a_broker_forgets() -> None:
-    """A young broker knows of none, and hears of them again only as far as workers still hold what they made."""
+def test_the_step_count_of_other_workers_never_decreases_after_a_broker_restart() -> None:
+    """A new broker knows no steps. It learns only of steps in batches that workers still hold."""
     session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=1, incarnation=1), SessionLimits())
     welcome = WorkerWelcome(fleet_id=FLEET, slot=1, incarnation=1, max_batch_bytes=1)
     ack = Ack(slot=1, incarnation=1)

@@ -42,7 +42,7 @@ def learners(brokers: Sequence[BrokerThread]) -> list[str]:
     return [broker.endpoints.learner for broker in brokers]
 
 
-def test_both_shares_are_one_stream_with_one_position(
+def test_batches_of_both_brokers_form_one_stream_with_one_position(
     brokers: list[BrokerThread], start_feeder: StartFeeder, stack: ExitStack
 ) -> None:
     """The first learner takes some batches, the second one takes exactly the rest."""
@@ -105,7 +105,7 @@ def test_a_version_is_hashed_once_for_all_brokers(
 
 
 @pytest.mark.long
-def test_a_broker_that_comes_later_and_one_that_goes_cost_only_their_share(
+def test_a_broker_that_joins_late_or_stops_affects_only_its_share(
     start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack, tmp_path: Path
 ) -> None:
     first = start_one(start_broker, tmp_path, 0)
@@ -184,7 +184,7 @@ def test_a_broker_gives_out_and_takes_only_its_own_slots(
         owners.judge(WorkerHello(fleet_id="pair.1", token="t", slot=2, incarnation=1), None)
 
 
-def test_settings_of_several_brokers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_several_brokers_are_resolved_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"fleet.fleet_id": "pair", "fleet.run_dir": str(tmp_path), "broker.count": 3}
     config, _ = resolve(None, None, named)
     assert [index_for(config, slot) for slot in (0, 4, 1001)] == [0, 1, 2]

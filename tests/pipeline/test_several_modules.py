@@ -1,4 +1,4 @@
-"""A fleet of two modules over real sockets: what each reader gets, weights by module, and every way of dying."""
+"""A fleet of two modules over real sockets: batches and weights by module, and crashes of worker and broker."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
     assert add_up(broker.rows()).balance() == 0
 
 
-def test_weights_go_by_module_and_one_that_is_left_out_is_frozen(
+def test_weights_are_applied_by_module_and_an_unpublished_module_stays_frozen(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A module's value is a constant of its own under each version."""
@@ -103,7 +103,7 @@ def test_weights_go_by_module_and_one_that_is_left_out_is_frozen(
     assert (values["long", 1], values["long", 2]) == ({2.0}, {7.0})
 
 
-def test_weights_of_a_module_that_no_worker_has_are_an_error_with_its_name(
+def test_weights_of_an_unknown_module_raise_an_error_that_names_it(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with (
@@ -132,7 +132,7 @@ def test_an_agent_without_a_module_ends_the_worker_with_its_books_closed(
     closed_row(broker)
 
 
-def test_a_learner_that_comes_back_gets_what_was_not_committed(
+def test_a_returning_learner_gets_the_uncommitted_batches_again(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first, second = AgentWitness(), AgentWitness()
@@ -153,9 +153,7 @@ def test_a_learner_that_comes_back_gets_what_was_not_committed(
 
 
 @pytest.mark.chaos
-def test_after_sigkill_the_recorder_makes_the_books_balance_and_each_agent_is_ended(
-    broker: BrokerThread, tmp_path: Path
-) -> None:
+def test_after_sigkill_the_books_balance_and_each_agents_episode_is_ended(broker: BrokerThread, tmp_path: Path) -> None:
     witness = AgentWitness()
     with (
         EpisodeStream(broker.endpoints.learner) as stream,
@@ -221,9 +219,7 @@ def of_a_stranger(seq: int, frames: list[Buffer]) -> list[Buffer]:
     return encode(MessageKind.BATCH, header | {"modules": ["stranger"]}, message.arrays)
 
 
-def test_what_comes_of_a_module_the_fleet_does_not_have_is_left_out_by_name(
-    broker: BrokerThread, start_feeder: StartFeeder
-) -> None:
+def test_batches_of_an_unknown_module_are_dropped_as_poison(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     plan = Envs().fragments(2)
     feeder = start_feeder(broker.endpoints.worker, plan, alter=of_a_stranger)
     with EpisodeStream(broker.endpoints.learner) as stream:

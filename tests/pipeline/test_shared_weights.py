@@ -1,4 +1,4 @@
-"""Large weights in this machine's memory: mapped by its workers, pulled where they cannot be, and never left behind."""
+"""Large weights in shared memory: workers map them, pull them where they cannot, and leave no file behind."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_workers_of_the_brokers_machine_map_large_weights_and_pull_nothing(
     assert files_in(memory) == [f"1-2-{digest_of(2.0)}", "users"], "one version takes memory"
 
 
-def test_a_worker_that_cannot_map_them_pulls(
+def test_a_worker_that_cannot_map_the_weights_pulls_them(
     broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder, pulls: list[int], memory: Path
 ) -> None:
     mapping, pulling = (start_feeder(broker.endpoints.worker, slot=slot) for slot in range(2))
@@ -128,7 +128,7 @@ def test_a_worker_that_cannot_map_them_pulls(
     assert pulls
 
 
-def test_a_large_version_is_left_out_of_memory_and_pulled_where_there_is_no_room(
+def test_large_weights_are_pulled_and_not_shared_when_memory_has_no_room(
     start_broker: StartBroker,
     start_feeder: StartFeeder,
     pulls: list[int],
@@ -149,7 +149,7 @@ def test_a_large_version_is_left_out_of_memory_and_pulled_where_there_is_no_room
     assert [record.levelno for record in warned].count(logging.WARNING) <= 2, "the broker and the worker, once each"
 
 
-def test_a_write_that_fails_leaves_nothing(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_partial_file(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, frames: list[Buffer]) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
@@ -177,7 +177,7 @@ def elsewhere(start_broker: StartBroker, memory: Path, monkeypatch: pytest.Monke
     return broker
 
 
-def test_one_worker_of_a_machine_pulls_for_all(
+def test_one_worker_pulls_the_weights_for_all_workers_of_its_machine(
     elsewhere: BrokerThread, start_feeder: StartFeeder, pulls: list[int], memory: Path
 ) -> None:
     feeders = [sharing(start_feeder(elsewhere.endpoints.worker, slot=slot)) for slot in range(4)]
@@ -203,7 +203,7 @@ time.sleep(1000)
 """
 
 
-def test_another_worker_pulls_when_the_one_that_does_is_killed(
+def test_another_worker_pulls_after_the_pulling_process_is_killed(
     elsewhere: BrokerThread,
     start_feeder: StartFeeder,
     pulls: list[int],
@@ -224,7 +224,7 @@ def test_another_worker_pulls_when_the_one_that_does_is_killed(
     assert sorted(pulls) == [0, 1 << 20, 2 << 20]
 
 
-def test_a_worker_that_pulls_for_all_and_stands_still_is_not_waited_for_for_ever() -> None:
+def test_a_worker_stops_waiting_for_a_stalled_puller_and_pulls_itself() -> None:
     still = SharedWeights(FLEET)
     assert still.claim()
     receiver = WeightsReceiver(FLEET, SharedWeights(FLEET))
@@ -235,7 +235,7 @@ def test_a_worker_that_pulls_for_all_and_stands_still_is_not_waited_for_for_ever
     assert [pull.offset for pull in receiver.requests(0.1 + OTHERS_PULL_S)] == [0]
 
 
-def test_a_claim_that_is_given_back_is_free_though_a_child_was_forked_meanwhile() -> None:
+def test_a_released_claim_is_free_even_if_a_forked_child_has_a_copy() -> None:
     first, second = SharedWeights(FLEET), SharedWeights(FLEET)
     assert first.claim()
     kept = os.dup(first._claim or 0)  # what a fork does to it
@@ -245,7 +245,7 @@ def test_a_claim_that_is_given_back_is_free_though_a_child_was_forked_meanwhile(
     os.close(kept)
 
 
-def test_weights_that_do_not_match_their_digest_are_not_written_for_others(memory: Path) -> None:
+def test_weights_with_a_wrong_digest_are_not_shared(memory: Path) -> None:
     receiver, other = WeightsReceiver(FLEET, SharedWeights(FLEET)), SharedWeights(FLEET)
     frames = encode_weights(FLEET, (1, 1), state(1.0), digest_of(2.0))
     relay = WeightsRelay()
@@ -301,7 +301,7 @@ def folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut, flip, open_to_others, link, lie_of_frames, lie_of_sizes, empty, folder])
-def test_a_file_that_is_not_whole_and_ones_own_is_refused(
+def test_a_shared_file_that_is_damaged_or_open_to_others_is_refused(
     memory: Path, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, reader = SharedWeights(FLEET), SharedWeights(FLEET)
@@ -322,7 +322,7 @@ def test_other_weights_under_the_announced_name_are_refused(memory: Path) -> Non
     assert shared.read((1, 2), digest_of(1.0)) is None
 
 
-def test_a_digest_that_is_a_path_is_none() -> None:
+def test_a_malformed_digest_is_refused() -> None:
     shared = SharedWeights(FLEET)
     header, frames = version_of(1, 1.0)
     for digest in ("../../../etc/passwd", "", "A" * 32, "0" * 31):
@@ -335,7 +335,7 @@ def test_weights_of_another_fleet_are_not_found() -> None:
     assert SharedWeights("other").read((1, 1), digest_of(1.0)) is None
 
 
-def test_a_version_that_is_mapped_stays_as_it_was_when_a_newer_one_replaces_it() -> None:
+def test_mapped_weights_stay_unchanged_when_a_newer_version_replaces_them() -> None:
     shared = SharedWeights(FLEET)
     assert shared.write(*version_of(1, 1.0))
     arrays = shared.read((1, 1), digest_of(1.0))
@@ -358,7 +358,7 @@ def test_a_folder_that_others_can_use_is_refused_with_one_warning(
     assert files_in(memory) == []
 
 
-def test_a_machine_without_such_memory_has_one_warning(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_machine_without_shared_memory_logs_one_warning(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
     memory.rmdir()
     shared = SharedWeights(FLEET)
     for _ in range(2):
@@ -370,7 +370,7 @@ def test_a_machine_without_such_memory_has_one_warning(memory: Path, caplog: pyt
 # -- what is left -----------------------------------------------------------------------------------------------------
 
 
-def test_the_last_that_leaves_removes_the_folder(memory: Path) -> None:
+def test_the_last_user_of_the_shared_folder_removes_it(memory: Path) -> None:
     first, second = SharedWeights(FLEET), SharedWeights(FLEET)
     assert first.write(*version_of(1, 1.0))
     assert second.read((1, 1), digest_of(1.0)) is not None
@@ -409,7 +409,7 @@ for seq in (1, 2):
 """
 
 
-def test_a_writer_that_is_killed_within_a_write_stops_no_other_and_leaves_nothing(memory: Path) -> None:
+def test_a_killed_writer_blocks_no_other_writer_and_its_partial_file_is_removed(memory: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", _KILLED, str(memory)], timeout=TIMEOUT_S, check=False)
     assert ended.returncode == -signal.SIGKILL
     half = [name for name in files_in(memory) if name.startswith(".1-2-")]
@@ -422,7 +422,7 @@ def test_a_writer_that_is_killed_within_a_write_stops_no_other_and_leaves_nothin
     assert list(memory.iterdir()) == []
 
 
-def test_what_killed_processes_leave_goes_with_the_next_fleet_or_a_supervisors_end(memory: Path) -> None:
+def test_the_next_fleet_or_the_supervisor_removes_files_of_killed_processes(memory: Path) -> None:
     next_fleet = SharedWeights("other")
     for clean in (lambda: next_fleet.write(*version_of(1, 1.0, "other")), remove_unused_weights):
         subprocess.run([sys.executable, "-c", _KILLED, str(memory)], timeout=TIMEOUT_S, check=False)
@@ -441,7 +441,7 @@ def test_a_folder_in_use_is_not_removed(memory: Path) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_an_announcement_without_a_file_is_pulled_at_once(memory: Path, *, is_there: bool) -> None:
+def test_announced_weights_without_a_shared_file_are_pulled_at_once(memory: Path, *, is_there: bool) -> None:
     if not is_there:
         memory.rmdir()
     receiver = WeightsReceiver(FLEET, SharedWeights(FLEET))

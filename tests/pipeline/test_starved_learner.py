@@ -1,4 +1,4 @@
-"""A learner that waits for more steps than workers may have under way: it trains on what there is; nobody stalls."""
+"""A learner that waits for more steps than the workers' windows allow trains on the steps it has, without a stall."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _filled(batches: int, steps: int, **limits: Any) -> WorkerSession:
     return session
 
 
-def test_small_batches_leave_room_in_a_window_of_steps_and_never_more_than_the_recorder_holds() -> None:
+def test_small_batches_fill_a_window_of_steps_up_to_the_recorders_capacity() -> None:
     assert not _filled(4, 64, window_batches=4, window_steps=256).has_room()
     assert _filled(4, 63, window_batches=4, window_steps=256).has_room()
     assert _filled(15, 16, window_batches=4, window_steps=256).has_room()
@@ -53,7 +53,7 @@ def test_small_batches_leave_room_in_a_window_of_steps_and_never_more_than_the_r
     assert not _filled(4, 16, window_batches=4, window_steps=256, window_bytes=4).has_room()
 
 
-def test_a_window_of_steps_is_that_of_its_full_batches_unless_batches_were_asked_for() -> None:
+def test_a_window_counts_steps_of_full_batches_unless_window_batches_is_set() -> None:
     sampling = {"num_envs": 8, "rollout_fragment_length": 64}
     default = build_config({"sampling": sampling})
     assert default.window_steps() == default.window_batches() * 8 * 64
@@ -63,7 +63,7 @@ def test_a_window_of_steps_is_that_of_its_full_batches_unless_batches_were_asked
     assert build_config({"sampling": {**sampling, "batch_mode": "complete_episodes"}}).window_steps() == 0
 
 
-def test_a_learner_whose_workers_all_wait_for_it_takes_what_it_has(
+def test_a_learner_takes_the_batches_it_has_when_all_its_workers_wait_for_it(
     broker: BrokerThread, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = Envs().fragments(9)
@@ -82,7 +82,7 @@ def test_a_learner_whose_workers_all_wait_for_it_takes_what_it_has(
     assert add_up(broker.rows()).balance() == 0
 
 
-def test_a_window_exactly_as_large_as_an_update_starves_nobody(
+def test_a_window_exactly_as_large_as_an_update_does_not_starve_the_learner(
     broker: BrokerThread, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = Envs(ends=0.0, fails=0.0).fragments(12)

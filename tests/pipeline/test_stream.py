@@ -100,7 +100,7 @@ def test_nothing_is_settled_before_commit(
     wait_until(lambda: feeder.session.settled.seq == 4, "four settled batches")
 
 
-def test_a_learner_that_dies_uncommitted_gets_its_batches_again(
+def test_the_next_learner_gets_the_uncommitted_batches_again(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
 ) -> None:
     batches = Envs(2, fails=0.0).fragments(10)
@@ -120,7 +120,7 @@ def test_a_learner_that_dies_uncommitted_gets_its_batches_again(
     assert witness.steps == sum(batch.steps for batch in batches)
 
 
-def test_a_position_in_the_checkpoint_makes_training_exactly_once(
+def test_a_position_in_the_checkpoint_gives_exactly_once_training(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
 ) -> None:
     """The process dies between its checkpoint and the commit: the broker has those batches still, the learner not."""
@@ -180,7 +180,7 @@ def test_a_damaged_payload_is_counted_and_its_episodes_are_ended(
     assert add_up(broker.rows()).balance() == 0
 
 
-def test_a_batch_whose_header_is_damaged_is_tried_again_then_skipped_by_name(
+def test_a_batch_with_a_damaged_header_is_dropped_as_poison(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
 ) -> None:
     def alter(seq: int, frames: list[Buffer]) -> list[Buffer]:
@@ -210,17 +210,17 @@ def test_the_newer_learner_wins_and_the_older_is_fenced(
     assert witness.steps > 0
 
 
-def test_another_fleet_is_refused_by_name(open_stream: OpenStream) -> None:
+def test_a_stream_of_another_fleet_is_refused_with_both_names(open_stream: OpenStream) -> None:
     with pytest.raises(WrongFleetError, match="'fleet', not 'other'"):
         open_stream(fleet_id="other")
 
 
-def test_no_broker_is_an_error_within_the_deadline(free_port: int) -> None:
+def test_a_missing_broker_raises_an_error_within_the_timeout(free_port: int) -> None:
     with pytest.raises(UnreachableError, match=f"{free_port} after 0.3 s"):
         EpisodeStream(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.3)
 
 
-def test_a_learner_without_a_connection_says_hello_again_soon_and_does_not_spin() -> None:
+def test_a_learner_without_a_connection_repeats_hello_and_does_not_spin() -> None:
     session, now, hellos = LearnerSession("l", StreamLimits()), 0.0, 0
     while now < 1.0:
         session.tick(now)
@@ -231,7 +231,7 @@ def test_a_learner_without_a_connection_says_hello_again_soon_and_does_not_spin(
     assert 10 < hellos < 100
 
 
-def test_who_waits_for_data_without_committing_is_told_so(
+def test_a_learner_that_waits_without_committing_gets_a_stall_error(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stall_detector, "STALLED_S", 0.5)
@@ -242,7 +242,7 @@ def test_who_waits_for_data_without_committing_is_told_so(
     assert raised.value.uncommitted == 3
 
 
-def test_a_worker_that_died_before_it_told_its_spaces_does_not_disturb_the_learner(
+def test_a_worker_that_died_before_sending_spaces_does_not_disturb_the_learner(
     broker: BrokerThread, open_stream: OpenStream
 ) -> None:
     stream = open_stream()
@@ -255,7 +255,7 @@ def test_a_worker_that_died_before_it_told_its_spaces_does_not_disturb_the_learn
         assert stream.next(0.5) is None
 
 
-def test_when_a_worker_has_left_its_open_episodes_are_aborted(
+def test_open_episodes_of_a_worker_that_left_are_aborted(
     broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
 ) -> None:
     feeder = start_feeder(broker.endpoints.worker, Envs(width=2, ends=0.0, fails=0.0).fragments(3))
@@ -339,7 +339,7 @@ def test_a_position_of_another_fleet_is_refused(broker: BrokerThread) -> None:
         EpisodeStream(broker.endpoints.learner, position=[place], connect_timeout_s=TIMEOUT_S)
 
 
-def test_a_loop_with_a_time_out_ends_with_a_reason(
+def test_a_loop_with_batch_timeout_s_ends_with_a_logged_reason(
     broker: BrokerThread, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = Envs().fragments(3)

@@ -69,7 +69,7 @@ def _reference_run(run_dir: Path, *, synchronous_by_config: bool) -> Checkpoint:
 
 @pytest.mark.processes
 def test_two_runs_with_one_seed_are_equal_to_the_bit(tmp_path: Path) -> None:
-    """Whether the config asks for it or the learner."""
+    """The config asks for synchronous sampling in one run, and the learner in the other."""
     first = _reference_run(tmp_path / "a", synchronous_by_config=True)
     assert first.state["updates"] == UPDATES
     assert first.state["steps"] == UPDATES * 600
@@ -132,7 +132,7 @@ def test_each_worker_ships_its_share_and_waits(tmp_path: Path, stack: ExitStack)
 
 @pytest.mark.chaos
 def test_a_worker_that_dies_does_not_stall_the_others(tmp_path: Path, stack: ExitStack) -> None:
-    """Killed within a round it is waited for, then the other gets its share. Its next life gets shares again."""
+    """The round waits for a killed worker, then gives its share to the other. Its next life gets shares again."""
     slow = {"env": "support.envs.troubled:Slow", "env_config": {"step_s": 0.005}}
     fleet = Fleet(tmp_path, stack, 2, **slow)
     fleet.update()
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_does_not_stall_the_others(tmp_path: Path, stack: Exi
 
 
 @pytest.mark.long
-def test_without_a_size_each_worker_ships_a_cut(tmp_path: Path, stack: ExitStack) -> None:
+def test_without_steps_per_update_each_worker_ships_one_fragment_a_round(tmp_path: Path, stack: ExitStack) -> None:
     broker = stack.enter_context(BrokerThread(tmp_path, workers=1))
     stack.enter_context(worker_process(tmp_path, broker.endpoints.worker, 0, 1, {"sampling": SAMPLING}))
     stream = stack.enter_context(EpisodeStream(broker.endpoints.learner, synchronous=True))
@@ -160,7 +160,7 @@ def test_without_a_size_each_worker_ships_a_cut(tmp_path: Path, stack: ExitStack
         assert stream.next(0.2) is None
 
 
-def test_random_actions_before_the_first_weights_do_not_go_with_it() -> None:
+def test_synchronous_sampling_refuses_random_actions_before_the_first_weights() -> None:
     sections = {"sampling": {"synchronous": True}, "worker": {"random_actions_before_weights": True}}
     with pytest.raises(ConfigError, match="synchronous = true"):
         build_config(sections)
@@ -185,7 +185,7 @@ def _ship(rounds: Rounds, worker: Source, steps: int, version: tuple[int, int]) 
     rounds.note(worker, StoredBatch(1, steps, 1, 1, [b""], 0, 0.0, version))
 
 
-def test_a_worker_that_lives_and_makes_no_step_is_done_without_until_it_makes_one() -> None:
+def test_a_live_worker_without_steps_gets_no_share_until_it_makes_a_step() -> None:
     rounds, workers = Rounds(True, 3, lease_s=2.0), _workers(3)
     rounds.ask(True, 120)
     assert rounds.advance((1, 1), workers, 0, 0.0)
@@ -218,7 +218,7 @@ def test_the_first_round_waits_for_all_workers_of_the_config_for_a_minute(caplog
     assert _shares(rounds, workers) == [64, 64]
 
 
-def test_a_life_that_follows_another_ships_what_is_left() -> None:
+def test_a_restarted_worker_gets_the_rest_of_its_share() -> None:
     rounds, workers = Rounds(True, 2, lease_s=2.0), _workers(2)
     rounds.ask(True, 128)
     rounds.advance((1, 1), workers, 0, 0.0)
@@ -228,15 +228,15 @@ def test_a_life_that_follows_another_ships_what_is_left() -> None:
     assert _shares(rounds, [workers[0], after]) == [64, 24]
 
 
-def test_a_worker_that_claims_to_have_shipped_more_than_its_share_has_shipped_its_share() -> None:
-    """As every number of a peer: it must not become one that no message can carry."""
+def test_a_workers_claim_of_shipped_steps_is_capped_at_its_share() -> None:
+    """A peer may send any number. The claim must not become a number that no message can carry."""
     rounds, workers = Rounds(True, 1, lease_s=2.0), _workers(1)
     rounds.advance((1, 1), workers, 0, 0.0)
     rounds.learn(workers[0], (1, 1), (1 << 63) - 1)
     assert rounds.share(workers[0]) == 64
 
 
-def test_what_others_have_made_is_the_same_for_a_whole_round() -> None:
+def test_the_step_count_of_other_workers_is_constant_within_a_round() -> None:
     """A module's schedule may use it: it must not depend on timing."""
     rounds, workers = Rounds(True, 2, lease_s=2.0), _workers(2)
     rounds.advance((1, 1), workers, 100, 0.0)

@@ -1,4 +1,4 @@
-"""Weights that no worker can load: the learner gets an error that says why, and workers go on with those they have."""
+"""Weights that no worker can load: the learner gets an error with the reason, and workers keep the old weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _pump(publisher: WeightPublisher) -> bool:
     return False
 
 
-def test_unfit_weights_are_named_at_once_and_workers_go_on(
+def test_unfit_weights_raise_at_once_and_workers_keep_the_old_weights(
     stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
     worker = start_worker()
@@ -81,10 +81,10 @@ def test_a_publisher_knows_the_shapes_as_soon_as_the_stream_of_its_process_does(
         publisher.publish({"w": np.zeros(3)})
 
 
-def test_what_only_a_worker_can_see_reaches_the_learner_too(
+def test_a_workers_refusal_of_weights_reaches_the_learner(
     stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
-    """State of connectors that the worker does not have. The error comes once, and not in the way of newer weights."""
+    """The weights have state of a connector that the worker lacks. The error comes once and blocks no newer weights."""
     worker = start_worker()
     fit = constant_value(stream.spaces(timeout_s=TIMEOUT_S), 1.0)
     publisher.publish(fit)
@@ -103,7 +103,7 @@ def test_what_only_a_worker_can_see_reaches_the_learner_too(
     worker.check()
 
 
-def test_weights_published_before_any_worker_is_there_are_refused_by_the_first(
+def test_the_first_worker_refuses_unfit_weights_that_were_published_before_it(
     stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
     fit = constant_value(CART_POLE, 1.0)
@@ -135,7 +135,7 @@ def test_weights_of_several_modules_are_checked_by_module() -> None:
         check_published(_arrays(w=(2, 3)), SHAPES)
 
 
-def test_shapes_that_are_too_many_for_a_message_are_not_told() -> None:
+def test_weight_shapes_too_large_for_a_message_are_left_out() -> None:
     assert tellable_shapes(SHAPES) == {"one": {"w": [2, 3]}, "two": {"v": [4]}}
     assert tellable_shapes({"one": {str(n): (1,) for n in range(2000)}}) == {}
     assert tellable_shapes({"one": {"x" * 300: (1,)}}) == {}
@@ -170,7 +170,7 @@ class _Told:
         return {send.peer: send.content for send in self.core.take_outbox() if isinstance(send.content, Status)}
 
 
-def test_heartbeats_carry_the_shapes_of_weights_only_where_they_are_news() -> None:
+def test_heartbeats_carry_weight_shapes_only_when_they_are_new() -> None:
     """With a thousand names a heartbeat has 26,074 bytes, without them 177."""
     told, many = _Told(), {"one": {f"layer{n}.weight": [64, 64] for n in range(1000)}}
     assert told.learner(b"s", "stream") == {}

@@ -1,4 +1,4 @@
-"""A broker on Unix sockets serves its own user alone, without token or keys, at endpoints that stay."""
+"""A broker on Unix sockets serves its own user alone, without token or keys, at endpoints that stay the same."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def all_arrives(endpoints: Endpoints, run_dir: Path, start_feeder: StartFeeder, 
     assert feeder.error is None
 
 
-def test_peers_live_through_the_kill_of_a_broker_on_unix_sockets(
+def test_peers_survive_the_kill_of_a_broker_on_unix_sockets(
     stack: ExitStack, start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path
 ) -> None:
     """Peers show no token, though the run directory has one for the ports of workers."""
@@ -200,7 +200,7 @@ def give_it_away(folder: Path) -> None:
         (give_it_away, f"it belongs to user {NOBODY}"),
     ],
 )
-def test_a_folder_that_is_not_this_users_alone_is_refused_by_both_sides(
+def test_broker_and_learner_refuse_an_unsafe_socket_folder(
     tmp_path: Path, spoil: Callable[[Path], None], words: str
 ) -> None:
     spoil(tmp_path / "ipc")
@@ -211,12 +211,12 @@ def test_a_folder_that_is_not_this_users_alone_is_refused_by_both_sides(
 
 
 @pytest.mark.parametrize("address", ["ipc://here", "ipc://@abstract", "ipc:///", f"ipc:///{'x' * 107}"])
-def test_an_address_that_is_no_path_of_a_socket_is_refused(address: str) -> None:
+def test_an_ipc_address_without_a_usable_path_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"the address should be ipc:///PATH"):
         EpisodeStream(address)
 
 
-def test_a_missing_folder_is_waited_for_only_where_no_other_user_can_make_it(tmp_path: Path) -> None:
+def test_a_learner_waits_for_a_missing_folder_only_where_others_cannot_make_it(tmp_path: Path) -> None:
     with pytest.raises(SocketFolderError, match="there is none, and others may make it in /tmp; check the address"):
         EpisodeStream("ipc:///tmp/headrace-that-is-not/learner", connect_timeout_s=1.0)
     server_token(tmp_path, asked=True)

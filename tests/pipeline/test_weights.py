@@ -42,7 +42,7 @@ def state(value: float, size: int = SMALL) -> dict[str, NDArray[Any]]:
 
 @dataclass
 class Applied:
-    """What a feeder's receiver has ready."""
+    """The weights that a feeder's receiver has ready."""
 
     feeder: Feeder
 
@@ -87,7 +87,7 @@ def test_published_weights_arrive_whole(
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_who_comes_late_gets_the_last_version(
+def test_a_worker_that_joins_late_gets_the_last_version(
     broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder, size: int
 ) -> None:
     for value in (1.0, 2.0, 3.0):
@@ -97,7 +97,7 @@ def test_who_comes_late_gets_the_last_version(
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_worker_that_hears_no_broadcast_learns_by_heartbeat(
+def test_a_worker_without_broadcasts_learns_of_new_weights_by_heartbeat(
     broker: BrokerThread,
     publisher: WeightPublisher,
     start_feeder: StartFeeder,
@@ -114,7 +114,7 @@ def test_a_worker_that_hears_no_broadcast_learns_by_heartbeat(
 
 
 @pytest.mark.long
-def test_a_restarted_broker_gets_them_again_from_the_publisher(
+def test_a_restarted_broker_gets_the_weights_again_from_the_publisher(
     start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack
 ) -> None:
     first = start_broker()
@@ -182,7 +182,7 @@ def test_an_older_publisher_is_fenced_and_changes_nothing(
         assert applied.newest() == (newer.epoch, 1)
 
 
-def test_a_publisher_opened_again_goes_on_counting(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_a_reopened_publisher_continues_its_version_numbers(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     """The lease is the process's, so versions that began again at 1 would be ignored as old."""
     applied = Applied(start_feeder(broker.endpoints.worker))
     for expected in (1, 2, 3):
@@ -192,7 +192,7 @@ def test_a_publisher_opened_again_goes_on_counting(broker: BrokerThread, start_f
         wait_until(lambda n=expected: applied.newest()[1] == n, "the next version")  # type: ignore[misc]
 
 
-def test_without_tensors_there_is_nothing_to_publish(publisher: WeightPublisher) -> None:
+def test_weights_without_tensors_or_with_complex_numbers_are_refused(publisher: WeightPublisher) -> None:
     with pytest.raises(EncodeError, match="without tensors"):
         publisher.publish({})
     with pytest.raises(EncodeError, match="complex"):
@@ -250,7 +250,7 @@ def test_weights_of_another_fleet_are_not_taken() -> None:
     assert (receiver.take(), receiver.newest) == (None, (0, 0))
 
 
-def test_what_does_not_match_its_digest_is_refused_and_the_old_version_kept() -> None:
+def test_weights_with_a_wrong_digest_are_refused_and_the_old_version_is_kept() -> None:
     receiver = WeightsReceiver(FLEET)
     receiver.receive(message((1, 1), 1.0), 0.0)
     wrong = message((1, 2), 2.0)
@@ -271,7 +271,7 @@ def test_a_broadcast_on_its_way_is_not_pulled_as_well() -> None:
     assert receiver.requests(20.0 + BROADCAST_S) == [WeightsPull(offset=0, length=1 << 20)]
 
 
-def test_a_version_that_is_overtaken_while_it_is_pulled_is_begun_anew() -> None:
+def test_a_newer_version_during_a_pull_restarts_the_pull() -> None:
     receiver = WeightsReceiver(FLEET)
     receiver.hear_of((1, 2), 0.0)
 
@@ -306,7 +306,7 @@ def pieces_of(version: Version, value: float, size: int) -> tuple[WeightsRelay, 
     return relay, receiver
 
 
-def test_several_pieces_are_asked_for_before_one_has_come() -> None:
+def test_a_pull_keeps_several_pieces_in_flight() -> None:
     relay, receiver = pieces_of((1, 1), 1.0, 3_000_000)
     first = receiver.requests(1.0)
     assert [pull.offset for pull in first] == [0]
@@ -318,7 +318,7 @@ def test_several_pieces_are_asked_for_before_one_has_come() -> None:
     assert [pull.offset >> 20 for pull in receiver.requests(1.0)] == [1 + PIECES_IN_FLIGHT]
 
 
-def test_pieces_that_are_lost_are_asked_for_again_and_twice_does_no_harm() -> None:
+def test_lost_pieces_are_requested_again_and_duplicates_do_no_harm() -> None:
     relay, receiver = pieces_of((1, 1), 1.0, 3_000_000)
     receiver.receive(decode(relay.part(receiver.requests(1.0)[0])), 1.0)
     lost = receiver.requests(1.0)
@@ -354,14 +354,14 @@ def test_a_pulled_version_is_copied_once_at_either_end() -> None:
     assert peak < 2.2 * nbytes, "the relay's copy and the receiver's"
 
 
-def test_a_version_larger_than_any_is_not_made_room_for() -> None:
+def test_the_receiver_allocates_nothing_for_an_impossibly_large_version() -> None:
     receiver = WeightsReceiver(FLEET)
     part = WeightsPart(version=(1, 1), offset=0, frame_sizes=[1 << 40])
     receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, part.model_dump(), {"part": np.zeros(9, np.uint8)})), 1.0)
     assert not receiver.pulling
 
 
-def test_sizes_that_a_broker_tells_otherwise_begin_the_pull_again() -> None:
+def test_changed_frame_sizes_restart_the_pull() -> None:
     relay, receiver = pieces_of((1, 1), 1.0, LARGE)
     (pull,) = receiver.requests(1.0)
     wrong = WeightsPart(version=(1, 1), offset=0, frame_sizes=[9_999]).model_dump()
@@ -373,7 +373,7 @@ def test_sizes_that_a_broker_tells_otherwise_begin_the_pull_again() -> None:
     assert receiver.newest == (1, 1)
 
 
-def test_labels_travel_with_the_data(
+def test_a_batch_reaches_the_learner_with_its_weights_label(
     broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder
 ) -> None:
     """The broker knows from headers alone what each batch was sampled with."""

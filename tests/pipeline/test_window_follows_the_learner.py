@@ -1,4 +1,4 @@
-"""Workers keep one to two updates of the learner under way, however many they are: told, or measured by the stream."""
+"""All workers together keep one to two updates in flight. The learner sets the size, or the stream measures it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _under_way(feeders: list[Feeder]) -> int:
 
 @pytest.mark.parametrize(("workers", "update"), [(1, 200), (2, 200), (5, 200), (3, 1000)])
 @pytest.mark.parametrize("auto_commit", [True, False])
-def test_what_is_under_way_follows_the_size_that_the_learner_tells(
+def test_the_steps_in_flight_follow_the_update_size_that_the_learner_sets(
     broker: BrokerThread, start_feeder: StartFeeder, workers: int, update: int, auto_commit: bool
 ) -> None:
     options = {"auto_commit": auto_commit, "steps_per_update": update}
@@ -59,7 +59,7 @@ def test_what_is_under_way_follows_the_size_that_the_learner_tells(
             stream.commit()
 
 
-def test_a_window_holds_a_batch_of_each_worker_however_small_updates_are(
+def test_each_worker_keeps_one_batch_in_flight_even_for_tiny_updates(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
     with EpisodeStream(broker.endpoints.learner, steps_per_update=1) as stream:
@@ -68,7 +68,9 @@ def test_a_window_holds_a_batch_of_each_worker_however_small_updates_are(
         assert _under_way(feeders) == 4 * STEPS
 
 
-def test_no_option_is_needed_when_weights_are_published(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_the_stream_measures_the_update_size_from_published_weights(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
     """The first update already finds a small window, so it is not trained on hundreds of steps of the first weights."""
     update = 12 * STEPS
     with EpisodeStream(broker.endpoints.learner) as stream, WeightPublisher(broker.endpoints.learner) as weights:
@@ -81,7 +83,7 @@ def test_no_option_is_needed_when_weights_are_published(broker: BrokerThread, st
         assert update <= _under_way(feeders) <= 2 * update
 
 
-def test_a_new_fleet_at_the_address_of_an_older_one_has_updates_of_its_own(
+def test_a_new_fleet_at_an_old_address_measures_its_own_update_size(
     stack: ExitStack, tmp_path: Path, start_feeder: StartFeeder
 ) -> None:
     for name in ("older", "newer"):
@@ -101,10 +103,10 @@ def test_a_new_fleet_at_the_address_of_an_older_one_has_updates_of_its_own(
         assert update <= _under_way(feeders) <= 2 * update
 
 
-def test_no_option_is_needed_when_the_learner_commits_for_itself(
+def test_the_stream_measures_the_update_size_from_the_learners_commits(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
-    """Without weights a commit is the end of an update. An update far above the workers' own windows starves nobody."""
+    """Without weights a commit ends an update. An update far above the workers' windows does not starve the learner."""
     update = 120 * STEPS
     with EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream:
         feeders = _start(start_feeder, broker, 3)
@@ -117,7 +119,9 @@ def test_no_option_is_needed_when_the_learner_commits_for_itself(
         assert update <= _under_way(feeders) <= 2.3 * update
 
 
-def test_who_only_reads_is_not_slowed_down(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+def test_a_stream_without_updates_leaves_workers_their_full_windows(
+    broker: BrokerThread, start_feeder: StartFeeder
+) -> None:
     feeders = _start(start_feeder, broker, 2)
     with EpisodeStream(broker.endpoints.learner) as stream:
         for _ in range(50):
@@ -126,10 +130,10 @@ def test_who_only_reads_is_not_slowed_down(broker: BrokerThread, start_feeder: S
 
 
 @pytest.mark.parametrize("auto_commit", [True, False])
-def test_who_publishes_once_and_reads_on_has_a_window_with_a_bound(
+def test_a_learner_that_publishes_only_once_has_a_bounded_window(
     broker: BrokerThread, start_feeder: StartFeeder, auto_commit: bool
 ) -> None:
-    """A recorder or an evaluation has no updates: what it has read says nothing about what should be under way."""
+    """A recorder or an evaluation has no updates, so the steps that it reads say nothing about the window."""
     feeders = _start(start_feeder, broker, 2)
     with (
         EpisodeStream(broker.endpoints.learner, auto_commit=auto_commit) as stream,
@@ -142,7 +146,7 @@ def test_who_publishes_once_and_reads_on_has_a_window_with_a_bound(
         assert _under_way(feeders) <= (2 * 16 if auto_commit else 2 * 64) * STEPS
 
 
-def test_workers_that_stand_still_leave_their_share_to_the_others(
+def test_idle_workers_leave_their_share_of_the_window_to_the_others(
     broker: BrokerThread, start_feeder: StartFeeder
 ) -> None:
     """Three of four ship nothing and wait for nothing, as with envs that are being built."""
@@ -153,7 +157,7 @@ def test_workers_that_stand_still_leave_their_share_to_the_others(
         assert sum(batch.steps for batch in gather(stream, 40 * STEPS, NEVER)) == 40 * STEPS
 
 
-def test_a_new_broker_hears_the_size_again(tmp_path: Path, stack: ExitStack, start_feeder: StartFeeder) -> None:
+def test_a_new_broker_gets_the_update_size_again(tmp_path: Path, stack: ExitStack, start_feeder: StartFeeder) -> None:
     first = stack.enter_context(BrokerThread(tmp_path))
     with EpisodeStream(first.endpoints.learner, steps_per_update=20 * STEPS) as stream:
         feeders = _start(start_feeder, first, 2)
@@ -164,7 +168,7 @@ def test_a_new_broker_hears_the_size_again(tmp_path: Path, stack: ExitStack, sta
         assert _under_way(feeders) <= 2 * 20 * STEPS
 
 
-def test_a_size_that_is_none_is_refused(broker: BrokerThread) -> None:
+def test_an_update_size_of_zero_is_refused(broker: BrokerThread) -> None:
     with pytest.raises(ValueError, match="steps_per_update = 0"):
         EpisodeStream(broker.endpoints.learner, steps_per_update=0)
 

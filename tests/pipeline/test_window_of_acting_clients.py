@@ -1,4 +1,4 @@
-"""Clients that act by themselves fill a window as a worker's own envs do, and nobody waits for ever."""
+"""Acting clients fill a window as a worker's own envs do, and neither learner nor worker waits forever."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def play(client: ActingClient, enough: threading.Event) -> None:
 
 
 @pytest.mark.long
-def test_a_learner_trains_though_what_fits_the_window_beside_a_clients_chunks_is_less_than_an_update(
+def test_a_learner_trains_though_a_window_of_client_chunks_is_below_an_update(
     broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(stall_detector, "STARVED_S", 1.0)  # five heartbeats of these brokers

@@ -1,4 +1,4 @@
-"""The worker with real envs and a real policy: labels, oversize batches, leaving, and dying in every way."""
+"""The worker with real envs and a real policy: labels, oversize batches, stops and crashes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.pipeline.worker_threads import (
 from support.waiting import TIMEOUT_S, wait_until
 
 
-def test_the_label_on_data_is_that_of_the_weights_in_use(
+def test_the_version_label_on_data_matches_the_weights_in_use(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Under each version the policy's value is a constant of its own, through a learner's restart as well."""
@@ -66,7 +66,7 @@ def test_the_label_on_data_is_that_of_the_weights_in_use(
 
 
 @pytest.mark.long
-def test_weights_are_taken_between_two_polls_and_the_last_ones_act_on_when_no_more_come(
+def test_new_weights_apply_within_a_fragment_and_the_last_version_stays_in_use(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slow = {"env": "support.envs.troubled:Slow", "env_config": {"step_s": 0.02}, "rollout_fragment_length": 50}
@@ -91,7 +91,7 @@ def test_weights_are_taken_between_two_polls_and_the_last_ones_act_on_when_no_mo
         assert [seqs(100.0) for _ in range(3)] == [{weights.seq}] * 3
 
 
-def test_a_batch_too_large_for_the_broker_is_dropped_by_name_and_its_episodes_are_ended(
+def test_a_batch_too_large_for_the_broker_is_dropped_as_oversize(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broker = start_broker(max_batch_bytes=1 << 16)
@@ -108,10 +108,10 @@ def test_a_batch_too_large_for_the_broker_is_dropped_by_name_and_its_episodes_ar
 
 
 @pytest.mark.long
-def test_what_a_slow_worker_ships_at_its_end_is_taken_however_late_it_comes(
+def test_the_last_batches_of_a_slow_worker_are_taken_however_late_they_come(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its envs step for longer than a drain waits for a batch: one that was drained once would keep its books open."""
+    """Its envs step for longer than a drain waits for a batch. After a single drain its books would stay open."""
     slow = {"env": "support.envs.troubled:Slow", "env_config": {"step_s": 0.5}, "rollout_fragment_length": 1000}
     sections = {**AT_RANDOM, "sampling": {**SAMPLING, **slow, "num_envs": 1}}
     witness = Witness()
@@ -129,7 +129,7 @@ def test_what_a_slow_worker_ships_at_its_end_is_taken_however_late_it_comes(
     assert add_up(broker.rows()).balance() == 0
 
 
-def test_other_spaces_end_the_worker_with_an_error(
+def test_a_worker_with_other_spaces_ends_with_the_brokers_refusal(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start_feeder: Any
 ) -> None:
     feeder = start_feeder(broker.endpoints.worker, slot=5)
@@ -177,7 +177,7 @@ def test_sigterm_ends_a_worker_that_waits_for_a_broker(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
-def test_a_broker_that_does_not_come_back_ends_a_worker_whose_recorder_keeps_its_books(
+def test_a_worker_ends_without_its_broker_and_its_recorder_keeps_the_books(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = start_broker(lease_s=1.0)
@@ -215,7 +215,9 @@ def test_after_sigkill_the_recorder_makes_the_books_balance(broker: BrokerThread
 
 
 @pytest.mark.chaos
-def test_a_zombie_is_fenced_and_what_it_had_left_is_counted(start_broker: StartBroker, tmp_path: Path) -> None:
+def test_a_zombie_worker_is_fenced_and_its_remaining_steps_are_counted(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
     broker = start_broker(lease_s=1.0)
     witness = Witness()
     with EpisodeStream(broker.endpoints.learner) as stream, start_worker(tmp_path, broker) as zombie:

@@ -1,4 +1,4 @@
-"""Callbacks in a worker process: what was sent is told, and one that raises ends the worker with its books closed."""
+"""Callbacks in a worker: they get each sent chunk, and a callback that raises ends the worker with closed books."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _config(callback: str, **sampling: Any) -> dict[str, Any]:
     }
 
 
-def test_every_chunk_that_was_sent_is_told(
+def test_the_callback_gets_every_chunk_that_was_sent(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     worker_callbacks.sent.clear()
@@ -43,7 +43,7 @@ def test_every_chunk_that_was_sent_is_told(
 @pytest.mark.parametrize(
     ("callback", "event", "steps"), [("SampleRaises", "on_sample_end", 96), ("ChunkRaises", "on_chunk_sent", 32)]
 )
-def test_one_that_raises_ends_the_worker_by_name_and_nothing_is_lost(
+def test_a_callback_that_raises_ends_the_worker_and_no_step_is_lost(
     callback: str, event: str, steps: int, broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with EpisodeStream(broker.endpoints.learner) as stream:
@@ -57,7 +57,7 @@ def test_one_that_raises_ends_the_worker_by_name_and_nothing_is_lost(
     assert not row.totals.discarded
 
 
-def test_one_that_fails_its_episodes_is_in_the_books(
+def test_episodes_that_a_callback_fails_are_counted_in_the_books(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = _config("StepRaises", env_restart_attempts=2, env_restart_backoff_s=0.0)

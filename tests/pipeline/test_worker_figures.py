@@ -1,4 +1,4 @@
-"""What a worker tells of itself in heartbeats, as the broker reports it."""
+"""Figures that a worker sends in heartbeats, as the broker reports them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ports(broker: BrokerThread) -> Ports | None:
     return broker.ask(lambda asked: asked.core.live()[0].ports)
 
 
-def test_a_worker_whose_learner_stalls_waits_and_the_row_and_the_gauges_say_so(
+def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     began = time.time()
@@ -90,7 +90,7 @@ def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
     assert seen.gauges["aborted_len_mean"] == seen.gauges["aborted_return_mean"] > 0  # CartPole gives 1 a step
 
 
-def test_a_policy_server_tells_of_its_clients_and_waits_for_them(
+def test_a_policy_server_reports_its_clients_and_its_time_waiting_for_them(
     broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sections = {**AT_RANDOM, "serving": {"enabled": True, "port": free_port}, "learner": {"enabled": False}}
@@ -123,14 +123,14 @@ def test_a_policy_server_tells_of_its_clients_and_waits_for_them(
         ("fe80::1%lo", r"peers cannot connect to 'fe80::1%lo'"),
     ],
 )
-def test_a_name_by_which_no_peer_reaches_a_worker_is_refused(advertise: str, words: str) -> None:
+def test_an_unreachable_advertise_name_is_refused(advertise: str, words: str) -> None:
     config = build_config({"serving": {"enabled": True}, "worker": {"advertise": advertise}})
     with pytest.raises(ConfigError, match=rf"worker\.advertise: .*{words}"):
         host_of_ports(config)
 
 
 @pytest.mark.processes
-def test_a_worker_without_an_env_host_tells_that_it_wants_one_and_then_which_version_it_runs(
+def test_a_worker_reports_a_missing_env_host_and_later_the_hosts_version(
     broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sampling = {**AT_RANDOM["sampling"], "env_placement": "remote", "env_hosts_port": free_port}

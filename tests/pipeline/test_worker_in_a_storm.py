@@ -1,4 +1,4 @@
-"""A worker whose envs give nothing, now or ever, goes on trying; told to stop it leaves soon, with its books closed."""
+"""A worker whose envs never give a fragment keeps trying. On a stop request it leaves soon, with closed books."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WHOLE = {"batch_mode": "complete_episodes"}
     ],
     ids=["never built again", "never reset", "long waits", "in processes", "never stepped", "episodes without an end"],
 )
-def test_a_worker_that_will_never_have_a_fragment_leaves_when_it_is_told_to(
+def test_a_worker_that_never_gets_a_fragment_leaves_on_a_stop_request(
     fails: str | None,
     settings: dict[str, Any],
     broker: BrokerThread,
@@ -63,7 +63,7 @@ def _works_in_vain(caplog: pytest.LogCaptureFixture, recorder: Path) -> bool:
     return stepped > 100 or any("(attempt 2 of" in record.getMessage() for record in list(caplog.records))
 
 
-def test_sample_waits_for_envs_that_are_all_down_until_their_budget_of_failures_is_spent() -> None:
+def test_sample_waits_for_failed_envs_until_their_restart_budget_is_spent() -> None:
     config = EnvRunnerConfig(
         env="support.envs.stormy:Stormy", num_envs=2, env_config={"fails": "reset"}, env_restart_attempts=4,
         env_restart_backoff_s=0.01,
@@ -73,10 +73,10 @@ def test_sample_waits_for_envs_that_are_all_down_until_their_budget_of_failures_
 
 
 class EnoughError(Exception):
-    """Who waits has had enough."""
+    """Raised by the caller to end its wait."""
 
 
-def test_whoever_calls_sample_fragment_may_break_off_the_wait_for_envs_that_are_all_down() -> None:
+def test_the_caller_of_sample_fragment_can_end_the_wait_for_failed_envs() -> None:
     looks = itertools.count()
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""A worker whose clients are silent leaves as soon as it is told to, and what they have done is delivered."""
+"""A worker with silent clients leaves soon after a stop request, and delivers the steps that they made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from support.waiting import TIMEOUT_S, wait_until
 pytestmark = pytest.mark.chaos
 
 
-def test_a_stop_is_noticed_before_the_fragment_is_old(broker: BrokerThread, free_port: int, tmp_path: Path) -> None:
+def test_a_worker_with_a_silent_client_stops_before_its_fragment_is_old(
+    broker: BrokerThread, free_port: int, tmp_path: Path
+) -> None:
     silent = {**AT_RANDOM["sampling"], "external_fragment_max_age_s": 250.0}
     sections = {**AT_RANDOM, "sampling": silent, "serving": {"enabled": True, "port": free_port}}
     with (

@@ -1,4 +1,4 @@
-"""A worker whose env hosts are all gone, or have never come, leaves when it is told to, and its books are closed."""
+"""A worker without env hosts, before the first or after the last, leaves on a stop request with closed books."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def env_host(port: int, log: Path) -> Process:
     return script_process(HOST, "env-host", "--connect", address, "--env", "CartPole-v1", "--num-envs", "2", log=log)
 
 
-def test_before_the_first_host_has_come(
+def test_a_worker_leaves_on_a_stop_request_before_its_first_env_host_connects(
     broker: BrokerThread,
     free_port: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -51,7 +51,7 @@ def test_before_the_first_host_has_come(
 @pytest.mark.parametrize(
     ("lease_s", "ready"), [(1.0, {}), (60.0, {"remote_env_batch_wait_ms": 0})], ids=["found lost", "silent"]
 )
-def test_after_all_hosts_have_gone(
+def test_a_worker_leaves_on_a_stop_request_after_its_last_env_host_is_killed(
     lease_s: float,
     ready: dict[str, Any],
     broker: BrokerThread,
@@ -80,7 +80,7 @@ def test_after_all_hosts_have_gone(
     assert add_up(broker.rows()).balance() == 0
 
 
-def test_a_wait_may_have_an_end_which_names_the_port_and_what_to_start_there(
+def test_env_hosts_timeout_s_ends_the_wait_with_an_error_that_names_the_command(
     broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sections = placed(free_port, env_hosts_timeout_s=0.2)

@@ -105,7 +105,7 @@ class LossyProxy:
 
 
 def _until_silent(sock: socket.socket) -> bytes:
-    """What comes until nothing more has come for 10 ms; empty at the end of the connection."""
+    """Return the bytes that come until the socket is silent for 10 ms; empty at the end of the connection."""
     received = b""
     try:
         sock.settimeout(None)

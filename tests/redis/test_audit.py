@@ -1,4 +1,4 @@
-"""The audit finds any number of the books that was changed, and names the row it stands in."""
+"""The audit finds each changed number of the books, and names its row."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def changed(row: dict[str, Any], path: tuple[str | int, ...], by: int) -> bytes:
 
 
 @pytest.mark.parametrize("field", ["0/1", "0/2", "1/1"])
-def test_each_number_of_a_row_changed_in_turn_is_found_and_its_row_named(
+def test_the_audit_finds_each_changed_number_of_a_row_and_names_the_row(
     reported: FleetView, fleet_id: str, client: Any, field: str
 ) -> None:
     ledger = key_name(fleet_id, LEDGER)
@@ -108,12 +108,12 @@ def test_each_number_of_a_row_changed_in_turn_is_found_and_its_row_named(
         assert audit(reported.read()) == []
 
 
-def test_a_row_that_disappeared_is_missed(reported: FleetView, fleet_id: str, client: Any) -> None:
+def test_the_audit_reports_a_missing_row(reported: FleetView, fleet_id: str, client: Any) -> None:
     client.hdel(key_name(fleet_id, LEDGER), "0/1")
     assert "slot 0 incarnation 1: 128 steps were counted, but its ledger row is missing" in audit(read(reported))
 
 
-def test_each_lifetime_counter_changed_in_turn_is_found(reported: FleetView, fleet_id: str, client: Any) -> None:
+def test_the_audit_finds_each_changed_lifetime_counter(reported: FleetView, fleet_id: str, client: Any) -> None:
     for key in (TOTALS, SOURCES):
         name = key_name(fleet_id, key)
         for field, value in client.hgetall(name).items():
@@ -123,7 +123,7 @@ def test_each_lifetime_counter_changed_in_turn_is_found(reported: FleetView, fle
     assert audit(read(reported)) == []
 
 
-def test_a_row_that_cannot_be_read_is_a_problem(reported: FleetView, fleet_id: str, client: Any) -> None:
+def test_the_audit_reports_an_unreadable_row(reported: FleetView, fleet_id: str, client: Any) -> None:
     client.hset(key_name(fleet_id, LEDGER), "0/1", b"\x80\x04K\x01.")
     problems = audit(read(reported))
     assert any("ledger" in problem and "0/1" in problem for problem in problems)
@@ -135,7 +135,7 @@ def test_a_fleet_that_never_reported_does_not_pass(url: str) -> None:
     ]
 
 
-def test_a_life_that_claims_to_be_live_beside_a_newer_one_is_found(
+def test_the_audit_finds_a_live_row_with_a_newer_incarnation_in_its_slot(
     reported: FleetView, fleet_id: str, client: Any
 ) -> None:
     client.hset(key_name(fleet_id, INCARNATIONS), "1", 2)
@@ -143,9 +143,7 @@ def test_a_life_that_claims_to_be_live_beside_a_newer_one_is_found(
     assert "slot 1 incarnation 1 claims to be live, although incarnation 2 has its slot" in problem
 
 
-def test_a_lost_life_without_a_supervisor_is_found_with_the_time_at_which_its_books_close(
-    url: str, fleet_id: str
-) -> None:
+def test_the_audit_reports_when_the_books_of_a_lost_unsupervised_worker_close(url: str, fleet_id: str) -> None:
     """A worker that was started by hand and killed, with another one in its slot."""
     core, metrics, reporter = BrokerCore(fleet_id, BrokerLimits()), FleetMetrics(), RedisReporter(url, fleet_id)
     told = WorkerTotals(stepped=10, shipped=10, shipped_chunks=1, seq=1)
@@ -173,7 +171,7 @@ def test_a_lost_life_without_a_supervisor_is_found_with_the_time_at_which_its_bo
     assert audit(snapshot) == []
 
 
-def test_a_key_of_another_type_is_found_whichever_it_is(reported: FleetView, fleet_id: str, client: Any) -> None:
+def test_the_audit_finds_any_key_of_a_wrong_type(reported: FleetView, fleet_id: str, client: Any) -> None:
     with reported:
         for key in TABLE:
             name = key_name(fleet_id, key, version="1-1")
@@ -250,7 +248,7 @@ def write_another_layout(run: Run, client: Any, fleet_id: str) -> None:
         (write_another_layout, "worker-4-1.rec is no recorder that this version can read"),
     ],
 )
-def test_books_that_balance_are_wrong_where_the_run_directory_proves_more(
+def test_the_audit_fails_balanced_books_that_the_run_directory_contradicts(
     reported: FleetView, url: str, fleet_id: str, client: Any, tmp_path: Path, damage: Any, words: str
 ) -> None:
     run = Run(tmp_path, url, fleet_id, reported)
@@ -360,7 +358,7 @@ def fold_and_keep_the_row(run: Run, client: Any, fleet_id: str) -> None:
         (fold_and_keep_the_row, False, "slot 0 incarnation 1 has a row, although it is folded"),
     ],
 )
-def test_a_folded_life_is_held_against_the_same_evidence(
+def test_the_audit_compares_folded_lives_with_the_same_evidence(
     reported: FleetView, url: str, fleet_id: str, client: Any, tmp_path: Path, damage: Any, deep: bool, words: str
 ) -> None:
     run = Run(tmp_path, url, fleet_id, reported)
@@ -378,7 +376,7 @@ def test_a_batch_held_too_long_is_a_warning_and_no_problem() -> None:
     assert warnings(snapshot, oldest_unsettled_s=100.0) == []
 
 
-def test_batches_that_a_broker_and_their_worker_died_with_are_no_contradiction(
+def test_batches_lost_with_both_broker_and_worker_pass_the_audit(
     url: str, fleet_id: str, make_row: Callable[..., LedgerRow]
 ) -> None:
     row = make_row(batches=5, settled=4)
@@ -397,7 +395,7 @@ def test_batches_that_a_broker_and_their_worker_died_with_are_no_contradiction(
     assert audit(snapshot) == []
 
 
-def test_the_rendering_says_the_equation_and_names_the_problem(reported: FleetView, fleet_id: str, client: Any) -> None:
+def test_the_rendered_audit_shows_the_equation_and_the_problem(reported: FleetView, fleet_id: str, client: Any) -> None:
     ledger = key_name(fleet_id, LEDGER)
     row = orjson.loads(client.hget(ledger, "1/1"))
     client.hset(ledger, "1/1", changed(row, ("held", 0), 1))
@@ -412,7 +410,7 @@ def test_the_rendering_says_the_equation_and_names_the_problem(reported: FleetVi
     assert "discarded[env_exception] 27" in text
 
 
-def test_open_fleet_reads_the_run_directory(tmp_path: Path) -> None:
+def test_find_books_reads_fleet_json_and_refuses_a_missing_or_damaged_file(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"no fleet\.json"):
         find_books(tmp_path)
     (tmp_path / "fleet.json").write_text("{")

@@ -1,4 +1,4 @@
-"""The copies in Redis and in the run directory: whole or absent, never older than what they replace, and bounded."""
+"""Copies of a checkpoint in Redis and the run directory: whole or absent, never older than the last, and bounded."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def copying(path: Path, url: str, fleet_id: str, client: Any) -> Iterator[Copyin
     copying.close()
 
 
-def test_a_lost_file_comes_back_from_redis_to_the_byte(copying: Copying, path: Path) -> None:
+def test_a_lost_checkpoint_is_restored_from_redis_byte_for_byte(copying: Copying, path: Path) -> None:
     copying.save(size=3 * PIECE_BYTES)
     whole = path.read_bytes()
     copying.start()
@@ -99,7 +99,7 @@ def test_a_lost_file_comes_back_from_redis_to_the_byte(copying: Copying, path: P
     assert (point.epoch, {life: told.seq for life, told in point.settled.items()}) == (1, {(0, 3): 4})
 
 
-def test_the_newer_of_two_is_taken_and_the_older_kept(copying: Copying, path: Path) -> None:
+def test_the_newer_checkpoint_is_used_and_the_older_one_is_kept_as_previous(copying: Copying, path: Path) -> None:
     copying.save(epoch=1)
     older = path.read_bytes()
     copying.save(epoch=2, claim=True)
@@ -114,7 +114,7 @@ def test_the_newer_of_two_is_taken_and_the_older_kept(copying: Copying, path: Pa
     assert "save 3 of learner epoch 3" in copying.choose().sentence
 
 
-def test_a_damaged_file_is_replaced_by_the_copy(copying: Copying, path: Path) -> None:
+def test_a_damaged_checkpoint_is_replaced_by_the_copy_in_redis(copying: Copying, path: Path) -> None:
     copying.save()
     whole = path.read_bytes()
     copying.start()
@@ -137,7 +137,7 @@ def test_a_damaged_file_is_replaced_by_the_copy(copying: Copying, path: Path) ->
         (CHECKPOINT_CURRENT, None, b"9" * 40),
     ],
 )
-def test_a_copy_that_is_not_what_it_says_is_left_alone(
+def test_a_damaged_copy_in_redis_is_ignored(
     copying: Copying, path: Path, client: Any, fleet_id: str, key: Any, field: str | None, value: bytes
 ) -> None:
     copying.save()
@@ -167,7 +167,7 @@ def test_a_stale_learners_file_does_not_replace_a_newer_copy(
     assert copying.shelf.version() == (5, 1)
 
 
-def test_a_learner_alone_keeps_a_copy_and_one_under_a_supervisor_leaves_it_to_that(
+def test_a_learner_copies_its_checkpoint_only_without_a_supervisor(
     copying: Copying, path: Path, url: str, fleet_id: str
 ) -> None:
     section = RedisSection(url=url)
@@ -194,7 +194,7 @@ def test_an_emptied_redis_gets_the_copy_again(
     copying.wait_for((1, 1))
 
 
-def test_old_copies_do_not_stay(copying: Copying, client: Any, fleet_id: str) -> None:
+def test_old_copies_are_removed(copying: Copying, client: Any, fleet_id: str) -> None:
     copying.save()
     copying.start()
     copying.wait_for((1, 1))
@@ -204,7 +204,7 @@ def test_old_copies_do_not_stay(copying: Copying, client: Any, fleet_id: str) ->
     assert blobs == [key_name(fleet_id, CHECKPOINT_BLOB, version="1-2").encode()]
 
 
-def test_a_large_checkpoint_waits_for_its_budget_and_the_end_does_not(copying: Copying) -> None:
+def test_a_large_checkpoint_waits_for_its_budget_but_the_final_copy_does_not(copying: Copying) -> None:
     copying.save(size=PIECE_BYTES)
     copier = copying.start(hourly=PIECE_BYTES)  # the next copy is due in an hour
     copying.wait_for((1, 1))

@@ -149,7 +149,7 @@ def test_another_version_of_the_contract_is_refused_by_readers_and_writers(
 
 
 @pytest.mark.long
-def test_what_a_fleet_left_is_listed_and_removed_and_no_other(
+def test_redis_keys_lists_and_redis_forget_removes_the_keys_of_one_fleet_only(
     url: str, client: Any, make_row: Callable[..., LedgerRow]
 ) -> None:
     gone, other = "left[1]*", "left1"
@@ -174,7 +174,7 @@ def test_what_a_fleet_left_is_listed_and_removed_and_no_other(
 
 
 @given(st.text())
-def test_a_label_comes_back_whatever_is_in_it(value: str) -> None:
+def test_any_text_as_a_label_is_read_back_unchanged(value: str) -> None:
     field = keys.labelled("dropped_agent_steps_total", "reason", value)
     assert keys.unlabelled(field) == ("dropped_agent_steps_total", "reason", value)
     assert "\n" not in field

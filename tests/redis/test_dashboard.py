@@ -1,4 +1,4 @@
-"""`headrace dashboard` over HTTP, against a real Redis: what it serves, to whom, and that it follows Redis."""
+"""`headrace dashboard` over HTTP, against a real Redis: its pages, its access rules, and its updates from Redis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dashboard(shared_server: Any, fleet: str, tmp_path_factory: pytest.TempPathF
         yield started
 
 
-def test_the_page_and_its_files_are_guarded(dashboard: Dashboard) -> None:
+def test_the_page_has_strict_headers_and_other_paths_methods_and_hosts_fail(dashboard: Dashboard) -> None:
     page = ask(dashboard.address)
     assert page.status == 200
     policy = page.headers["content-security-policy"]
@@ -64,7 +64,7 @@ def test_the_page_and_its_files_are_guarded(dashboard: Dashboard) -> None:
         assert ask(dashboard.address, headers={"Host": host}).status == status, host
 
 
-def test_scripts_are_small_and_only_the_named_one_is_foreign() -> None:
+def test_scripts_are_small_and_uplot_is_the_only_third_party_script() -> None:
     scripts = [path for path in ASSETS.iterdir() if path.suffix == ".js"]
     assert {path.name for path in scripts} == set(SCRIPTS)
     assert sum(path.stat().st_size for path in scripts) < MOST_SCRIPT_BYTES
@@ -79,7 +79,7 @@ def test_scripts_are_small_and_only_the_named_one_is_foreign() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|https?:", path.read_text())
 
 
-def test_states_follow_redis_and_curves_come_in_pieces(
+def test_states_follow_redis_and_curves_are_served_incrementally(
     dashboard: Dashboard, fleet: str, client: Any, make_row: MakeRow
 ) -> None:
     merge = MergeScript(client, fleet)
@@ -105,7 +105,9 @@ def _with_points(series: Any) -> Any:
     return series if series["unix_s"] else None
 
 
-def test_it_says_goodbye_to_its_viewers(tmp_path: Path, url: str, fleet_id: str, client: Any) -> None:
+def test_on_sigterm_the_dashboard_sends_a_last_state_and_ends_the_stream(
+    tmp_path: Path, url: str, fleet_id: str, client: Any
+) -> None:
     MergeScript(client, fleet_id)(Part(Report(gauges={"held_batches": 1.0})), [], 0)
     with Dashboard(tmp_path, "--redis-url", url, "--fleet-id", fleet_id) as dashboard:
         states = States(dashboard.address)
@@ -119,7 +121,7 @@ def test_it_says_goodbye_to_its_viewers(tmp_path: Path, url: str, fleet_id: str,
         assert dashboard.process.wait(100) == 0, dashboard.said()
 
 
-def test_a_token_is_asked_for_and_swapped_for_a_cookie(tmp_path: Path, url: str, fleet_id: str) -> None:
+def test_the_dashboard_requires_its_token_and_swaps_it_for_a_cookie(tmp_path: Path, url: str, fleet_id: str) -> None:
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(f"{TOKEN}\n")
@@ -148,7 +150,7 @@ def test_a_token_is_asked_for_and_swapped_for_a_cookie(tmp_path: Path, url: str,
         (["--run-dir", "nowhere"], "name a run by --run-dir, or a fleet by --redis-url and --fleet-id together"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(url: str, arguments: list[str], says: str) -> None:
+def test_impossible_arguments_give_an_error_of_one_line(url: str, arguments: list[str], says: str) -> None:
     command = [sys.executable, "-m", "headrace.deploy", "dashboard", "--redis-url", url, "--fleet-id", "a", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert ended.returncode == ExitCode.CONFIG

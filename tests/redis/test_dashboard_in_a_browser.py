@@ -1,4 +1,4 @@
-"""The live page in a real browser: its numbers are those of Redis, it follows a fleet, and nothing of a peer runs."""
+"""The live page in a real browser: it shows the numbers of Redis, follows a fleet, and runs no text of a peer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> dict[str, floa
     return {name.decode(): float(value) for found in hashes for name, value in found.items()}
 
 
-def test_its_numbers_are_those_of_redis_and_what_peers_write_is_text(
+def test_the_page_shows_the_numbers_of_redis_and_peer_strings_as_plain_text(
     tmp_path: Path, url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:
     raw = still_fleet(client, fleet_id, make_row)
@@ -121,7 +121,7 @@ def test_its_numbers_are_those_of_redis_and_what_peers_write_is_text(
 
 
 @pytest.mark.thorough
-def test_it_follows_a_fleet_and_says_that_redis_is_away(tmp_path: Path) -> None:
+def test_the_page_follows_a_fleet_and_reports_an_outage_of_redis(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING.replace("EVIL", EVIL))
     arguments = ("--env", "failing:make", "--workers", "2", "--num-envs", "2", "--dashboard")
     policies = ("--set", 'sampling.policies={"short": {}, "long": {}}', "--set", "learner.steps_per_update=256")
@@ -172,7 +172,7 @@ def _answers(address: str) -> bool:
 
 
 @pytest.mark.thorough
-def test_screen_readers_and_weak_eyes_can_use_it(
+def test_axe_finds_no_accessibility_problem_in_either_theme(
     tmp_path: Path, url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:
     axe = _axe(tmp_path)

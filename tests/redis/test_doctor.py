@@ -1,4 +1,4 @@
-"""What `headrace doctor` says of a real Redis server."""
+"""Checks of a real Redis server by `headrace doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def checks_of(url: str) -> dict[str, Any]:
     return {check.name: check for check in redis_checks(url, "demo")}
 
 
-def test_a_server_that_keeps_nothing_and_asks_no_password_is_named(make_server: Callable[..., Any]) -> None:
+def test_a_server_without_persistence_and_password_gets_warnings(make_server: Callable[..., Any]) -> None:
     server = make_server("--appendonly", "no").start()
     with server.client() as client:
         client.config_set("requirepass", "")
@@ -26,7 +26,7 @@ def test_a_server_that_keeps_nothing_and_asks_no_password_is_named(make_server: 
     assert "headrace keys redis" in checks["redis access"].advice
 
 
-def test_the_server_that_a_fleet_starts_is_well(url: str) -> None:
+def test_a_fleets_own_server_passes_and_a_wrong_password_fails(url: str) -> None:
     assert [check.verdict for check in checks_of(url).values()] == [Verdict.OK] * 4
     refused = checks_of(url.replace(password_of(url), "other"))
     assert list(refused) == ["redis server"]
@@ -44,14 +44,14 @@ def password_of(url: str) -> str:
     return urlsplit(url).password or ""
 
 
-def test_an_old_server_is_named() -> None:
+def test_an_old_redis_version_gets_a_warning() -> None:
     assert version_check({"redis_version": "5.0.14"}).verdict is Verdict.WARN
     assert version_check(
         {"redis_version": "7.2.4", "valkey_version": "8.0.1", "server_name": "valkey"}
     ).seen.startswith("valkey 8.0.1")
 
 
-def test_a_clock_is_judged_by_more_than_the_message_may_have_taken() -> None:
+def test_the_clock_check_allows_for_the_time_of_the_message() -> None:
     assert clock_check(MOST_OFFSET_S + 0.2, 0.1).verdict is Verdict.WARN
     assert clock_check(-MOST_OFFSET_S - 0.2, 0.1).verdict is Verdict.WARN
     assert clock_check(MOST_OFFSET_S + 0.2, 0.5).verdict is Verdict.OK

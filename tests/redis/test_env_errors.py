@@ -1,4 +1,4 @@
-"""Groups of failures of envs: each failure counts once, whatever is repeated, restarted or lost."""
+"""Groups of env failures: each failure counts once, through repeats, restarts and losses."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def counts(errors: EnvErrors) -> dict[str, int]:
 
 
 def restarted(errors: EnvErrors) -> dict[str, EnvErrorRow]:
-    """What the next broker reads from Redis."""
+    """Return the groups that the next broker reads from Redis."""
     parser = HashParser()
     saved = parser.env_errors({name.encode(): orjson.dumps(row) for name, row in errors.rows().items()})
     assert not parser.garbage
     return saved
 
 
-def test_a_count_is_taken_once_over_repeats_lives_slots_and_brokers() -> None:
+def test_a_failure_counts_once_across_repeats_lives_slots_and_brokers() -> None:
     errors = EnvErrors()
     for slot, incarnation, count in ((0, 1, 3), (0, 1, 3), (0, 1, 2), (1, 1, 4), (0, 2, 1), (0, 1, 9), (0, 2, 2)):
         errors.take(slot, incarnation, group(count=count), unix_s=200.0)
@@ -58,7 +58,7 @@ def test_a_count_is_taken_once_over_repeats_lives_slots_and_brokers() -> None:
     assert row["lives"] == {"0/2": 5, "1/2": 1}
 
 
-def test_groups_are_bounded_and_those_seen_longest_ago_are_summed_up_and_not_counted_again() -> None:
+def test_error_groups_are_bounded_and_the_oldest_are_merged_without_recounts() -> None:
     errors = EnvErrors()
     for number in range(MOST_GROUPS + 20):
         errors.take(number, 1, group(f"place {number}", count=2, at=100.0 + number), unix_s=1e9)
@@ -94,7 +94,7 @@ STACK = 'Thread 1 (most recent call first):\n  File "/env.py", line 9 in step\n 
         (EnvHostLostError("host-a", "left"), "env_host_lost", "EnvHostLostError", ""),
     ],
 )
-def test_a_failure_says_its_kind_exception_and_place(
+def test_an_error_group_has_the_kind_exception_and_place_of_its_failure(
     error: BaseException, kind: str, exception: str, where: str
 ) -> None:
     groups = FailureGroups()
@@ -106,7 +106,7 @@ def test_a_failure_says_its_kind_exception_and_place(
     assert len(found.traceback.encode()) <= MOST_TRACEBACK
 
 
-def test_a_worker_tells_its_groups_in_turn_and_a_bounded_number_of_them() -> None:
+def test_a_worker_sends_a_bounded_number_of_error_groups_in_turn() -> None:
     groups = FailureGroups()
     assert groups.next() is None
     Failure(0, EnvNeighbourError(1, "SIGSEGV")).note(groups, "Env-v0")

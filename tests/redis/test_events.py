@@ -1,4 +1,4 @@
-"""What `fleet` and `events` in Redis say of a fleet, so that a reader can mark starts, restarts, scaling and ends."""
+"""The keys `fleet` and `events` in Redis, by which a reader marks starts, restarts, scaling and ends of a fleet."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MakeServer = Callable[..., Any]
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Closes in reverse order whatever a test entered."""
+    """Closes all contexts that a test entered, in reverse order."""
     with ExitStack() as stack:
         yield stack
 
 
-def test_a_broker_tells_what_has_happened_once_and_when_it_ended(
+def test_a_broker_writes_each_event_once_and_the_time_of_its_end(
     tmp_path: Path, make_server: MakeServer, stack: ExitStack
 ) -> None:
     server = make_server().start()

@@ -136,7 +136,7 @@ def test_any_accept_header_gets_a_text(accept: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_scrape_never_hangs_and_says_when_redis_is_away(
+def test_a_scrape_never_hangs_and_reports_an_outage_of_redis(
     make_server: Callable[..., Any], make_row: Callable[..., LedgerRow], free_port: int
 ) -> None:
     server, fleets = make_server().start(), ("one", "two")
@@ -167,7 +167,7 @@ def test_a_scrape_never_hangs_and_says_when_redis_is_away(
 
 
 @pytest.mark.processes
-def test_a_token_is_asked_for_where_one_is_named_and_needed_off_loopback(
+def test_the_exporter_requires_a_configured_token_and_needs_one_off_loopback(
     shared_server: Any, tmp_path: Path, free_port: int
 ) -> None:
     token = tmp_path / "token"
@@ -188,7 +188,7 @@ def test_a_token_is_asked_for_where_one_is_named_and_needed_off_loopback(
             WebPort(listen, None)
 
 
-def test_fleets_are_named_in_one_of_two_ways_and_once_each(tmp_path: Path) -> None:
+def test_incomplete_conflicting_or_repeated_fleet_arguments_are_refused(tmp_path: Path) -> None:
     for one in (tmp_path / "one", tmp_path / "two"):
         one.mkdir()
         FleetFile(fleet_id="same").write(one / "fleet.json")

@@ -1,4 +1,4 @@
-"""Rates and counters by what they are of: steps of envs, of agents, and of one module's agents."""
+"""Rates and counters of env steps, of agent steps, and of the steps of one module's agents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rate(*headers: BatchHeader) -> float:
     return metrics.report(BrokerCore("f", BrokerLimits()), now=float(len(headers))).gauges["env_steps_per_s"]
 
 
-def test_the_version_of_each_peer_is_reported_and_an_old_one_tells_none() -> None:
+def test_the_report_has_each_peers_version_or_an_empty_string() -> None:
     core = BrokerCore("f", BrokerLimits())
     for slot, told in enumerate(("0.2.0", "")):
         hello = WorkerHello(fleet_id="f", token=f"{slot}", slot=slot, headrace_version=told)
@@ -44,19 +44,19 @@ def test_the_version_of_each_peer_is_reported_and_an_old_one_tells_none() -> Non
     assert report.lease["headrace_version"] == "0.3.0"
 
 
-def test_the_rate_is_of_env_steps_whoever_acted_in_them() -> None:
+def test_the_rate_counts_env_steps_not_agent_steps() -> None:
     assert rate(header(1, 60, stepped=60, env_steps=30), header(2, 40, stepped=100, env_steps=50)) == 25.0
 
 
-def test_a_worker_that_tells_no_env_steps_has_one_agent() -> None:
+def test_without_env_steps_the_rate_counts_agent_steps() -> None:
     assert rate(header(1, 60, stepped=60), header(2, 40, stepped=100)) == 50.0
 
 
-def test_what_a_worker_did_before_this_broker_heard_of_it_makes_no_rate() -> None:
+def test_steps_before_the_broker_first_heard_a_worker_add_nothing_to_the_rate() -> None:
     assert rate(header(7, 60, stepped=10**6), header(8, 40, stepped=10**6 + 40)) == 20.0
 
 
-def test_batches_count_by_how_far_their_weights_are_behind_and_those_of_an_earlier_learner_behind_all() -> None:
+def test_steps_count_by_weights_lag_and_an_earlier_learners_lag_is_infinite() -> None:
     metrics, core = FleetMetrics(), BrokerCore("f", BrokerLimits())
     newest = (2, 70)
     seen = [(2, 70), (2, 71), (2, 69), (2, 66), (2, 6), (2, 5), (1, 900), (0, 0), (3, 1)]
@@ -72,7 +72,7 @@ def test_batches_count_by_how_far_their_weights_are_behind_and_those_of_an_earli
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 250])
-def test_quantiles_are_those_of_the_newest_hundred_episodes(count: int) -> None:
+def test_quantiles_cover_the_newest_hundred_episodes(count: int) -> None:
     episodes = [(float(value), 1000 - value) for value in np.random.default_rng(count).permutation(count).tolist()]
     metrics = FleetMetrics()
     told = header(1, 1).model_copy(
@@ -89,7 +89,7 @@ def test_quantiles_are_those_of_the_newest_hundred_episodes(count: int) -> None:
 
 
 @pytest.mark.parametrize(("env_steps", "expected"), [(50, 50), (0, 0), (None, 100)])
-def test_the_counters_tell_env_steps_from_agents_steps(env_steps: int | None, expected: int) -> None:
+def test_the_counters_separate_env_steps_from_agent_steps(env_steps: int | None, expected: int) -> None:
     totals = WorkerTotals(stepped=100, shipped=90, open=10, env_steps=env_steps, module_steps={"one": 60, "two": 30})
     row = LedgerRow(slot=0, incarnation=1, totals=totals, accepted=(90, 3), held=(90, 3), settled=Settled())
     counters = row_counters(row)
@@ -100,7 +100,7 @@ def test_the_counters_tell_env_steps_from_agents_steps(env_steps: int | None, ex
     ) == (60, 30)
 
 
-def test_a_worker_lags_by_the_weights_of_its_newest_batch_not_of_its_last_heartbeat() -> None:
+def test_a_batch_updates_its_workers_weights_version_and_never_lowers_it() -> None:
     source = Source(0, 1, weights=(1, 80))
     source.accept(StoredBatch(1, 8, 1, 9, None, 1, 0.0, weights=(1, 93)), WorkerTotals(seq=1))
     assert source.weights == (1, 93)

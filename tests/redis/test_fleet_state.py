@@ -1,4 +1,4 @@
-"""The document that the page and `top` show, and the curves, against what stands in a real Redis."""
+"""The document that the page and `top` show, and the curves, compared with a real Redis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MakeRow = Callable[..., LedgerRow]
 START = 1_795_280_000.0
 
 
-def test_every_number_of_the_document_stands_in_redis(url: str, client: Any, fleet_id: str, make_row: MakeRow) -> None:
+def test_the_document_has_every_number_of_redis(url: str, client: Any, fleet_id: str, make_row: MakeRow) -> None:
     gauges = {"env_steps_per_s": 41230.5, "held_batches": 3.0, "learner_epoch": 2.0}
     told = {0: {"incarnation": 2, "weights_behind": 3, "blocked": True}, 1: {"incarnation": 1, "weights_behind": 1}}
     rows = [make_row(0, 1, 5, 5, closed=True), make_row(0, 2, 10, 7), make_row(1, 1, 4, 2)]
@@ -72,7 +72,7 @@ def test_every_number_of_the_document_stands_in_redis(url: str, client: Any, fle
     assert state["redis"]["server"]["used_memory"] > 0
 
 
-def test_numbers_of_a_redis_that_is_away_stay_and_are_marked_as_old(
+def test_during_a_redis_outage_the_old_numbers_stay_and_are_marked_as_old(
     make_server: Callable[..., Any], fleet_id: str, make_row: MakeRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.deploy.monitoring.fleet_state.STALE_S", -1.0)
@@ -92,7 +92,7 @@ def test_numbers_of_a_redis_that_is_away_stay_and_are_marked_as_old(
         assert state[part] == before[part]
 
 
-def test_each_reason_of_a_loss_has_a_meaning_and_unknown_ones_are_shown() -> None:
+def test_each_loss_reason_has_a_meaning_and_unknown_reasons_are_shown() -> None:
     assert set(LOSSES) == {f"discarded/{one}" for one in Discard} | {f"dropped/{one}" for one in Drop}
     books = ledger(FleetLedger(stepped=12, discarded={"new": 5, "reset": 0}, dropped={"newer": (7, 1)}))
     assert [(loss["kind"], loss["reason"], loss["agent_steps"]) for loss in books["losses"]] == [
@@ -101,7 +101,7 @@ def test_each_reason_of_a_loss_has_a_meaning_and_unknown_ones_are_shown() -> Non
     ]
 
 
-def test_shares_of_the_cpu_are_those_of_one_life() -> None:
+def test_cpu_shares_omit_a_process_that_was_restarted() -> None:
     before = {name: ProcessState(name=name, role="worker", pid=7, cpu_s=1.0, unix_s=10.0) for name in ("a", "b")}
     after = {
         "a": ProcessState(name="a", role="worker", pid=7, cpu_s=3.5, unix_s=15.0),
@@ -119,7 +119,7 @@ class Clock:
         return self.now
 
 
-def test_curves_have_rates_of_counters_gaps_and_what_the_learner_logged(
+def test_curves_have_counter_rates_gaps_and_the_learners_logged_values(
     url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:
     clock = Clock()
@@ -177,7 +177,7 @@ def test_a_counter_that_redis_lost_makes_no_negative_rate(
         assert reader.series().curves["committed_agent_steps_per_s"] == [None, None, 32 / 5]
 
 
-def test_quantiles_of_the_lag_are_over_what_came_between() -> None:
+def test_lag_quantiles_cover_the_steps_between_two_readings() -> None:
     def counts(*steps: int) -> dict[str, float]:
         return {keys.labelled(keys.ACCEPTED_LAG, "le", le): n for le, n in zip(LAG_LABELS, steps, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Totals are the sum of all lives, whatever the order of folds, crashes, lost replies and lost data."""
+"""Totals are the sum of all lives, in any order of folds, crashes, lost replies and lost data."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_counters_that_only_an_earlier_broker_knew_fold_too(
     )
 
 
-def test_the_books_of_a_thousand_lives_are_those_of_their_slots(url: str) -> None:
+def test_the_bench_of_the_books_measures_all_its_cases(url: str) -> None:
     """The bench checks the audit and the totals, also after its broker's restart."""
     rows = {row.case: row for row in books.measure(slots=4, lives=8)}
     assert len(rows) == 11
@@ -252,7 +252,7 @@ def test_an_empty_redis_gets_the_books_of_all_ended_lives_from_a_new_broker(
     assert snapshot.totals == {**before.totals, "accepted_bytes_total": before.totals["accepted_bytes_total"] - of_live}
 
 
-def test_a_report_says_only_what_changed_until_redis_is_another(
+def test_a_report_has_only_changed_rows_until_redis_is_emptied(
     url: str, fleet_id: str, client: Any, make_row: MakeRow
 ) -> None:
     reporter = RedisReporter(url, fleet_id)
@@ -274,7 +274,9 @@ def test_a_report_says_only_what_changed_until_redis_is_another(
     assert reporter.close(30.0)
 
 
-def test_what_lives_expires_and_what_is_counted_stays(url: str, fleet_id: str, client: Any, make_row: MakeRow) -> None:
+def test_gauges_and_worker_rows_expire_and_the_ledger_and_counters_stay(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow
+) -> None:
     reporter = RedisReporter(url, fleet_id, live_s=0.2)
     reporter.offer(Report(rows=[make_row()], gauges={"held_batches": 1.0}, workers={0: {"pid": 1}}))
     assert reporter.close(30.0)
@@ -284,7 +286,7 @@ def test_what_lives_expires_and_what_is_counted_stays(url: str, fleet_id: str, c
 
 
 @pytest.mark.parametrize("damage", [b'"highest":2', b'"stepped":4', b'"settled":{"seq":1'])
-def test_the_audit_finds_a_number_of_folded_lives_that_was_changed(
+def test_the_audit_finds_a_changed_number_of_folded_lives(
     url: str, fleet_id: str, client: Any, make_row: MakeRow, damage: bytes
 ) -> None:
     lives = fold(fold(None, make_row(0, 1, 5, 5, closed=True)), make_row(0, 2, 5, 5, closed=True))
@@ -312,7 +314,7 @@ def test_folded_lives_know_each_life_in_any_order(make_row: MakeRow) -> None:
             assert fold(lives, make_row(0, incarnation, 2, 2, closed=True)) is None, "a life was added twice"
 
 
-def test_a_damaged_file_is_an_error_with_what_to_do(tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_books_file_gives_an_error(tmp_path: Path) -> None:
     (tmp_path / "books.json").write_text("{")
     with pytest.raises(RunDirError, match="remove it only if Redis has the books"):
         BooksFile(tmp_path, "f").read()

@@ -53,7 +53,7 @@ class Clock:
 
 
 @pytest.mark.long
-def test_both_streams_have_their_times_are_bounded_and_go_on_after_restarts(
+def test_both_history_streams_are_regular_bounded_and_continue_after_restarts(
     url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:
     clock = Clock()
@@ -119,7 +119,7 @@ def test_a_time_far_ahead_does_not_end_the_history(
     assert [identity for identity, _ in client.xrange(name)] == [b"1795280000000-0"]
 
 
-def test_steps_of_modules_are_left_out(client: Any, fleet_id: str, make_row: MakeRow) -> None:
+def test_the_history_leaves_out_steps_by_module(client: Any, fleet_id: str, make_row: MakeRow) -> None:
     row = make_row()
     totals = row.totals.model_copy(update={"module_steps": {"one": row.accepted[0]}})
     row = row.model_copy(update={"totals": totals})

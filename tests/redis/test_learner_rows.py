@@ -1,4 +1,4 @@
-"""Rows that a learner logs, and what callbacks log, reach Redis once each, through every death on the way."""
+"""Rows of a learner and metrics of callbacks reach Redis once each, through crashes of broker and Redis."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(url: str, fleet_id: str, after: tuple[int, int] = (0, 0)) -> list[Learn
         return view.learner_rows(after)
 
 
-def test_a_row_is_kept_once_and_readers_go_on_after_the_last_they_have(url: str, fleet_id: str) -> None:
+def test_a_row_is_stored_once_and_readers_continue_after_their_last_row(url: str, fleet_id: str) -> None:
     """A learner that heard no answer sends rows again, and the broker it sends them to may be another one."""
     for rows in (received(1, 2, 3), received(2, 3, 4), received(1, epoch=2)):
         reporter = RedisReporter(url, fleet_id)
@@ -81,7 +81,7 @@ def test_a_key_of_another_type_costs_the_rows_and_nothing_else(
         assert view.learner_rows() == []
 
 
-def test_what_is_no_row_is_passed_over(url: str, fleet_id: str, client: Any) -> None:
+def test_malformed_rows_in_redis_are_skipped(url: str, fleet_id: str, client: Any) -> None:
     key = key_name(fleet_id, LEARNER_ROWS)
     for number, values in enumerate([b"[]", b'{"a": NaN}', b'{"a": "b"}', b'{"\\u0007": 1}', b"{"], start=1):
         fields = {"unix_s": "1", "env_steps": "1", "weights_seq": "1", "values": values}
@@ -156,7 +156,7 @@ def test_metrics_of_workers_are_merged_by_their_reduction() -> None:
     )
 
 
-def test_sums_go_on_through_every_death_and_are_never_counted_twice(url: str, fleet_id: str) -> None:
+def test_sums_continue_through_restarts_and_are_never_counted_twice(url: str, fleet_id: str) -> None:
     def restarted(before: WorkerMetrics, *already: Any) -> WorkerMetrics:
         """The next broker's, which has what the one before had reported."""
         reporter = RedisReporter(url, fleet_id)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 MakeServer = Callable[..., Any]
 
 
-def test_url_and_port_stay_the_same_and_the_password_is_nobodys_to_see(tmp_path: Path) -> None:
+def test_url_and_port_stay_the_same_and_the_password_is_private(tmp_path: Path) -> None:
     first, second = prepare_redis(tmp_path), prepare_redis(tmp_path)
     assert first == second
     password = first.url.split(":")[2].split("@")[0]
@@ -35,7 +35,7 @@ def test_url_and_port_stay_the_same_and_the_password_is_nobodys_to_see(tmp_path:
     assert password not in without_password(first.url)
 
 
-def test_what_was_written_survives_a_kill_9_of_the_server(make_server: MakeServer) -> None:
+def test_written_keys_survive_a_kill_9_of_the_server(make_server: MakeServer) -> None:
     server = make_server().start()
     with server.client() as client:
         client.set("kept", 1)
@@ -55,7 +55,7 @@ def test_a_run_directory_with_blanks_and_quotes_in_its_name_works(tmp_path: Path
     assert (odd / "redis" / "appendonlydir").is_dir()
 
 
-def test_another_programs_port_is_left_alone(tmp_path: Path, make_server: MakeServer) -> None:
+def test_a_server_takes_another_port_when_its_own_is_in_use(tmp_path: Path, make_server: MakeServer) -> None:
     other = make_server().start()
     mine = prepare_redis(tmp_path / "mine")
     path = tmp_path / "mine" / "redis" / "server.json"
@@ -70,7 +70,7 @@ def test_two_servers_never_share_a_directory(make_server: MakeServer, tmp_path: 
         prepare_redis(tmp_path / "run-0")
 
 
-def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_run_directory_gives_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "redis").write_text("a file in the way")
     with pytest.raises(RunDirError, match=str(tmp_path)):
         prepare_redis(tmp_path)
@@ -100,7 +100,7 @@ def test_a_usable_server_is_accepted(url: str) -> None:
         ("redis://127.0.0.1:{free}/0", "[Rr]efused"),
     ],
 )
-def test_an_unusable_url_is_one_sentence(bad_url: str, reason: str, free_port: int) -> None:
+def test_an_unusable_url_gives_an_error_of_one_line(bad_url: str, reason: str, free_port: int) -> None:
     with pytest.raises(RedisUnavailableError, match=reason) as caught:
         check_url(bad_url.format(free=free_port))
     assert caught.value.exit_code == ExitCode.REDIS_UNAVAILABLE
@@ -128,7 +128,7 @@ def test_a_password_that_should_have_been_escaped_is_not_shown(secret: str) -> N
     assert "s3cr" not in f"{caught.value} {caught.value.__cause__}"
 
 
-def test_a_user_who_may_write_the_fleets_keys_alone_is_enough(make_server: MakeServer) -> None:
+def test_a_user_limited_to_the_fleets_keys_is_accepted(make_server: MakeServer) -> None:
     server = make_server().start()
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "fleet", "on", ">word", "~headrace:{mine}:*", "+@all", "-@admin")

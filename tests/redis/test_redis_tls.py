@@ -1,4 +1,4 @@
-"""Redis by TLS: what works, and one sentence for each thing that does not."""
+"""Redis over TLS: a working connection, and an error of one line for each fault."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refused(url: str) -> Iterator[pytest.ExceptionInfo[RedisUnavailableError]]:
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_is_used_by_tls_with_an_authority_and_a_clients_certificate(secured: SecuredRedis) -> None:
+def test_a_tls_server_with_a_ca_and_a_client_certificate_is_accepted(secured: SecuredRedis) -> None:
     check_url(secured.url(), "mine")
 
 
@@ -48,7 +48,7 @@ def test_a_server_is_used_by_tls_with_an_authority_and_a_clients_certificate(sec
         ("client", "missing", r"ssl_ca_certs names .*missing\.pem, which cannot be read"),
     ],
 )
-def test_certificates_that_are_missing_expired_or_of_strangers_are_told_apart(
+def test_missing_expired_and_foreign_certificates_give_distinct_errors(
     secured: SecuredRedis, certificate: str | None, authority: str | None, words: str
 ) -> None:
     url = secured.url(secured.certificates.options(certificate, authority))
@@ -57,7 +57,7 @@ def test_certificates_that_are_missing_expired_or_of_strangers_are_told_apart(
     assert caught.match(words)
 
 
-def test_files_that_are_no_certificates_are_named(secured: SecuredRedis, certificates: Certificates) -> None:
+def test_wrong_certificate_files_and_tls_options_are_refused(secured: SecuredRedis, certificates: Certificates) -> None:
     key = certificates.path("ca", "key")
     with refused(url := secured.url(f"ssl_ca_certs={key}")) as caught:
         check_url(url)
@@ -80,7 +80,9 @@ def test_a_servers_certificate_that_has_expired_or_is_of_another_host_is_refused
         assert caught.match("its certificate has expired; renew it")
 
 
-def test_the_wrong_one_of_redis_and_rediss_is_told(secured: SecuredRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_wrong_scheme_names_redis_or_rediss(
+    secured: SecuredRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain_port = secured.plain_url.rpartition(":")[2].partition("/")[0]
     with refused(url := secured.plain_url.replace(plain_port, str(secured.port))) as caught:
         check_url(url)

@@ -65,7 +65,7 @@ def admin(secured: SecuredRedis) -> Iterator[Any]:
 
 @pytest.mark.thorough
 @pytest.mark.chaos
-def test_a_fleet_needs_no_right_that_its_user_lacks_and_the_reader_cannot_write(
+def test_a_fleet_works_with_its_writers_rights_and_the_reader_cannot_write(
     secured: SecuredRedis, admin: Any, tmp_path: Path
 ) -> None:
     keys, run = tmp_path / "keys", tmp_path / "run"
@@ -122,7 +122,7 @@ def test_a_fleet_needs_no_right_that_its_user_lacks_and_the_reader_cannot_write(
 
 
 @pytest.mark.processes
-def test_an_administrator_pastes_the_lines_and_no_line_has_a_password(make_server: MakeServer, tmp_path: Path) -> None:
+def test_the_printed_acl_lines_create_the_users_and_show_no_password(make_server: MakeServer, tmp_path: Path) -> None:
     server, keys = make_server().start(), tmp_path / "keys"
     said = keys_redis(keys)
     lines = re.findall(r"^  (ACL SETUSER .*)$", said, re.MULTILINE)
@@ -145,7 +145,7 @@ def test_an_administrator_pastes_the_lines_and_no_line_has_a_password(make_serve
 
 
 @pytest.mark.processes
-def test_passwords_stay_unless_forced_and_are_given_again_to_a_server_that_forgot(
+def test_passwords_stay_unless_forced_and_are_applied_again_after_a_restart(
     make_server: MakeServer, tmp_path: Path
 ) -> None:
     server, keys = make_server().start(), tmp_path / "keys"
@@ -174,7 +174,7 @@ def test_passwords_stay_unless_forced_and_are_given_again_to_a_server_that_forgo
 
 
 @pytest.mark.processes
-def test_users_outlive_a_restart_where_the_server_has_a_file_for_them(make_server: MakeServer, tmp_path: Path) -> None:
+def test_users_survive_a_restart_of_a_server_with_an_aclfile(make_server: MakeServer, tmp_path: Path) -> None:
     acl, server = tmp_path / "users.acl", make_server()
     password = urlsplit(server.url).password
     acl.write_text(f"user default on >{password} ~* &* +@all\n")
@@ -187,7 +187,7 @@ def test_users_outlive_a_restart_where_the_server_has_a_file_for_them(make_serve
     check_url(users.urls["writer"], FLEET)
 
 
-def test_files_and_folders_of_others_are_refused(tmp_path: Path) -> None:
+def test_url_files_of_another_fleet_and_open_folders_are_refused(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_users(keys, FLEET)
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_files_and_folders_of_others_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_user_that_lacks_a_command_or_a_name_for_its_fleet_is_told(make_server: MakeServer) -> None:
+def test_errors_name_the_commands_a_user_lacks_and_the_missing_fleet_id(make_server: MakeServer) -> None:
     server = make_server().start()
     rules = ["reset", "on", ">word", "~headrace:{mine}:*", "+@all", "-@admin", "-xadd", "-script|load"]
     with server.client() as client:

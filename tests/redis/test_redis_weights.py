@@ -25,7 +25,7 @@ def blob(fleet_id: str, version: tuple[int, int]) -> str:
     return key_name(fleet_id, WEIGHTS_BLOB, version=f"{version[0]}-{version[1]}")
 
 
-def test_frames_come_back_as_they_went_in(shelf: RedisBlob) -> None:
+def test_stored_frames_are_read_back_unchanged(shelf: RedisBlob) -> None:
     assert shelf.load() is None
     assert shelf.store((2, 9), FRAMES) == "flipped"
     stored = shelf.load()
@@ -66,13 +66,13 @@ def test_the_pointer_is_not_flipped_behind_another_writer(
     assert 0 < client.ttl(blob(fleet_id, (2, 1))) <= 600, "a blob no pointer was flipped to expires"
 
 
-def test_weights_without_a_pointer_are_none(shelf: RedisBlob, client: Any, fleet_id: str) -> None:
+def test_loading_weights_without_a_pointer_returns_none(shelf: RedisBlob, client: Any, fleet_id: str) -> None:
     shelf.stage(blob(fleet_id, (1, 1)), FRAMES)
     assert shelf.load() is None
 
 
 @pytest.mark.parametrize("pointer", [b"", b"1", b"1/", b"-1/2", b"\x80\x04K\x01.", b"9" * 50 + b"/1", b"1/1\n"])
-def test_a_pointer_that_is_none_counts_as_absent(shelf: RedisBlob, client: Any, fleet_id: str, pointer: bytes) -> None:
+def test_a_malformed_pointer_counts_as_absent(shelf: RedisBlob, client: Any, fleet_id: str, pointer: bytes) -> None:
     client.set(key_name(fleet_id, WEIGHTS_CURRENT), pointer)
     assert shelf.load() is None
     assert shelf.store((1, 1), [b"x"]) == "flipped"
@@ -91,15 +91,13 @@ def test_a_pointer_that_is_none_counts_as_absent(shelf: RedisBlob, client: Any, 
         ("1/0", bytes(PIECE_BYTES + 1)),
     ],
 )
-def test_a_blob_that_is_not_what_it_says_is_none(
-    shelf: RedisBlob, client: Any, fleet_id: str, field: str, value: bytes
-) -> None:
+def test_a_damaged_blob_is_not_loaded(shelf: RedisBlob, client: Any, fleet_id: str, field: str, value: bytes) -> None:
     assert shelf.store((1, 1), [b"a frame of bytes", bytes(100)]) == "flipped"
     client.hset(blob(fleet_id, (1, 1)), field, value)
     assert shelf.load() is None
 
 
-def test_the_reporter_writes_the_newest_and_hands_it_to_the_next_broker(url: str, fleet_id: str, client: Any) -> None:
+def test_the_reporter_stores_the_newest_weights_for_the_next_broker(url: str, fleet_id: str, client: Any) -> None:
     reporter = RedisReporter(url, fleet_id)
     reporter.offer_weights((1, 1), [b"one"])
     wait_until(lambda: client.exists(key_name(fleet_id, WEIGHTS_CURRENT)))
@@ -127,7 +125,7 @@ def test_weights_beyond_64_mib_are_skipped_with_one_line(
     assert not client.exists(key_name(fleet_id, WEIGHTS_CURRENT))
 
 
-def test_large_weights_wait_for_their_budget_and_the_end_does_not(
+def test_large_weights_wait_for_their_budget_but_the_final_version_does_not(
     url: str, fleet_id: str, client: Any, shelf: RedisBlob
 ) -> None:
     reporter = RedisReporter(url, fleet_id, weights_per_hour=PIECE_BYTES)  # the next ones are due in an hour

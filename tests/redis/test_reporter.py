@@ -1,4 +1,4 @@
-"""Reports stay exact through repetition, loss, disorder and death, and nobody waits for Redis."""
+"""Reports stay exact through repeats, losses, reordering and crashes, and the broker never waits for Redis."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def fleet_report(make_row: MakeRow, batches: int) -> Report:
     return Report(rows=rows, counters={(slot, 2): {"accepted_bytes_total": 1000 * batches} for slot in (0, 1)})
 
 
-def test_what_is_reported_is_what_is_read(url: str, fleet_id: str, make_row: MakeRow) -> None:
+def test_a_report_is_read_back_as_it_was_written(url: str, fleet_id: str, make_row: MakeRow) -> None:
     row = make_row()
     report = Report(
         rows=[row],
@@ -85,7 +85,9 @@ def test_what_is_reported_is_what_is_read(url: str, fleet_id: str, make_row: Mak
     assert snapshot.fleet.balance() == 0
 
 
-def test_every_key_that_is_written_stands_in_the_table(url: str, fleet_id: str, client: Any, make_row: MakeRow) -> None:
+def test_the_reporter_writes_exactly_the_brokers_keys_of_the_table(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow
+) -> None:
     reporter = RedisReporter(url, fleet_id)
     reporter.offer(fleet_report(make_row, 5))
     reporter.offer(
@@ -111,7 +113,7 @@ def test_every_key_that_is_written_stands_in_the_table(url: str, fleet_id: str, 
     assert written == promised
 
 
-def test_a_report_of_64_workers_writes_no_more_often_than_one_of_two(
+def test_a_report_takes_fewer_than_25_writes_even_with_64_workers(
     fleet_id: str, make_server: MakeServer, make_row: MakeRow
 ) -> None:
     """A broker reports twice a second, so it writes less than 50 times a second."""
@@ -217,7 +219,7 @@ def _accepted(url: str, fleet_id: str) -> int:
     return read(url, fleet_id).totals.get("accepted_agent_steps_total", 0)
 
 
-def test_a_row_that_knows_less_does_not_replace_and_its_counters_wait(
+def test_a_row_with_fewer_settled_batches_and_its_counters_are_not_stored(
     url: str, fleet_id: str, make_row: MakeRow
 ) -> None:
     report_once(url, fleet_id, Report(rows=[make_row(0, 1, 10, 7)]))
@@ -247,10 +249,10 @@ def test_a_closed_row_is_never_opened_again(url: str, fleet_id: str, make_row: M
     assert audit(snapshot) == []
 
 
-def test_what_a_closed_life_had_accepted_may_turn_out_lost_but_not_the_other_way_round(
+def test_held_batches_of_a_closed_life_can_become_lost_but_not_held_again(
     url: str, fleet_id: str, make_row: MakeRow
 ) -> None:
-    """A broker took it all and died with two batches, which nobody has committed: the next broker says so."""
+    """A broker dies with two accepted batches that no learner has committed. The next broker reports them as lost."""
     held = make_row(0, 1, 4, 2, closed=True)
     gone = {**held.lost, "broker_lost": held.held}
     totals = held.totals.model_copy(update={"module_steps": {}})  # whose steps were lost, nobody knows
@@ -286,7 +288,7 @@ def test_events_of_a_replaced_report_are_kept(url: str, fleet_id: str, client: A
     assert numbers == list(range(51))
 
 
-def test_what_stands_there_is_handed_over_once(url: str, fleet_id: str, make_row: MakeRow) -> None:
+def test_the_saved_state_in_redis_is_handed_over_once(url: str, fleet_id: str, make_row: MakeRow) -> None:
     row = make_row(batches=300, settled=299)
     report = Report(
         rows=[row],
@@ -308,7 +310,7 @@ def test_what_stands_there_is_handed_over_once(url: str, fleet_id: str, make_row
     assert reporter.close(30.0)
 
 
-def test_redis_down_at_the_start_is_reported_to_once_it_is_up(
+def test_reports_reach_a_redis_that_was_down_at_the_start_once_it_is_up(
     fleet_id: str, make_server: MakeServer, make_row: MakeRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "headrace.broker.reporter")
@@ -352,9 +354,7 @@ def test_offers_return_while_redis_is_stopped_and_the_newest_arrives_afterwards(
     assert audit(snapshot) == []
 
 
-def test_closing_while_redis_is_stopped_ends_and_says_that_not_all_was_sent(
-    fleet_id: str, make_server: MakeServer, make_row: MakeRow
-) -> None:
+def test_close_returns_false_while_redis_is_stopped(fleet_id: str, make_server: MakeServer, make_row: MakeRow) -> None:
     server = make_server().start()
     server.signal(signal.SIGSTOP)
     reporter = RedisReporter(server.url, fleet_id)
@@ -381,7 +381,7 @@ def failed_snapshot(server: Any, client: Any) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("refuse", [read_only, out_of_memory, failed_snapshot])
-def test_refused_writes_count_as_absence(
+def test_refused_writes_count_as_an_outage_of_redis(
     refuse: Callable[[Any, Any], Callable[[], object]],
     fleet_id: str,
     make_server: MakeServer,
@@ -407,7 +407,7 @@ def test_refused_writes_count_as_absence(
     assert audit(snapshot) == []
 
 
-def test_a_wrong_password_counts_as_absence(url: str, fleet_id: str) -> None:
+def test_a_wrong_password_counts_as_an_outage_of_redis(url: str, fleet_id: str) -> None:
     reporter = RedisReporter(url.replace("redis://:", "redis://:x"), fleet_id)
     wait_until(lambda: reporter.failures >= 2)
     reporter.close(0.1)
@@ -415,7 +415,7 @@ def test_a_wrong_password_counts_as_absence(url: str, fleet_id: str) -> None:
         read(url.replace("redis://:", "redis://:x"), fleet_id)
 
 
-def test_a_url_that_is_none_is_refused_at_once() -> None:
+def test_an_invalid_url_is_refused_at_once() -> None:
     with pytest.raises(RedisUnavailableError, match="not a Redis URL"):
         RedisReporter("localhost", "fleet")
 
@@ -448,7 +448,7 @@ def test_garbage_in_any_key_is_left_out_and_logged(
     assert any("lease" in sentence for sentence in snapshot.garbage)
 
 
-def test_a_total_that_is_no_number_is_left_alone_and_named(
+def test_a_total_that_is_no_number_is_left_alone_and_logged(
     url: str, fleet_id: str, client: Any, make_row: MakeRow, caplog: pytest.LogCaptureFixture
 ) -> None:
     report_once(url, fleet_id, Report(rows=[make_row(batches=10)]))
@@ -463,7 +463,7 @@ def test_a_total_that_is_no_number_is_left_alone_and_named(
 
 
 @pytest.mark.parametrize("key", [LEDGER, TOTALS, SOURCES])
-def test_a_key_of_another_type_counts_as_absence_until_it_is_gone(
+def test_a_key_of_another_type_counts_as_an_outage_until_it_is_removed(
     url: str, fleet_id: str, client: Any, make_row: MakeRow, key: Key
 ) -> None:
     client.set(key_name(fleet_id, key), "not a hash")

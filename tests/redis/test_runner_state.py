@@ -20,7 +20,7 @@ KNOWN: Counters = {"num_episodes_lifetime": 7, "num_agent_steps_sampled_lifetime
 
 
 def saved_by(url: str, fleet_id: str, *reports: Report) -> SavedState:
-    """What stands in Redis after these reports."""
+    """Return the state that Redis has after these reports."""
     reporter = RedisReporter(url, fleet_id)
     for report in reports:
         reporter.offer(report)
@@ -32,13 +32,13 @@ def saved_by(url: str, fleet_id: str, *reports: Report) -> SavedState:
     return saved
 
 
-def test_the_next_broker_finds_what_was_reported(url: str, fleet_id: str) -> None:
+def test_the_next_broker_reads_the_reported_runner_state(url: str, fleet_id: str) -> None:
     assert saved_by(url, fleet_id, Report(runner_state={0: KNOWN, 3: {}})).runner_state == {0: KNOWN, 3: {}}
     assert saved_by(url, fleet_id, Report(runner_state={3: KNOWN})).runner_state == {0: KNOWN, 3: KNOWN}
 
 
 @pytest.mark.parametrize("value", [b"[]", b'{"a": -1}', b"\x80\x04K\x01.", b'{"a": "' + b"x" * LARGEST_BYTES + b'"}'])
-def test_what_is_no_counter_is_named_and_left_out(
+def test_malformed_runner_counters_are_logged_and_left_out(
     value: bytes, url: str, fleet_id: str, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.hset(key_name(fleet_id, RUNNER_STATE), mapping={"0": value, "x": b"{}"})
@@ -48,13 +48,13 @@ def test_what_is_no_counter_is_named_and_left_out(
 
 
 def welcome(core: BrokerCore, token: str, incarnation: int = 0) -> WorkerWelcome:
-    """What a worker of slot 0 hears."""
+    """Return the welcome that a worker of slot 0 gets."""
     core.receive(token.encode(), WorkerHello(fleet_id="f", token=token, slot=0, incarnation=incarnation), 0.0)
     (answer,) = [send.content for send in core.take_outbox() if isinstance(send.content, WorkerWelcome)]
     return answer
 
 
-def test_a_new_life_of_a_slot_is_told_of_those_before() -> None:
+def test_a_new_worker_gets_the_lifetime_counters_of_its_slot() -> None:
     core = BrokerCore("f", BrokerLimits())
     core.restore([], {0: 4}, 0, {0: KNOWN})
     first = welcome(core, "a")

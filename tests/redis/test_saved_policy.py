@@ -1,4 +1,4 @@
-"""What `headrace serve` and `load_policy` find in Redis."""
+"""Weights in Redis, as `headrace serve` and `load_policy` find them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Redis says of a fleet through 100 lives of a worker, FLUSHALL, and new starts of Redis and of the broker."""
+"""Keys of a fleet in Redis through 100 lives of a worker, FLUSHALL, and restarts of Redis and of the broker."""
 
 from __future__ import annotations
 

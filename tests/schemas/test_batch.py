@@ -93,7 +93,7 @@ def test_every_batch_arrives_as_it_was_sent(batch: ChunkBatch) -> None:
 
 @settings(max_examples=100)
 @given(batch=batches(), data=st.data())
-def test_selected_chunks_are_those_and_no_others(batch: ChunkBatch, data: st.DataObject) -> None:
+def test_select_keeps_the_chosen_chunks_and_no_others(batch: ChunkBatch, data: st.DataObject) -> None:
     keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch))), bool)
     selected = over_the_wire(batch.select(keep))
     kept = [chunk for chunk, k in zip(batch, keep, strict=True) if k]
@@ -103,7 +103,7 @@ def test_selected_chunks_are_those_and_no_others(batch: ChunkBatch, data: st.Dat
             assert_same(getattr(a, name), getattr(b, name))
 
 
-def test_chunks_carry_what_their_batch_says() -> None:
+def test_chunks_have_the_rows_and_table_values_of_their_batch() -> None:
     batch = make_batch(BOX, infos={0: {3: {"success": True}}})
     first, marker, third, last = batch
     assert first.obs.shape == (4, 4)
@@ -157,7 +157,7 @@ def test_infos_may_hold_numpy_numbers_and_nothing_that_needs_code() -> None:
         encoded(make_batch(BOX, infos={0: {0: {"x": "y" * (9 << 20)}}}))
 
 
-def test_the_codecs_own_names_are_not_for_columns() -> None:
+def test_a_column_with_a_name_of_the_codec_is_refused() -> None:
     batch = make_batch(BOX)
     batch.columns["_secret"] = np.zeros(6)
     with pytest.raises(EncodeError, match="_secret"):
@@ -226,7 +226,7 @@ def test_a_header_that_contradicts_its_table_is_refused(changes: dict[str, Any])
 @pytest.mark.parametrize(
     "infos", [{4: {0: {}}}, {-1: {0: {}}}, {0: {4: {}}}, {0: {-1: {}}}, {0: {0: [["a", 1]]}}, {0: []}]
 )
-def test_infos_of_no_observation_are_refused(infos: Any) -> None:
+def test_infos_that_belong_to_no_observation_are_refused(infos: Any) -> None:
     batch = make_batch(BOX)
     frames = encoded(
         replace(batch, infos={i: dict(row) if isinstance(row, dict) else _Rows() for i, row in infos.items()})
@@ -258,7 +258,7 @@ def test_only_obs_columns_have_a_row_more() -> None:
     assert not is_obs_column("obsolete")
 
 
-def test_what_connectors_learnt_travels_beside_the_columns() -> None:
+def test_connector_updates_travel_beside_the_columns() -> None:
     update = {"env_to_module/0.MeanStd/obs/mean": np.arange(3.0), "env_to_module/0.MeanStd/obs/count": np.float64([7])}
     batch = replace(make_batch(BOX, [2, 0], [ChunkEnd.ONGOING, ChunkEnd.ABORTED]), connector_update=update)
     received = over_the_wire(batch)
@@ -271,7 +271,7 @@ def test_what_connectors_learnt_travels_beside_the_columns() -> None:
 
 
 @pytest.mark.parametrize("array", [np.array([object()]), np.array(["text"]), np.zeros(2, "datetime64[s]")])
-def test_what_connectors_learnt_must_be_numbers(array: Any) -> None:
+def test_connector_updates_must_be_numbers(array: Any) -> None:
     batch = replace(make_batch(BOX, [2], [ChunkEnd.ONGOING]), connector_update={"env_to_module/0.Mine/x": array})
     with pytest.raises(EncodeError, match=r"_connectors/env_to_module/0\.Mine/x"):
         encoded(batch)

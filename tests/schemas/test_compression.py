@@ -53,7 +53,7 @@ def test_arrays_are_equal_to_the_bit_and_pixels_take_a_fraction() -> None:
     assert [bytes(frame) for frame in decompressed(small)] == [bytes(frame) for frame in plain]
 
 
-def test_a_message_that_compression_does_not_help_is_the_plain_one() -> None:
+def test_a_message_that_does_not_compress_is_sent_plain() -> None:
     plain = encode(MessageKind.BATCH, {}, {"noise": NOISE})
     assert encode(MessageKind.BATCH, {}, {"noise": NOISE}, compressed=True) == plain
     assert not is_compressed(decode_header(plain)[1])
@@ -61,7 +61,7 @@ def test_a_message_that_compression_does_not_help_is_the_plain_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9000)), min_size=1, max_size=5))
-def test_any_arrays_come_back(told: list[tuple[int, int]]) -> None:
+def test_any_arrays_survive_compression(told: list[tuple[int, int]]) -> None:
     kinds = (np.zeros, np.arange, lambda n: np.tile(np.arange(7.0), n // 7 + 1), RANDOM.random)
     arrays = {f"a{i}": np.asarray(kinds[kind](n)) for i, (kind, n) in enumerate(told)}
     read = decode(encode(MessageKind.BATCH, {}, arrays, compressed=True)).arrays
@@ -109,7 +109,7 @@ def test_a_small_message_cannot_unpack_to_more_than_the_limit(monkeypatch: pytes
     assert caught.value.reason == "payload_too_large"
 
 
-def test_without_the_package_nothing_is_offered_and_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lz4_no_encoding_is_offered_and_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     frames = encode(MessageKind.BATCH, {}, {"pixels": PIXELS}, compressed=True)
     monkeypatch.setattr(compression, "lz4", None)
     assert readable_encodings() == []
@@ -117,7 +117,7 @@ def test_without_the_package_nothing_is_offered_and_the_error_names_it(monkeypat
         decode(frames)
 
 
-def test_an_address_of_this_machine_is_told_from_others() -> None:
+def test_is_own_address_accepts_only_addresses_of_this_machine() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         own = probe.getsockname()[0]

@@ -48,7 +48,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
     }
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_a_config_without_settings_has_the_defaults() -> None:
     config, origins = load_config(environ={})
     assert config == FleetConfig()
     assert origins == {}
@@ -68,7 +68,7 @@ def test_nothing_given_is_the_defaults() -> None:
         ("learner__learning_rate", "1e-4", 1e-4),
     ],
 )
-def test_environment_variables_are_read_as_their_fields_want(name: str, text: str, value: Any) -> None:
+def test_environment_variables_are_parsed_by_the_type_of_their_field(name: str, text: str, value: Any) -> None:
     config, _ = load_config(environ={f"HEADRACE_{name.upper()}": text})
     section, key = name.split("__")
     assert getattr(getattr(config, section), key) == value
@@ -104,7 +104,7 @@ def test_environment_variables_are_read_as_their_fields_want(name: str, text: st
         ("[broker", "is not TOML"),
     ],
 )
-def test_a_mistake_is_named_with_what_to_do(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_setting_gives_an_error_that_names_it(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(_file(tmp_path, text), environ={})
     assert caught.value.exit_code is ExitCode.CONFIG
@@ -116,7 +116,7 @@ def test_loopback_needs_no_permission(host: str) -> None:
     assert build_config({"broker": {"host": "0.0.0.0", "allow_insecure": True}}).broker.allow_insecure
 
 
-def test_keys_permit_other_machines_and_their_folder_is_the_same_from_everywhere(
+def test_keys_permit_other_machines_and_their_folder_becomes_absolute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -140,7 +140,7 @@ def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> 
         load_config(environ={"HEADRACE_WORKER__WINDOW": "3"})
 
 
-def test_text_in_place_of_a_table_or_a_list_is_told_to_be_json() -> None:
+def test_text_in_place_of_a_table_or_a_list_is_refused_with_a_hint_at_json() -> None:
     with pytest.raises(
         ConfigError, match=r"module.config: should be a table, as JSON .*got '{hidden = 16}' \(from flag"
     ):

@@ -15,7 +15,7 @@ def _all(base: type[errors.HeadraceError]) -> Iterator[type[errors.HeadraceError
         yield from _all(cls)
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
+def test_the_docstring_of_the_module_draws_every_error() -> None:
     assert errors.__doc__ is not None
     for cls in _all(errors.HeadraceError):
         assert f"── {cls.__name__} " in errors.__doc__, cls.__name__
@@ -30,7 +30,7 @@ def test_facts_are_attributes_and_part_of_the_sentence() -> None:
     assert str(errors.ConfigError("bad", key="a.b", source="flag")) == "a.b: bad (from flag)"
 
 
-def test_a_password_is_in_no_sentence() -> None:
+def test_an_error_about_redis_does_not_show_the_password() -> None:
     error = errors.RedisUnavailableError("redis://:secret@host:1/0", "refused")
     assert "secret" not in str(error)
     assert error.endpoint == "redis://***@host:1/0"

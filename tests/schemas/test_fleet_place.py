@@ -1,4 +1,4 @@
-"""Where a peer finds its fleet, and when it no longer waits for it."""
+"""The place of a fleet: how a peer finds its broker, and how long it waits for an absent one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write(run_dir: Path, name: str, content: dict[str, Any]) -> None:
     (run_dir / name).write_bytes(orjson.dumps(content))
 
 
-def test_a_broker_that_is_gone_is_named_every_ten_seconds_and_waited_for_within_a_bound(
+def test_a_peer_logs_an_absent_broker_every_ten_seconds_until_its_wait_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place = FleetPlace("tcp://a:1", patience_s=60.0)
@@ -40,7 +40,7 @@ def test_a_broker_that_is_gone_is_named_every_ten_seconds_and_waited_for_within_
     assert place.ended is None
 
 
-def test_a_fleet_that_was_stopped_is_told_and_ends_the_wait_sooner(
+def test_a_peer_logs_a_stopped_fleet_and_waits_a_shorter_time_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, "broker.json", {"endpoints": {"worker": "tcp://a:1"}})
@@ -58,7 +58,7 @@ def test_a_fleet_that_was_stopped_is_told_and_ends_the_wait_sooner(
     assert caplog.messages == [f"{said} ({waited} s of at most 20 s)" for waited in (5, 15)]
 
 
-def test_one_that_moved_is_followed_wherever_its_address_is_written(tmp_path: Path) -> None:
+def test_a_peer_follows_a_moved_port_and_ignores_malformed_addresses(tmp_path: Path) -> None:
     place = FleetPlace("tcp://a:1", "envs-2", RunDirAddresses(tmp_path), patience_s=10.0)
     place.observe(True, 0.0)
     for content in (b"", b"no json", b"[]", b'{"endpoints": 3}', b'{"endpoints": {"envs-2": "tcp://a:0"}}'):

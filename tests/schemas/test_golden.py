@@ -1,4 +1,4 @@
-"""Encoded samples of this major version of the wire stay readable, and today's code still writes what they mean."""
+"""Encoded samples of this major version of the wire stay readable, and today's code still writes their fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_golden_sample_is_read_field_by_field(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TODAY))
-def test_todays_encoding_still_means_what_the_sample_means(name: str) -> None:
+def test_todays_encoding_keeps_the_fields_and_arrays_of_the_sample(name: str) -> None:
     """New fields may come in a minor version; an old one may neither go nor change its form."""
     today, expected = golden_samples.describe(TODAY[name]), _expected(name)
     assert today["kind"] == expected["kind"]
@@ -63,7 +63,7 @@ def test_a_golden_batch_is_iterated_as_chunks(family: str) -> None:
     assert batch[0].episode_id == "80000000000000000000000000000000"
 
 
-def test_making_golden_samples_adds_those_that_are_missing_and_leaves_the_old_ones_alone(tmp_path: Path) -> None:
+def test_making_golden_samples_adds_missing_samples_and_keeps_old_ones(tmp_path: Path) -> None:
     (tmp_path / "Ack.bin").write_bytes(b"as an old peer sent it")
     golden_samples.add_new(tmp_path)
     assert (tmp_path / "Ack.bin").read_bytes() == b"as an old peer sent it"

@@ -1,4 +1,4 @@
-"""A small message in one frame is the message that it is in several."""
+"""A small message joined into one frame decodes to the same message as in several frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADER = {"session": "s", "token": "t", "step": 3}
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=3), text=st.text(max_size=30))
-def test_it_says_what_the_frames_say(sizes: list[int], text: str) -> None:
+def test_a_joined_message_decodes_like_its_separate_frames(sizes: list[int], text: str) -> None:
     arrays = {f"obs/{place}": np.arange(size, dtype=np.float32) for place, size in enumerate(sizes)}
     frames = encode(MessageKind.EPISODE_STEP, {**HEADER, "text": text}, arrays)
     message, told = decode(frames), decode(split_frame([bytes(frame) for frame in join_frames(frames)]))
@@ -25,14 +25,14 @@ def test_it_says_what_the_frames_say(sizes: list[int], text: str) -> None:
     }
 
 
-def test_a_large_one_keeps_its_frames() -> None:
+def test_a_large_message_keeps_its_frames() -> None:
     frames = encode(MessageKind.EPISODE_STEP, HEADER, {"obs": np.zeros(LARGEST, np.uint8)})
     assert join_frames(frames) == frames
     assert split_frame([bytes(frame) for frame in frames]) == frames
 
 
 @given(cut=st.integers(0, 300), byte=st.integers(0, 255))
-def test_what_is_cut_or_altered_is_refused(cut: int, byte: int) -> None:
+def test_a_truncated_or_altered_joined_message_is_refused(cut: int, byte: int) -> None:
     (joined,) = join_frames(encode(MessageKind.EPISODE_STEP, HEADER, {"obs": np.ones(4, np.float32)}))
     joined = bytes(joined)
     cut %= len(joined)
@@ -41,6 +41,6 @@ def test_what_is_cut_or_altered_is_refused(cut: int, byte: int) -> None:
             decode(split_frame([damaged]))
 
 
-def test_a_header_of_any_length_claims_no_memory() -> None:
+def test_a_header_longer_than_its_frame_is_refused() -> None:
     with pytest.raises(DecodeError, match="would end at byte 4294967315 of 20"):
         split_frame([b"HDRC" + bytes(12) + b"\xff" * 4])

@@ -19,7 +19,7 @@ def new_public() -> bytes:
     return zmq.curve_keypair()[0]
 
 
-def test_a_key_that_is_copied_over_another_with_its_times_is_admitted_in_its_place(tmp_path: Path) -> None:
+def test_a_key_copied_over_another_with_the_same_mtime_replaces_it(tmp_path: Path) -> None:
     """All public keys of a role have one size, and a copy may keep the inode."""
     path, before, after = tmp_path / "worker.public", new_public(), new_public()
     path.write_text(key_file("worker", before))

@@ -1,4 +1,4 @@
-"""Arrays that lie alike in many messages are written and read as each message's own manifest would have it."""
+"""A layout writes and reads arrays that many messages have alike, with the bytes of each message's own manifest."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_a_layout_writes_the_same_bytes_and_reads_the_same_arrays(row: Any, coun
         {},
     ],
 )
-def test_there_is_no_layout_of_what_is_large_or_empty(row: Any) -> None:
+def test_large_or_empty_arrays_have_no_layout(row: Any) -> None:
     assert row_layout_of(row) is None
 
 
-def test_arrays_that_lie_in_another_way_are_left_to_their_manifest() -> None:
+def test_a_layout_leaves_messages_of_other_arrays_to_their_manifest() -> None:
     layout = of({"obs": (np.dtype("<f4"), (2,))})
     obs = np.ones(2, np.float32)
     for arrays in ({}, {"obs": obs.astype(np.float64)}, {"obs": obs[:1]}, {"obs": obs, "more": obs}, {"other": obs}):

@@ -1,4 +1,4 @@
-"""The books: each equation that does not hold is named, and what balances per worker balances for the fleet."""
+"""The ledger: each equation that does not hold is named, and rows that balance add up to a fleet that balances."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _changed(row: LedgerRow, **changes: Any) -> LedgerRow:
     return row.model_copy(update=changes)
 
 
-def test_books_that_balance_have_no_problem() -> None:
+def test_a_balanced_ledger_row_has_no_problems() -> None:
     assert list(ROW.problems()) == []
     assert (
         list(
@@ -111,7 +111,7 @@ def test_rows_that_balance_add_up_to_a_fleet_that_balances(numbers: list[tuple[A
     assert fleet.queued == sum(row.totals.open + row.held[0] for row in rows.values())
 
 
-def test_a_fleet_that_does_not_balance_says_by_how_much() -> None:
+def test_the_balance_of_a_fleet_counts_unaccounted_steps() -> None:
     fleet = add_up({(1, 2): ROW})
     assert fleet.balance() == 0
     assert fleet.dropped == {"oversize": (5, 1), "worker_killed": (10, 1), "stale": (10, 1)}

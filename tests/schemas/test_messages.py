@@ -1,4 +1,4 @@
-"""Control messages: each kind round trips, newer fields are ignored, and what is wrong is named."""
+"""Control messages: each kind round trips, newer fields are ignored, and an error names the wrong field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from headrace.schemas.messages import (
 KINDS = sorted(message_classes(), key=lambda cls: cls.__name__)
 
 
-def test_each_kind_that_is_sent_but_batch_has_a_message() -> None:
+def test_each_kind_except_batch_has_a_message_class() -> None:
     assert {cls.KIND for cls in KINDS} == set(MessageKind) - {MessageKind.BATCH}
 
 
@@ -79,7 +79,7 @@ def test_a_field_of_the_wrong_type_is_named(cls: type[Message]) -> None:
         ({"weights": [1, None]}, "weights"),
     ],
 )
-def test_numbers_that_fit_nowhere_are_refused(changes: dict[str, Any], where: str) -> None:
+def test_numbers_out_of_range_or_of_a_wrong_type_are_refused(changes: dict[str, Any], where: str) -> None:
     header = Heartbeat(slot=0, incarnation=1, totals=WorkerTotals()).model_dump() | changes
     with pytest.raises(DecodeError) as caught:
         read(Heartbeat, header)
@@ -87,12 +87,12 @@ def test_numbers_that_fit_nowhere_are_refused(changes: dict[str, Any], where: st
 
 
 @pytest.mark.parametrize("told", ["0.1.0\n", "0.1/../x", "\x1b[31m", "1" * 65, 1, None])
-def test_a_version_of_headrace_that_can_be_none_is_refused(told: Any) -> None:
+def test_a_malformed_headrace_version_is_refused(told: Any) -> None:
     with pytest.raises(DecodeError, match="WorkerHello: headrace_version"):
         read(WorkerHello, {"fleet_id": "f", "token": "t", "headrace_version": told})
 
 
-def test_hellos_are_told_apart_by_role() -> None:
+def test_each_role_has_its_own_hello_and_an_unknown_role_is_refused() -> None:
     for role, cls in HELLO_BY_ROLE.items():
         sent = sample_model(cls)
         assert type(read_hello(decode(sent.frames()).header)) is cls

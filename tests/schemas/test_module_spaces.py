@@ -1,4 +1,4 @@
-"""Spaces by module id, as today's peers tell them and as those of the previous minor version did."""
+"""Spaces by module id, as today's peers and peers of the previous minor version send them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ TWO = Spaces(observation=Discrete(n=5), action=Box(shape=(2,), dtype="<f4"))
 
 
 @pytest.mark.parametrize("by_module", [{"default_policy": ONE}, {"one": ONE, "two": TWO}, {"observation": ONE}])
-def test_what_is_told_is_read(by_module: dict[str, Spaces]) -> None:
+def test_module_spaces_are_read_as_they_were_written(by_module: dict[str, Spaces]) -> None:
     told = module_spaces_to_json(by_module)
     assert module_spaces_from_json(told) == by_module
     assert list(module_spaces_from_json(told)) == list(by_module)
 
 
-def test_the_pair_that_protocol_1_0_tells_is_that_of_the_default_policy() -> None:
+def test_the_pair_of_protocol_1_0_is_read_as_that_of_the_default_policy() -> None:
     assert module_spaces_from_json(ONE.model_dump(mode="json")) == {"default_policy": ONE}
 
 
-def test_modules_may_be_named_like_the_parts_of_a_pair() -> None:
+def test_modules_may_be_named_observation_and_action() -> None:
     by_module = {"observation": ONE, "action": TWO}
     assert module_spaces_from_json(module_spaces_to_json(by_module)) == by_module
 
@@ -44,18 +44,18 @@ def test_modules_may_be_named_like_the_parts_of_a_pair() -> None:
         {str(i): ONE.model_dump(mode="json") for i in range(MOST_MODULES + 1)},
     ],
 )
-def test_anything_else_is_a_decode_error(told: Any) -> None:
+def test_malformed_module_spaces_are_a_decode_error(told: Any) -> None:
     with pytest.raises(DecodeError, match="bad_space"):
         module_spaces_from_json(told)
 
 
 @pytest.mark.parametrize("ids", [["a/b"], [""], [3], ["a", None]])
-def test_a_name_that_has_no_place_in_names_of_arrays_is_refused(ids: list[Any]) -> None:
+def test_a_policy_id_that_is_empty_no_text_or_has_a_slash_is_refused(ids: list[Any]) -> None:
     with pytest.raises(ValueError, match="no name for a policy; give a non-empty string without '/'"):
         check_module_ids(ids)
 
 
-def test_there_must_be_some_modules_and_not_more_than_a_window_holds() -> None:
+def test_a_config_of_no_policies_or_more_than_512_is_refused() -> None:
     check_module_ids([str(i) for i in range(MOST_MODULES)])
     with pytest.raises(ValueError, match="at least one policy"):
         check_module_ids([])
@@ -63,7 +63,7 @@ def test_there_must_be_some_modules_and_not_more_than_a_window_holds() -> None:
         check_module_ids([str(i) for i in range(MOST_MODULES + 1)])
 
 
-def test_a_table_that_maps_to_a_stranger_is_named() -> None:
+def test_a_mapping_table_with_an_unknown_policy_is_refused_by_name() -> None:
     check_mapping_table({"a": "one"}, ["one", "two"])
     with pytest.raises(ValueError, match=r"agent 'b' is mapped to 'three'; the policies are \['one', 'two'\]"):
         check_mapping_table({"a": "one", "b": "three"}, ["one", "two"])

@@ -1,4 +1,4 @@
-"""Messages may change within a major version of the wire only so that peers of the minor version before understand.
+"""Messages stay compatible with peers of the previous minor version of the wire.
 
 Both ways: today's code reads what such a peer sends, and such a peer reads what today's code sends.
 """
@@ -32,7 +32,7 @@ def _as_json(model: BaseModel) -> Any:
     return orjson.loads(model.model_dump_json())
 
 
-def test_the_previous_version_is_recorded_whole() -> None:
+def test_the_recording_of_the_previous_version_is_complete() -> None:
     assert {name for name in RECORDED if not name.startswith("batch_")} == {
         name for name in READERS if name in MODELS and name != "BatchHeader"
     }
@@ -40,8 +40,8 @@ def test_the_previous_version_is_recorded_whole() -> None:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_todays_code_takes_every_field_of_a_message_of_the_previous_version(name: str) -> None:
-    """It fails where a new field has no default, and where an old one is gone, renamed or of another form."""
+def test_todays_code_reads_every_field_of_a_message_of_the_previous_version(name: str) -> None:
+    """This test fails if a new field has no default, or if an old one is gone, renamed or of another form."""
     frames = golden_samples.read(PREVIOUS / f"{name}.bin")
     assert read_tag(frames[0])[1:] == (PROTOCOL_MAJOR, PROTOCOL_MINOR - 1)
     message = decode(frames)
@@ -58,8 +58,8 @@ def test_todays_code_takes_every_field_of_a_message_of_the_previous_version(name
 
 
 @pytest.mark.parametrize("name", sorted(READERS.keys() & MODELS.keys()))
-def test_a_reader_of_the_previous_version_takes_what_todays_code_sends(name: str) -> None:
-    """It fails where a field is gone, renamed, of another form, or has values that the old reader refuses."""
+def test_a_reader_of_the_previous_version_accepts_todays_messages(name: str) -> None:
+    """This test fails if a field is gone, renamed, of another form, or has values that the old reader refuses."""
     reader, model = Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": READERS}), MODELS[name]
     full = [golden_samples.sample_model(model, seed) for seed in "abcdef"]
     required = {key: value for key, value in full[0] if model.model_fields[key].is_required()}
@@ -69,7 +69,7 @@ def test_a_reader_of_the_previous_version_takes_what_todays_code_sends(name: str
 
 
 def test_every_model_on_the_wire_ignores_fields_that_it_does_not_know() -> None:
-    """So the next minor version may add some."""
+    """The next minor version may add fields."""
     seen: set[type[BaseModel]] = set()
     for model in MODELS.values():
         _walk(model, seen)

@@ -1,4 +1,4 @@
-"""Which files count as private: those of their owner alone, and what systemd gives a service as its credentials."""
+"""Private files: files that only their owner may use, and credentials that systemd gives to a service."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_file_that_others_may_use_is_not_private(secret: Path, mode: int, othe
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root")
-def test_a_credential_of_systemd_is_read_though_it_shows_the_right_of_a_group(
+def test_a_systemd_credential_is_read_although_its_mode_has_a_group_right(
     secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret.chmod(0o440)
@@ -89,7 +89,7 @@ def test_a_file_of_root_for_the_group_of_the_pod_is_private(
     ("mode", "owner", "group"),
     [(0o440, ME, MY_GROUP), (0o440, 0, 7), (0o444, 0, 42), (0o460, 0, 42), (0o644, 0, 42), (0o440, 0, 0)],
 )
-def test_a_file_that_more_than_this_process_can_use_is_not(
+def test_any_other_file_with_group_or_world_rights_is_not_private(
     mode: int, owner: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert seen_in_a_pod(monkeypatch, mode, owner=owner, group=group) == mode

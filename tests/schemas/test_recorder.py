@@ -78,8 +78,8 @@ def _assert_consistent(reading: Reading) -> None:
     assert (reading.slot, reading.incarnation) == (3, 7)
 
 
-def test_a_recorder_of_the_same_name_leaves_one_that_lives_alone(tmp_path: Path) -> None:
-    """To cut the file of a process that has mapped it would kill that process."""
+def test_a_new_recorder_does_not_truncate_a_live_one_of_the_same_name(tmp_path: Path) -> None:
+    """Truncating the file would kill a process that has mapped it."""
     older = Recorder(tmp_path / "a.rec", slot=3, incarnation=7)
     size = os.fstat(mapped := os.open(tmp_path / "a.rec", os.O_RDONLY)).st_size
     newer = Recorder(tmp_path / "a.rec", slot=3, incarnation=8)
@@ -93,7 +93,7 @@ def test_a_recorder_of_the_same_name_leaves_one_that_lives_alone(tmp_path: Path)
     newer.close()
 
 
-def test_a_kill_at_any_moment_tears_nothing(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_consistent_recorder(tmp_path: Path) -> None:
     """Real processes, really killed: whatever the moment, the books in the file balance, the window included."""
     rng, moment, progress = random.Random(1), threading.Event(), 0
     for number in range(KILLS):
@@ -196,7 +196,7 @@ def test_the_window_ring_holds_the_largest_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"HDRC", bytes(26688), b"\xff" * 26688])
-def test_what_is_no_recorder_reads_as_none(tmp_path: Path, content: bytes) -> None:
+def test_a_missing_or_foreign_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
     assert read_recorder(tmp_path / "missing.rec") is None
     (tmp_path / "a.rec").write_bytes(content)
     assert read_recorder(tmp_path / "a.rec") is None

@@ -1,4 +1,4 @@
-"""The URL of Redis in settings: itself, or a private file that has it."""
+"""The URL of Redis in settings: the URL, or the path of a private file that holds it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def url_of(text: str) -> str:
     return load_config(None, {"redis.url": text})[0].redis.url
 
 
-def test_a_private_file_has_the_url_and_its_files_of_tls_become_absolute(
+def test_a_private_file_holds_the_url_and_its_tls_paths_become_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -31,7 +31,7 @@ def test_a_private_file_has_the_url_and_its_files_of_tls_become_absolute(
 
 
 @pytest.mark.parametrize("text", ["me:s3cret@host:6379/0", "s3cret", "/s3cret/missing.url"])
-def test_what_is_neither_url_nor_file_is_not_repeated(text: str) -> None:
+def test_an_error_about_an_invalid_url_or_path_does_not_show_it(text: str) -> None:
     with pytest.raises(ConfigError, match="or the path of a file that has such a URL, and there is none") as caught:
         url_of(text)
     assert "s3cret" not in f"{caught.value} {caught.value.__cause__}"
@@ -48,7 +48,7 @@ def test_a_file_without_a_url_is_refused_and_its_content_is_not_shown(tmp_path: 
         url_of(str(tmp_path))
 
 
-def test_a_url_that_is_no_text_is_not_repeated() -> None:
+def test_an_error_about_a_url_that_is_no_text_does_not_show_it() -> None:
     with pytest.raises(ConfigError, match=r"redis\.url: should be a valid string") as caught:
         load_config(None, {"redis.url": ["redis://:s3cret@host"]})
     assert "s3cret" not in f"{caught.value} {caught.value.__cause__}"
@@ -57,7 +57,7 @@ def test_a_url_that_is_no_text_is_not_repeated() -> None:
 @pytest.mark.parametrize(
     "url", ["redis://me:s3cret", "redis://me:s3cr/et", "rediss://:s3cr#et", "redis://me:s3cr?et/0"]
 )
-def test_a_password_without_a_host_behind_it_is_not_shown(url: str) -> None:
+def test_a_malformed_url_with_a_password_is_not_shown(url: str) -> None:
     assert without_password(url) == "(malformed URL)"
 
 

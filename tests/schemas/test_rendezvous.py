@@ -1,4 +1,4 @@
-"""The rendezvous of a fleet: what peers read there, and what they make of content that is none."""
+"""The rendezvous of a fleet: the addresses that peers read there, and errors for content that is malformed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_peers_of_each_role_find_their_address(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o644, "it holds no secret, and other users' peers read it"
 
 
-def test_a_fleet_that_has_stopped_and_one_that_is_gone_are_told_apart(tmp_path: Path) -> None:
+def test_a_stopped_fleet_and_an_expired_rendezvous_are_reported_differently(tmp_path: Path) -> None:
     rendezvous = Rendezvous(str(tmp_path / "meet.json"))
     published(state="stopped").write(tmp_path / "meet.json")
     assert rendezvous.find("worker") == ""
@@ -82,7 +82,7 @@ def test_a_broker_on_loopback_is_not_looked_for_on_another_machine(tmp_path: Pat
         orjson.dumps({"fleet_id": "demo", "endpoints": {f"envs-{n}": "tcp://a:1" for n in range(5000)}}),
     ],
 )
-def test_content_that_is_none_names_nothing_and_says_so(tmp_path: Path, content: bytes) -> None:
+def test_content_that_is_no_rendezvous_is_reported_as_a_problem(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "meet.json").write_bytes(content)
     rendezvous = Rendezvous(str(tmp_path / "meet.json"))
     assert rendezvous.look() is None
@@ -122,7 +122,7 @@ def test_a_url_is_read_in_the_background_and_again_when_its_content_changes(
     wait_until(lambda: rendezvous.find("worker") == "tcp://node2:9", "the address after a move")
 
 
-def test_a_name_stands_for_the_brokers_ports() -> None:
+def test_a_dns_rendezvous_gives_the_configured_ports_of_the_broker() -> None:
     rendezvous = Rendezvous("dns://broker.demo", {"worker": 5701, "learner": 5702})
     assert rendezvous.find("learner") == "tcp://broker.demo:5702"
     for where, message in (
@@ -150,7 +150,7 @@ def test_a_peer_follows_a_broker_that_has_moved(tmp_path: Path) -> None:
     assert "has stopped" in str(place.ended)
 
 
-def test_the_end_of_a_fleet_is_noted_for_a_broker_that_was_killed_here_and_for_no_other(tmp_path: Path) -> None:
+def test_note_stopped_marks_only_a_rendezvous_of_a_broker_on_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "meet.json"
     note_stopped(path)
     assert not path.exists()
@@ -162,7 +162,7 @@ def test_the_end_of_a_fleet_is_noted_for_a_broker_that_was_killed_here_and_for_n
     assert Rendezvous(str(path)).stopped() is not None
 
 
-def test_the_broker_keeps_its_file_and_leaves_it_to_a_later_one(
+def test_a_broker_rewrites_its_rendezvous_and_leaves_it_to_a_later_broker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rendezvous_file, "LIFETIME_S", 0.2)
@@ -194,7 +194,7 @@ def test_a_wildcard_is_advertised_as_a_name_that_others_can_use(monkeypatch: pyt
     assert host_to_advertise("0.0.0.0", "") != "localhost" or not advertising._address_of_network()
 
 
-def test_a_process_with_other_keys_than_the_fleets_is_told_at_once(tmp_path: Path) -> None:
+def test_missing_keys_or_keys_of_another_broker_raise_keys_error(tmp_path: Path) -> None:
     keys = ClientKeys("worker", b"p" * 40, b"s" * 40, b"b" * 40, tmp_path)
     check_fingerprint(keys, "worker", "", "meet.json")
     check_fingerprint(None, "worker", "", "meet.json")
@@ -204,7 +204,7 @@ def test_a_process_with_other_keys_than_the_fleets_is_told_at_once(tmp_path: Pat
         check_fingerprint(None, "worker", "0123456789abcdef", "meet.json")
 
 
-def test_a_learner_names_a_run_directory_or_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_finds_its_fleet_by_path_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published().write(tmp_path / "meet.json")
     endpoint, options = find_fleet(tmp_path / "meet.json", 1.0, {})
     assert endpoint == AT["learner"]

@@ -1,4 +1,4 @@
-"""Ports that are given by hand must do for each worker, whose slot is added to them: said before anything starts."""
+"""Serving ports of the config: each worker adds its slot, and a clash is an error before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def sections(workers: int, **serving: Any) -> dict[str, Any]:
     return {"fleet": {"workers": workers}, "serving": {"enabled": True, **serving}}
 
 
-def test_ports_of_two_ways_that_meet_in_some_slots_are_refused_with_the_slots() -> None:
+def test_zeromq_and_http_ports_that_meet_in_some_slots_are_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         build_config(sections(4, port=5900, http_port=5902))
     said = str(refusal.value)
@@ -30,7 +30,7 @@ def test_ports_above_the_highest_are_refused() -> None:
             build_config(sections(3, **{name: 65534}))
 
 
-def test_ports_far_enough_apart_free_ones_and_those_of_one_worker_are_taken() -> None:
+def test_ports_far_enough_apart_port_0_and_a_single_worker_are_accepted() -> None:
     for workers, ports in ((2, (5900, 5902)), (1, (5900, 5901)), (100, (0, 5902)), (100, (5900, 0)), (0, (5900, 5901))):
         build_config(sections(workers, port=ports[0], http_port=ports[1]))
     build_config({**sections(4, port=5900, http_port=5902), "serving": {"port": 5900, "http_port": 5902}})

@@ -54,7 +54,7 @@ def test_nest_gives_the_users_nesting_back() -> None:
     assert nest(Tuple(spaces=(Dict(spaces={}),)), {}, "obs") == ({},)
 
 
-def test_leaves_know_their_rows() -> None:
+def test_leaves_have_the_shape_size_and_dtype_of_a_row() -> None:
     assert leaf_shape(Discrete(n=3)) == ()
     assert leaf_shape(MultiDiscrete(nvec=(2, 3), start=(0, 0), shape=(2,))) == (2,)
     assert leaf_size(Box(shape=(2, 3), dtype="<f4")) == 6
@@ -110,7 +110,7 @@ def test_a_description_that_makes_no_sense_is_refused(value: Any) -> None:
         spaces_from_json({"observation": value, "action": _nested(0)})
 
 
-def test_a_space_of_our_own_is_checked_when_it_is_built() -> None:
+def test_a_space_is_checked_when_it_is_built() -> None:
     leaf = Box(shape=(), dtype="<f4")
     with pytest.raises(ValidationError, match="same column name"):
         Dict(spaces={"a/0": leaf, "a": Tuple(spaces=(leaf,))})

@@ -16,7 +16,7 @@ from headrace.schemas.errors import DecodeError
 BOX = SPACES["box"]
 
 
-def test_each_chunk_with_steps_has_its_row_and_a_marker_none() -> None:
+def test_each_chunk_with_steps_has_one_state_row_and_a_marker_has_none() -> None:
     _, batch = decode_batch(encoded(make_recurrent_batch()), *BOX)
     first, marker, third, last = batch
     assert batch.state_offsets.tolist() == [0, 1, 1, 2, 3]
@@ -32,7 +32,7 @@ def test_selected_chunks_keep_their_state() -> None:
     decode_batch(encoded(selected), *BOX)
 
 
-def test_a_cut_knows_its_state_only_where_the_chunk_began() -> None:
+def test_a_slice_has_state_only_if_it_starts_where_the_chunk_starts() -> None:
     chunk = make_recurrent_batch()[0]
     assert chunk[0:2].state_in["age"] == 7
     assert chunk[1:3].state_in == {}

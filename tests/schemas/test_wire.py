@@ -1,4 +1,4 @@
-"""The codec: round trips, no copies of large arrays, checksums, and a refusal in words for all that is malformed."""
+"""The codec: round trips, no copies of large arrays, checksums, and a named reason for each malformed message."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def reason_of(frames: list[Buffer], limits: WireLimits = DEFAULT_LIMITS) -> str:
 
 @settings(max_examples=300)
 @given(kind=st.sampled_from(MessageKind), header=st.dictionaries(st.text(max_size=5), JSON, max_size=4), arrays=ARRAYS)
-def test_whatever_is_encoded_is_decoded(kind: MessageKind, header: dict[str, Any], arrays: dict[str, Any]) -> None:
+def test_every_message_survives_encoding(kind: MessageKind, header: dict[str, Any], arrays: dict[str, Any]) -> None:
     header.pop("payload", None)
     message = decode([bytes(frame) for frame in encode(kind, header, arrays)])
     assert message.kind is kind
@@ -157,7 +157,7 @@ def test_every_truncation_and_every_missing_or_added_frame_is_noticed() -> None:
             decode([*frames[:i], b"", *frames[i:]])
 
 
-def test_frame_0_says_what_a_peer_speaks_even_when_it_is_too_new() -> None:
+def test_frame_0_gives_the_protocol_version_even_of_a_newer_peer() -> None:
     hello = sealed({}, kind=MessageKind.HELLO, major=2, minor=3)
     assert read_tag(hello[0]) == (MessageKind.HELLO, 2, 3)
     assert reason_of(hello) == "version_mismatch"
@@ -222,7 +222,7 @@ X = np.arange(4, dtype="<i8").tobytes()
         (with_arrays([["x", "<i8", [0, *[2**40] * 7], 0, 0]], X), "bad_shape"),
     ],
 )
-def test_what_is_malformed_is_named(frames: list[Buffer], reason: str) -> None:
+def test_a_malformed_message_is_refused_with_its_reason(frames: list[Buffer], reason: str) -> None:
     assert reason_of(frames) == reason
 
 

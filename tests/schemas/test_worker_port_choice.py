@@ -32,7 +32,7 @@ def choice(meet: Path) -> WorkerPortChoice:
     return WorkerPortChoice(Rendezvous(str(meet)), "envs")
 
 
-def test_a_worker_that_waits_for_hosts_is_chosen_first_and_kept_while_it_is_published(
+def test_a_worker_that_lacks_hosts_is_chosen_first_and_kept_while_published(
     meet: Path, choice: WorkerPortChoice
 ) -> None:
     assert choice.find() == ""
@@ -52,7 +52,7 @@ def test_hosts_that_come_at_once_spread_over_the_workers(meet: Path) -> None:
     assert len(chosen) == 4
 
 
-def test_a_host_leaves_for_another_worker_only_if_it_is_needed_there_and_not_here(
+def test_a_host_moves_only_from_a_worker_with_hosts_to_one_that_lacks_hosts(
     meet: Path, choice: WorkerPortChoice
 ) -> None:
     publish(meet, envs_0="tcp://a:1")

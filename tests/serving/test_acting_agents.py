@@ -1,4 +1,4 @@
-"""A client that acts by itself for several agents: its chunks are the worker's own, each taken once, none left open."""
+"""An acting client of several agents: the worker takes each chunk once, and no episode stays open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.waiting import wait_until
 QUICK: dict[str, Any] = {**PAIR, "external_fragment_max_age_s": 0.1}
 
 
-def test_who_vanishes_leaves_a_marker_for_each_agent() -> None:
+def test_a_lost_client_leaves_an_aborted_marker_for_each_agent() -> None:
     with serving_runner(**QUICK) as there, acting(there.endpoint, **QUICK) as client:
         episode = client.start_episode()
         seen = {"short": np.zeros(4), "long": np.zeros(4)}
@@ -43,7 +43,7 @@ def markers(there: ServingRunner) -> list[EpisodeChunk]:
     return [chunk for chunk in there.chunks if chunk.end is ChunkEnd.ABORTED]
 
 
-def test_episodes_that_are_not_to_be_trained_on_are_only_counted() -> None:
+def test_steps_of_untrained_episodes_are_counted_as_discarded() -> None:
     with serving_runner(**PAIR) as there:
         with acting(there.endpoint, **PAIR) as client:
             play_pair(client, 10, 3, training_enabled=False)
@@ -64,7 +64,7 @@ def test_env_steps_that_do_not_rise_from_the_start_of_a_chunk_are_refused() -> N
     assert len(ShippedEpisodes(1).take("a client", batch)) == len(batch)
 
 
-def test_the_columns_that_are_expected_of_each_module_are_those_of_its_own_batches() -> None:
+def test_policy_columns_accept_batches_of_their_own_module_only() -> None:
     policies = {"short": "headrace.workers.modules:lstm_actor_critic", "long": None}
     settings: dict[str, Any] = {"policies": policies, "env_to_module": [FrameStack], "episode_lookback_horizon": 2}
     with MultiAgentEnvRunner(

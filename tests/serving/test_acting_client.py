@@ -1,4 +1,4 @@
-"""A client that acts by itself: its chunks are those a worker would have cut, each is taken once, none is left open."""
+"""An acting client cuts the same chunks as the worker; each is taken once, and no episode stays open."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_part(chunks: list[EpisodeChunk]) -> list[list[EpisodeChunk]]:
 @pytest.mark.parametrize(
     ("settings", "play", "parts"), [({}, play, 3), (PAIR, play_pair, 6)], ids=["one agent", "several agents"]
 )
-def test_chunks_are_the_same_to_the_bit_whoever_infers(settings: dict[str, Any], play: Any, parts: int) -> None:
+def test_acting_and_served_clients_give_bit_identical_chunks(settings: dict[str, Any], play: Any, parts: int) -> None:
     with serving_runner(**settings) as there, PolicyClient(there.endpoint, timeout_s=TIMEOUT_S) as client:
         play(client, 45)
     with serving_runner(**settings) as here, acting(here.endpoint, **settings) as client:
@@ -53,7 +53,7 @@ def test_chunks_are_the_same_to_the_bit_whoever_infers(settings: dict[str, Any],
         assert report[name] == other[name], name
 
 
-def test_newer_weights_act_and_are_named_and_two_clients_keep_apart() -> None:
+def test_an_acting_client_loads_newer_weights_and_its_chunks_name_them() -> None:
     with serving_runner(external_fragment_max_age_s=0.1) as there:
         with acting(there.endpoint, external_fragment_max_age_s=0.1) as one, acting(there.endpoint, seed=4) as two:
             play(one, 20, 1)
@@ -68,7 +68,7 @@ def test_newer_weights_act_and_are_named_and_two_clients_keep_apart() -> None:
     assert there.runner.get_metrics()["num_episodes_lifetime"] >= 5
 
 
-def test_who_vanishes_leaves_markers_and_hears_of_it_on_return() -> None:
+def test_a_lost_client_leaves_a_marker_and_gets_an_aborted_error_on_return() -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     with serving_runner(lease_s=1.0, **quick) as there, acting(there.endpoint, **quick) as client:
         episode = client.start_episode()
@@ -85,7 +85,7 @@ def test_who_vanishes_leaves_markers_and_hears_of_it_on_return() -> None:
         play(client, 5, 1)
 
 
-def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int) -> None:
+def test_a_restarted_server_gets_chunks_of_new_episodes_only(free_port: int) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     with serving_runner(port=free_port, **quick) as before:
         client = acting(before.endpoint, **quick)
@@ -102,7 +102,7 @@ def test_a_server_that_begins_anew_gets_new_episodes_only(free_port: int) -> Non
     assert not {chunk.episode_id for chunk in before.chunks} & {chunk.episode_id for chunk in after.chunks}
 
 
-def test_a_shipment_that_comes_again_is_taken_once_and_bad_ones_change_nothing() -> None:
+def test_a_repeated_shipment_is_taken_once_and_a_bad_one_changes_nothing() -> None:
     with serving_runner(episode_lookback_horizon=0) as there, PolicyClient(there.endpoint, timeout_s=10) as link:
         shipper = Shipper(there, link)
         first, second = shipper.batch(), shipper.batch()
@@ -130,7 +130,7 @@ def test_a_shipment_that_comes_again_is_taken_once_and_bad_ones_change_nothing()
         shipper.close()
 
 
-def test_a_server_that_has_not_agreed_to_it_says_so() -> None:
+def test_a_server_without_client_inference_refuses_acting_clients() -> None:
     settings = ServingSection(enabled=True)
     with SingleAgentEnvRunner(EnvRunnerConfig(env=ServedEnvs(settings, "CartPole-v1", ""), num_envs=2)) as runner:
         env: Any = runner.env

@@ -1,4 +1,4 @@
-"""What a client that acts by itself cannot bring to its worker: refused by name, made to fit, or told as lost."""
+"""Chunks that an acting client cannot ship as they are: refused by name, split, or reported as lost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def walk(client: Any, steps: int, *, info: dict[str, Any] | None = None, trainin
         {"env": "Pendulum-v1", "module": LSTM, "module_to_env": [UnsquashActions, ClipActions]},
     ],
 )
-def test_the_columns_that_are_expected_of_others_are_those_of_an_own_batch(settings: dict[str, Any]) -> None:
+def test_policy_columns_accept_the_runners_batch_and_name_an_absent_column(settings: dict[str, Any]) -> None:
     with SingleAgentEnvRunner(EnvRunnerConfig(num_envs=2, seed=0, rollout_fragment_length=8, **settings)) as runner:
         columns = runner.policy_columns()["default_policy"]
         batch = external(runner.sample_fragment())
@@ -54,7 +54,7 @@ def test_the_columns_that_are_expected_of_others_are_those_of_an_own_batch(setti
                 columns.check(replace(batch, columns={n: c for n, c in batch.columns.items() if n != name}))
 
 
-def test_chunks_of_other_columns_are_refused_by_name_and_nothing_is_taken() -> None:
+def test_chunks_with_wrong_columns_are_refused_by_name_and_not_taken() -> None:
     with serving_runner(episode_lookback_horizon=0) as there, PolicyClient(there.endpoint, timeout_s=10) as link:
         shipper = Shipper(there, link)
         batch = shipper.batch()
@@ -77,7 +77,7 @@ def test_chunks_of_other_columns_are_refused_by_name_and_nothing_is_taken() -> N
         shipper.close()
 
 
-def test_a_client_of_other_settings_is_told_which() -> None:
+def test_a_client_with_other_settings_gets_an_error_that_names_the_setting() -> None:
     with serving_runner() as there, acting(there.endpoint, episode_lookback_horizon=0) as client:
         with suppress(EpisodeError):
             walk(client, 40)
@@ -85,7 +85,7 @@ def test_a_client_of_other_settings_is_told_which() -> None:
         assert "episode_lookback_horizon" in str(client.failure)
 
 
-def test_what_is_larger_than_a_message_goes_in_several() -> None:
+def test_a_chunk_larger_than_a_message_is_shipped_as_several_chunks() -> None:
     settings = {"rollout_fragment_length": 500, "external_fragment_max_age_s": 100.0}
     with serving_runner(max_message_bytes=1 << 14, **settings) as there:
         with acting(there.endpoint, **settings) as client:
@@ -97,7 +97,7 @@ def test_what_is_larger_than_a_message_goes_in_several() -> None:
     assert [chunk.end for chunk in there.chunks].count(ChunkEnd.TERMINATED) == 3
 
 
-def test_several_chunks_that_fit_no_message_together_go_one_after_another() -> None:
+def test_chunks_too_large_together_for_one_message_arrive_whole() -> None:
     with serving_runner(max_message_bytes=1 << 14) as there:
         with acting(there.endpoint, rollout_fragment_length=100) as client:
             for _ in range(6):
@@ -107,7 +107,7 @@ def test_several_chunks_that_fit_no_message_together_go_one_after_another() -> N
         assert there.chunks[0].infos[1] == {"words": "x" * 500}
 
 
-def test_infos_beyond_any_message_end_their_episode_and_not_the_client() -> None:
+def test_infos_larger_than_any_message_abort_their_episode_only() -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     with serving_runner(max_message_bytes=1 << 25, **quick) as there:
         with acting(there.endpoint, **quick) as client:
@@ -120,7 +120,7 @@ def test_infos_beyond_any_message_end_their_episode_and_not_the_client() -> None
         assert there.chunks
 
 
-def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chunk_too_large_for_a_message_is_reported_as_lost_steps(caplog: pytest.LogCaptureFixture) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     with serving_runner(max_message_bytes=1 << 14, **quick) as there:
         with acting(there.endpoint, **quick) as client:
@@ -139,7 +139,7 @@ def test_a_chunk_that_fits_no_message_is_lost_by_name_and_the_client_goes_on(cap
     assert "steps of this client are lost so far, and reported" in caplog.text
 
 
-def test_episodes_that_are_not_to_be_trained_on_are_counted_where_they_are_served() -> None:
+def test_the_worker_counts_untrained_episodes_of_an_acting_client() -> None:
     with serving_runner() as there:
         with acting(there.endpoint) as client:
             for steps in range(1, 21):  # more than one shipment tells
@@ -153,7 +153,7 @@ def test_episodes_that_are_not_to_be_trained_on_are_counted_where_they_are_serve
     assert there.runner.totals.discarded == {"training_disabled": 210}
 
 
-def test_what_a_server_had_not_taken_when_it_ended_is_told_to_the_next(free_port: int) -> None:
+def test_steps_that_a_stopped_server_did_not_take_are_reported_to_the_next(free_port: int) -> None:
     quick = {"external_fragment_max_age_s": 0.1}
     before = ServingRunner(port=free_port, **quick)
     client = acting(before.endpoint, **quick)

@@ -1,4 +1,4 @@
-"""What a client says wrong of one of several agents is told to it by name, over both ways in, and harms nobody else."""
+"""A wrong request about one of several agents is refused by name over ZeroMQ and HTTP, and harms no other client."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def chunks_of(served: Any, game: Game) -> list[Any]:
         ({"red": [2, 1]}, {"end": "truncated", "reward": {"red": 5.0}}, r"none of \['blue'\], who are truncated"),
     ],
 )
-def test_what_is_of_no_agent_or_of_the_wrong_one_is_refused(
+def test_a_step_that_breaks_the_env_contract_of_an_agent_is_refused(
     game: Game, seen: Any, body: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(EnvContractError, match=sentence):
@@ -130,7 +130,7 @@ def test_a_step_of_wrong_fields_is_refused_by_the_fields_name(game: Game, body: 
         game.say({"red": game.at(2), "blue": game.at(2)}, **body)
 
 
-def test_steps_and_episodes_of_others_are_refused_as_for_one_agent(game: Game, shared: Any) -> None:
+def test_steps_out_of_order_and_in_episodes_of_other_clients_are_refused(game: Game, shared: Any) -> None:
     with pytest.raises(StepOrderError):
         game.client.step(game.name, 7, {"red": game.at(2)})
     other = type(game.client)(shared, f"{game.name}-other")
@@ -143,7 +143,7 @@ def test_steps_and_episodes_of_others_are_refused_as_for_one_agent(game: Game, s
     other.close()
 
 
-def test_not_a_number_is_neither_a_reward_nor_seen(shared: Any) -> None:
+def test_nan_in_a_reward_or_an_observation_is_refused(shared: Any) -> None:
     over_http, over_zmq = Game(ByHttp, shared), Game(ByZmq, shared)
     body = b'{"observation": {"red": [2, 1]}, "reward": {"red": NaN}}'
     with pytest.raises(BadRequestError, match="not JSON"):
@@ -177,7 +177,7 @@ def test_not_a_number_is_neither_a_reward_nor_seen(shared: Any) -> None:
         (({"red": 1.0}, None, {"__all__": True}), "end_episode.. ends the episode"),
     ],
 )
-def test_the_client_refuses_at_once_what_the_server_would(said: Any, sentence: str) -> None:
+def test_the_client_refuses_bad_returns_when_they_are_logged(said: Any, sentence: str) -> None:
     earned = LoggedReturnsByAgent(AGENTS)
     earned.add({}, None, {"grey": True})
     earned.settle()
@@ -190,7 +190,7 @@ def test_the_client_refuses_at_once_what_the_server_would(said: Any, sentence: s
         LoggedReturns().add(1.0, None, {"red": True})
 
 
-def test_a_client_of_the_other_kind_of_server_is_told_so(shared: Any) -> None:
+def test_mixing_single_agent_and_multi_agent_client_and_server_is_an_error(shared: Any) -> None:
     with Served() as solo, PolicyClient(solo.endpoint, timeout_s=TIMEOUT_S) as client:
         episode = client.start_episode()
         with pytest.raises(EnvContractError):
@@ -205,7 +205,7 @@ def test_a_client_of_the_other_kind_of_server_is_told_so(shared: Any) -> None:
         ActingClient(shared.endpoint, EnvRunnerConfig())
 
 
-def test_agents_whose_arrays_could_not_be_told_apart_are_refused_when_the_server_is_built() -> None:
+def test_the_codec_refuses_agent_ids_that_give_two_arrays_the_same_name() -> None:
     box = Box(shape=(2,), dtype="<f4")
     with pytest.raises(EnvContractError, match="no slash confuses with another's arrays"):
         MultiAgentCodec({"a": Dict(spaces={"b": box}), "a/b": box}, "obs")
@@ -215,7 +215,7 @@ def test_agents_whose_arrays_could_not_be_told_apart_are_refused_when_the_server
     assert list(slashed.to_arrays({"team": np.zeros(2), "team/a": np.ones(2)})) == ["obs/team", "obs/team/a"]
 
 
-def test_spaces_of_nobody_are_refused() -> None:
+def test_spaces_without_agents_or_of_a_wrong_form_are_refused() -> None:
     for told in ({"agents": {}}, {"agents": []}, {"agents": {"red": {"observation": 1}}}, {}, None):
         with pytest.raises(DecodeError):
             served_spaces_from_json(told)

@@ -1,4 +1,4 @@
-"""What a client does wrong is told to it by name, over both ways in, and harms nobody else."""
+"""A wrong request of a client is refused by name over ZeroMQ and HTTP, and harms no other client."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_step_of_wrong_fields_is_refused_by_the_fields_name(way: Any, body: di
         way.step(way.name, 1, [1, 2], **body)
 
 
-def test_nan_is_no_reward(shared: Served) -> None:
+def test_a_reward_that_is_no_finite_number_is_refused(shared: Served) -> None:
     way = ByHttp(shared, "t", "nan")
     way.open()
     way.start("nan")
@@ -217,7 +217,7 @@ def test_nan_is_no_reward(shared: Served) -> None:
         client.end_episode(episode, [1, 3])
 
 
-def test_two_clients_with_one_session_id_are_told_apart(way: Any, shared: Served) -> None:
+def test_a_client_with_the_session_id_of_another_client_is_refused(way: Any, shared: Served) -> None:
     other = type(way)(shared, "another-token", way.name)
     for say in (other.open, lambda: other.step(way.name, 1, [9, 9]), lambda: other.abort(way.name)):
         with pytest.raises(SessionTakenError, match="belongs to another client"):
@@ -254,7 +254,7 @@ def test_a_message_over_the_cap_is_refused_before_it_is_sent_or_read(way: Any, s
         ("PUT", "/v1/sessions/nobody/episodes/e", b"", "404"),
     ],
 )
-def test_what_is_no_request_is_refused_with_its_status(
+def test_a_malformed_http_request_is_refused_with_its_status(
     shared: Served, method: str, path: str, body: bytes, status: str
 ) -> None:
     with pytest.raises(HeadraceError) as refused:
@@ -262,7 +262,7 @@ def test_what_is_no_request_is_refused_with_its_status(
     assert refused.value.__notes__ == [status]
 
 
-def test_ids_with_a_slash_or_no_ascii_in_them_are_told_in_paths(shared: Served) -> None:
+def test_paths_carry_percent_encoded_ids_with_slashes_and_non_ascii(shared: Served) -> None:
     way = ByHttp(shared, "t", "a%2Fb%20%C3%BC")
     way.open()
     for call in (way.start, lambda id: way.step(id, 0, [1.0, 2.0])):
@@ -283,7 +283,7 @@ def _garbled(good: list[bytes], rng: random.Random) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
-def test_garbage_on_either_port_harms_nobody(way: Any, shared: Served) -> None:
+def test_garbage_on_either_port_harms_no_client(way: Any, shared: Served) -> None:
     """Frames of valid requests with bytes of them changed, cut or doubled, and bytes of no protocol at all."""
     rng = random.Random(4)
     step = EpisodeStep(session=way.name, token="own-token", episode=way.name, step=1)

@@ -1,4 +1,4 @@
-"""Who breaks off a handshake after it has let a client in has died, and does not refuse its keys."""
+"""A broken handshake: refused keys if the server never let the client in, an unreachable server if it did."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def breaking_off(port: int) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_server_that_never_let_anybody_in_refuses_keys_and_one_that_did_is_away(free_port: int) -> None:
+def test_a_broken_handshake_means_refused_keys_only_before_a_first_welcome(free_port: int) -> None:
     with breaking_off(free_port), pytest.raises(KeysRefusedError, match="asks for keys"):
         PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=1.0)
     with Served(port=free_port) as served:

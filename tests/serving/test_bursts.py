@@ -1,4 +1,4 @@
-"""What many clients say at a time is heard together, and each is answered as if it had come alone."""
+"""Requests of many clients that arrive together: each gets the answer that it would get alone."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Client:
             assert told.arrays["actions"].tolist() == rule(self.seen)
 
 
-def test_each_of_many_who_ask_at_once_gets_its_own_answer(server: Served) -> None:
+def test_many_clients_that_ask_together_each_get_their_own_answer(server: Served) -> None:
     with zmq.Context() as context, ExitStack() as stack:
         clients = [Client(context, server, number) for number in range(CLIENTS)]
         for client in clients:
@@ -104,7 +104,7 @@ def test_each_of_many_who_ask_at_once_gets_its_own_answer(server: Served) -> Non
         assert server.episodes.episodes[f"e{number}"].seen == [float(step) for step in range(client._step)]
 
 
-def test_what_one_client_says_at_a_time_is_heard_in_its_order(server: Served) -> None:
+def test_requests_that_one_client_sends_together_are_answered_in_order(server: Served) -> None:
     who = {"session": "s", "token": "t", "episode": "e"}
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(server.endpoint)
@@ -120,7 +120,7 @@ def test_what_one_client_says_at_a_time_is_heard_in_its_order(server: Served) ->
         assert [answer.header.get("next_step") for answer in answers] == [None, 0, 1]
 
 
-def test_a_message_whose_beginning_an_interrupted_look_has_lost_ends_nothing() -> None:
+def test_a_router_port_skips_a_message_whose_first_frame_was_lost() -> None:
     router_port = RouterPort(RouterPortSettings("127.0.0.1", 0, None))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(router_port.endpoint)

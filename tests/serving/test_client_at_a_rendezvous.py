@@ -27,7 +27,7 @@ def play(client: PolicyClient) -> str:
     return episode
 
 
-def test_a_client_follows_its_worker_to_another_port_and_then_goes_to_another_worker(tmp_path: Path) -> None:
+def test_a_client_follows_its_worker_to_a_new_port_and_then_changes_worker(tmp_path: Path) -> None:
     meet = tmp_path / "meet.json"
     with Served() as other:
         with Served() as second:
@@ -47,7 +47,7 @@ def test_a_client_follows_its_worker_to_another_port_and_then_goes_to_another_wo
         client.close()
 
 
-def test_the_environment_names_the_rendezvous_and_a_slot_the_worker(
+def test_the_environment_names_the_rendezvous_and_the_slot_picks_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meet = tmp_path / "meet.json"

@@ -1,4 +1,4 @@
-"""Many clients of several agents at once; some vanish, repeat themselves or are slow, and harm nobody else."""
+"""Many clients of several agents at once: some vanish, repeat requests or are slow, and harm no other client."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def live(served: Any, number: int) -> list[Life]:
     return lives
 
 
-def test_what_a_crowd_lives_through_is_true_and_who_vanishes_leaves_nothing_open() -> None:
+def test_many_clients_give_exact_chunks_and_lost_clients_leave_no_open_episode() -> None:
     with served_agents(AGENTS, lease_s=5.0, num_envs=CLIENTS, rollout_fragment_length=4) as served:
         with ThreadPoolExecutor(CLIENTS) as pool:
             lives = [life for one in pool.map(lambda number: live(served, number), range(CLIENTS)) for life in one]

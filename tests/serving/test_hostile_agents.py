@@ -1,4 +1,4 @@
-"""Thousands of requests that say anything of several agents: each is answered, by name where it is refused."""
+"""Thousands of random requests about several agents: the server answers each, and a refusal names its error."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def beside_somebody_else() -> Iterator[tuple[Any, Callable[[], None]]]:
     assert np.concatenate(rewards["blue"]).tolist() == [0.0] * steps
 
 
-def test_sealed_messages_that_say_anything_of_agents_are_answered_by_name() -> None:
+def test_random_messages_about_agents_get_an_answer_or_a_named_error() -> None:
     hostile, told = HostileAgents(1, "own-session"), Counter[str]()
     with beside_somebody_else() as (served, go_on), zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger = 0
@@ -103,7 +103,7 @@ def test_sealed_messages_that_say_anything_of_agents_are_answered_by_name() -> N
     assert min(told[code] for code in USUAL) > 0
 
 
-def test_json_that_says_anything_of_agents_is_answered_by_name() -> None:
+def test_random_json_about_agents_gets_an_answer_or_a_named_error() -> None:
     with beside_somebody_else() as (served, go_on):
         told = codes_by_http(HostileAgents(1, "own-session"), served.url, MESSAGES, go_on)
     assert set(told) <= {"", *HTTP_STATUS}

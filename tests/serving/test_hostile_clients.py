@@ -1,4 +1,4 @@
-"""Thousands of requests that say anything, on both ways in: each is answered, by name where it is refused."""
+"""Thousands of random requests over ZeroMQ and HTTP: the server answers each, and a refusal names its error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MESSAGES = 3000
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_sealed_messages_that_say_anything_are_answered_by_name(seed: int) -> None:
+def test_random_messages_get_an_answer_or_a_named_error(seed: int) -> None:
     hostile, told = Hostile(seed, "own-session"), Counter[str]()
     with Served() as server, somebody_else(server) as go_on, zmq.Context() as context:
         with context.socket(zmq.DEALER) as sock:
@@ -50,7 +50,7 @@ def test_sealed_messages_that_say_anything_are_answered_by_name(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_json_that_says_anything_is_answered_by_name(seed: int) -> None:
+def test_random_json_gets_an_answer_or_a_named_error(seed: int) -> None:
     with Served() as server, somebody_else(server) as go_on:
         told = codes_by_http(Hostile(seed, "own-session"), server.url, MESSAGES // 2, go_on)
     assert set(told) <= {"", *HTTP_STATUS}
@@ -68,8 +68,8 @@ def test_a_message_nearly_as_large_as_the_cap_is_taken() -> None:
     assert [len(info["text"]) for info in server.episodes.episodes[episode].infos] == [1 << 15, 65536 - 1024, 0]
 
 
-def test_an_observation_of_more_bytes_than_eight_digits_count_is_one_step() -> None:
-    """Where the reference loses its place in the stream: its header has eight decimal digits for the length."""
+def test_an_observation_of_more_than_99999999_bytes_is_one_step() -> None:
+    """The reference loses its place in the stream here: its header has eight decimal digits for the length."""
     spaces = Spaces(observation=Box(shape=(12_500_001,), dtype="<f8"), action=Discrete(n=1000))
     limits = replace(LIMITS, max_message_bytes=1 << 27)
     with Served(limits, spaces=spaces) as server, PolicyClient(server.endpoint) as client:

@@ -1,4 +1,4 @@
-"""What clients by HTTP may take: connections, time and bytes, each with an end, and nobody else waits for it."""
+"""Limits of HTTP clients: connections, time and bytes. A client at its limit does not delay the others."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def server() -> Iterator[Served]:
         head(STEP, "Transfer-Encoding: chunked") + b"5\r\n{",
     ],
 )
-def test_a_request_that_does_not_arrive_is_given_up_by_name(server: Served, part: bytes) -> None:
+def test_a_request_that_does_not_arrive_whole_in_time_is_answered_408(server: Served, part: bytes) -> None:
     with RawHttp(server.url) as client:
         client.say(part)
         assert "no whole request within 0.4 s" in client.hear_refusal(408, "too_slow")
 
 
-def test_bytes_that_drip_in_save_no_request(server: Served) -> None:
+def test_a_request_that_drips_in_too_slowly_is_answered_408(server: Served) -> None:
     with RawHttp(server.url) as client:
         client.say(b"GET / HTTP/1.1\r\n")
         client.socket.settimeout(0.05)
@@ -88,7 +88,7 @@ def test_connections_beyond_the_cap_are_refused_and_the_others_go_on() -> None:
             client.hear_end()  # each was silent for a lease
 
 
-def test_silent_connections_give_their_places_to_those_who_ask() -> None:
+def test_silent_connections_lose_their_places_to_clients_that_ask() -> None:
     with Served(replace(QUICK, read_s=1000.0)) as server, ExitStack() as stack:
         silent = [stack.enter_context(RawHttp(server.url)) for _ in range(2 * QUICK.max_connections)]
         alive([stack.enter_context(placed(server)) for _ in range(QUICK.max_connections)])
@@ -96,8 +96,8 @@ def test_silent_connections_give_their_places_to_those_who_ask() -> None:
             client.hear_end()
 
 
-def test_unfinished_bodies_do_not_add_up() -> None:
-    """The one that began first is refused, so one that goes on gets through."""
+def test_the_server_refuses_the_oldest_of_too_many_unfinished_bodies() -> None:
+    """The server refuses the oldest unfinished request, so a client that goes on sending gets through."""
     with Served(replace(LIMITS, read_s=1000.0)) as server, ExitStack() as stack:
         size = LIMITS.max_message_bytes - 1000
         whole = put("/v1/sessions/s/episodes/e", b'{"x": "' + b"x" * size + b'"}')
@@ -110,7 +110,7 @@ def test_unfinished_bodies_do_not_add_up() -> None:
         assert clients[-1].hear().status == 400  # x is no field; it was read
 
 
-def test_places_are_free_again_though_nobody_ends_what_it_has_begun() -> None:
+def test_connections_with_unfinished_requests_free_their_places_in_time() -> None:
     with Served(replace(QUICK, read_s=0.3)) as server:
         for _ in range(3):  # as often as it takes the places there are
             with ExitStack() as stack:
@@ -123,7 +123,7 @@ def test_places_are_free_again_though_nobody_ends_what_it_has_begun() -> None:
         placed(server).close()
 
 
-def test_who_was_refused_and_does_not_leave_is_cut_off(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_client_that_keeps_sending_is_disconnected(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "LINGER_S", 0.3)
     with RawHttp(server.url) as client:
         client.say(b"garbage\r\n\r\n")
@@ -135,7 +135,7 @@ def test_who_was_refused_and_does_not_leave_is_cut_off(server: Served, monkeypat
                 break
 
 
-def test_who_does_not_read_is_not_written_to_for_ever() -> None:
+def test_a_client_that_does_not_read_its_answers_is_disconnected() -> None:
     many = MultiDiscrete(nvec=(3,) * 50_000, start=(0,) * 50_000, shape=(50_000,))
     with (
         Served(QUICK, spaces=Spaces(observation=many, action=Discrete(n=1000))) as server,
@@ -163,13 +163,13 @@ def test_who_does_not_read_is_not_written_to_for_ever() -> None:
         head(STEP, "Transfer-Encoding: chunked") + b"1\r\nx\r\n" * 50_000,
     ],
 )
-def test_what_is_too_long_is_refused_before_it_is_there(server: Served, request_: bytes) -> None:
+def test_a_request_that_is_too_long_is_refused_before_it_has_arrived(server: Served, request_: bytes) -> None:
     with RawHttp(server.url) as client:
         client.say(request_)
         assert "of more than 65536 bytes" in client.hear_refusal(413, "too_large")
 
 
-def test_a_step_says_no_more_besides_what_is_seen_than_by_zeromq() -> None:
+def test_the_info_of_a_step_has_the_size_limit_that_it_has_over_zeromq() -> None:
     with Served(replace(LIMITS, max_message_bytes=1 << 22)) as server, RawHttp(server.url) as client:
         for path in (STEP[:14], STEP[:25]):
             client.say(put(path, b"{}", "Headrace-Client: own"))
@@ -180,7 +180,7 @@ def test_a_step_says_no_more_besides_what_is_seen_than_by_zeromq() -> None:
             assert client.hear().status == status
 
 
-def test_of_a_request_without_the_token_the_body_is_not_read() -> None:
+def test_the_body_of_a_request_without_the_token_is_not_read() -> None:
     with Served(QUICK, token="t" * 16) as server:
         for shown in ("a: b", "Authorization: Bearer " + "s" * 16, "Authorization: t" + "t" * 15):
             with RawHttp(server.url) as client:
@@ -194,14 +194,14 @@ def test_of_a_request_without_the_token_the_body_is_not_read() -> None:
             assert [client.hear().status for _ in range(2)] == [200, 200]
 
 
-def test_a_silent_connection_ends_without_a_word(server: Served) -> None:
+def test_a_silent_connection_is_closed_without_an_answer(server: Served) -> None:
     with RawHttp(server.url) as client:
         client.say(HEALTH)
         client.hear()
         client.hear_end()
 
 
-def test_zeromq_keeps_half_of_the_files_that_may_be_open() -> None:
+def test_http_connections_use_at_most_half_of_the_open_file_limit() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert connection_limit(3) == 3
     assert connection_limit(1 << 40) == soft // 2

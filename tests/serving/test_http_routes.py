@@ -1,4 +1,4 @@
-"""What a path and a method mean over HTTP."""
+"""The routes of HTTP: the message that a path and a method stand for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def routed(method: str, target: str, body: bytes = b"") -> Routed:
         ("DELETE", f"{EPISODE}?reason=a&reason=fell%21+over", EpisodeAbort(**IDS, episode="é", reason="fell! over")),
     ],
 )
-def test_a_path_and_a_method_are_one_message(method: str, target: str, expected: Routed) -> None:
+def test_each_path_and_method_stand_for_one_message(method: str, target: str, expected: Routed) -> None:
     assert routed(method, target) == expected
 
 
@@ -106,8 +106,8 @@ def test_a_request_at_which_the_server_fails_is_500_and_the_connection_goes_on(
         ("\xe9", 400),
     ],
 )
-def test_a_page_whose_name_was_bound_to_our_address_is_refused(host: str, status: int) -> None:
-    """Its browser sends that name. With a token the name is free, since the page does not know the token."""
+def test_a_request_with_an_unknown_host_name_is_refused(host: str, status: int) -> None:
+    """DNS rebinding: the browser of a foreign page sends its host name. With a token, any host name is served."""
     ask = f"GET /v1/spaces HTTP/1.1\r\nHost: {host}\r\n".encode("latin-1")
     with Served(http_hosts=frozenset(["policy.example"])) as server, RawHttp(server.url) as client:
         client.say(ask + b"\r\n")

@@ -1,4 +1,4 @@
-"""The thread that runs the dispatcher's loop serves HTTP too, whichever thread that is, and beside ZeroMQ."""
+"""The thread that runs the dispatcher's loop serves both HTTP and ZeroMQ, whichever thread that is."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_http_has_no_thread_of_its_own_and_leaves_signals_alone() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", ["alone", "inside_a_loop"])
-def test_ctrl_c_while_the_sampler_waits_leaves_a_server_that_goes_on(where: str) -> None:
-    """In a process of its own: one that has run property tests may lose a Ctrl-C in the collector of garbage."""
+def test_the_server_goes_on_after_ctrl_c_in_a_waiting_sampler(where: str) -> None:
+    """The test uses a separate process: after property tests, the garbage collector may swallow a Ctrl-C."""
     script = f"from support.serving import http_sampler as here; here.press_ctrl_c(here.{where})"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=TIMEOUT_S)
 
 
-def test_neither_way_in_starves_the_other() -> None:
+def test_neither_http_nor_zeromq_starves_the_other() -> None:
     with Served() as server, ThreadPoolExecutor(4) as pool, zmq.Context() as context:
         flooding = threading.Event()
 
@@ -76,7 +76,7 @@ def test_neither_way_in_starves_the_other() -> None:
             one.result(100)
 
 
-def test_what_is_said_in_one_go_is_answered_in_its_order() -> None:
+def test_pipelined_http_requests_are_answered_in_order() -> None:
     with Served() as server, RawHttp(server.url) as client:
         episode = "/v1/sessions/s/episodes/e"
         steps = [put(f"{episode}/steps/{n}", b'{"observation": [%d, 0]}' % n) for n in range(3)]
@@ -89,7 +89,7 @@ def test_what_is_said_in_one_go_is_answered_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("next_", ["another step", "its health"])
-def test_a_server_that_stops_tells_who_waits_by_http(next_: str) -> None:
+def test_a_stopping_server_answers_every_waiting_http_request(next_: str) -> None:
     server = Served()
     try:
         server.hold.set()

@@ -1,4 +1,4 @@
-"""Whatever bytes come to the HTTP port: an answer in JSON as far as there can be one, and nobody else notices."""
+"""Malformed bytes at the HTTP port: the server answers in JSON where it can, and no other client notices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server() -> Iterator[Served]:
         b"CONNECT other:443 HTTP/1.1\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_told_so_and_the_connection_ends(server: Served, data: bytes) -> None:
+def test_bytes_that_are_no_http_get_a_400_and_the_connection_closes(server: Served, data: bytes) -> None:
     with RawHttp(server.url) as client:
         client.say(data)
         client.hear_refusal(400, "bad_request")
@@ -89,7 +89,7 @@ def test_what_is_no_http_is_told_so_and_the_connection_ends(server: Served, data
         (put(EPISODE, b'{"training_enable": false}'), 400, "did you mean 'training_enabled'?"),
     ],
 )
-def test_a_bad_request_is_told_so_and_the_connection_goes_on(
+def test_a_bad_request_gets_its_error_and_the_connection_stays_open(
     server: Served, request_: bytes, status: int, says: str
 ) -> None:
     with RawHttp(server.url) as client:
@@ -103,7 +103,7 @@ def test_a_bad_request_is_told_so_and_the_connection_goes_on(
         assert client.hear().status == 200
 
 
-def test_of_a_key_that_comes_twice_the_last_counts_and_any_content_type_is_json(server: Served) -> None:
+def test_the_last_of_equal_json_keys_counts_and_any_content_type_is_json(server: Served) -> None:
     with RawHttp(server.url) as client:
         client.say(put("/v1/sessions/twice") + put("/v1/sessions/twice/episodes/twice"))
         assert [client.hear().status for _ in range(2)] == [200, 200]
@@ -112,7 +112,7 @@ def test_of_a_key_that_comes_twice_the_last_counts_and_any_content_type_is_json(
         assert client.hear().body["action"] == 9
 
 
-def test_requests_on_one_connection_are_answered_in_turn_and_a_bad_one_last(server: Served) -> None:
+def test_requests_on_one_connection_are_answered_in_order_up_to_a_malformed_one(server: Served) -> None:
     with RawHttp(server.url) as client:
         client.say(put("/v1/sessions/many") + put("/v1/sessions/many/episodes/many"))
         steps = b"".join(
@@ -126,7 +126,7 @@ def test_requests_on_one_connection_are_answered_in_turn_and_a_bad_one_last(serv
         client.hear_refusal(400, "bad_request")
 
 
-def test_who_says_nothing_more_still_gets_its_answers(server: Served) -> None:
+def test_a_client_that_stops_sending_still_gets_its_answers(server: Served) -> None:
     for ends in ("HTTP/1.0", "HTTP/1.1\r\nConnection: close"):
         with RawHttp(server.url) as client:
             client.say(f"GET /v1/spaces {ends}\r\n\r\n".encode())
@@ -140,7 +140,7 @@ def test_who_says_nothing_more_still_gets_its_answers(server: Served) -> None:
         client.hear_end()
 
 
-def test_a_head_is_answered_without_a_body_and_who_asks_whether_to_go_on_may(server: Served) -> None:
+def test_head_gets_no_body_and_expect_continue_gets_a_100(server: Served) -> None:
     with RawHttp(server.url) as client:
         client.say(HEALTH.replace(b"GET", b"HEAD") + b"GET / HTTP/1.0\r\n\r\n")
         first, second, body = client.rest().split(b"\r\n\r\n")
@@ -184,7 +184,7 @@ def mutated(rng: random.Random, good: bytes) -> bytes:
     return bytes(data)
 
 
-def test_mutated_requests_are_answered_in_json_or_not_at_all_and_harm_nobody() -> None:
+def test_mutated_requests_get_json_or_no_answer_and_harm_no_other_client() -> None:
     rng, told = random.Random(11), Counter[int]()
     step = put("/v1/sessions/f/episodes/f/steps/0", b'{"observation": [1, 2], "reward": 0.0, "info": {"a": 1}}')
     chunked = head("/v1/sessions/f/episodes/g", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n"

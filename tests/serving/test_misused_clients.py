@@ -1,4 +1,4 @@
-"""What a client's own program says wrongly is refused there, by name, when it is said; and nothing else comes of it."""
+"""Misuse of the client in Python: a wrong call raises an error that names the mistake, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def there() -> Iterator[ServingRunner]:
 
 
 @pytest.mark.parametrize("make", [PolicyClient, acting])
-def test_an_info_that_no_chunk_could_carry_is_refused_and_the_episode_goes_on(make: Any) -> None:
+def test_an_info_that_is_no_json_dict_is_refused_and_the_episode_goes_on(make: Any) -> None:
     with serving_runner() as there, make(there.endpoint) as client:
         episode = client.start_episode()
         client.get_action(episode, SEEN)
@@ -43,7 +43,7 @@ def test_an_info_that_no_chunk_could_carry_is_refused_and_the_episode_goes_on(ma
     assert told == [{"speed": 0.5, "at": [0, 1], "none": None, "7": "é"}]
 
 
-def test_an_info_larger_or_deeper_than_any_message_is_refused_at_once(there: ServingRunner) -> None:
+def test_log_returns_refuses_an_info_that_is_too_large_or_too_deep(there: ServingRunner) -> None:
     deep: dict[str, Any] = {}
     for _ in range(40):
         deep = {"down": deep}
@@ -56,7 +56,7 @@ def test_an_info_larger_or_deeper_than_any_message_is_refused_at_once(there: Ser
         client.get_action(episode, SEEN)
 
 
-def test_a_reward_that_is_text_is_no_reward(there: ServingRunner) -> None:
+def test_a_reward_that_is_text_is_refused(there: ServingRunner) -> None:
     with PolicyClient(there.endpoint) as client:
         episode = client.start_episode()
         client.get_action(episode, SEEN)
@@ -66,13 +66,13 @@ def test_a_reward_that_is_text_is_no_reward(there: ServingRunner) -> None:
 
 
 @pytest.mark.parametrize("session", ["x" * 65, 5, b"x", "\udc80"])
-def test_a_session_of_no_possible_name_is_refused_before_anything_is_sent(there: ServingRunner, session: Any) -> None:
+def test_a_client_refuses_an_invalid_session_id(there: ServingRunner, session: Any) -> None:
     with pytest.raises(BadRequestError, match="ClientHello: session: "):
         PolicyClient(there.endpoint, session=session)
 
 
 @pytest.mark.parametrize("id", ["x" * 300, 5, b"x", ["x"]])
-def test_an_episode_of_no_possible_id_is_refused_and_others_go_on(there: ServingRunner, id: Any) -> None:
+def test_an_invalid_episode_id_is_refused_and_the_client_goes_on(there: ServingRunner, id: Any) -> None:
     with PolicyClient(there.endpoint) as client, acting(there.endpoint) as actor:
         with pytest.raises(BadRequestError, match="EpisodeStart: episode: "):
             client.start_episode(id)
@@ -83,12 +83,12 @@ def test_an_episode_of_no_possible_id_is_refused_and_others_go_on(there: Serving
 
 
 @pytest.mark.parametrize("endpoint", ["", None, 5, "127.0.0.1:5900", "tcp://127.0.0.1", "http://127.0.0.1:5900"])
-def test_what_is_no_address_is_told_with_how_one_looks(endpoint: Any) -> None:
+def test_an_invalid_endpoint_gives_an_error_with_the_right_form(endpoint: Any) -> None:
     with pytest.raises(ConfigError, match=r'endpoint: .* it is "tcp://HOST:PORT"'):
         PolicyClient(endpoint)
 
 
-def test_a_client_that_was_closed_says_so(there: ServingRunner) -> None:
+def test_calls_of_a_closed_client_raise_an_error(there: ServingRunner) -> None:
     client = PolicyClient(there.endpoint)
     episode = client.start_episode()
     client.close()
@@ -98,7 +98,7 @@ def test_a_client_that_was_closed_says_so(there: ServingRunner) -> None:
 
 
 @pytest.mark.parametrize("make", [PolicyClient, acting])
-def test_infos_of_agents_are_refused_by_the_agents_name(make: Any) -> None:
+def test_a_bad_info_of_an_agent_is_refused_with_the_agents_name(make: Any) -> None:
     seen, policies = {"short": SEEN, "long": SEEN}, {"short": None, "long": None}
     changes = {"policies": policies} if make is acting else {}
     with serving_runner(policies=policies) as there, make(there.endpoint, **changes) as client:

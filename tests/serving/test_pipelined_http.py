@@ -1,4 +1,4 @@
-"""Whoever says hundreds of things in one go by HTTP does not keep others from their turn."""
+"""A client that pipelines hundreds of HTTP requests does not keep other clients from their turn."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def hear_all(server_ends: list[socket.socket]) -> list[HttpConnection]:
     return place.heard
 
 
-def test_who_asks_once_by_http_need_not_wait_until_all_is_done_that_another_said_at_once() -> None:
+def test_a_single_request_does_not_wait_for_all_pipelined_requests_of_others() -> None:
     pairs = [socket.socketpair() for _ in SAID]
     for (client, _), requests in zip(pairs, SAID, strict=True):
         client.sendall(HEALTH * requests)

@@ -1,4 +1,4 @@
-"""The client in Python: many threads, lost connections, a server that begins anew, keys."""
+"""The client in Python: many threads, lost connections, a restarted server, keys."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def play(client: PolicyClient, steps: int = 5, **start: Any) -> str:
     return episode
 
 
-def test_an_episode_is_what_the_client_lived_through(server: Served) -> None:
+def test_the_server_records_an_episode_as_the_client_played_it(server: Served) -> None:
     with PolicyClient(server.endpoint) as client:
         assert client.spaces == SPACES
         kept = server.episodes.episodes[play(client, training_enabled=False)]
@@ -85,7 +85,7 @@ def test_threads_of_one_client_wait_side_by_side(server: Served) -> None:
         assert [episode.end for episode in server.episodes.episodes.values()] == ["truncated"] * 8
 
 
-def test_connections_that_break_cost_nothing(server: Served) -> None:
+def test_broken_connections_neither_lose_nor_repeat_a_step(server: Served) -> None:
     with (
         cable_to(int(urlsplit(server.endpoint).port or 0)) as cable,
         PolicyClient(f"tcp://127.0.0.1:{cable.port}", timeout_s=TIMEOUT_S) as client,
@@ -104,7 +104,7 @@ def test_connections_that_break_cost_nothing(server: Served) -> None:
         assert kept.rewards == [0, *range(99)]
 
 
-def test_a_server_that_began_anew_aborts_episodes_and_takes_new_ones(free_port: int) -> None:
+def test_a_restarted_server_aborts_old_episodes_and_takes_new_ones(free_port: int) -> None:
     with Served(port=free_port) as first:
         client = PolicyClient(first.endpoint, timeout_s=TIMEOUT_S)
         episode = client.start_episode()
@@ -140,7 +140,7 @@ def test_a_simulator_may_take_longer_for_a_step_than_the_lease() -> None:
         client.get_action(episode, [1, 1])
 
 
-def test_start_waits_for_a_place(server: Served) -> None:
+def test_start_episode_waits_for_a_free_place(server: Served) -> None:
     with Served(capacity=1) as small, PolicyClient(small.endpoint) as client:
         episode = client.start_episode()
         full = pytest.raises(NoFreePlaceError, match="1 episodes are open")
@@ -153,13 +153,13 @@ def test_start_waits_for_a_place(server: Served) -> None:
         assert small.episodes.episodes[episode].end == "enough"
 
 
-def test_nobody_there_is_said_within_the_deadline(free_port: int) -> None:
+def test_connecting_to_an_absent_server_raises_unreachable_error(free_port: int) -> None:
     with pytest.raises(UnreachableError, match="no policy server answers"):
         PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=0.2)
 
 
 @pytest.mark.long
-def test_what_was_asked_while_nobody_was_there_does_not_wait_for_who_comes(free_port: int) -> None:
+def test_requests_made_without_a_server_are_not_queued_for_the_next_server(free_port: int) -> None:
     request = request_of(ClientHeartbeat, token="0" * 32, session="0" * 32, request=1)
     with zmq.Context() as context:
         connection = Connection(context, ServerPlace(f"tcp://127.0.0.1:{free_port}"), None, agreed=True)
@@ -181,7 +181,7 @@ def test_what_was_asked_while_nobody_was_there_does_not_wait_for_who_comes(free_
     assert len(seen[1]) <= 2, "one that was asked before the connection was known to have ended may come too"
 
 
-def test_keys_let_in_clients_only(tmp_path: Path) -> None:
+def test_a_server_with_keys_lets_in_only_clients_with_known_keys(tmp_path: Path) -> None:
     keys, others = tmp_path / "keys", tmp_path / "others"
     make_keys(keys)
     make_keys(others)
@@ -194,7 +194,7 @@ def test_keys_let_in_clients_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_token_of_a_run_lets_in_clients_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_token_lets_in_only_clients_with_that_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     for folder in (run, other):
         folder.mkdir()

@@ -75,7 +75,7 @@ def test_strangers_are_cut_and_the_honest_peer_goes_on(
         assert len(garbage) <= 1
 
 
-def test_unfinished_messages_of_clients_do_not_add_up() -> None:
+def test_strangers_with_too_many_unfinished_bytes_are_cut() -> None:
     part = frame(bytes(LIMITS.max_message_bytes - 1000), more=True)
     with Served() as server, ExitStack() as stack:
         strangers = [stack.enter_context(RawZmtp(server.endpoint)) for _ in range(20)]

@@ -1,4 +1,4 @@
-"""What the protocol's page says is what the server does: each of its examples is sent, and each answer compared."""
+"""The examples of protocol.md: the test sends each request to a real server and compares the answer."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_every_exchange_of_several_agents_is_as_the_page_says(way: str) -> None:
     assert whole["red"].columns["off_policy"].tolist() == [False, True, False]
 
 
-def test_the_page_tells_every_code_and_its_status() -> None:
+def test_the_page_lists_every_error_code_with_its_status() -> None:
     table = {
         code: int(status)
         for status, codes in re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.M)

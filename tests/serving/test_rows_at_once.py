@@ -1,4 +1,4 @@
-"""Observations of many clients that are read at once are what they would be one by one, and so are refusals."""
+"""Observations of many clients that are read together equal observations read one by one; so do refusals."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def told_of(space: Space, rng: random.Random) -> Any:
 
 @pytest.mark.parametrize("check_bounds", [True, False])
 @pytest.mark.parametrize("space", SPACES, ids=repr)
-def test_rows_that_are_read_at_once_are_what_each_alone_is(space: Space, check_bounds: bool) -> None:
+def test_rows_read_together_equal_rows_read_one_by_one(space: Space, check_bounds: bool) -> None:
     values, rng = SpaceCodec(space, "obs", check_bounds=check_bounds), random.Random(0)
     for _ in range(400):
         told = [told_of(space, rng) for _ in range(rng.choice((0, 1, 2, 5)))]
@@ -101,7 +101,7 @@ def test_rows_that_are_read_at_once_are_what_each_alone_is(space: Space, check_b
 
 @pytest.mark.parametrize("check_bounds", [True, False])
 @pytest.mark.parametrize("space", SPACES, ids=repr)
-def test_messages_that_are_read_at_once_are_what_each_alone_is(space: Space, check_bounds: bool) -> None:
+def test_messages_read_together_equal_messages_read_one_by_one(space: Space, check_bounds: bool) -> None:
     values, rng = SpaceCodec(space, "obs", check_bounds=check_bounds), np.random.default_rng(0)
     assert values.layout is not None
     refused = 0
@@ -116,7 +116,7 @@ def test_messages_that_are_read_at_once_are_what_each_alone_is(space: Space, che
 
 @pytest.mark.parametrize("space", SPACES[:6], ids=repr)
 @pytest.mark.parametrize("lists", [1, 2, 30])
-def test_text_in_place_of_numbers_takes_no_more_memory_than_it_has(space: Space, lists: int) -> None:
+def test_huge_text_in_place_of_numbers_is_refused_like_short_text(space: Space, lists: int) -> None:
     values, told = SpaceCodec(space, "obs"), ["a" * 1_000_000] + ["b"] * 1_000_000
     for _ in range(lists - 1):
         told = [told]  # type: ignore[list-item]

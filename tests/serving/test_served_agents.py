@@ -1,4 +1,4 @@
-"""Clients elsewhere drive episodes of several agents: what each agent lived through is what the learner gets."""
+"""External clients drive episodes of several agents, and the learner gets them as they were played."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAYS = pytest.mark.parametrize("way", [ByZmq, ByHttp])
 
 
 @WAYS
-def test_each_agents_life_is_what_the_learner_gets(way: Any) -> None:
+def test_the_learner_gets_each_agents_episode_as_it_was_played(way: Any) -> None:
     agents = ("red", "blue", "late")
     with served_agents(agents) as served:
 
@@ -38,7 +38,7 @@ def test_each_agents_life_is_what_the_learner_gets(way: Any) -> None:
     check(served.chunks, lives)
 
 
-def test_the_python_client_speaks_in_dicts_by_id_also_of_nested_spaces_and_ids_that_are_numbers() -> None:
+def test_the_python_client_takes_dicts_by_agent_nested_spaces_and_int_ids() -> None:
     with served_agents(("red", 3, "deep")) as served, PolicyClient(served.endpoint, timeout_s=TIMEOUT_S) as client:
         assert list(client.spaces) == ["red", "3", "deep"]  # type: ignore[arg-type]
         episode = client.start_episode()
@@ -64,7 +64,7 @@ def test_the_python_client_speaks_in_dicts_by_id_also_of_nested_spaces_and_ids_t
 
 
 @WAYS
-def test_what_is_asked_again_is_answered_alike_and_is_one_step(way: Any) -> None:
+def test_a_repeated_step_gets_the_same_answer_and_is_one_step(way: Any) -> None:
     with served_agents() as served:
         client = way(served, "again")
         client.start("e")
@@ -85,7 +85,7 @@ def test_what_is_asked_again_is_answered_alike_and_is_one_step(way: Any) -> None
 
 
 @WAYS
-def test_an_episode_that_is_not_to_be_trained_on_is_counted_and_kept_back(way: Any) -> None:
+def test_an_untrained_episode_is_counted_and_not_sent_to_the_learner(way: Any) -> None:
     with served_agents() as served:
         client = way(served, "untrained")
         client.start("e", training_enabled=False)
@@ -119,7 +119,7 @@ def test_a_client_that_vanishes_leaves_an_aborted_marker_for_each_agent() -> Non
 
 
 @WAYS
-def test_an_episode_that_its_client_gives_up_costs_that_one_only(way: Any) -> None:
+def test_an_aborted_episode_leaves_other_episodes_of_its_client_alone(way: Any) -> None:
     with served_agents() as served:
         client = way(served, "fell")
         for name in ("e", "f"):
@@ -133,7 +133,7 @@ def test_an_episode_that_its_client_gives_up_costs_that_one_only(way: Any) -> No
 
 
 @WAYS
-def test_an_episode_may_end_before_anybody_acts_or_with_nobody_seen(way: Any) -> None:
+def test_an_episode_may_end_before_any_action_or_without_a_last_observation(way: Any) -> None:
     with served_agents(missing_final_observation="repeat") as served:
         client = way(served, "short")
         for name in ("e", "f"):
@@ -148,7 +148,7 @@ def test_an_episode_may_end_before_anybody_acts_or_with_nobody_seen(way: Any) ->
 
 
 @WAYS
-def test_connectors_see_each_agent_as_itself(way: Any) -> None:
+def test_connectors_stack_the_frames_of_each_agent_separately(way: Any) -> None:
     class Last(Rule):
         """`rule` of the newest of two stacked frames."""
 

@@ -1,4 +1,4 @@
-"""A real runner whose episodes are those of clients elsewhere, and what the learner would get of them."""
+"""A real env runner with episodes of external clients, and the chunks that the learner gets of them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def sampling(sampler: SingleAgentEnvRunner) -> Iterator[list[Any]]:
         thread.join(100)
 
 
-def test_what_clients_live_through_is_what_the_learner_gets() -> None:
+def test_the_learner_gets_the_episodes_as_the_clients_played_them() -> None:
     with runner() as (sampler, served):
         with sampling(sampler) as chunks, ThreadPoolExecutor(4) as pool:
             played = list(pool.map(lambda seed: play(served.endpoint, seed, 30), range(8)))
@@ -120,8 +120,8 @@ def test_a_client_that_vanishes_leaves_an_aborted_marker() -> None:
         assert totals.stepped == 3 == sum(len(chunk) for chunk in chunks) + sum(totals.discarded.values())
 
 
-def test_of_a_step_that_is_refused_nothing_counts() -> None:
-    """Its reward once did, when the sampler refused what came with it, and a corrected one did not."""
+def test_a_reward_logged_before_a_refused_step_counts_once() -> None:
+    """Earlier, the reward of the refused step counted, and the reward of the corrected step did not."""
     with runner(module_to_env=["headrace.workers.connectors:UnsquashActions"]) as (sampler, served):
         with sampling(sampler) as chunks, PolicyClient(served.endpoint, timeout_s=TIMEOUT_S) as client:
             episode = client.start_episode()
@@ -137,7 +137,7 @@ def test_of_a_step_that_is_refused_nothing_counts() -> None:
 BODY = b'{"observation": [0, 0, 0, 0], "reward": 0}'
 
 
-def test_a_runner_that_stops_tells_its_clients() -> None:
+def test_a_stopping_runner_answers_its_waiting_client_with_an_error() -> None:
     with runner() as (sampler, served):
         client = PolicyClient(served.endpoint, timeout_s=2)
         with sampling(sampler):
@@ -153,7 +153,7 @@ def test_a_runner_that_stops_tells_its_clients() -> None:
         client.close()
 
 
-def test_who_connects_before_the_server_serves_is_answered_without_delay() -> None:
+def test_a_connection_made_before_the_server_accepts_has_tcp_nodelay() -> None:
     """A connection that was made too early once waited 40 ms for each answer, as long as it lasted."""
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
@@ -161,7 +161,7 @@ def test_who_connects_before_the_server_serves_is_answered_without_delay() -> No
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_ports_follow_the_slot_and_a_taken_one_is_said(free_port: int) -> None:
+def test_a_runner_serves_at_its_configured_port_and_names_a_taken_one(free_port: int) -> None:
     with runner(serving(port=free_port, http_port=None)) as (_, served):
         assert served.endpoint == f"tcp://127.0.0.1:{free_port}"
         assert served.url == ""
@@ -186,7 +186,7 @@ def test_off_loopback_keys_and_a_token_are_required(tmp_path: Path) -> None:
     assert len(read_token(tmp_path / "keys" / TOKEN_FILE)) > 30
 
 
-def test_a_token_in_clear_off_loopback_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_in_clear_off_loopback_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     token = tmp_path / "http.token"
     token.write_text("a-token-of-this-test")
     token.chmod(0o600)

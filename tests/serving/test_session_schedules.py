@@ -264,7 +264,7 @@ def test_at_least_two_thousand_schedules_run() -> None:
 
 
 @pytest.mark.parametrize(("name", "seeds"), schedules({name: it.schedules for name, it in VARIANTS.items()}))
-def test_every_step_is_taken_once_and_answered_alike_under_every_schedule(name: str, seeds: range) -> None:
+def test_every_step_is_taken_once_with_one_answer_under_every_schedule(name: str, seeds: range) -> None:
     variant = VARIANTS[name]
     for seed in seeds:
         problems = run_schedule(variant, seed)

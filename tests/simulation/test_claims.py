@@ -1,4 +1,4 @@
-"""Numbers that a peer may not mean, said to the broker's core: each is refused and counted, and changes nothing."""
+"""Implausible claims of peers to the broker's core: each is refused and counted, and changes no books."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_lie_is_counted_and_changes_no_books(name: str, caplog: pytest.LogCapt
         ({"learner_epoch": 1 << 39}, "learner epoch"),
     ],
 )
-def test_a_batch_whose_header_does_not_fit_is_refused_by_its_number(lie: dict[str, Any], words: str) -> None:
+def test_a_batch_with_an_implausible_header_is_rejected_by_its_seq(lie: dict[str, Any], words: str) -> None:
     broker = Broker()
     before = broker.books()
     assert not broker.ship(4, **lie)
@@ -210,7 +210,7 @@ def test_a_learner_settles_no_batch_that_this_broker_did_not_take() -> None:
     assert broker.core.sources[(0, 1)].settled.seq == 0
 
 
-def test_a_commit_counts_as_the_last_one_only_if_it_settles_a_batch() -> None:
+def test_a_repeated_commit_does_not_move_the_time_of_the_last_commit() -> None:
     broker = Broker()
     seen = []
     for broker.now, batches in ((1.0, 0), (5.0, 2), (9.0, 2), (12.0, 3)):
@@ -229,12 +229,12 @@ def test_an_obituary_takes_back_no_batch_that_an_earlier_broker_took() -> None:
     assert core.refusals.total == 1
 
 
-def test_words_of_a_peer_reach_no_terminal_raw(caplog: pytest.LogCaptureFixture) -> None:
+def test_control_characters_of_a_peer_are_escaped_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     Refusals().note("a peer", "bad_message", "clear \x1b[2J\n")
     assert caplog.records[0].getMessage() == "refused a message of a peer: bad_message: clear \\x1b[2J\\n, 1 so far"
 
 
-def test_one_line_names_the_peer_however_often_it_lies(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_one_line_for_a_peer_that_lies_many_times(caplog: pytest.LogCaptureFixture) -> None:
     broker = Broker()
     broker.say(WORKER, hello(host="far\x1b[2J", pid=77, totals=totals(3)))
     for _ in range(100):
@@ -248,8 +248,8 @@ def test_one_line_names_the_peer_however_often_it_lies(caplog: pytest.LogCapture
 # -- what honest peers may mean ---------------------------------------------------------------------------------------
 
 
-def test_a_worker_of_many_days_comes_to_a_broker_that_lost_its_state() -> None:
-    """Its learner knows what it settled, and says so before the worker comes."""
+def test_a_worker_of_many_days_joins_a_broker_that_lost_its_state() -> None:
+    """The learner knows which batches it settled, and reports them before the worker joins."""
     core = BrokerCore(FLEET, BrokerLimits())
     days, steps = 40_000_000, 10_000_000 * 86_400
     brought = WorkerTotals(seq=days, stepped=steps, shipped=steps, shipped_chunks=days)
@@ -272,7 +272,7 @@ def test_a_worker_of_many_days_comes_to_a_broker_that_lost_its_state() -> None:
     assert core.refusals.total == 0
 
 
-def test_a_claim_that_no_worker_proves_settles_nothing() -> None:
+def test_a_learners_claim_that_no_worker_confirms_settles_no_batch() -> None:
     """A learner claims all of a life before its worker joins: the worker then joins for the first time."""
     core = BrokerCore(FLEET, BrokerLimits())
     position = SourcePosition(slot=0, incarnation=1, settled=settled(1 << 40))
@@ -283,7 +283,7 @@ def test_a_claim_that_no_worker_proves_settles_nothing() -> None:
 
 
 @pytest.mark.parametrize(("known", "most"), [(0, MOST_FORGOTTEN), (500, 500 + MOST_UNHEARD)])
-def test_incarnations_and_epochs_may_run_ahead_by_so_much(known: int, most: int) -> None:
+def test_incarnations_and_epochs_may_run_ahead_only_to_a_limit(known: int, most: int) -> None:
     state = BrokerState(epoch=known, incarnations={0: known} if known else {})
     core = BrokerCore(FLEET, BrokerLimits(), state)
     core.receive(WORKER, hello(incarnation=most + 1), 0.0)
@@ -297,7 +297,7 @@ def test_incarnations_and_epochs_may_run_ahead_by_so_much(known: int, most: int)
     assert LearnerWelcome in answers
 
 
-def test_what_redis_remembers_proves_an_incarnation() -> None:
+def test_incarnations_and_epochs_restored_from_redis_raise_the_limit() -> None:
     core = BrokerCore(FLEET, BrokerLimits())
     core.restore([], {0: 300_000}, 200_000)
     core.receive(WORKER, hello(incarnation=300_001), 0.0)
@@ -307,7 +307,7 @@ def test_what_redis_remembers_proves_an_incarnation() -> None:
     assert any(isinstance(send.content, Fenced) for send in core.take_outbox())
 
 
-def test_steps_are_bounded_by_time_not_by_a_sum() -> None:
+def test_the_limit_of_claimed_steps_grows_with_time() -> None:
     """A worker with wide vectors of envs, at a million steps a second, for a day."""
     broker = Broker()
     broker.now = 86_400.0
@@ -327,8 +327,8 @@ def test_no_lie_reaches_the_books_of_honest_peers_or_raises_in_the_core() -> Non
     assert {"Heartbeat read", "Commit read", "BatchHeader read", "Obituary read", "WorkerHello read"} <= said.keys()
 
 
-def test_a_life_that_was_lost_with_its_machine_is_closed_with_what_it_told() -> None:
-    """Never while no newer life has its slot."""
+def test_a_worker_life_lost_with_its_machine_is_closed_with_its_last_totals() -> None:
+    """The broker closes it only when a newer life has the slot."""
     broker = Broker()
     broker.now += 10_000.0
     broker.core.tick(broker.now)
@@ -340,7 +340,7 @@ def test_a_life_that_was_lost_with_its_machine_is_closed_with_what_it_told() -> 
     assert (row.closed, row.totals.stepped, row.accepted, [*row.problems()]) == (True, 30, (30, 6), [])
 
 
-def test_for_a_minute_the_supervisor_of_a_life_may_tell_more_of_it() -> None:
+def test_an_obituary_within_a_minute_of_the_next_life_still_counts() -> None:
     broker = Broker()
     broker.say(STRANGER, hello(token="x", incarnation=2))
     broker.now += UNHEARD_S - 1.0
@@ -351,10 +351,10 @@ def test_for_a_minute_the_supervisor_of_a_life_may_tell_more_of_it() -> None:
     assert (row.closed, row.totals.stepped) == (True, 57)
 
 
-def test_ends_that_wait_for_the_first_learner_take_bounded_memory_and_none_is_lost(
+def test_obituaries_that_wait_for_a_learner_take_bounded_memory_and_none_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A supervisor of one group cannot take the room of another. What did not fit is repeated once a learner came."""
+    """A supervisor of one group cannot take the room of another. Refused ends are repeated after a learner joins."""
     monkeypatch.setattr(waiting_ends, "MOST_BYTES", 50_000)
     core = BrokerCore(FLEET, BrokerLimits(group="own"), BrokerState(owners={1: "gpu"}, incarnations={0: 100, 1: 100}))
 
@@ -378,8 +378,8 @@ def test_ends_that_wait_for_the_first_learner_take_bounded_memory_and_none_is_lo
     assert all(any(isinstance(said, Ack) and said.closed for said in say(b"own", end)) for end in refused)
 
 
-def test_a_life_that_was_lost_before_the_broker_restarted_is_closed_by_the_next_broker() -> None:
-    """It is known from Redis only. For a minute its supervisor may tell of its end."""
+def test_a_life_lost_before_a_broker_restart_is_closed_by_the_next_broker() -> None:
+    """The next broker knows the life from Redis only. For a minute its supervisor may report its end."""
     broker = Broker()
     rows = [*broker.core.rows()]
     broker.core = BrokerCore(FLEET, BrokerLimits())
@@ -393,6 +393,6 @@ def test_a_life_that_was_lost_before_the_broker_restarted_is_closed_by_the_next_
     assert (row.closed, row.totals.stepped, row.lost, [*row.problems()]) == (True, 30, {"worker_killed": (30, 6)}, [])
 
 
-def test_a_schedule_that_once_stood_still_goes_on() -> None:
+def test_a_learner_whose_welcome_was_lost_does_not_stall_the_schedule() -> None:
     """A learner whose epoch the broker raised did not hear of it when the WELCOME was lost."""
     assert play(5130)[0] == []

@@ -1,4 +1,4 @@
-"""The order in which the broker hands out batches, beside a plain scan of the whole queue, and what it costs."""
+"""The order in which the broker delivers batches, compared with a plain scan of the whole queue, and its cost."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Play:
 
 @settings(max_examples=300)
 @given(seed=st.integers(0, 1 << 32), overflow=st.booleans())
-def test_the_next_news_are_those_that_a_scan_of_the_whole_queue_finds(seed: int, overflow: bool) -> None:
+def test_the_queue_delivers_in_the_order_of_a_scan_of_the_whole_queue(seed: int, overflow: bool) -> None:
     play = Play(seed, overflow)
     for _ in range(80):
         play.random.choice(play.events())()
@@ -150,8 +150,8 @@ def test_the_next_news_are_those_that_a_scan_of_the_whole_queue_finds(seed: int,
         assert play.store.first() == (None if expected is None else expected[1])
 
 
-def test_a_hand_out_costs_the_same_however_long_the_queue_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in looks at batches: the queue of a round has thousands of them where many workers ship small ones."""
+def test_a_delivery_costs_the_same_for_every_length_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost is the number of batches inspected. A round has thousands where many workers ship small ones."""
     looks, has = [0], Rounds.has
 
     def counting(rounds: Rounds, source: Source, held: StoredBatch) -> bool:
@@ -177,7 +177,7 @@ def test_a_hand_out_costs_the_same_however_long_the_queue_is(monkeypatch: pytest
     assert looks[0] < 3 * workers * each
 
 
-def test_without_a_learner_the_queue_keeps_no_trace_of_what_was_dropped() -> None:
+def test_without_a_learner_the_queue_forgets_dropped_batches() -> None:
     store = BatchStore(BrokerLimits(max_held_bytes=40, overflow="drop_oldest"))
     store.reconcile([], {})
     source = store.source(0, 1)
@@ -194,8 +194,8 @@ def _accept(store: BatchStore, seq: int, weights: tuple[int, int], steps: int = 
     return held
 
 
-def test_what_is_queued_is_judged_once_the_learner_has_said_what_it_has() -> None:
-    """Until then no batch is dropped: a learner may have trained on it."""
+def test_the_queue_drops_stale_batches_only_after_the_learner_reports_its_own() -> None:
+    """Before that report no batch is dropped: a learner may have trained on it."""
     store = BatchStore(BrokerLimits(max_staleness=1))
     store.publish((1, 9))
     batches = [_accept(store, seq, (1, 1)) for seq in (1, 2, 3)]
@@ -215,7 +215,7 @@ def test_what_is_queued_is_judged_once_the_learner_has_said_what_it_has() -> Non
         ((3, 1), 1, ""),  # newer than what this broker knows
     ],
 )
-def test_lag_counts_the_versions_that_were_published_since(weights: tuple[int, int], steps: int, dropped: str) -> None:
+def test_lag_counts_the_versions_published_since_the_batch(weights: tuple[int, int], steps: int, dropped: str) -> None:
     store = BatchStore(BrokerLimits(max_staleness=2))
     store.reconcile([], {})
     for version in [(1, 5), (2, 1), (2, 5)]:
@@ -224,7 +224,7 @@ def test_lag_counts_the_versions_that_were_published_since(weights: tuple[int, i
 
 
 @pytest.mark.parametrize(("newest", "dropped"), [((2, 1), ""), ((2, 3), "stale")])
-def test_versions_of_the_learner_before_count_on_in_the_next_epoch(newest: tuple[int, int], dropped: str) -> None:
+def test_the_lag_of_a_batch_keeps_counting_in_the_next_learner_epoch(newest: tuple[int, int], dropped: str) -> None:
     store = BatchStore(BrokerLimits(max_staleness=2))
     store.reconcile([], {})
     store.publish((1, 5))
@@ -234,7 +234,7 @@ def test_versions_of_the_learner_before_count_on_in_the_next_epoch(newest: tuple
 
 
 @pytest.mark.parametrize("overflow", ["block", "drop_stale"])
-def test_fresh_batches_are_never_dropped_unless_the_policy_says_so(overflow: str) -> None:
+def test_block_and_drop_stale_never_drop_fresh_batches(overflow: str) -> None:
     store = BatchStore(BrokerLimits(max_held_bytes=15, max_staleness=8, overflow=overflow))  # type: ignore[arg-type]
     store.reconcile([], {})
     assert [_accept(store, seq, (1, 1)).dropped for seq in (1, 2, 3)] == ["", "", ""]

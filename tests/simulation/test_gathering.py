@@ -1,4 +1,4 @@
-"""Word of commits and acknowledgements is gathered for a moment, and never for longer."""
+"""Commits and acknowledgements are gathered for a moment before they are sent, and never for longer."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def accepted(broker: BrokerCore, now: float) -> list[int]:
     return [send.content.accepted for send in broker.take_outbox(now) if isinstance(send.content, Ack)]
 
 
-def test_a_commit_at_once_is_told_at_once() -> None:
+def test_a_learner_sends_an_urgent_commit_immediately() -> None:
     session = joined_learner()
     train_on(session, 1, 1.0, at_once=True)
     assert committed(session) == [1]
 
 
-def test_other_commits_are_told_together_within_the_time_for_gathering() -> None:
+def test_a_learner_sends_other_commits_together_within_gather_s() -> None:
     session = joined_learner()
     train_on(session, 1, 0.1, at_once=False)
     train_on(session, 2, 0.1001, at_once=False)
@@ -77,14 +77,14 @@ def test_other_commits_are_told_together_within_the_time_for_gathering() -> None
     assert committed(session) == [2]
 
 
-def test_many_commits_do_not_wait_for_time() -> None:
+def test_a_learner_sends_commits_without_a_wait_once_enough_are_gathered() -> None:
     session = joined_learner()
     for seq in range(1, 5):
         train_on(session, seq, 0.1, at_once=False)
     assert committed(session) == [4]
 
 
-def test_the_broker_acknowledges_few_batches_together_soon() -> None:
+def test_the_broker_acknowledges_few_batches_together_within_gather_s() -> None:
     broker = joined_broker()
     for seq in (1, 2):
         broker.receive_batch(b"w", header(seq), [b""], 10, 1.0)
@@ -94,7 +94,7 @@ def test_the_broker_acknowledges_few_batches_together_soon() -> None:
     assert broker.next_due == float("inf")
 
 
-def test_the_broker_acknowledges_many_batches_at_once() -> None:
+def test_the_broker_acknowledges_many_batches_in_one_ack() -> None:
     broker = joined_broker()
     told = []
     for seq in range(1, 9):
@@ -113,8 +113,8 @@ def told_exhausted(broker: BrokerCore, session: LearnerSession) -> list[bool]:
     return told
 
 
-def test_a_learner_hears_at_once_that_no_batch_is_left_and_no_worker() -> None:
-    """Else one that is being stopped would wait for a batch in vain, or for the next heartbeat."""
+def test_the_broker_reports_immediately_that_no_batch_and_no_worker_is_left() -> None:
+    """Otherwise a learner that is stopping would wait in vain for a batch, or for the next heartbeat."""
     broker, session = joined_broker(), LearnerSession("token", LIMITS)
     broker.receive(b"l", LearnerHello(token="token", channel="stream"), 0.0)
     assert broker.receive_batch(b"w", header(1), [b""], 100, 0.0)

@@ -317,7 +317,7 @@ def test_a_hostile_peer_of_one_group_changes_nothing_of_another(steps: list[Step
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_fleet_has_the_spaces_of_the_first_group_until_a_worker_of_its_own_tells_others(workers: int) -> None:
+def test_spaces_of_the_first_group_hold_until_the_fleets_own_worker_joins(workers: int) -> None:
     core = BrokerCore(FLEET, BrokerLimits(workers=workers))
 
     def join(peer: bytes, group: str, spaces: Any) -> list[Any]:
@@ -332,7 +332,7 @@ def test_a_fleet_has_the_spaces_of_the_first_group_until_a_worker_of_its_own_tel
     assert join(b"w2", "cpu", SPACES) == [(b"w2", "")]
 
 
-def test_the_spaces_that_a_log_has_of_another_group_do_not_bind_the_fleets_own_workers() -> None:
+def test_logged_spaces_of_another_group_do_not_bind_the_fleets_own_workers() -> None:
     core = BrokerCore(FLEET, BrokerLimits(workers=1), BrokerState(incarnations={1000: 1}, owners={1000: GROUP}))
     core.recover_note({}, {"default_policy": OTHER_SPACES})
     core.receive(LEARNER, LearnerHello(token="l", channel="stream", window_batches=1), 0.0, key("learner"))
@@ -342,7 +342,7 @@ def test_the_spaces_that_a_log_has_of_another_group_do_not_bind_the_fleets_own_w
     assert core.spaces == {"default_policy": SPACES}
 
 
-def test_a_peer_whose_key_is_revoked_is_told_so_and_its_messages_count_no_more() -> None:
+def test_a_peer_with_a_revoked_key_is_rejected_and_its_batches_are_refused() -> None:
     world = Honest()
     world.core.expel(HONEST[1000], "key_revoked", "revoked")
     sends = world.core.take_outbox()
@@ -352,7 +352,7 @@ def test_a_peer_whose_key_is_revoked_is_told_so_and_its_messages_count_no_more()
     assert not world.ship(HONEST[1000], 1000, 1, 1)
 
 
-def test_no_other_group_gets_a_slot_of_the_fleets_own_that_a_smaller_fleet_no_longer_starts() -> None:
+def test_a_smaller_fleet_gives_its_old_slots_to_no_worker_of_another_group() -> None:
     """The run goes on with fewer workers. The dead lives of the others still are of the fleet's own group."""
     state = BrokerState()
     hello = WorkerHello(fleet_id=FLEET, token="own", slot=1, incarnation=1, spaces=SPACES)
@@ -363,7 +363,7 @@ def test_no_other_group_gets_a_slot_of_the_fleets_own_that_a_smaller_fleet_no_lo
 
 
 def test_no_worker_of_another_group_ends_the_learner_of_a_restarted_broker() -> None:
-    """It comes before the learner does, and says that it has weights of a newer one."""
+    """The worker joins before the learner does, and claims to have weights of a newer learner."""
     state = BrokerState()
     core = BrokerCore(FLEET, BrokerLimits(workers=1), state)
     core.receive(b"l", LearnerHello(token="l", channel="stream", window_batches=1, position=[]), 0.0, key("learner"))

@@ -142,7 +142,7 @@ def run_schedule(variant: Variant, seed: int) -> list[str]:
     return problems
 
 
-def test_synchronous_batches_come_by_round_slot_and_number_whatever_the_timing() -> None:
+def test_synchronous_batches_arrive_in_order_of_round_slot_and_number() -> None:
     for seed in range(20):
         endless = replace(VARIANTS["synchronous_in_peace"].settings, seed=seed, batches=10_000)
         world = World(endless, History())
@@ -167,7 +167,7 @@ def test_every_promise_holds_under_every_schedule(name: str, seeds: range) -> No
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kills", [0, 2])
 def test_a_fleet_stops_within_one_fragment_of_each_worker(kills: int) -> None:
-    """Whatever is lost on the way. Of a worker that is killed, a window of steps may not have been counted yet."""
+    """This holds despite lost messages. Up to a window of steps of a killed worker may not be counted yet."""
     window, most = 4, 150
     faults = Faults(drop=0.05, repeat=0.05, worker_kills=kills, worker_stops=0, broker_kills=0)
     session = SessionLimits(window, window_env_steps=(window + 1) * FRAGMENT_STEPS)
@@ -238,7 +238,7 @@ def test_the_checker_catches_bad_books(change, word) -> None:  # type: ignore[no
     assert any(word in problem for problem in history.judge(trained, losses=set()))
 
 
-def test_a_broken_broker_is_caught() -> None:
+def test_the_checker_catches_a_broken_broker() -> None:
     """A broker that settles what the learner never committed must fail some schedule: the suite can fail."""
 
     def run(seed: int) -> list[str]:

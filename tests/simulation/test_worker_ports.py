@@ -1,4 +1,4 @@
-"""Ports that workers tell in heartbeats, as a broker publishes them: only those of workers that are there."""
+"""Ports that workers report in heartbeats: the broker publishes only the ports of live workers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made.file.close(stopped=False)
 
 
-def test_a_restarted_worker_is_published_where_it_was_until_it_tells_its_new_port(fleet: Fleet) -> None:
+def test_old_ports_stay_published_until_a_restarted_worker_reports_new_ports(fleet: Fleet) -> None:
     fleet.join(3, envs="tcp://a:1", http="http://a:2")
     fleet.follow()
     wait_until(lambda: fleet.publishes(envs_3="tcp://a:1", http_3="http://a:2"), "its ports")
@@ -86,7 +86,7 @@ def test_a_restarted_worker_is_published_where_it_was_until_it_tells_its_new_por
     wait_until(fleet.publishes, "the end of its lease")
 
 
-def test_the_port_of_a_worker_that_leaves_goes_at_once(fleet: Fleet) -> None:
+def test_the_port_of_a_worker_that_leaves_is_removed_immediately(fleet: Fleet) -> None:
     fleet.join(1, envs="tcp://a:1")
     fleet.join(2, clients="tcp://a:2")
     fleet.follow()
@@ -96,7 +96,7 @@ def test_the_port_of_a_worker_that_leaves_goes_at_once(fleet: Fleet) -> None:
     wait_until(lambda: fleet.publishes(clients_2="tcp://a:2"), "the other one")
 
 
-def test_it_says_which_workers_wait_for_env_hosts(fleet: Fleet) -> None:
+def test_the_broker_publishes_which_workers_lack_env_hosts(fleet: Fleet) -> None:
     fleet.join(1)
     fleet.say(beat(1, 1, {"envs": "tcp://a:1"}, env_hosts=(0, 1)), b"w1-1")
     fleet.join(2)
@@ -121,7 +121,7 @@ def test_a_file_has_a_bounded_number_of_ports(
     assert caplog.text.count("and others are not published: a rendezvous has at most 2 ports") == 1
 
 
-def test_the_fingerprint_is_that_of_the_key_of_the_workers_group(tmp_path: Path) -> None:
+def test_the_fingerprint_belongs_to_the_key_of_the_workers_group(tmp_path: Path) -> None:
     make_keys(tmp_path)
     known = read_broker_keys(tmp_path).known
     found = WorkerPorts(None, known)._fingerprints()  # type: ignore[arg-type]

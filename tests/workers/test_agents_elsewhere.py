@@ -1,4 +1,4 @@
-"""Multi-agent envs in processes and on other hosts: the chunks of envs inline, whatever becomes of one of them."""
+"""Multi-agent envs in processes and on other hosts give the chunks of inline envs, also when one of them fails."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
 
 
 def brief(chunk: EpisodeChunk) -> tuple[Any, ...]:
-    """All of it."""
+    """Return all parts of the chunk in a form that compares by value."""
     who = (chunk.episode_id, chunk.agent_id, chunk.module_id, chunk.chunk_index, chunk.t_start, chunk.end, chunk.seed)
     arrays = (chunk.obs, chunk.actions, chunk.rewards, chunk.env_t, chunk.columns)
     return (*who, *map(_plain, arrays), chunk.infos)
@@ -74,7 +74,7 @@ def sampled(sampler: MultiAgentEnvRunner) -> Any:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [CROWD, {**CROWD, "missing_final_observation": "drop"}, TURNS, TOGETHER])
 @pytest.mark.filterwarnings("ignore")  # of PettingZoo about others
-def test_chunks_are_those_of_envs_inline_to_the_bit(settings: dict[str, Any]) -> None:
+def test_envs_in_processes_give_bit_identical_chunks_to_inline_envs(settings: dict[str, Any]) -> None:
     found = []
     for placement in ("inline", "process"):
         with runner(placement, **settings) as sampler:
@@ -84,8 +84,8 @@ def test_chunks_are_those_of_envs_inline_to_the_bit(settings: dict[str, Any]) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_chunks_from_another_host_are_those_too(hosts: EnvHosts) -> None:
-    """Nobody tells the host that its envs are of several agents."""
+def test_envs_on_an_env_host_give_bit_identical_chunks_to_inline_envs(hosts: EnvHosts) -> None:
+    """The host gets no setting that says that its envs are of several agents."""
     hosts.start(TURNS["env"], LANES)
     found = []
     for placement in ("inline", "remote"):
@@ -143,8 +143,8 @@ BAD_DATA = {
 }
 
 
-def test_what_a_step_may_not_do_is_a_failure_of_that_env_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Every other env does one thing that it must not."""
+def test_bad_data_or_an_exception_in_a_step_fails_that_env_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Each env with an odd index has one fault in its steps."""
     by_lane = {2 * i + 1: fault for i, fault in enumerate(BAD_DATA)}
     width = 2 * len(BAD_DATA)
     settings = {"env_config": faults("step", by_lane), "envs_per_process": width // 2}
@@ -177,7 +177,7 @@ def test_a_process_that_is_lost_costs_the_steps_of_its_envs_alone() -> None:
 
 
 @pytest.mark.thorough
-def test_on_another_host_too(hosts: EnvHosts) -> None:
+def test_a_lost_process_on_an_env_host_costs_only_the_steps_of_its_envs(hosts: EnvHosts) -> None:
     config = orjson.dumps(faults("step", LOST)).decode()
     hosts.start(str(CROWD["env"]), 8, f"sampling.env_config={config}", "sampling.env_step_timeout_s=1.0")
     check_lost(*live("remote", 8, env_hosts_port=hosts.port))
@@ -210,12 +210,12 @@ def test_a_host_that_is_lost_costs_the_steps_of_its_envs_alone(hosts: EnvHosts) 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_that_no_other_process_can_be_told_of_is_refused() -> None:
+def test_an_agent_id_that_is_a_tuple_is_refused_in_an_env_process() -> None:
     with pytest.raises(EnvError, match=r"agent id should be text or a whole number .*got \(1, 2\) \(tuple\)"):
         runner("process", env="support.envs.crowd:Ids", policies=["one"])
 
 
-def test_each_kind_of_env_needs_its_runner_elsewhere_too() -> None:
+def test_a_runner_refuses_envs_of_the_other_kind_in_processes() -> None:
     with pytest.raises(EnvContractError, match="a single-agent env needs SingleAgentEnvRunner"):
         runner("process", env="CartPole-v1", policies=["one"], num_envs=1)
     with pytest.raises(EnvContractError, match="for an env of several agents give `policies`"):

@@ -1,4 +1,4 @@
-"""What whoever comes from RLlib's runners relies on, in exact numbers: {one agent, two} x {1, 3, 8 envs} x both sizes.
+"""Sampling as users of RLlib's runners expect it, in exact numbers: {one agent, two} x {1, 3, 8 envs} x both sizes.
 
 All episodes are `LENGTH` env steps long and all envs begin together, so that every count can be told beforehand.
 """
@@ -25,7 +25,7 @@ from support.runners.kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, episodes_o
 @pytest.mark.parametrize(
     "sizes", [{"num_timesteps": 3, "num_episodes": 3}, {"num_timesteps": -1}, {"num_episodes": -1}]
 )
-def test_a_size_that_makes_no_sense_is_refused_and_moves_nothing(kind: Kind, num_envs: int, sizes: Any) -> None:
+def test_an_invalid_size_is_refused_and_steps_no_env(kind: Kind, num_envs: int, sizes: Any) -> None:
     with kind.runner(num_envs) as sampler:
         with pytest.raises(AssertionError, match=r"num_.*give") as caught:
             sampler.sample(**sizes)
@@ -38,7 +38,7 @@ def test_a_size_that_makes_no_sense_is_refused_and_moves_nothing(kind: Kind, num
 @KINDS
 @WIDTHS
 @MODES
-def test_none_asked_for_gives_none_and_moves_nothing(kind: Kind, num_envs: int, mode: str) -> None:
+def test_a_size_of_zero_gives_no_chunks_and_steps_no_env(kind: Kind, num_envs: int, mode: str) -> None:
     seen = Recording()
     with kind.runner(num_envs, callbacks=[seen]) as sampler:
         sampler.sample(num_timesteps=2 * num_envs)
@@ -68,7 +68,7 @@ def test_without_a_size_the_batch_mode_decides(kind: Kind, num_envs: int) -> Non
 
 @KINDS
 @WIDTHS
-def test_num_timesteps_gives_n_up_to_a_poll_more(kind: Kind, num_envs: int) -> None:
+def test_num_timesteps_gives_n_steps_and_less_than_one_poll_more(kind: Kind, num_envs: int) -> None:
     with kind.runner(num_envs) as sampler:
         for n in (1, 2, 7, 8, 9, 24, 100):
             steps = kind.env_steps(sampler.sample(num_timesteps=n))
@@ -122,7 +122,7 @@ def test_an_episode_that_ends_with_the_call_leaves_no_empty_chunk(kind: Kind, nu
 
 @KINDS
 @WIDTHS
-def test_num_episodes_gives_m_whole_ones_up_to_a_poll_more(kind: Kind, num_envs: int) -> None:
+def test_num_episodes_gives_m_whole_episodes_and_less_than_one_poll_more(kind: Kind, num_envs: int) -> None:
     ids: set[str] = set()
     with kind.runner(num_envs) as sampler:
         for m in (1, 2, 5, 8):
@@ -143,7 +143,7 @@ def test_num_episodes_gives_m_whole_ones_up_to_a_poll_more(kind: Kind, num_envs:
 @KINDS
 @WIDTHS
 @MODES
-def test_episodes_that_are_left_behind_are_told_as_aborted(kind: Kind, num_envs: int, mode: str) -> None:
+def test_episodes_that_a_reset_cuts_off_end_with_aborted_markers(kind: Kind, num_envs: int, mode: str) -> None:
     with kind.runner(num_envs) as sampler:
         begun = sampler.sample(num_timesteps=4 * num_envs)
         size = num_envs if mode == "num_episodes" else 3 * num_envs
@@ -161,7 +161,7 @@ def test_episodes_that_are_left_behind_are_told_as_aborted(kind: Kind, num_envs:
 
 @KINDS
 @WIDTHS
-def test_timesteps_after_episodes_begin_anew(kind: Kind, num_envs: int) -> None:
+def test_num_timesteps_after_num_episodes_starts_new_episodes(kind: Kind, num_envs: int) -> None:
     with kind.runner(num_envs) as sampler:
         whole = sampler.sample(num_episodes=num_envs)
         for t_start in (0, 2, 4):
@@ -174,7 +174,7 @@ def test_timesteps_after_episodes_begin_anew(kind: Kind, num_envs: int) -> None:
 @KINDS
 @WIDTHS
 @MODES
-def test_envs_made_anew_begin_anew(kind: Kind, num_envs: int, mode: str) -> None:
+def test_make_env_ends_open_episodes_and_starts_new_ones(kind: Kind, num_envs: int, mode: str) -> None:
     with kind.runner(num_envs) as sampler:
         size = num_envs if mode == "num_episodes" else 4 * num_envs
         before = sampler.sample(**{mode: size})
@@ -193,7 +193,7 @@ def test_envs_made_anew_begin_anew(kind: Kind, num_envs: int, mode: str) -> None
 @KINDS
 @WIDTHS
 @MODES
-def test_every_step_says_how_it_was_chosen(kind: Kind, num_envs: int, mode: str) -> None:
+def test_every_chunk_records_explore_and_random_actions(kind: Kind, num_envs: int, mode: str) -> None:
     with kind.runner(num_envs, explore=False) as sampler:
         for settings, explore, random_actions in (
             ({}, False, False),

@@ -1,4 +1,4 @@
-"""Passes over blocks of lanes: each as wide as its block, whoever of it acts, and what it remembers is kept by lane."""
+"""Forward passes over blocks of lanes: each pass is as wide as its block, and recurrent state is kept by lane."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def observations() -> dict[str, Any]:
     return {"obs": np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)}
 
 
-def test_a_block_passes_as_it_would_alone_whoever_of_it_acts() -> None:
+def test_a_blocks_pass_equals_a_separate_pass_whichever_lanes_act() -> None:
     torch.manual_seed(0)
     seen = observations()
     module: Any = build_module("headrace.workers.modules:actor_critic", SPACES, {}).eval()
@@ -41,7 +41,7 @@ def test_a_block_passes_as_it_would_alone_whoever_of_it_acts() -> None:
         }
 
 
-def test_observations_are_read_anew_at_each_pass_and_all_blocks_may_pass_at_once() -> None:
+def test_a_pass_over_all_blocks_reads_the_current_observations() -> None:
     torch.manual_seed(0)
     seen = observations()
     module: Any = build_module("headrace.workers.modules:actor_critic", SPACES, {}).eval()
@@ -53,7 +53,7 @@ def test_observations_are_read_anew_at_each_pass_and_all_blocks_may_pass_at_once
     assert (first != second).all()
 
 
-def test_only_those_who_act_remember_a_pass() -> None:
+def test_a_pass_updates_the_memory_of_acting_lanes_only() -> None:
     torch.manual_seed(0)
     module: Any = build_module(LSTM, SPACES, {}).eval()
     actor = BlockActor(module, SPACES, observations(), int, BLOCKS)
@@ -82,7 +82,7 @@ class Counting(torch.nn.Module):
     forward_exploration = forward_train = forward_inference
 
 
-def test_with_double_buffering_a_pass_is_as_wide_as_a_half() -> None:
+def test_with_double_buffering_a_pass_is_as_wide_as_half_of_the_envs() -> None:
     Counting.widths.clear()
     config = EnvRunnerConfig(
         env="CartPole-v1",

@@ -1,4 +1,4 @@
-"""Who is called when, with what, in which order, and what an exception costs."""
+"""Runner callbacks: when each is called, in which order and with which arguments, and what an exception costs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from support.runners.kinds import KINDS, MULTI, SINGLE, Kind
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_counts_of_whole_episodes(num_envs: int) -> None:
-    """None is created beyond those asked for but the neighbours', and each that starts ends or is aborted."""
+def test_callback_events_match_the_episodes_and_steps_sampled(num_envs: int) -> None:
+    """`num_episodes` creates no episode beyond those it returns, and each of them starts and ends once."""
     seen = Recording()
     with runner(num_envs=num_envs, callbacks=[seen], env_config={"length": 5}) as sampler:
         sampler.sample(num_episodes=4)
@@ -43,7 +43,7 @@ def test_counts_of_whole_episodes(num_envs: int) -> None:
         assert counts["on_sample_end"] == 2
 
 
-def test_the_course_of_one_episode_and_what_is_seen_of_it() -> None:
+def test_callbacks_see_one_episode_from_creation_to_end() -> None:
     course: list[Any] = []
 
     class Seeing(RunnerCallback):
@@ -122,7 +122,7 @@ def _row(tree: Any, t: int) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "env"), [(SINGLE, NestedCounting), (MULTI, Together)], ids=["single", "multi"])
-def test_views_have_what_rllibs_episodes_have_by_their_names(kind: Kind, env: Any) -> None:
+def test_episode_views_have_the_methods_of_rllib_episodes(kind: Kind, env: Any) -> None:
     told: dict[tuple[str, str], list[Any]] = {}
     ends: list[Any] = []
 
@@ -152,7 +152,7 @@ def test_views_have_what_rllibs_episodes_have_by_their_names(kind: Kind, env: An
         (MULTI, "get_rewards", r"take episode.agents\[agent_id\].get_rewards\(\)"),
     ],
 )
-def test_another_name_of_rllibs_episodes_is_told_ours(kind: Kind, name: str, ours: str) -> None:
+def test_an_rllib_name_that_a_view_lacks_raises_an_attribute_error(kind: Kind, name: str, ours: str) -> None:
     with kind.runner(1) as sampler:
         sampler.sample(num_timesteps=3)
         (view,) = sampler.running_episodes()
@@ -160,7 +160,7 @@ def test_another_name_of_rllibs_episodes_is_told_ours(kind: Kind, name: str, our
             getattr(view, name)
 
 
-def test_objects_come_first_then_functions_each_in_the_order_of_the_list() -> None:
+def test_callback_objects_run_before_functions_each_in_list_order() -> None:
     order: list[str] = []
 
     class First:
@@ -202,7 +202,7 @@ def test_a_callback_that_cannot_work_is_refused(spec: Any, message: str) -> None
         runner(callbacks=[spec])
 
 
-def test_a_class_that_cannot_be_built_is_named() -> None:
+def test_the_error_names_a_callback_class_that_raises_in_init() -> None:
     class Broken:
         def __init__(self) -> None:
             raise OSError("no disk")
@@ -214,7 +214,7 @@ def test_a_class_that_cannot_be_built_is_named() -> None:
 
 
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"])
-def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_the_bit(event: str, caplog: Any) -> None:
+def test_a_raising_callback_costs_one_episode_and_leaves_other_envs_unchanged(event: str, caplog: Any) -> None:
     def lives(callbacks: list[Any]) -> dict[int, list[Any]]:
         seen = Recording()
         found: dict[int, list[Any]] = {0: [], 1: [], 2: []}
@@ -256,7 +256,7 @@ def test_the_marker_of_an_episode_that_a_callback_ended_names_it() -> None:
 
 @KINDS
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step"])
-def test_one_that_always_raises_comes_to_a_typed_end(kind: Kind, event: str) -> None:
+def test_a_callback_that_always_raises_ends_sampling_with_a_typed_error(kind: Kind, event: str) -> None:
     with kind.make(callbacks=[{event: always}], env_restart_attempts=3) as sampler:
         with pytest.raises(EnvRestartBudgetError, match=rf"callback always failed in {event} \(KeyError") as caught:
             sampler.sample(num_timesteps=50)
@@ -269,7 +269,7 @@ def test_one_that_always_raises_comes_to_a_typed_end(kind: Kind, event: str) -> 
         kind.check_books(sampler)
 
 
-def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
+def test_an_env_failure_calls_on_env_failed_and_on_episode_aborted() -> None:
     seen = Recording()
     config = with_fault(diverge, faulty={1}, every=7)
     with runner(Faulty, num_envs=2, env_config=config, callbacks=[seen], rollout_fragment_length=5) as sampler:
@@ -302,7 +302,7 @@ def test_an_env_that_fails_in_reset_ends_the_episode_that_was_created(kind: Kind
     assert events == [*created, "on_episode_aborted", "on_env_failed", *created, "on_episode_start", "on_episode_step"]
 
 
-def test_what_is_over_anyway_is_told_to_all_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_on_episode_aborted_is_logged_and_others_still_run(caplog: pytest.LogCaptureFixture) -> None:
     seen = Recording()
     with (
         runner(callbacks=[{"on_episode_aborted": [always, lambda **a: seen.told.append(("f", a))]}]) as sampler,
@@ -315,7 +315,7 @@ def test_what_is_over_anyway_is_told_to_all_and_logged(caplog: pytest.LogCapture
     assert "callback always failed in on_episode_aborted" in caplog.text
 
 
-def test_events_without_an_episode_raise_by_name_and_lose_nothing() -> None:
+def test_a_callback_error_outside_an_episode_loses_no_samples_or_weights() -> None:
     with pytest.raises(CallbackError, match="on_environment_created"):
         runner(callbacks=[{"on_environment_created": always}])
     with runner(callbacks=[{"on_sample_end": always}]) as sampler:
@@ -329,7 +329,7 @@ def test_events_without_an_episode_raise_by_name_and_lose_nothing() -> None:
         assert sampler.weights_version == (0, 3)
 
 
-def test_weights_that_wait_for_the_cut_are_told_when_they_act() -> None:
+def test_on_weights_applied_comes_when_the_weights_take_effect_at_the_cut() -> None:
     seen = Recording()
     with runner(callbacks=[seen]) as sampler:
         weights = sampler.get_state()["rl_module"]
@@ -339,7 +339,7 @@ def test_weights_that_wait_for_the_cut_are_told_when_they_act() -> None:
     assert [a["version"] for event, a in seen.told if event == "on_weights_applied"] == [(2, 1)]
 
 
-def test_views_of_running_episodes() -> None:
+def test_running_episodes_returns_a_view_of_each_open_episode() -> None:
     with runner(num_envs=2, env_config={"length": 9}) as sampler:
         assert sampler.running_episodes() == []
         chunks = sampler.sample(num_timesteps=6)
@@ -352,7 +352,7 @@ def test_views_of_running_episodes() -> None:
     assert seen[:3] == [[(4, 4.0)] * 2, [(5, 5.0)] * 2, [(6, 6.0)] * 2]
 
 
-def test_nested_observations_actions_and_infos_are_seen_in_their_nesting() -> None:
+def test_views_keep_the_nesting_of_observations_actions_and_infos() -> None:
     from support.envs.counting import NestedCounting
 
     seen: list[Any] = []
@@ -368,7 +368,7 @@ def test_nested_observations_actions_and_infos_are_seen_in_their_nesting() -> No
     assert np.issubdtype(seen[0][0][0].dtype, np.integer)
 
 
-def test_nobody_is_asked_where_nobody_listens(tmp_path: Path) -> None:
+def test_a_callback_without_methods_of_its_own_is_called_for_no_event(tmp_path: Path) -> None:
     with runner(callbacks=[RunnerCallback]) as sampler:
         assert not any(sampler.callbacks.wants(event) for event in EVENTS)
         sampler.sample(num_timesteps=5)

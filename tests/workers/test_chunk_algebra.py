@@ -68,7 +68,7 @@ def test_a_chunk_cut_anywhere_and_joined_in_any_order_is_the_same(cuts: set[int]
 @pytest.mark.long
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
 @settings(max_examples=40)
-def test_an_episode_sampled_in_pieces_is_the_one_sampled_whole(sizes: list[int]) -> None:
+def test_an_episode_sampled_in_pieces_equals_the_episode_sampled_whole(sizes: list[int]) -> None:
     chunks: list[EpisodeChunk] = []
     with runner(Walk) as sampler:
         for size in [*sizes, 400]:
@@ -101,10 +101,10 @@ def test_a_slice_without_a_step_or_with_a_stride_is_refused(bad: slice) -> None:
 
 @pytest.mark.parametrize("horizon", [0, 3])
 @pytest.mark.parametrize(("make", "lasting"), [(runner, {"length": 40}), (multi_runner, {"lengths": [40, 40]})])
-def test_an_episode_of_policy_and_random_steps_is_joined_without_the_policys_columns(
+def test_joining_policy_and_random_steps_drops_the_policys_columns(
     make: Any, lasting: dict[str, Any], horizon: int
 ) -> None:
-    """They stand in the chunks still; which steps were random the chunks say, and `random_actions` that some were."""
+    """The chunks keep these columns and say which steps were random. The episode's `random_actions` is true."""
     with make(seed=1, episode_lookback_horizon=horizon, env_config=lasting) as sampler:
         parts: dict[tuple[str, str], list[EpisodeChunk]] = {}
         for random_actions in (False, False, True, True, False, False):
@@ -157,12 +157,12 @@ def _spoil(chunk: EpisodeChunk, fault: str) -> EpisodeChunk:
         ("dtype", "differ in 'columns/logp'"),
     ],
 )
-def test_what_does_not_belong_together_is_named(fault: str, message: str) -> None:
+def test_joining_chunks_that_do_not_match_names_the_difference(fault: str, message: str) -> None:
     with pytest.raises(ChunkError, match=message):
         WHOLE[:7].concat(_spoil(WHOLE[7:], fault))
 
 
-def test_gaps_overlaps_and_what_follows_an_end_are_refused() -> None:
+def test_joining_chunks_with_a_gap_an_overlap_or_after_the_end_is_refused() -> None:
     with pytest.raises(ChunkError, match=r"a gap .* 7 steps are known of the episode, and 8 lie before"):
         WHOLE[:7].concat(WHOLE[8:])
     with pytest.raises(ChunkError, match="an overlap"):

@@ -1,4 +1,4 @@
-"""Each connector by itself: what it makes of rows, of spaces, and of what it cannot take."""
+"""Each connector by itself: the rows and spaces it gives, and the inputs it refuses."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_frame_stack_keeps_its_rank_and_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("space", [MIXED, Discrete(n=2), Box(shape=(), dtype="<f4")])
-def test_frame_stack_says_what_it_cannot_stack(space: Space) -> None:
+def test_frame_stack_refuses_spaces_that_it_cannot_stack(space: Space) -> None:
     with pytest.raises(ConfigError, match="put FlattenObservations before it"):
         connect(FrameStack(2), space)
 
@@ -137,7 +137,7 @@ def test_time_is_one_hot_of_the_lanes_own_steps() -> None:
     assert piece.process(rows(frame[:1], (0,)))["obs/time"].argmax() == 2
 
 
-def test_additions_share_a_dict_and_refuse_a_name_that_is_taken() -> None:
+def test_connectors_add_keys_to_a_dict_and_refuse_a_taken_name() -> None:
     spaces = connect(TimeOneHot(2), MIXED)
     assert list(spaces.observation.model_dump()["spaces"]) == ["arm", "grip", "on", "time"]
     with pytest.raises(ConfigError, match=r"already has \['time'\]"):
@@ -167,7 +167,7 @@ def run(piece: MeanStd, lane_rows: list[np.ndarray[Any, Any]]) -> None:
     offset=st.sampled_from([0.0, 1e3, -1e4]),
     base_rows=st.sampled_from([0, 1, 50]),
 )
-def test_merged_moments_are_those_of_all_rows_at_once(
+def test_merged_updates_equal_the_moments_of_all_rows_together(
     seed: int, runners: list[list[int]], offset: float, base_rows: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -206,7 +206,7 @@ def test_merged_moments_are_those_of_all_rows_at_once(
             np.testing.assert_array_equal(array, merged[name])
 
 
-def test_a_lane_is_scaled_by_what_is_known_and_what_it_saw_itself() -> None:
+def test_a_lane_is_scaled_by_the_shared_moments_and_its_own_rows() -> None:
     piece = MeanStd(clip=5.0)
     spaces = connect(piece, Box(shape=(1,), dtype="<f8"), width=2)
     assert spaces.observation == Box(shape=(1,), dtype="<f4", low=-5.0, high=5.0)
@@ -222,7 +222,7 @@ def test_a_lane_is_scaled_by_what_is_known_and_what_it_saw_itself() -> None:
     assert piece.process(rows({"obs": np.array([[1e9]])}, (1,)))["obs"][0, 0] == pytest.approx(5.0)
 
 
-def test_without_update_nothing_is_learnt_and_other_leaves_pass() -> None:
+def test_mean_std_without_update_learns_nothing_and_passes_discrete_leaves() -> None:
     piece = MeanStd(update=False)
     mixed = Dict(spaces={"x": VECTOR, "kind": Discrete(n=4)})
     assert connect(piece, mixed).observation.model_dump()["spaces"]["kind"]["n"] == 4
@@ -261,7 +261,7 @@ def test_actions_are_mapped_into_bounds_and_clipped() -> None:
     assert twice["actions/0"].tolist() == [[3, -10]], "no action is mapped twice"
 
 
-def test_agents_are_told_apart_by_their_place() -> None:
+def test_agent_one_hot_encodes_the_agents_place() -> None:
     piece = AgentOneHot(3)
     assert connect(piece).observation == Dict(
         spaces={"obs": VECTOR, "agent": Box(shape=(3,), dtype="<f4", low=0.0, high=1.0)}
@@ -300,7 +300,7 @@ def test_an_infinite_observation_is_scaled_and_spoils_no_sum(odd: float) -> None
         {"obs/m2": np.zeros((2, 2))},
     ],
 )
-def test_updates_that_no_rows_could_have_given_are_refused(changed: dict[str, Any]) -> None:
+def test_merge_refuses_updates_with_impossible_moments(changed: dict[str, Any]) -> None:
     sound = {"obs/count": np.array([3.0]), "obs/mean": np.ones(2), "obs/m2": np.ones(2)}
     with pytest.raises(ValueError, match="obs"):
         MeanStd().merge(sound, [{**sound, **changed}])
@@ -309,7 +309,7 @@ def test_updates_that_no_rows_could_have_given_are_refused(changed: dict[str, An
 @pytest.mark.parametrize(
     "build", [lambda: FrameStack(3), lambda: TimeOneHot(4), MeanStd, lambda: FrameStack(2, axis=0)]
 )
-def test_lanes_that_come_later_live_as_those_that_were_there(build: Any) -> None:
+def test_lanes_added_later_behave_as_lanes_present_from_the_start(build: Any) -> None:
     wide, growing = build(), build()
     connect(wide, width=5)
     connect(growing, width=0)
@@ -337,8 +337,8 @@ def _compare_pieces(one: Connector, other: Connector, given_rows: Rows) -> None:
         np.testing.assert_array_equal(column, theirs[name])
 
 
-def test_a_later_lane_knows_what_was_set_and_nothing_of_its_neighbours() -> None:
-    """Or the failure of one env would change what an agent of another sees when it comes."""
+def test_a_lane_added_later_gets_the_set_state_and_no_rows_of_other_lanes() -> None:
+    """Otherwise the failure of one env would change the observations of a new agent in another env."""
     piece, untouched = MeanStd(), MeanStd()
     for each in (piece, untouched):
         connect(each, width=1)

@@ -1,4 +1,4 @@
-"""Connectors inside a runner: what passes them, when, once; what fails with a name; what travels with the weights."""
+"""Connectors inside a runner: the rows that pass them, their errors, and their state, which goes with the weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def spying() -> tuple[type[Spy], list[tuple[bool, int, tuple[float, ...]]]]:
 # -- what passes, and when ---------------------------------------------------------------------------------------------
 
 
-def test_each_observation_passes_once_terminal_ones_and_those_at_cuts_too() -> None:
+def test_each_observation_passes_once_also_if_terminal_or_at_a_cut() -> None:
     spy, log = spying()
     with runner(num_envs=2, env_config={"lengths": {0: 3, 1: 5}}, env_to_module=[spy]) as sampler:
         for polls in (2, 1, 4):
@@ -69,7 +69,7 @@ def test_each_observation_passes_once_terminal_ones_and_those_at_cuts_too() -> N
 
 
 @pytest.mark.parametrize("elsewhere", [{}, {"env_placement": "process", "remote_env_batch_wait_ms": 0}])
-def test_the_terminal_observation_has_passed_when_on_episode_end_comes(elsewhere: dict[str, Any]) -> None:
+def test_the_terminal_observation_passes_before_on_episode_end(elsewhere: dict[str, Any]) -> None:
     spy, log = spying()
     ended: list[int] = []
 
@@ -85,7 +85,7 @@ def test_the_terminal_observation_has_passed_when_on_episode_end_comes(elsewhere
     assert {0, 1} <= set(ended)
 
 
-def test_chunks_hold_what_the_module_saw_across_cuts() -> None:
+def test_chunks_hold_the_connectors_observations_across_cuts() -> None:
     scale = 0.5
 
     class Half(Connector):
@@ -216,7 +216,7 @@ def test_the_policys_action_is_stored_and_the_mapped_one_sent(piece: Any, expect
     np.testing.assert_array_equal(chunk.columns["actions_for_env"], np.stack(got))
 
 
-def test_the_default_modules_own_mapping_and_the_connectors_are_one() -> None:
+def test_unsquash_actions_changes_no_action_of_the_default_module() -> None:
     def sent(**settings: Any) -> Any:
         with runner(recording()[0], env_config={"length": 50}, **settings) as sampler:
             return sampler.sample(num_timesteps=30)[0].columns["actions_for_env"]
@@ -235,7 +235,7 @@ class Levels(Connector):
         return {"actions": np.stack([level, level], axis=1)}
 
 
-def test_a_connector_may_give_the_module_another_action_space_random_actions_too() -> None:
+def test_a_connector_may_change_the_action_space_also_of_random_actions() -> None:
     env, got = recording()
     settings = {"env_config": {"length": 50}, "module_to_env": [Levels, ClipActions]}
     with runner(env, env_to_module=[PreviousActionReward], **settings) as sampler:
@@ -266,7 +266,7 @@ def clipped(actions: Any) -> Any:
     ],
     ids=["the module maps", "both map", "a connector maps", "a connector clips"],
 )
-def test_random_chunks_have_the_units_of_the_policys(settings: dict[str, Any], expected: Any) -> None:
+def test_random_actions_are_stored_in_the_units_of_the_policys_actions(settings: dict[str, Any], expected: Any) -> None:
     env, got = recording()
     with runner(env, env_config={"length": 50}, **settings) as sampler:
         for random_actions in (False, True):
@@ -300,7 +300,7 @@ class Failing(Connector):
 
 
 @pytest.mark.parametrize("setting", ["env_to_module", "module_to_env"])
-def test_an_exception_in_a_connector_names_it_and_what_it_saw(setting: str) -> None:
+def test_a_connectors_exception_names_the_connector_and_its_lanes(setting: str) -> None:
     with runner(num_envs=2, **{setting: [Failing]}) as sampler:
         with pytest.raises(ConnectorError, match=r"\(Failing\) failed: ZeroDivisionError: no mass") as caught:
             sampler.sample(num_timesteps=20)
@@ -313,7 +313,7 @@ def test_an_exception_in_a_connector_names_it_and_what_it_saw(setting: str) -> N
         check_books(sampler)
 
 
-def test_a_connector_that_fails_at_a_reset_leaves_the_books_right() -> None:
+def test_a_connector_that_fails_at_a_reset_keeps_the_totals_consistent() -> None:
     class FailingLater(Failing):
         fails_at = 7  # of 2 + 4 steps' and the first reset's, the one after an episode's end
 
@@ -325,7 +325,7 @@ def test_a_connector_that_fails_at_a_reset_leaves_the_books_right() -> None:
         assert sum(map(len, sampler.sample(num_timesteps=4))) == 4
 
 
-def test_a_connector_and_an_env_that_fail_in_the_same_poll_both_begin_anew() -> None:
+def test_after_a_connector_and_an_env_fail_in_one_poll_all_episodes_restart() -> None:
     class FailingWithEnv(Failing):
         fails_at = 4  # the first reset, two polls, and the one in which env 1 fails
 
@@ -349,7 +349,7 @@ def test_a_connector_and_an_env_that_fail_in_the_same_poll_both_begin_anew() -> 
         (None, "it gave NoneType"),
     ],
 )
-def test_an_answer_that_breaks_its_own_promise_is_refused(answer: Any, match: str) -> None:
+def test_connector_output_that_does_not_fit_its_declared_space_is_refused(answer: Any, match: str) -> None:
     class Wrong(Failing):
         def process(self, rows: Rows) -> Any:
             return answer
@@ -378,7 +378,9 @@ def test_connectors_are_given_as_objects_factories_or_import_paths() -> None:
         (lambda: 1 / 0, ConnectorError, "ZeroDivisionError"),
     ],
 )
-def test_what_is_no_connector_is_named(spec: Any, error: type[Exception], match: str) -> None:
+def test_a_spec_that_gives_no_connector_raises_an_error_with_the_reason(
+    spec: Any, error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         runner(env_to_module=[spec])
 
@@ -416,7 +418,7 @@ def test_state_goes_through_get_and_set_and_is_one_version_with_the_weights() ->
         assert other.get_state()["env_to_module"]["0.MeanStd/obs/count"] == stale["0.MeanStd/obs/count"]
 
 
-def test_updates_of_several_runners_merge_and_travel_in_one_mapping_with_the_weights() -> None:
+def test_merged_updates_of_several_runners_go_with_the_weights_in_one_mapping() -> None:
     settings: dict[str, Any] = {"num_envs": 2, "env_config": {}, "env_to_module": [MeanStd]}
     spies = [spying() for _ in range(2)]
     samplers = [
@@ -462,7 +464,7 @@ def test_weights_and_connector_state_are_taken_together_or_not_at_all() -> None:
         assert sampler.get_state()["env_to_module"]["0.MeanStd/obs/count"] == 5
 
 
-def test_what_was_learnt_survives_new_envs_of_the_same_spaces() -> None:
+def test_connector_state_survives_a_rebuild_of_envs_of_the_same_spaces() -> None:
     with runner(num_envs=2, env_to_module=[MeanStd]) as sampler:
         sampler.sample(num_timesteps=20)
         count = sampler.get_state()["env_to_module"]["0.MeanStd/obs/count"]

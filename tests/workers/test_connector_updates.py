@@ -1,4 +1,4 @@
-"""What connectors learn: in a runner's state, beside weights, merged across runners, and with the batches it ships."""
+"""Learned state of connectors: in a runner's state, beside weights, merged across runners, and in shipped batches."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_state_of_connectors_survives_a_rebuild_of_the_envs() -> None:
 
 
 def test_updates_of_all_runners_merge_to_the_moments_of_all_rows_by_module() -> None:
-    """Wherever they are cut, and whatever was merged before."""
+    """The result does not depend on where samples are cut or on what was merged before."""
     settings = {"policies": ["a0", "rest"], "policy_mapping_fn": lambda a, _: a if a == "a0" else "rest"}
     rows: dict[str, list[Any]] = {"a0": [], "rest": []}
 
@@ -156,7 +156,7 @@ def test_updates_of_all_runners_merge_to_the_moments_of_all_rows_by_module() -> 
 # -- what a worker ships -----------------------------------------------------------------------------------------------
 
 
-def test_a_fragments_batch_tells_what_was_learnt_since_the_last_one() -> None:
+def test_a_fragments_batch_holds_the_connector_update_since_the_last_batch() -> None:
     with runner(Walk, num_envs=2, env_to_module=[MeanStd], rollout_fragment_length=5) as sampler:
         told = []
         for _ in range(3):
@@ -173,7 +173,7 @@ def test_a_fragments_batch_tells_what_was_learnt_since_the_last_one() -> None:
         assert sampler.take_connector_update()["env_to_module"]
 
 
-def test_each_modules_batch_tells_its_own_and_without_chunks_it_waits() -> None:
+def test_each_modules_batch_holds_its_own_update_and_marker_batches_none() -> None:
     with multi_runner(num_envs=2, rollout_fragment_length=4, **TWO) as sampler:
         first = sampler.sample_fragment()
         counts = {m: float(b.connector_update[f"env_to_module/{COUNT}"].squeeze()) for m, b in first.batches.items()}
@@ -184,7 +184,7 @@ def test_each_modules_batch_tells_its_own_and_without_chunks_it_waits() -> None:
         assert all(len(batch) == 2 and not batch.connector_update for batch in last.batches.values())
 
 
-def test_a_batch_without_chunks_takes_nothing() -> None:
+def test_a_batch_without_chunks_takes_no_connector_update() -> None:
     with multi_runner(num_envs=2, rollout_fragment_length=2, **TWO) as sampler:
         sampler.sample(num_timesteps=2)
         sampler.sample(num_episodes=1)
@@ -199,7 +199,7 @@ def test_connectors_that_learn_nothing_add_nothing_to_a_batch() -> None:
         assert sampler.sample_fragment().connector_update == {}
 
 
-def test_a_connector_that_cannot_tell_what_it_learnt_is_named() -> None:
+def test_the_error_names_a_connector_that_raises_in_take_update() -> None:
     class Mute(MeanStd):
         def take_update(self) -> Any:
             raise KeyError("lost")

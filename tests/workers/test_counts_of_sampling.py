@@ -1,4 +1,4 @@
-"""What callbacks and metrics say of sampling, in exact numbers: {one agent, two} x {1, 3, 8 envs} x both sizes."""
+"""Callbacks and metrics of sampling, in exact numbers: {one agent, two} x {1, 3, 8 envs} x both sizes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from support.runners.kinds import KINDS, LENGTH, MODES, WIDTHS, Kind, resets_of,
 @KINDS
 @WIDTHS
 @MODES
-def test_counts_of_callbacks(kind: Kind, num_envs: int, mode: str) -> None:
-    """Created = started = ended = m for m episodes, when the m-th ends with none begun after it."""
+def test_callbacks_come_once_for_each_episode_and_step(kind: Kind, num_envs: int, mode: str) -> None:
+    """For m episodes: created = started = ended = m. No episode starts after the m-th has ended."""
     seen = Recording()
     with kind.runner(num_envs, callbacks=[seen]) as sampler:
         assert count_events(seen.told) == {"on_environment_created": num_envs}
@@ -34,8 +34,8 @@ def test_counts_of_callbacks(kind: Kind, num_envs: int, mode: str) -> None:
 @KINDS
 @WIDTHS
 @MODES
-def test_order_of_callbacks(kind: Kind, num_envs: int, mode: str) -> None:
-    """Of each env's own events; and on_sample_end is told after all, with what is returned."""
+def test_callbacks_come_in_the_order_of_the_episode(kind: Kind, num_envs: int, mode: str) -> None:
+    """Each env's events come in the order of its episodes. on_sample_end comes last, with the returned samples."""
     seen = Recording()
     with kind.runner(num_envs, length=2, callbacks=[seen]) as sampler:
         seen.told.clear()
@@ -55,7 +55,7 @@ def test_order_of_callbacks(kind: Kind, num_envs: int, mode: str) -> None:
 @KINDS
 @WIDTHS
 @MODES
-def test_numbers_of_whole_episodes_in_metrics(kind: Kind, num_envs: int, mode: str) -> None:
+def test_metrics_count_whole_episodes(kind: Kind, num_envs: int, mode: str) -> None:
     """50 steps, 50 steps, 50 steps: each call is one episode of each env, and so are its figures."""
     with kind.runner(num_envs) as sampler:
         for call in range(1, 4):
@@ -78,8 +78,8 @@ def test_numbers_of_whole_episodes_in_metrics(kind: Kind, num_envs: int, mode: s
 
 @KINDS
 @WIDTHS
-def test_numbers_of_fragments_in_metrics(kind: Kind, num_envs: int) -> None:
-    """An episode of 50 in fragments of 20 counts with the third, once."""
+def test_metrics_count_an_episode_with_the_fragment_that_ends_it(kind: Kind, num_envs: int) -> None:
+    """An episode of 50 steps in fragments of 20 is counted once, with its third fragment."""
     finished = []
     with kind.runner(num_envs) as sampler:
         for _ in range(5):

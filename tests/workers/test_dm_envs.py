@@ -73,7 +73,7 @@ def test_the_last_discount_says_whether_an_episode_has_terminated(discount: floa
         assert [info.get("discount") for info in chunk.infos] == [None, 0.5, 0.5, None]
 
 
-def test_it_is_a_gymnasium_env_to_whoever_asks() -> None:
+def test_the_runner_wraps_a_dm_env_and_closes_it() -> None:
     with runner(Catch) as sampler:
         env: Any = sampler.env
         assert isinstance(env, DmEnv)
@@ -88,7 +88,7 @@ def test_an_episode_that_begins_within_a_step_is_a_failure_of_the_env() -> None:
         sampler.sample(num_timesteps=1)
 
 
-def test_specs_become_the_spaces_that_hold_the_same() -> None:
+def test_dm_env_specs_become_gymnasium_spaces_of_the_same_values() -> None:
     spaces = gym.spaces
     bounded = specs.BoundedArray((2, 1), np.int16, -3, 4)
     assert space_of(bounded, "") == spaces.Box(np.int16(-3), np.int16(4), (2, 1), np.int16)

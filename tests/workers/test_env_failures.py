@@ -63,7 +63,7 @@ def test_a_fault_ends_its_episode_with_a_marker_only_if_a_part_was_delivered() -
     assert sampler.totals.stepped == 9
 
 
-def test_steps_of_a_failed_env_leave_the_counters_and_finished_episodes_stay() -> None:
+def test_counters_drop_steps_of_a_failed_env_and_keep_finished_episodes() -> None:
     """Counters say what was delivered; an episode that finished in the same call is delivered and counted."""
 
     def fail_late(answer: Answer) -> Answer:
@@ -101,7 +101,7 @@ def test_rebuilt_env_goes_on_with_its_next_seed() -> None:
 
 @pytest.mark.parametrize("failing", ["step", "reset", "construction"])
 def test_env_that_always_fails_ends_in_a_typed_error_after_its_budget(failing: str) -> None:
-    """A loop with an end: no spin, no recursion, and an error without arguments does not hide itself."""
+    """Retries end after the budget, without recursion. The message names an error that has no arguments."""
     tries = {"construction": 0, "reset": 0, "step": 0}
 
     class Broken(Counting):
@@ -133,7 +133,7 @@ def test_env_that_always_fails_ends_in_a_typed_error_after_its_budget(failing: s
 
 
 @pytest.mark.long
-def test_deep_failure_counts_do_not_recurse() -> None:
+def test_thousands_of_failed_restarts_do_not_recurse() -> None:
     class NoReset(Counting):
         def reset(self, **kwargs: Any) -> Any:
             raise RuntimeError("no")
@@ -153,7 +153,7 @@ def test_deliveries_do_not_lift_the_cap_of_the_window() -> None:
         assert sampler.totals.env_failures == 11
 
 
-def test_waits_double_up_to_their_maximum_and_a_delivery_forgives() -> None:
+def test_restart_waits_double_up_to_a_maximum_and_a_delivery_resets_them() -> None:
     config = runner(env_restart_backoff_s=0.05, env_restart_backoff_max_s=0.3).config
     budget = RestartBudget(config, 0)
     error = RuntimeError()
@@ -162,7 +162,7 @@ def test_waits_double_up_to_their_maximum_and_a_delivery_forgives() -> None:
     assert budget.spend(error, 0.0) == 0.0
 
 
-def test_other_lanes_go_on_while_one_waits_and_polls_are_told_while_all_wait() -> None:
+def test_other_envs_sample_and_on_poll_is_called_while_an_env_waits() -> None:
     class Down(Counting):
         def reset(self, **kwargs: Any) -> Any:
             if self.index == 0:
@@ -185,7 +185,7 @@ def test_other_lanes_go_on_while_one_waits_and_polls_are_told_while_all_wait() -
         sampler.sample_fragment(stop)
 
 
-def test_without_restarts_the_original_error_comes_out() -> None:
+def test_without_restarts_sampling_raises_the_error_of_the_env() -> None:
     config = with_fault(diverge, faulty={1}, every=6)
     with runner(Faulty, num_envs=2, env_config=config, restart_failed_sub_environments=False) as sampler:
         with pytest.raises(RuntimeError, match="diverged"):
@@ -208,7 +208,7 @@ def test_env_may_ask_to_be_rebuilt_without_an_error_in_the_log(caplog: pytest.Lo
     assert [r.levelname for r in caplog.records] == ["INFO"]
 
 
-def test_a_failure_is_logged_with_all_that_one_wants_to_know(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_with_env_step_episode_error_and_attempt(caplog: pytest.LogCaptureFixture) -> None:
     with runner(Faulty, env_config=with_fault(diverge, faulty={0}, every=6)) as sampler:
         (chunk,) = sampler.sample(num_timesteps=3)
         sampler.sample(num_timesteps=4)
@@ -255,7 +255,7 @@ def test_bad_data_is_a_failure_of_that_env_only(spoil: Any, words: str, caplog: 
             assert_same(chunk, other)
 
 
-def test_bad_reset_is_a_failure_too() -> None:
+def test_a_reset_with_a_bad_observation_is_an_env_failure() -> None:
     class BadReset(Counting):
         resets = 0
 

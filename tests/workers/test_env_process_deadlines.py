@@ -1,4 +1,4 @@
-"""What the deadlines of a process of envs count: calls of its envs, not how busy the machine is before and between."""
+"""Deadlines of an env process measure the calls of its envs, not delays of the machine before or between calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _start_slowly(seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_a_process_may_start_more_slowly_than_its_envs_may_be_built(
+def test_env_construct_timeout_does_not_count_the_start_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _start_slowly(2.5, tmp_path, monkeypatch)
@@ -44,8 +44,8 @@ def test_a_process_that_does_not_start_is_a_typed_error(tmp_path: Path, monkeypa
         EnvProcessPool(EnvRunnerConfig(env="CartPole-v1", num_envs=2, env_construct_timeout_s=0.5))
 
 
-def test_the_time_of_what_follows_a_call_counts_from_its_end() -> None:
-    """Or a step's deadline would be over as soon as a construction has returned that took longer, as it may."""
+def test_the_phase_after_a_call_is_timed_from_the_end_of_the_call() -> None:
+    """Otherwise a construction that took longer than a step may take would use up the deadline of the next step."""
     memory = new_memory("headrace-control")
     control = Control(memory, 1, create=True)
     with control.during(0, Phase.CONSTRUCTION):

@@ -1,4 +1,4 @@
-"""Orders and answers between a driver and its processes of envs: written ahead, told at once, and none of them lost."""
+"""Orders and answers between a driver and its env processes: orders queue, answers wake the driver, none is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rings(latch: WakeupLatch) -> bool:
     return bool(select.select([latch.bell], [], [], 0)[0])
 
 
-def test_the_last_reply_that_was_counted_rings_the_bell(latch: WakeupLatch) -> None:
+def test_the_latch_rings_at_the_last_expected_reply(latch: WakeupLatch) -> None:
     latch.arm(3)
     for rung in (False, False, True):
         count_down(latch.tokens, latch.bell)
@@ -42,7 +42,7 @@ def test_the_last_reply_that_was_counted_rings_the_bell(latch: WakeupLatch) -> N
 
 
 def test_a_disarmed_latch_rings_for_every_reply(latch: WakeupLatch) -> None:
-    """However many of those who were called had answered."""
+    """This holds for any number of earlier replies."""
     for came in range(4):
         latch.arm(3)
         for _ in range(came):
@@ -55,7 +55,7 @@ def test_a_disarmed_latch_rings_for_every_reply(latch: WakeupLatch) -> None:
 
 
 def test_replies_add_up_until_the_latch_is_disarmed(latch: WakeupLatch) -> None:
-    """As when a signal's handler raises while the driver sleeps."""
+    """This happens when a signal handler raises while the driver sleeps."""
     latch.arm(3)
     latch.arm(2)
     latch.disarm()
@@ -63,7 +63,7 @@ def test_replies_add_up_until_the_latch_is_disarmed(latch: WakeupLatch) -> None:
     assert rings(latch)
 
 
-def test_an_answer_is_heard_after_a_poll_that_was_broken_off() -> None:
+def test_answers_arrive_after_a_poll_that_a_signal_interrupted() -> None:
     def raises(*_: Any) -> None:
         raise InterruptedError("a signal")
 
@@ -89,7 +89,7 @@ def pool_of(env: str, num_envs: int, in_process: int, **env_config: float) -> En
     return pool
 
 
-def test_a_process_goes_on_with_its_next_order_without_its_driver() -> None:
+def test_a_process_starts_its_next_order_while_the_driver_does_not_poll() -> None:
     with pool_of("Slow", 2, 2, step_s=0.1) as pool:
         before = pool.observations["obs"].copy()
         pool.step_async([0], pool.actions)
@@ -98,7 +98,7 @@ def test_a_process_goes_on_with_its_next_order_without_its_driver() -> None:
         assert pool.step_wait(POLL_S, batch_wait_s=POLL_S).stepped == [0, 1]
 
 
-def test_more_orders_than_there_is_room_for_wait_for_it() -> None:
+def test_orders_that_exceed_the_slots_wait_and_none_is_lost() -> None:
     lanes = 2 * SLOTS + 1
     with pool_of("Slow", lanes, lanes, step_s=0.02, lane=0) as pool:
         for lane in range(lanes):
@@ -109,7 +109,7 @@ def test_more_orders_than_there_is_room_for_wait_for_it() -> None:
     assert sorted(stepped) == list(range(lanes))
 
 
-def test_a_poll_for_all_returns_when_the_last_has_answered_and_one_for_any_with_the_first() -> None:
+def test_a_poll_with_a_batch_wait_waits_for_all_envs_and_one_without_for_any() -> None:
     with pool_of("Slow", 3, 1, step_s=0.3, lane=1) as pool:
         pool.step_async(None, pool.actions)
         assert sorted(pool.step_wait(POLL_S, batch_wait_s=POLL_S).stepped) == [0, 1, 2]
@@ -117,7 +117,7 @@ def test_a_poll_for_all_returns_when_the_last_has_answered_and_one_for_any_with_
         assert 1 not in pool.step_wait(POLL_S).stepped
 
 
-def test_the_end_of_a_process_is_heard_while_others_are_awaited() -> None:
+def test_a_poll_for_all_envs_does_not_hang_when_a_process_is_killed() -> None:
     with pool_of("Slow", 3, 1, step_s=0.3, lane=1) as pool:
         pool.step_async(None, pool.actions)
         os.kill(pool.pids[2], 9)

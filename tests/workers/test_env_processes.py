@@ -1,4 +1,4 @@
-"""Env processes in their usual course: the same lives as in this process, no waiting for anybody, nothing left."""
+"""Env processes without faults: the same results as inline envs, no wait for slow envs, and no process left over."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def configure(env: Any = "support.envs.troubled:Troubled", **settings: Any) -> E
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("armed", [False, True])
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_lanes_live_as_they_would_in_this_process(env: str, armed: bool) -> None:
-    """To the bit, whether they are reset by their own process or when asked."""
+def test_envs_in_processes_give_the_results_of_inline_envs(env: str, armed: bool) -> None:
+    """Results are bit-identical, whether an env's process resets it or the driver orders the reset."""
     config = configure(env)
     with EnvProcessPool(config) as pool:
         driver = Driver(pool, armed=armed)
@@ -72,7 +72,7 @@ def _gather(pool: EnvProcessPool, what: str, count: int) -> set[int]:
     return {item if isinstance(item, int) else item[0] for item in found}
 
 
-def test_who_is_ready_does_not_wait_for_who_is_slow(tmp_path: Path) -> None:
+def test_ready_envs_do_not_wait_for_a_slow_env(tmp_path: Path) -> None:
     gate, env_config = Gate(tmp_path), {"lane": 0, "gate": str(tmp_path)}
     with EnvProcessPool(configure("support.envs.troubled:Gated", env_config=env_config, envs_per_process=1)) as pool:
         driver = Driver(pool)
@@ -82,7 +82,7 @@ def test_who_is_ready_does_not_wait_for_who_is_slow(tmp_path: Path) -> None:
         driver.run(lambda: len(driver.lives[0]) > 1)
 
 
-def test_once_one_has_answered_others_are_waited_for_as_long_as_it_says() -> None:
+def test_after_the_first_answer_a_poll_waits_batch_wait_s_for_more() -> None:
     for wait_s, together in ((0.0, 1), (20.0, 2)):
         env_config = {"lane": 0, "step_s": 0.5}
         settings = {"num_envs": 2, "envs_per_process": 1}
@@ -94,7 +94,7 @@ def test_once_one_has_answered_others_are_waited_for_as_long_as_it_says() -> Non
             assert len(pool.step_wait(POLL_S, batch_wait_s=wait_s).stepped) == together
 
 
-def test_a_poll_without_anything_to_wait_for_returns_at_once_and_one_with_a_timeout_in_time() -> None:
+def test_a_poll_returns_at_once_without_orders_and_in_time_with_a_timeout() -> None:
     settings = {"env_config": {"step_s": 60.0}, "num_envs": 1, "env_close_timeout_s": 0.3}
     with EnvProcessPool(configure("support.envs.troubled:Slow", **settings)) as pool:
         assert not pool.step_wait()
@@ -105,7 +105,7 @@ def test_a_poll_without_anything_to_wait_for_returns_at_once_and_one_with_a_time
         assert not pool.step_wait(0.0)
 
 
-def test_who_waits_for_processes_does_not_spin() -> None:
+def test_a_driver_that_waits_for_env_processes_does_not_spin() -> None:
     with EnvProcessPool(
         configure("support.envs.troubled:Slow", env_config={"step_s": 0.2}, envs_per_process=1)
     ) as pool:
@@ -113,7 +113,7 @@ def test_who_waits_for_processes_does_not_spin() -> None:
         assert calls_a_second(lambda: driver.run(lambda: len(driver.lives[0]) == 12)) < IDLE
 
 
-def test_a_process_is_replaced_as_its_episodes_end_without_a_loss() -> None:
+def test_a_process_at_its_episode_limit_is_replaced_without_a_loss() -> None:
     config = configure(env_process_max_episodes=6)
     with EnvProcessPool(config) as pool:
         first = set(pool.pids)
@@ -126,8 +126,8 @@ def test_a_process_is_replaced_as_its_episodes_end_without_a_loss() -> None:
         assert life == live_inline(config, lane, len(life))
 
 
-def test_memory_above_its_cap_replaces_a_process_without_a_loss() -> None:
-    """Slowly enough that its episodes end before it is a quarter above."""
+def test_a_process_above_its_memory_cap_is_replaced_without_a_loss() -> None:
+    """The leak is slow enough that its episodes end before memory is a quarter above the cap."""
     config = configure(env_config={"lane": 1, "faults": {"step": "leaks"}}, env_process_max_rss_mb=700, num_envs=2)
     with EnvProcessPool(config) as pool:
         (first,) = pool.pids
@@ -143,12 +143,12 @@ def test_spaces_that_differ_are_an_error() -> None:
         EnvProcessPool(configure("support.envs.troubled:OtherSpace"))
 
 
-def test_an_env_nobody_knows_is_an_error() -> None:
+def test_an_unknown_env_id_raises() -> None:
     with pytest.raises(UnknownEnvError, match="NoSuchEnv-v0"):
         EnvProcessPool(configure("NoSuchEnv-v0"))
 
 
-def test_envs_are_known_by_name() -> None:
+def test_name_env_gives_the_id_or_import_path_of_an_env() -> None:
     register_env("by another name", Troubled)
     assert name_env("by another name") == name_env(Troubled) == "support.envs.troubled:Troubled"
     assert name_env("CartPole-v1") == "CartPole-v1"
@@ -163,7 +163,7 @@ class Inner:
 
 
 @pytest.mark.parametrize("env", [lambda context: Troubled(context), Inner().make])
-def test_what_has_no_name_is_a_typed_error_that_says_what_to_do(env: Any) -> None:
+def test_an_env_without_an_import_path_raises_with_advice(env: Any) -> None:
     with pytest.raises(ConfigError, match=r"env: .* cannot be named to another process: .*package.module:make_env"):
         EnvProcessPool(configure(env))
 
@@ -173,7 +173,7 @@ def test_an_env_config_that_is_no_json_is_a_typed_error() -> None:
         EnvProcessPool(configure(env_config={"made": object()}))
 
 
-def test_envs_are_told_for_whom_they_are_built() -> None:
+def test_the_env_context_has_worker_index_env_index_and_config() -> None:
     config = configure("support.envs.troubled:Telling", num_workers=7, num_envs=3, env_config={"port": 5})
     with EnvProcessPool(config, worker_index=4) as pool:
         for lane in range(3):
@@ -189,8 +189,8 @@ def test_processes_do_not_load_torch(child: str) -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path) -> None:
-    """Killed without a chance to say anything, while an env holds the interpreter lock for ever."""
+def test_env_processes_and_their_children_die_with_the_parent(tmp_path: Path) -> None:
+    """The parent gets SIGKILL while an env holds the interpreter lock for ever."""
     script = f"""
         import signal, sys
         from headrace.workers import EnvRunnerConfig
@@ -215,7 +215,7 @@ def test_processes_and_what_they_started_die_with_their_parent(tmp_path: Path) -
     wait_until(lambda: not any(is_running(pid) for pid in pids), what="the end of all")
 
 
-def test_a_process_that_is_stopped_as_it_starts_dies_with_its_parent_too() -> None:
+def test_a_process_paused_by_sigstop_dies_with_its_parent() -> None:
     lifeline, ours = os.pipe()
     process = subprocess.Popen(["sleep", "1000"], pass_fds=[lifeline], start_new_session=True)
     try:
@@ -229,7 +229,7 @@ def test_a_process_that_is_stopped_as_it_starts_dies_with_its_parent_too() -> No
         process.wait()
 
 
-def test_stop_may_come_twice_and_in_the_midst_of_a_step() -> None:
+def test_close_may_be_called_twice_and_during_a_step() -> None:
     pool = EnvProcessPool(configure("support.envs.troubled:Slow", env_config={"step_s": 60.0}, env_close_timeout_s=0.3))
     pids = pool.pids
     pidfds = [os.pidfd_open(pid) for pid in pids]

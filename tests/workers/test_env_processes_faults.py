@@ -1,4 +1,4 @@
-"""Whatever an env does in its process, lanes elsewhere live through the same to the bit, and it comes back itself."""
+"""After any fault of an env, envs in other processes give bit-identical results, and the env itself is rebuilt."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def reasons(driver: Driver) -> dict[int, Discard]:
         ("info without words", "info should be plain values"),
     ],
 )
-def test_what_a_step_may_not_do_is_a_failure_of_that_env_alone(fault: str, words: str) -> None:
+def test_bad_data_or_an_exception_in_a_step_fails_that_env_alone(fault: str, words: str) -> None:
     driver = drive(configure(fault, "step"))
     (failure,) = driver.failures
     assert (failure.lane, failure.stepped) == (FAULTY, fault != "raises")
@@ -93,7 +93,7 @@ def test_what_a_step_may_not_do_is_a_failure_of_that_env_alone(fault: str, words
     assert driver.lives[NEIGHBOUR] == live_inline(plain(), NEIGHBOUR, len(driver.lives[NEIGHBOUR]))
 
 
-def test_an_error_in_another_process_tells_where_it_was_raised() -> None:
+def test_an_error_from_an_env_process_carries_the_original_traceback() -> None:
     (failure,) = drive(configure("raises", "step")).failures
     assert any("in _raises" in note and "diverged" in note for note in failure.error.__notes__)
 
@@ -111,7 +111,7 @@ def test_a_reset_that_raises_is_a_failure_of_that_env_alone() -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", ["reset", "step"])
 @pytest.mark.parametrize("fault", HANGS)
-def test_a_call_that_does_not_return_is_killed_and_tells_where_it_stood(fault: str, at: str) -> None:
+def test_a_hung_call_is_killed_and_the_error_has_its_stack(fault: str, at: str) -> None:
     driver = drive(configure(fault, at, **{f"env_{at}_timeout_s": 1.0}))
     assert reasons(driver) == {FAULTY: Discard.ENV_HANG, NEIGHBOUR: Discard.ENV_NEIGHBOUR}
     (error,) = [failure.error for failure in driver.failures if failure.lane == FAULTY]
@@ -126,7 +126,7 @@ def test_a_call_that_does_not_return_is_killed_and_tells_where_it_stood(fault: s
     ("fault", "last_words"),
     [("segfaults", "in _segfaults"), ("exits", "so long"), ("is killed", ""), ("is signalled", "")],
 )
-def test_a_crash_is_noticed_at_once_and_says_what_it_was(fault: str, last_words: str, at: str) -> None:
+def test_a_crash_is_reported_with_its_cause_and_the_last_output(fault: str, last_words: str, at: str) -> None:
     driver = drive(configure(fault, at))
     assert reasons(driver) == {FAULTY: Discard.ENV_CRASH, NEIGHBOUR: Discard.ENV_NEIGHBOUR}
     (error,) = [failure.error for failure in driver.failures if failure.lane == FAULTY]
@@ -147,7 +147,7 @@ def test_a_crash_is_noticed_at_once_and_says_what_it_was(fault: str, last_words:
         ("hangs with the lock", Discard.ENV_HANG),
     ],
 )
-def test_others_go_on_while_an_env_cannot_be_built_again(fault: str, reason: Discard) -> None:
+def test_other_envs_continue_while_an_env_cannot_be_rebuilt(fault: str, reason: Discard) -> None:
     config = configure(
         "raises", "step", env_config={"again": {"construction": fault}}, env_construct_timeout_s=4.0, envs_per_process=1
     )
@@ -177,8 +177,8 @@ def test_an_env_that_cannot_be_built_at_first_is_a_typed_error(fault: str, kind:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", ["raises", "hangs", "hangs with the lock", "exits", "segfaults"])
-def test_an_env_that_fails_to_close_holds_up_nobody(fault: str) -> None:
-    """Neither when it is to be rebuilt, nor when all is to end."""
+def test_an_env_that_fails_to_close_blocks_no_rebuild_and_no_shutdown(fault: str) -> None:
+    """This holds for a rebuild of the env and for the close of the pool."""
     config = configure("raises", "step", env_config={"faults": {"step": "raises", "close": fault}}, num_envs=3)
     driver = drive(config.model_copy(update={"env_close_timeout_s": 0.5}))
     assert driver.failures[0].lane == FAULTY
@@ -193,7 +193,7 @@ def test_an_env_that_fails_to_close_holds_up_nobody(fault: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_leak_is_stopped_at_its_cap() -> None:
+def test_a_process_with_a_leak_is_replaced_at_its_memory_cap() -> None:
     with EnvProcessPool(configure("leaks", "step", env_process_max_rss_mb=150)) as pool:
         first = set(pool.pids)
         driver = Driver(pool)
@@ -203,18 +203,18 @@ def test_a_leak_is_stopped_at_its_cap() -> None:
     assert life == live_inline(plain(), ELSEWHERE, len(life))
 
 
-def test_a_flood_of_output_blocks_nobody() -> None:
+def test_a_flood_of_output_blocks_no_env() -> None:
     drive(configure("floods", "step"), until_failed=False)
 
 
 @pytest.mark.parametrize("fault", ["forks", "forks and raises"])
-def test_a_copy_that_an_env_forks_off_answers_nobody(fault: str) -> None:
+def test_a_process_that_an_env_forks_sends_no_answers(fault: str) -> None:
     driver = drive(configure(fault, "step"), until_failed=False)
     for lane in (FAULTY, NEIGHBOUR):
         assert driver.lives[lane] == live_inline(plain(), lane, len(driver.lives[lane]))
 
 
-def test_no_room_for_another_process_is_a_typed_error_and_leaves_none() -> None:
+def test_too_few_file_descriptors_raise_a_typed_error_and_leave_none_open() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     in_use = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
     unused = (number for number in itertools.count() if number not in in_use)
@@ -226,7 +226,7 @@ def test_no_room_for_another_process_is_a_typed_error_and_leaves_none() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_what_an_env_has_started_ends_with_its_process(tmp_path: Path) -> None:
+def test_child_processes_of_an_env_end_with_its_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     drive(configure("leaves a child", "step", env_config={"pids": str(pids)}), until_failed=False)
     left = [int(pid) for pid in pids.read_text().split()]

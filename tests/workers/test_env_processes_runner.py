@@ -1,4 +1,4 @@
-"""A runner whose envs live in processes: the chunks of envs inline, whatever happens to a neighbour."""
+"""A runner with envs in processes gives the chunks of inline envs, also when another env fails."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def brief(chunk: EpisodeChunk) -> tuple[Any, ...]:
 
 
 def lives(sampler: SingleAgentEnvRunner, fragments: int, lane: int = ELSEWHERE) -> list[Any]:
-    """All that a lane gave."""
+    """Sample some fragments and return the chunks of one lane."""
     return [brief(c) for _ in range(fragments) for c in sampler.sample_fragment() if c.env_index == lane]
 
 
 class Watching:
-    """Has to be told before a reset."""
+    """A callback that must be called before a reset."""
 
     def on_episode_created(self, episode: Any) -> None:
         """Nothing to be done."""
@@ -57,7 +57,7 @@ class Watching:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("callbacks", [[], [Watching]])
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_chunks_are_those_of_envs_inline_to_the_bit(env: str, callbacks: list[Any]) -> None:
+def test_envs_in_processes_give_bit_identical_chunks_to_inline_envs(env: str, callbacks: list[Any]) -> None:
     found = []
     for placement in ("inline", "process"):
         with runner(env, placement, callbacks=callbacks, rollout_fragment_length=40) as sampler:
@@ -88,7 +88,7 @@ def test_a_state_goes_from_envs_inline_to_envs_in_processes() -> None:
         ("hangs with the lock", {"env_hang", "env_neighbour"}),
     ],
 )
-def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(fault: str, reasons: set[str]) -> None:
+def test_a_fault_is_counted_by_its_reason_and_changes_no_other_process(fault: str, reasons: set[str]) -> None:
     settings = {"env_step_timeout_s": 1.0, "rollout_fragment_length": 3}
     with runner(**settings) as sound:
         expected = lives(sound, 6)
@@ -108,7 +108,7 @@ def test_a_fault_is_named_and_lanes_elsewhere_are_the_same_to_the_bit(fault: str
 
 
 class Account(RunnerCallback):
-    """What became of every episode that was created."""
+    """A callback that records every created episode and every ended or aborted one."""
 
     def __init__(self) -> None:
         self.created: list[str] = []
@@ -129,7 +129,7 @@ class Account(RunnerCallback):
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(watched: bool) -> None:
+def test_under_random_faults_every_lost_step_has_a_reason(watched: bool) -> None:
     account = Account()
     settings = {"num_envs": 4, "env_restart_attempts": 100, "callbacks": [account] if watched else []}
     with runner(
@@ -161,7 +161,7 @@ def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(watched: bool) -
         assert account.failed >= totals.env_failures
 
 
-def test_an_episode_of_which_a_part_was_delivered_is_ended_by_its_reason() -> None:
+def test_a_partly_delivered_episode_ends_with_a_marker_and_the_reason() -> None:
     config = {"lane": 0, "faults": {"step": "exits"}}
     with runner(env_config=config, num_envs=1, rollout_fragment_length=2) as sampler:
         chunks = [chunk for _ in range(8) for chunk in sampler.sample_fragment()]
@@ -171,7 +171,7 @@ def test_an_episode_of_which_a_part_was_delivered_is_ended_by_its_reason() -> No
 
 
 @pytest.mark.parametrize("again", ["raises", "exits"])
-def test_an_env_that_never_comes_back_is_a_typed_error_after_its_budget(again: str) -> None:
+def test_sampling_raises_when_an_env_cannot_be_rebuilt_within_its_budget(again: str) -> None:
     config = {"lane": 0, "faults": {"step": "raises"}, "again": {"construction": again}}
     with runner(env_config=config, num_envs=1, env_restart_attempts=3) as sampler:
         with pytest.raises(EnvRestartBudgetError, match=r"(?s)env 0 failed 4 times .*env_restart_attempts"):
@@ -179,14 +179,14 @@ def test_an_env_that_never_comes_back_is_a_typed_error_after_its_budget(again: s
         check_books(sampler)
 
 
-def test_without_restarts_what_the_env_did_comes_out() -> None:
+def test_without_restarts_sampling_raises_the_error_of_the_env() -> None:
     config = {"lane": 0, "faults": {"step": "hangs"}}
     settings = {"env_step_timeout_s": 2.0, "restart_failed_sub_environments": False}
     with runner(env_config=config, **settings) as sampler, pytest.raises(EnvHangError, match="in _hangs"):
         sampler.sample(num_timesteps=100)
 
 
-def test_whoever_watches_is_told_while_envs_are_slow_and_may_break_off() -> None:
+def test_on_poll_is_called_while_envs_are_slow_and_may_raise() -> None:
     class Enough(Exception):
         pass
 
@@ -208,7 +208,7 @@ def test_whoever_watches_is_told_while_envs_are_slow_and_may_break_off() -> None
         check_books(sampler)
 
 
-def test_make_env_begins_anew_and_stop_leaves_nothing() -> None:
+def test_make_env_starts_new_processes_and_stop_leaves_none() -> None:
     sampler = runner("CartPole-v1")
     first = pids(sampler)
     sampler.sample(num_timesteps=10)
@@ -220,7 +220,7 @@ def test_make_env_begins_anew_and_stop_leaves_nothing() -> None:
     assert not any(is_running(pid) for pid in first + second)
 
 
-def test_an_env_elsewhere_shows_its_spaces_and_cannot_be_stepped_from_here() -> None:
+def test_an_env_in_another_process_shows_its_spaces_and_refuses_step() -> None:
     told: list[Any] = []
     functions: dict[str, Callable[..., Any]] = {"on_environment_created": lambda env: told.append(env)}
     with runner("CartPole-v1", num_envs=2, callbacks=[functions]) as sampler:
@@ -249,5 +249,5 @@ def test_placements_that_make_no_sense_are_refused() -> None:
         gym.spaces.Dict({"a": gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Box(-1, 1, (1,), np.float64)])}),
     ],
 )
-def test_spaces_come_back_as_gymnasium_has_them(space: gym.Space[Any]) -> None:
+def test_gymnasium_spaces_convert_to_headrace_spaces_and_back(space: gym.Space[Any]) -> None:
     assert to_gym(convert(space, "space")) == space

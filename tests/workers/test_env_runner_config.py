@@ -1,4 +1,4 @@
-"""What a config refuses, and how envs are found."""
+"""The settings that a runner's config refuses, and the ways to name an env."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_unknown_setting_names_the_nearest_known_one() -> None:
         ("n_steps", "rollout_fragment_length"),
     ],
 )
-def test_a_name_of_another_library_is_told_ours(theirs: str, ours: str) -> None:
+def test_a_setting_named_as_in_another_library_raises_with_our_name(theirs: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=f"{theirs}: no such setting .* nearest is '{ours}'"):
         EnvRunnerConfig(env="CartPole-v1", **{theirs: 3})
 
@@ -56,7 +56,7 @@ def test_a_name_of_another_library_is_told_ours(theirs: str, ours: str) -> None:
         ),
     ],
 )
-def test_an_env_in_place_of_what_builds_one_is_refused(env: Any, advice: str) -> None:
+def test_an_env_that_is_already_built_is_refused_with_advice(env: Any, advice: str) -> None:
     with pytest.raises(ConfigError, match=f"^env: {advice}"):
         EnvRunnerConfig(env=env)
 
@@ -111,7 +111,7 @@ class Passing(Connector):
 
 
 @KINDS
-def test_what_the_caller_changes_later_changes_no_runner(kind: Kind) -> None:
+def test_later_changes_to_the_given_settings_do_not_reach_the_runner(kind: Kind) -> None:
     given: dict[str, Any] = {
         "env_config": {"length": 4, "lengths": [4, 4][: 2 * (kind.agents > 1)] or {}},
         "module_config": {"hidden": [8]},
@@ -187,13 +187,13 @@ def test_class_that_takes_keywords_gets_the_config_items() -> None:
 
 
 @pytest.mark.parametrize("env", ["NoSuchEnv-v0", "nowhere:NoSuchEnv-v0", "nowhere:make_env", "support.envs.toy:absent"])
-def test_unknown_env_says_what_may_be_given(env: str) -> None:
+def test_an_unknown_env_raises_with_the_accepted_form(env: str) -> None:
     with pytest.raises(UnknownEnvError, match=r"package\.module:make_env") as caught:
         runner(env)
     assert ("check PYTHONPATH" in str(caught.value)) == env.startswith("nowhere")
 
 
-def test_a_file_in_place_of_a_module_is_told_the_module() -> None:
+def test_a_file_name_in_an_import_path_raises_with_the_module_name() -> None:
     with pytest.raises(UnknownEnvError, match="write 'nowhere:make_env'"):
         runner("nowhere.py:make_env")
 
@@ -221,17 +221,17 @@ def test_an_id_of_another_package_says_how_to_write_it_and_to_install_it(
             runner(env)
 
 
-def test_the_mission_of_minigrid_names_the_wrapper_to_take() -> None:
+def test_the_error_about_minigrids_mission_space_names_a_wrapper() -> None:
     with pytest.raises(EnvContractError, match=r"minigrid\.wrappers\.ImgObsWrapper.*MissionSpace"):
         runner("minigrid:MiniGrid-Empty-5x5-v0")
 
 
-def test_an_env_of_several_agents_names_the_runner_and_the_setting() -> None:
+def test_the_error_about_a_multi_agent_env_names_the_runner_and_the_setting() -> None:
     with pytest.raises(EnvContractError, match=r"MultiAgentEnvRunner, or in a fleet set sampling\.policies"):
         runner("headrace.workers.agents.examples:two_carts")
 
 
-def test_env_context_tells_for_whom_the_env_is_built() -> None:
+def test_the_env_context_has_worker_index_env_index_and_config() -> None:
     seen: list[EnvContext] = []
 
     def create(context: EnvContext) -> Counting:
@@ -268,7 +268,7 @@ def test_constructor_that_fails_at_once_is_an_env_error() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_something_that_is_no_env_is_refused() -> None:
+def test_a_creator_that_returns_no_env_is_refused() -> None:
     with pytest.raises(EnvContractError, match=r"gymnasium\.Env"):
         runner(lambda context: object())
 
@@ -289,7 +289,7 @@ def test_space_without_a_column_is_refused_with_advice() -> None:
         (gym.spaces.Box(0, 1, (3, 0)), r"shape of observation space should be of one element .* got \(3, 0\)"),
     ],
 )
-def test_a_space_without_anything_in_it_is_refused(space: gym.Space[Any], words: str) -> None:
+def test_an_empty_space_is_refused(space: gym.Space[Any], words: str) -> None:
     class Void(Counting):
         observation_space = space
 
@@ -323,6 +323,6 @@ def test_envs_of_one_vector_must_share_their_spaces() -> None:
         (lambda spaces: 1 / 0, ModuleError, "ZeroDivisionError"),
     ],
 )
-def test_bad_module_says_what_is_wrong(module: Any, error: type[Exception], words: str) -> None:
+def test_a_bad_module_raises_an_error_that_names_the_problem(module: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         runner(module=module)

@@ -1,4 +1,4 @@
-"""EnvPool's vectors are sampled as they are."""
+"""EnvPool's vectorised envs are sampled directly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _make(context: EnvContext) -> Any:
     return envpool.make_gymnasium("CartPole-v1", num_envs=context.num_envs, **context)
 
 
-def test_chunks_are_whole_and_true() -> None:
+def test_chunks_of_an_envpool_hold_every_step_once() -> None:
     with runner(_make, num_envs=5, rollout_fragment_length=40, env_config={"seed": 3}) as sampler:
         batch = [*sampler.sample_fragment(), *sampler.sample_fragment()]
         check_books(sampler)
@@ -40,7 +40,7 @@ def test_chunks_are_whole_and_true() -> None:
         assert over.nonzero()[0].tolist() == ([len(chunk)] if chunk.end is ChunkEnd.TERMINATED else [])
 
 
-def test_the_seed_in_the_context_makes_it_repeatable() -> None:
+def test_the_seed_in_the_context_makes_an_envpool_repeatable() -> None:
     def seeded(context: EnvContext) -> Any:
         return _make(EnvContext({"seed": context.seed % 2**31}, num_envs=context.num_envs))  # type: ignore[operator]
 
@@ -55,7 +55,7 @@ def test_a_time_limit_truncates() -> None:
     assert {(len(chunk), chunk.end) for chunk in batch} == {(4, ChunkEnd.TRUNCATED)}
 
 
-def test_answers_of_a_part_of_its_envs_are_not_understood_through_a_wrapper() -> None:
+def test_a_wrapped_envpool_with_partial_batches_is_refused() -> None:
     def wrapped(context: EnvContext) -> Any:
         return RecordEpisodeStatistics(_make(context))
 

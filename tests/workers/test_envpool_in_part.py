@@ -1,4 +1,4 @@
-"""An EnvPool that answers for those of its envs that are ready: no step is lost, and none told twice."""
+"""An EnvPool that answers with only its ready envs: no step is lost, and none is delivered twice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _check_true(chunks: Iterable[EpisodeChunk]) -> dict[str, list[EpisodeChunk]]
 
 @pytest.mark.parametrize("settings", [{}, {"module": "headrace.workers.modules:lstm_actor_critic"}])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
-def test_chunks_are_whole_and_true(batch_size: int, settings: dict[str, Any]) -> None:
+def test_chunks_of_a_partial_envpool_hold_every_step_once(batch_size: int, settings: dict[str, Any]) -> None:
     with _runner(batch_size, **settings) as sampler:
         chunks = [chunk for _ in range(5) for chunk in sampler.sample_fragment()]
         check_books(sampler)
@@ -61,7 +61,7 @@ def test_chunks_are_whole_and_true(batch_size: int, settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("batch_mode", ["truncate_episodes", "complete_episodes"])
-def test_whole_episodes_and_abandoned_ones_are_told_truly(batch_mode: str) -> None:
+def test_every_episode_ends_as_finished_or_aborted_with_correct_chunks(batch_mode: str) -> None:
     with _runner(batch_mode=batch_mode) as sampler:
         chunks = list(sampler.sample_fragment())
         for count in (1, 7):
@@ -118,7 +118,7 @@ def _outside(answer: Any) -> Any:
 @pytest.mark.parametrize(
     ("spoil", "reason"), [(_raise, "env_exception"), (_bad_reward, "env_bad_data"), (_outside, "env_bad_data")]
 )
-def test_all_open_episodes_are_lost_by_name_and_sampling_goes_on(spoil: Any, reason: str, at: int) -> None:
+def test_a_pool_failure_drops_open_episodes_by_reason_and_sampling_resumes(spoil: Any, reason: str, at: int) -> None:
     with _runner(env=_spoiling(spoil, at, lives=1)) as sampler:
         chunks = [chunk for _ in range(4) for chunk in sampler.sample_fragment()]
         check_books(sampler)
@@ -130,7 +130,7 @@ def test_all_open_episodes_are_lost_by_name_and_sampling_goes_on(spoil: Any, rea
     _check_true(chunks)
 
 
-def test_a_pool_that_never_stops_failing_comes_to_a_typed_end() -> None:
+def test_a_pool_that_always_fails_ends_sampling_with_a_typed_error() -> None:
     with _runner(env=_spoiling(_raise, 3, lives=100), env_restart_attempts=3) as sampler:
         with pytest.raises(EnvRestartBudgetError, match="the pool burst"):
             sampler.sample(num_timesteps=1000)
@@ -139,7 +139,7 @@ def test_a_pool_that_never_stops_failing_comes_to_a_typed_end() -> None:
 
 
 class Account(RunnerCallback):
-    """What became of every episode that was created; the seventh is refused."""
+    """A callback that records created, ended and aborted episodes, and raises at the seventh."""
 
     def __init__(self) -> None:
         self.created: list[str] = []
@@ -157,7 +157,7 @@ class Account(RunnerCallback):
         self.over.append(episode.episode_id)
 
 
-def test_callbacks_hear_of_every_episode_and_one_that_raises_costs_the_pool() -> None:
+def test_callbacks_get_every_episode_and_an_exception_rebuilds_the_pool() -> None:
     account = Account()
     with _runner(callbacks=[account]) as sampler:
         _check_true(chunk for _ in range(4) for chunk in sampler.sample_fragment())

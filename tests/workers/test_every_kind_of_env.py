@@ -1,4 +1,4 @@
-"""One contract for every kind of envs: what a sampler may rely on, whoever steps them.
+"""The contract that every kind of env keeps towards a sampler, whichever driver steps the envs.
 
 A new kind adds itself to `DRIVERS`: what makes the settings of a runner whose envs are its own, of a given env class.
 """
@@ -135,7 +135,7 @@ def _check_true(chunk: Any) -> None:
 
 
 @every_kind
-def test_chunks_are_true_and_go_on_from_call_to_call(kind: str) -> None:
+def test_chunks_are_correct_and_continue_from_call_to_call(kind: str) -> None:
     with _runner(kind) as sampler:
         chunks = [chunk for _ in range(5) for chunk in sampler.sample_fragment()]
         check_books(sampler)
@@ -151,7 +151,7 @@ def test_chunks_are_true_and_go_on_from_call_to_call(kind: str) -> None:
 
 
 @every_kind
-def test_random_actions_no_exploration_and_resets_by_force_are_as_asked(kind: str) -> None:
+def test_sample_obeys_random_actions_explore_and_force_reset(kind: str) -> None:
     with _runner(kind) as sampler:
         sampler.sample(num_timesteps=20, random_actions=True)
         sampler.sample(num_timesteps=20, explore=False)
@@ -180,7 +180,7 @@ def test_whole_episodes_stay_open_from_fragment_to_fragment(kind: str) -> None:
 
 @pytest.mark.one_in(3)
 @every_kind
-def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(kind: str) -> None:
+def test_under_random_faults_every_lost_step_has_a_reason(kind: str) -> None:
     attempts = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
     length = 12 if "async" in kind else 30 if kind in ELSEWHERE else 60
     with _runner(kind, Unsound, rollout_fragment_length=length, **attempts) as sampler:
@@ -201,7 +201,7 @@ def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(kind: str) -> No
 
 
 class Account(RunnerCallback):
-    """What became of every episode that was created."""
+    """A callback that records every created, started, ended and aborted episode."""
 
     def __init__(self) -> None:
         self.created, self.started, self.over = list[str](), list[str](), list[str]()
@@ -224,7 +224,7 @@ class Account(RunnerCallback):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DRIVERS if "async" not in kind])
-def test_callbacks_hear_of_each_episode_once(kind: str) -> None:
+def test_callbacks_get_each_episode_once(kind: str) -> None:
     account = Account()
     attempts = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
     length = 40 if kind in ELSEWHERE else 100
@@ -241,7 +241,7 @@ def test_callbacks_hear_of_each_episode_once(kind: str) -> None:
 
 @pytest.mark.one_in(3)
 @every_kind
-def test_what_never_works_comes_to_a_typed_end(kind: str) -> None:
+def test_an_env_that_always_fails_ends_sampling_with_a_typed_error(kind: str) -> None:
     with _runner(kind, Broken, env_restart_attempts=2) as sampler:
         for _ in range(2):
             with pytest.raises(EnvRestartBudgetError, match="always"):
@@ -267,7 +267,7 @@ def _shows_its_seeds(chunks: list[Any]) -> bool:
 
 @pytest.mark.one_in(3)
 @every_kind
-def test_only_the_first_reset_of_an_env_gets_a_seed_where_later_ones_are_to_get_none(kind: str) -> None:
+def test_without_seed_every_episode_only_the_first_reset_gets_a_seed(kind: str) -> None:
     runs = []
     for _ in range(2):
         with _runner(kind, Drawing, seed_every_episode=False) as sampler:

@@ -1,4 +1,4 @@
-"""Multi-agent envs that drive themselves: each agent's chunks are true, whoever comes, pauses, goes and is logged."""
+"""External multi-agent envs: chunks of each agent are correct as agents come, pause, leave or have logged actions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def agent_steps(length: int) -> int:
     return length + (length + 1) // 2 + 3
 
 
-def test_fragments_have_the_env_steps_they_were_asked_for_and_whole_episodes_all_of_theirs() -> None:
+def test_fragments_have_the_configured_env_steps_and_episodes_are_whole() -> None:
     """An env of 25 steps, fragments of 40: 40, 40, 40 env steps; whole episodes: 50, 50, 50."""
     with multi_runner(Crowd, num_envs=1, rollout_fragment_length=40) as sampler:
         chunks = []
@@ -52,8 +52,8 @@ def test_fragments_have_the_env_steps_they_were_asked_for_and_whole_episodes_all
         check_books(sampler)
 
 
-def test_a_logged_action_stands_where_it_was_taken_for_each_agent() -> None:
-    """42 first and last, in each episode, and marked."""
+def test_each_agents_logged_actions_are_stored_at_their_steps() -> None:
+    """Action 42 is logged first and last in each episode, and marked off-policy."""
     with multi_runner(Crowd, num_envs=1, env_config={"logged": 42}) as sampler:
         for chunk in sampler.sample(num_episodes=2):
             off_policy = chunk.columns["off_policy"]
@@ -64,7 +64,7 @@ def test_a_logged_action_stands_where_it_was_taken_for_each_agent() -> None:
             assert np.isfinite(chunk.columns["logp"]).all()
 
 
-def test_of_five_open_episodes_any_two_may_go_on_in_a_round() -> None:
+def test_any_two_of_five_open_episodes_may_step_in_one_round() -> None:
     class Multi(Crowd):
         def run(self) -> None:
             random = np.random.default_rng(5)
@@ -94,7 +94,7 @@ def test_of_five_open_episodes_any_two_may_go_on_in_a_round() -> None:
         assert whole.rewards.tolist() == (whole.obs[1:, 0].tolist() if agent == "a" else [-1.0] * len(whole))
 
 
-def test_who_is_not_observed_keeps_what_it_earned_and_infos_belong_to_one_observation() -> None:
+def test_an_unobserved_agent_keeps_its_rewards_and_an_info_is_stored_once() -> None:
     with idle() as sampler:
         episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
 
@@ -124,7 +124,7 @@ def test_who_is_not_observed_keeps_what_it_earned_and_infos_belong_to_one_observ
     assert whole["c"][-1].is_terminated
 
 
-def test_every_step_says_by_which_weights_it_was_chosen() -> None:
+def test_every_step_records_the_weights_that_chose_its_action() -> None:
     with idle() as sampler:
         episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
         weights = sampler.get_state("rl_module")["rl_module"]
@@ -141,7 +141,7 @@ def test_every_step_says_by_which_weights_it_was_chosen() -> None:
         assert chunks[-1].end is ChunkEnd.TRUNCATED
 
 
-def test_external_observations_and_actions_of_agents_pass_connectors_as_any_others() -> None:
+def test_external_observations_and_actions_of_agents_pass_the_connectors() -> None:
     with idle(env_to_module=[Halves], module_to_env=[NextAction], module=Echo) as sampler:
         episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
         episodes.start("one")
@@ -162,7 +162,7 @@ def test_external_observations_and_actions_of_agents_pass_connectors_as_any_othe
         assert life.columns["actions_for_env"].tolist() == told
 
 
-def test_episodes_that_are_not_to_be_trained_on_are_counted_and_kept_back() -> None:
+def test_episodes_with_training_disabled_are_counted_and_not_delivered() -> None:
     class Every(Crowd):
         def run(self) -> None:
             for number in range(10**6):
@@ -182,7 +182,7 @@ def test_episodes_that_are_not_to_be_trained_on_are_counted_and_kept_back() -> N
     assert report["num_episodes"] == 6
 
 
-def test_who_drove_an_episode_and_is_gone_costs_that_episode_only() -> None:
+def test_a_lost_client_costs_only_its_own_episode() -> None:
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         for t in range(3):
@@ -204,7 +204,7 @@ def test_who_drove_an_episode_and_is_gone_costs_that_episode_only() -> None:
 
 
 @pytest.mark.parametrize("how", ["returning", "raising"])
-def test_a_run_that_ends_in_an_episode_loses_it_by_name_and_is_begun_again(how: str) -> None:
+def test_a_run_that_ends_within_an_episode_drops_it_and_is_restarted(how: str) -> None:
     class Failing(Crowd):
         def run(self) -> None:
             episode = self.start_episode()
@@ -226,7 +226,7 @@ def test_a_run_that_ends_in_an_episode_loses_it_by_name_and_is_begun_again(how: 
     assert sum(chunk.end is ChunkEnd.ABORTED for chunk in chunks) >= 2
 
 
-def test_the_next_env_has_a_table_of_its_own_and_whoever_drove_the_one_before_hears_of_it() -> None:
+def test_make_env_gives_the_new_env_its_own_table_of_episodes() -> None:
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         episodes.start("one")
@@ -241,7 +241,7 @@ def test_the_next_env_has_a_table_of_its_own_and_whoever_drove_the_one_before_he
         check_books(sampler)
 
 
-def test_memory_connectors_and_several_policies_see_each_agent_as_itself() -> None:
+def test_memory_connectors_and_policies_keep_agents_apart() -> None:
     lstm = PolicySpec(
         "headrace.workers.modules:lstm_actor_critic", env_to_module=["headrace.workers.connectors:FrameStack"]
     )
@@ -254,7 +254,7 @@ def test_memory_connectors_and_several_policies_see_each_agent_as_itself() -> No
         assert {chunk.module_id for chunk in parts} == {"plain" if agent == "b" else "remembers"}
 
 
-def test_an_agent_that_cannot_be_mapped_is_told_to_all_and_costs_what_was_open() -> None:
+def test_a_mapping_error_is_raised_and_aborts_the_open_episode() -> None:
     def mapping(agent: Any, episode_id: str) -> str:
         return "shared" if agent != "c" else "nobody"
 
@@ -290,7 +290,9 @@ def test_each_kind_of_runner_refuses_the_other_kind_of_external_env() -> None:
         ({"a": gym.spaces.Discrete(2)}, {"b": gym.spaces.Discrete(2)}, r"agents of action_space should be \['b'\]"),
     ],
 )
-def test_spaces_are_of_the_same_agents(actions: Any, observations: Any, sentence: str) -> None:
+def test_action_and_observation_spaces_must_name_the_same_agents(
+    actions: Any, observations: Any, sentence: str
+) -> None:
     with pytest.raises(EnvContractError, match=sentence):
         ExternalMultiAgentEnv(actions, observations)
     with pytest.raises(EnvError, match="is in no runner yet"):

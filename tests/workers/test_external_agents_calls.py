@@ -1,4 +1,4 @@
-"""What is refused that is said of several agents: to whoever says it, and nothing else changes."""
+"""Calls with bad data about several agents raise in the caller and change nothing else."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from support.envs.toy_agents import check_books
         (lambda e: e.log_returns("one", {"a": 1.0}, None, None, ["a"]), "truncated should be a dict by agent id"),
     ],
 )
-def test_bad_data_is_an_error_of_who_gave_it_and_changes_nothing(say: Callable[..., None], sentence: str) -> None:
+def test_bad_data_raises_in_the_caller_and_changes_nothing(say: Callable[..., None], sentence: str) -> None:
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         episodes.start("one")
@@ -71,7 +71,7 @@ def test_bad_data_is_an_error_of_who_gave_it_and_changes_nothing(say: Callable[.
         check_books(sampler)
 
 
-def test_a_fragment_answers_what_was_asked_before_it_however_little_time_it_has() -> None:
+def test_a_fragment_answers_earlier_requests_even_with_almost_no_time() -> None:
     with idle(external_fragment_max_age_s=1e-9) as sampler:
         episodes, answers = table(sampler), list[Answer]()
         episodes.start("one")
@@ -80,7 +80,7 @@ def test_a_fragment_answers_what_was_asked_before_it_however_little_time_it_has(
         assert [list(answer.action) for answer in answers] == [["a"]]
 
 
-def test_a_truncated_agent_may_do_without_its_last_observation_where_the_config_says_so() -> None:
+def test_a_missing_final_observation_is_repeated_or_its_step_dropped() -> None:
     for choice, steps in (("repeat", 1), ("drop", 0)):
         with idle(missing_final_observation=choice) as sampler:
             episodes = table(sampler)
@@ -93,7 +93,7 @@ def test_a_truncated_agent_may_do_without_its_last_observation_where_the_config_
             check_books(sampler)
 
 
-def test_rewards_before_the_first_action_and_calls_side_by_side_are_refused() -> None:
+def test_rewards_before_the_first_action_and_concurrent_calls_are_refused() -> None:
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         episodes.start("one")
@@ -108,7 +108,7 @@ def test_rewards_before_the_first_action_and_calls_side_by_side_are_refused() ->
                 again()
 
 
-def test_what_a_connector_maps_cannot_be_logged() -> None:
+def test_log_action_is_refused_where_connectors_map_actions() -> None:
     with idle(module_to_env=["headrace.workers.connectors:UnsquashActions"]) as sampler:
         episodes = table(sampler)
         episodes.start("one")
@@ -116,8 +116,8 @@ def test_what_a_connector_maps_cannot_be_logged() -> None:
             episodes.log_action("one", {"a": see(0)}, {"a": 1}, lambda _: None)
 
 
-def test_what_was_said_is_the_tables_own() -> None:
-    """Who drives may write over its arrays once a call is made."""
+def test_the_table_copies_the_observations_and_infos_of_a_call() -> None:
+    """The caller may overwrite its arrays after a call."""
     with idle() as sampler:
         episodes, seen = table(sampler), see(3)
         info: dict[str, Any] = {"k": 1}

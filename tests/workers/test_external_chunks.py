@@ -1,4 +1,4 @@
-"""What a learner gets of external episodes: by which weights, with which log-probs, and what not."""
+"""Chunks of external episodes: their weights and log-probs, and the steps that are kept from the learner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.envs.toy import check_books, runner
 from support.runners.connectors import Echo, Halves, NextAction
 
 
-def test_every_action_comes_from_the_newest_weights_and_every_step_says_which() -> None:
+def test_every_action_uses_the_newest_weights_and_its_step_records_them() -> None:
     with idle() as sampler:
         episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
         weights = sampler.get_state("rl_module")["rl_module"]
@@ -41,8 +41,8 @@ def test_every_action_comes_from_the_newest_weights_and_every_step_says_which() 
         assert to_episode(chunks).actions.tolist() == [answer.action for answer in answers[:4]]
 
 
-def test_no_step_bears_the_number_of_one_learner_and_the_epoch_of_another() -> None:
-    """An action that another learner's weights chose is not answered when the new ones come: its episode is over."""
+def test_no_step_mixes_the_weights_number_and_epoch_of_two_learners() -> None:
+    """Weights of a new learner abort the open episode, so that no step mixes the two."""
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         weights = sampler.get_state("rl_module")["rl_module"]
@@ -63,7 +63,7 @@ def test_no_step_bears_the_number_of_one_learner_and_the_epoch_of_another() -> N
         assert answers[-1].weights == (2, 1)
 
 
-def test_episodes_that_are_not_to_be_trained_on_are_counted_and_kept_back() -> None:
+def test_episodes_with_training_disabled_are_counted_and_not_delivered() -> None:
     class Mixed(Serving):
         def play_on(self, thread: int) -> None:
             for number in range(1000):
@@ -121,7 +121,7 @@ def log_one(sampler: SingleAgentEnvRunner, action: Any) -> EpisodeChunk:
     return chunk
 
 
-def test_a_logged_action_is_told_in_the_policys_terms_and_in_the_envs() -> None:
+def test_a_logged_action_is_stored_in_units_of_the_policy_and_of_the_env() -> None:
     with runner(Steering, external_fragment_max_age_s=0.05) as sampler:
         chunk = log_one(sampler, np.array([4.0, -2.0], np.float32))
         assert chunk.columns["actions_for_env"].tolist() == [[4.0, -2.0]]
@@ -131,7 +131,7 @@ def test_a_logged_action_is_told_in_the_policys_terms_and_in_the_envs() -> None:
         assert np.allclose(chunk.columns["logp"], module.logp(inputs, torch.tensor([[0.5, -1.0]])))
 
 
-def test_a_module_that_cannot_tell_gives_a_logged_action_no_log_prob() -> None:
+def test_a_module_without_logp_gives_a_logged_action_a_nan_log_prob() -> None:
     with idle(module=lambda spaces: Silent()) as sampler:
         chunk = log_one(sampler, 3)
         assert chunk.actions.tolist() == [3]
@@ -148,7 +148,7 @@ class Fickle(Silent):
         return {"actions": answer["actions"] + passes, "logp": logp}
 
 
-def test_who_was_told_an_action_that_could_not_be_recorded_begins_anew() -> None:
+def test_an_action_that_could_not_be_recorded_aborts_its_episode() -> None:
     with idle(module=lambda spaces: Fickle()) as sampler:
         episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
         episodes.start("one")
@@ -173,7 +173,7 @@ def test_who_was_told_an_action_that_could_not_be_recorded_begins_anew() -> None
         check_books(sampler)
 
 
-def test_connectors_memory_and_callbacks_see_what_was_done() -> None:
+def test_connectors_memory_and_callbacks_work_with_logged_actions() -> None:
     told: list[str] = []
 
     class Account(RunnerCallback):
@@ -201,7 +201,7 @@ def test_connectors_memory_and_callbacks_see_what_was_done() -> None:
     pieced(chunks)
 
 
-def test_external_observations_and_actions_pass_connectors_as_any_others() -> None:
+def test_external_observations_and_actions_pass_the_connectors() -> None:
     with idle(env_to_module=[Halves], module_to_env=[NextAction], module=Echo) as sampler:
         episodes, answers, chunks = table(sampler), list[Answer](), list[EpisodeChunk]()
         for name, number in (("one", 7), ("two", 8)):
@@ -223,7 +223,7 @@ def test_external_observations_and_actions_pass_connectors_as_any_others() -> No
         assert episode.columns["actions_for_env"].tolist() == [answer.action for answer in answered]
 
 
-def test_a_callback_that_raises_costs_its_episode_and_who_drives_it_is_told() -> None:
+def test_a_raising_callback_aborts_the_episode_and_its_client_gets_an_error() -> None:
     def spoil(episode: Any) -> None:
         if len(episode) == 2:
             raise ValueError("not this one")
@@ -240,14 +240,14 @@ def test_a_callback_that_raises_costs_its_episode_and_who_drives_it_is_told() ->
         check_books(sampler)
 
 
-def test_where_connectors_map_actions_none_can_be_logged() -> None:
+def test_log_action_is_refused_where_connectors_map_actions() -> None:
     with idle(module_to_env=["headrace.workers.connectors:ClipActions"]) as sampler:
         table(sampler).start("one")
         with pytest.raises(CannotLogError, match="module_to_env"):
             table(sampler).log_action("one", see(0), 1, lambda _: None)
 
 
-def test_what_is_left_behind_is_told_to_both_sides() -> None:
+def test_learner_and_client_both_see_the_end_of_a_discarded_episode() -> None:
     with idle() as sampler:
         episodes = table(sampler)
         episodes.start("one")
@@ -267,7 +267,7 @@ def test_what_is_left_behind_is_told_to_both_sides() -> None:
         check_books(sampler)
 
 
-def test_a_constructor_that_leaves_out_its_base_is_told_so() -> None:
+def test_a_constructor_that_does_not_call_super_is_refused() -> None:
     class Careless(ExternalEnv):
         def __init__(self) -> None:
             pass

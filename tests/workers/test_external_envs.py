@@ -1,4 +1,4 @@
-"""Envs that drive themselves: their episodes are sampled like any other, and what is said about them is checked."""
+"""External envs: their episodes are sampled like those of other envs, and the data of each call is checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.envs.external import Idle, Serving, idle, pieced, see, table
 from support.envs.toy import check_books, runner
 
 
-def test_fragments_have_the_steps_they_were_asked_for_and_whole_episodes_all_of_theirs() -> None:
+def test_fragments_have_the_configured_steps_and_episodes_are_whole() -> None:
     """An env of 25 steps, fragments of 40: 40, 40, 40; whole episodes: 50, 50, 50."""
     with runner(Serving, num_envs=1, rollout_fragment_length=40) as sampler:
         chunks = []
@@ -49,8 +49,8 @@ def test_fragments_have_the_steps_they_were_asked_for_and_whole_episodes_all_of_
         check_books(sampler)
 
 
-def test_a_logged_action_stands_where_it_was_taken() -> None:
-    """42 first and last, in each episode, and marked."""
+def test_a_logged_action_is_stored_at_its_step_and_marked_off_policy() -> None:
+    """Action 42 is logged first and last in each episode, and marked off-policy."""
     with runner(Serving, num_envs=1, env_config={"logged": 42}) as sampler:
         for chunk in sampler.sample(num_episodes=3):
             off_policy = chunk.columns["off_policy"]
@@ -59,7 +59,7 @@ def test_a_logged_action_stands_where_it_was_taken() -> None:
             assert chunk.actions[[0, 24]].tolist() == [42, 42]
 
 
-def test_of_five_open_episodes_any_two_may_go_on_in_a_round() -> None:
+def test_any_two_of_five_open_episodes_may_step_in_one_round() -> None:
     class Multi(Serving):
         def run(self) -> None:
             random = np.random.default_rng(5)
@@ -87,7 +87,7 @@ def test_of_five_open_episodes_any_two_may_go_on_in_a_round() -> None:
         assert whole.rewards.tolist() == whole.obs[1:, 0].tolist()
 
 
-def test_ids_that_are_unknown_over_in_use_or_busy_are_refused_by_name() -> None:
+def test_calls_for_unknown_ended_started_or_busy_episodes_are_refused() -> None:
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         assert episodes.start("one") == "one"
@@ -137,7 +137,7 @@ def test_ids_that_are_unknown_over_in_use_or_busy_are_refused_by_name() -> None:
         (lambda e: e.log_returns("one", 0.0, ["no dict"]), "a dict"),
     ],
 )
-def test_bad_data_is_an_error_of_who_gave_it_and_changes_nothing(say: Callable[..., None], sentence: str) -> None:
+def test_bad_data_raises_in_the_caller_and_changes_nothing(say: Callable[..., None], sentence: str) -> None:
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         episodes.start("one")
@@ -152,7 +152,7 @@ def test_bad_data_is_an_error_of_who_gave_it_and_changes_nothing(say: Callable[.
         assert sampler.totals.env_failures == 0
 
 
-def test_rewards_add_up_between_actions_and_are_none_if_nobody_tells_any() -> None:
+def test_rewards_between_actions_are_summed_and_default_to_zero() -> None:
     with idle() as sampler:
         episodes = table(sampler)
         episodes.start("one")
@@ -170,7 +170,7 @@ def test_rewards_add_up_between_actions_and_are_none_if_nobody_tells_any() -> No
 
 
 def test_an_info_belongs_to_one_observation_only() -> None:
-    """The reference keeps the last one for ever."""
+    """The reference implementation keeps the last info for ever."""
     with idle() as sampler:
         episodes, chunks = table(sampler), list[EpisodeChunk]()
         episodes.start("one")
@@ -185,8 +185,8 @@ def test_an_info_belongs_to_one_observation_only() -> None:
         assert to_episode(chunks).infos == [{}, {}, {"second": 2}, {}, {}, {}]
 
 
-def test_ids_that_are_over_are_forgotten_one_day_and_nothing_grows() -> None:
-    """The reference remembers all of them."""
+def test_the_table_forgets_old_episode_ids_and_stays_bounded() -> None:
+    """The reference implementation remembers all ids."""
     like = Idle({})
     spaces = Spaces(observation=convert(like.observation_space, ""), action=convert(like.action_space, ""))
     episodes = ExternalEpisodes(spaces, 3)

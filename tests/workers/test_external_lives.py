@@ -1,4 +1,4 @@
-"""External episodes whose drivers or workers come to an end: nothing is lost without a name, nobody waits for ever."""
+"""External episodes whose client or worker stops: every lost step has a reason, and no call waits for ever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.envs.toy import check_books, runner
 from support.waiting import wait_until
 
 
-def test_no_last_transition_is_lost_however_fast_episodes_follow_one_another() -> None:
+def test_the_last_step_of_episodes_in_quick_succession_is_not_lost() -> None:
     """The reference may take an episode away between its end and the sampler's next look."""
     with runner(Serving, num_envs=4, rollout_fragment_length=50, env_config={"length": 1, "threads": 4}) as sampler:
         chunks = [chunk for _ in range(5) for chunk in sampler.sample_fragment()]
@@ -39,7 +39,7 @@ def test_no_last_transition_is_lost_however_fast_episodes_follow_one_another() -
 
 
 @pytest.mark.parametrize("how", ["raising", "returning"])
-def test_a_run_that_ends_is_a_failure_and_is_begun_again_by_the_usual_rules(how: str) -> None:
+def test_a_run_that_ends_is_an_env_failure_and_is_restarted_within_budget(how: str) -> None:
     """The reference waits for ever for a thread that is dead."""
     settings = {"env_config": {"how": how, "after": 10}, "env_restart_attempts": 3, "num_envs": 2}
     with runner(Failing, rollout_fragment_length=4, **settings) as sampler:
@@ -58,7 +58,7 @@ def test_a_run_that_ends_is_a_failure_and_is_begun_again_by_the_usual_rules(how:
         assert sampler.totals.env_failures == 4
 
 
-def test_whichever_of_its_threads_ends_ends_run() -> None:
+def test_an_exception_in_one_thread_of_run_is_raised_by_sample() -> None:
     class Uneven(Serving):
         def play_on(self, thread: int) -> None:
             if thread == 2:
@@ -70,7 +70,7 @@ def test_whichever_of_its_threads_ends_ends_run() -> None:
         sampler.sample(num_timesteps=1_000_000)
 
 
-def test_what_run_said_last_is_heard_before_it_counts_as_failed() -> None:
+def test_the_last_episode_of_a_run_is_sampled_before_the_run_counts_as_failed() -> None:
     class Brief(Serving):
         def run(self) -> None:
             self.play(0)
@@ -81,7 +81,7 @@ def test_what_run_said_last_is_heard_before_it_counts_as_failed() -> None:
         assert not sampler.totals.discarded
 
 
-def test_a_run_that_nobody_wrote_says_so() -> None:
+def test_sample_raises_if_an_external_env_has_no_run_method() -> None:
     class Unwritten(ExternalEnv):
         def __init__(self) -> None:
             super().__init__(gym.spaces.Discrete(2), gym.spaces.Discrete(2))
@@ -93,7 +93,7 @@ def test_a_run_that_nobody_wrote_says_so() -> None:
         sampler.sample()
 
 
-def test_who_drove_an_episode_and_is_gone_costs_that_episode_only() -> None:
+def test_a_lost_client_costs_only_its_own_episode() -> None:
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         for t in range(3):
@@ -118,7 +118,7 @@ def test_who_drove_an_episode_and_is_gone_costs_that_episode_only() -> None:
 
 
 @pytest.mark.parametrize("vanishes", [True, False])
-def test_an_episode_that_both_sides_give_up_leaves_one_place(vanishes: bool) -> None:
+def test_an_episode_that_both_sides_abort_frees_one_place(vanishes: bool) -> None:
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         for t in range(2):
@@ -142,7 +142,7 @@ def test_an_episode_that_both_sides_give_up_leaves_one_place(vanishes: bool) -> 
         check_books(sampler)
 
 
-def test_deadlines_have_names_and_what_is_given_up_is_told() -> None:
+def test_a_missed_deadline_names_its_setting_and_aborts_the_episode() -> None:
     settings = {"external_start_timeout_s": 0.1, "external_action_timeout_s": 0.1, "external_log_timeout_s": 0.1}
     with idle(num_envs=1, **settings) as sampler:
         env: Any = sampler.env
@@ -174,7 +174,7 @@ def test_start_waits_for_a_place() -> None:
         assert begun == ["two"]
 
 
-def test_at_its_end_all_who_wait_are_told_and_the_thread_is_gone() -> None:
+def test_stop_raises_in_waiting_calls_and_ends_the_thread_of_run() -> None:
     errors: list[EpisodeError] = []
     with idle(num_envs=1) as sampler:
         env: Any = sampler.env
@@ -236,7 +236,7 @@ class Wild(Serving):
         self.end_episode(episode, self.seen(t + 1, number), truncated=random.random() < 0.5)
 
 
-def test_in_a_storm_nothing_is_lost_without_a_name_and_nothing_grows() -> None:
+def test_under_random_faults_lost_steps_have_reasons_and_the_table_is_bounded() -> None:
     settings = {"env_restart_attempts": 10_000, "max_env_restarts_per_window": 10_000, "external_start_timeout_s": 0.2}
     random, chunks = np.random.default_rng(0), list[EpisodeChunk]()
     with runner(Wild, num_envs=6, env_config={"threads": 9}, rollout_fragment_length=20, **settings) as sampler:

@@ -1,4 +1,4 @@
-"""External envs of whom nobody knows when they will say something."""
+"""External envs that call at unpredictable times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.envs.external import Idle, idle, see, table
 from support.runners.call_rate import IDLE, calls_a_second
 
 
-def test_what_comes_slowly_is_shipped_all_the_same() -> None:
+def test_steps_of_a_slow_env_are_delivered_before_the_fragment_is_full() -> None:
     with idle(rollout_fragment_length=1000) as sampler:
         assert list(sampler.sample_fragment()) == []
         episodes = table(sampler)
@@ -31,7 +31,7 @@ def test_what_comes_slowly_is_shipped_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("kind", [external, external_agents])
-def test_nobody_waits_for_what_is_done_between_two_polls(kind: Any) -> None:
+def test_no_request_is_still_waiting_when_on_poll_is_called(kind: Any) -> None:
     waiting: list[int] = []
     with kind.idle(rollout_fragment_length=1000) as sampler:
         episodes = kind.table(sampler)
@@ -46,7 +46,7 @@ def test_nobody_waits_for_what_is_done_between_two_polls(kind: Any) -> None:
     assert not any(waiting)
 
 
-def test_sample_does_not_wait_for_ever_for_nobody() -> None:
+def test_sample_raises_when_external_envs_stay_silent() -> None:
     with pytest.raises(ConfigError, match=r"external_fragment_max_age_s = 5 .*external_silence_timeout_s = 1,"):
         EnvRunnerConfig(env=Idle, external_silence_timeout_s=1)
     with idle(external_silence_timeout_s=0.1) as sampler:
@@ -55,7 +55,7 @@ def test_sample_does_not_wait_for_ever_for_nobody() -> None:
             sampler.sample(num_timesteps=1)
 
 
-def test_who_waits_for_episodes_does_not_spin() -> None:
+def test_a_sampler_that_waits_for_episodes_does_not_spin() -> None:
     with idle(external_fragment_max_age_s=1.0) as sampler:
         sampler.sample_fragment()
         assert calls_a_second(sampler.sample_fragment) < IDLE

@@ -1,4 +1,4 @@
-"""What modules are told of the fleet's env steps: batch["t"], when they explore."""
+"""The fleet's env steps, which modules get as `batch["t"]` when they explore."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Timed(torch.nn.Module):
 
 
 def told(module: Any) -> list[Any]:
-    """And nothing of it twice."""
+    """Return the recorded values of `t` and clear them."""
     taken = list(module.told)
     module.told.clear()
     return taken
 
 
-def test_alone_a_runner_thinks_that_all_have_lived_through_as_much() -> None:
+def test_a_runner_without_a_fleet_multiplies_its_steps_by_num_workers() -> None:
     with runner(Walk, module=Timed, num_envs=2, num_workers=3) as sampler:
         sampler.sample(num_timesteps=8)
         assert told(sampler.module) == [0, 6, 12, 18]
@@ -53,7 +53,7 @@ def test_alone_a_runner_thinks_that_all_have_lived_through_as_much() -> None:
         assert told(sampler.module) == [3000]
 
 
-def test_in_a_fleet_it_is_what_the_others_made_and_ones_own() -> None:
+def test_in_a_fleet_t_is_the_steps_elsewhere_plus_the_runners_own() -> None:
     with runner(Walk, module=Timed, num_envs=2, num_workers=3) as sampler:
         sampler.set_counters({"num_env_steps_sampled_lifetime": 1000})
         sampler.steps_elsewhere = 5000
@@ -65,13 +65,13 @@ def test_in_a_fleet_it_is_what_the_others_made_and_ones_own() -> None:
         assert all(type(t) is int for t in told(sampler.module))
 
 
-def test_without_exploration_no_time_is_told() -> None:
+def test_a_module_gets_no_t_without_exploration() -> None:
     with runner(Walk, module=Timed) as sampler:
         sampler.sample(num_timesteps=2, explore=False)
         assert told(sampler.module) == [None, None]
 
 
-def test_agents_are_told_env_steps() -> None:
+def test_multi_agent_modules_get_t_in_env_steps() -> None:
     with multi_runner(Together, module=Timed, num_envs=2) as sampler:
         sampler.sample(num_timesteps=6)
         assert told(sampler.modules["shared"]) == [0, 2, 4]
@@ -84,7 +84,7 @@ def test_agents_are_told_env_steps() -> None:
     "counters",
     [{"num_episodes_lifetime": {"a": 1}}, {"num_agent_steps_sampled_lifetime": 3}, {"num_episodes_lifetime": "x"}],
 )
-def test_what_is_no_counter_is_refused_and_changes_nothing(counters: Any) -> None:
+def test_set_counters_refuses_bad_counters_and_changes_nothing(counters: Any) -> None:
     with runner(Walk) as sampler:
         sampler.sample(num_timesteps=5)
         before = sampler.get_counters()

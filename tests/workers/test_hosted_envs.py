@@ -1,4 +1,4 @@
-"""The envs of an env host: an order is obeyed once, however often it comes, and what cannot be obeyed is named."""
+"""The envs of an env host: a retried order is not obeyed twice, and an invalid order raises an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def answer(envs: HostedEnvs) -> WireMessage:
     return decode(message)
 
 
-def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(envs: HostedEnvs) -> None:
+def test_a_repeated_order_gets_the_same_answer_and_is_not_obeyed_twice(envs: HostedEnvs) -> None:
     build = orders((0, 1, Command.BUILD, NO_SEED))
     assert envs.obey(build, {}) == []
     assert envs.under_way() == [(0, 1)]
@@ -71,14 +71,16 @@ def test_an_order_that_comes_again_is_answered_again_and_not_obeyed_again(envs: 
         (orders((0, 9, Command.STEP, NO_SEED)), {"actions": np.zeros(2)}, "of 1 steps is float64"),
     ],
 )
-def test_what_cannot_be_obeyed_is_named(envs: HostedEnvs, told: EnvOrders, arrays: Any, sentence: str) -> None:
+def test_an_order_that_cannot_be_obeyed_raises_an_error_that_names_it(
+    envs: HostedEnvs, told: EnvOrders, arrays: Any, sentence: str
+) -> None:
     envs.obey(orders((0, 1, Command.BUILD, NO_SEED)), {})
     answer(envs)
     with pytest.raises(DecodeError, match=sentence):
         envs.obey(told, arrays)
 
 
-def test_an_answer_that_no_message_holds_is_a_failure_of_that_env_alone() -> None:
+def test_an_answer_too_large_for_a_message_fails_that_env_alone() -> None:
     config = EnvRunnerConfig(env="support.envs.troubled:Wordy", num_envs=2, envs_per_process=2, env_placement="process")
     welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=2, lease_s=10.0, heartbeat_interval_s=1.0)
     hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
@@ -98,8 +100,8 @@ def test_an_answer_that_no_message_holds_is_a_failure_of_that_env_alone() -> Non
     assert (other["stepped"], other["failures"]) == ([1], [])
 
 
-def test_an_env_that_comes_after_one_that_hung_in_close_is_still_the_workers_own() -> None:
-    """It is the worker's env 3, here at place 0: the fault of its fifth step is that one's."""
+def test_an_env_rebuilt_after_a_hung_close_keeps_the_workers_env_index() -> None:
+    """Place 0 of the host holds the worker's env 3, and only env 3 raises in its fifth step."""
     faults = {"lane": 3, "faults": {"step": "raises", "close": "hangs with the lock"}, "again": {"step": "raises"}}
     settings: dict[str, Any] = {"env_config": faults, "env_close_timeout_s": 0.5, "env_placement": "process"}
     config = EnvRunnerConfig(env="support.envs.troubled:Troubled", num_envs=1, **settings)

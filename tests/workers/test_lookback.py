@@ -82,7 +82,7 @@ def test_lookback_repeats_the_steps_before_wherever_episodes_are_cut(
 
 @given(sizes=SIZES, horizon=HORIZONS)
 @settings(max_examples=25)
-def test_an_episode_of_chunks_that_look_back_is_the_one_sampled_whole(sizes: list[int], horizon: int) -> None:
+def test_chunks_with_lookback_join_to_the_episode_sampled_whole(sizes: list[int], horizon: int) -> None:
     chunks: list[EpisodeChunk] = []
     with runner(Walk, episode_lookback_horizon=horizon) as sampler:
         for size in [*sizes, 400]:
@@ -132,14 +132,14 @@ def test_lookback_rows_stand_beside_their_observations() -> None:
         assert len(batch.select(np.array([False])).columns["lookback/obs"]) == 0
 
 
-def test_a_chunk_of_other_columns_looks_back_on_nothing() -> None:
+def test_a_chunk_after_steps_of_other_columns_has_no_lookback() -> None:
     with runner(Counting, env_config={"length": 100}, episode_lookback_horizon=3) as sampler:
         sampler.sample(num_timesteps=5, random_actions=True)
         assert sampler.sample(num_timesteps=2)[0].lookback is None
         assert len(sampler.sample(num_timesteps=2)[0].lookback or ()) == 2
 
 
-def test_an_end_marker_looks_back_on_nothing() -> None:
+def test_an_end_marker_has_no_lookback() -> None:
     with runner(Counting, env_config={"length": 100}, episode_lookback_horizon=3) as sampler:
         sampler.sample(num_timesteps=5)
         batch: Any = sampler.sample(num_timesteps=2, force_reset=True, end_markers=True)
@@ -147,7 +147,7 @@ def test_an_end_marker_looks_back_on_nothing() -> None:
         assert ends == {ChunkEnd.ONGOING: None, ChunkEnd.ABORTED: None}
 
 
-def test_an_episode_whose_lookback_differs_is_refused() -> None:
+def test_joining_chunks_with_a_wrong_lookback_is_refused() -> None:
     with runner(Counting, env_config={"length": 100}, episode_lookback_horizon=3) as sampler:
         first, second = sampler.sample(num_timesteps=4)[0], sampler.sample(num_timesteps=4)[0]
     assert second.lookback is not None
@@ -200,7 +200,7 @@ def test_lookback_that_contradicts_its_batch_is_refused(change: Any, message: st
 
 
 @pytest.mark.parametrize("name", ["lookback/obs", "state_in/h"])
-def test_a_module_cannot_answer_a_column_of_the_runners_own(name: str) -> None:
+def test_a_module_may_not_return_a_column_with_a_reserved_name(name: str) -> None:
     def build(spaces: Any) -> Any:
         module = actor_critic(spaces)
         known = module.numpy_act()

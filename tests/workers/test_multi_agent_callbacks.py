@@ -1,4 +1,4 @@
-"""Callbacks of the multi-agent runner: who is called when, what is seen of the agents, what an exception costs."""
+"""Callbacks of the multi-agent runner: their order, their views of the agents, and the cost of an exception."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.runners.callbacks import Recording, count_events, raise_at
 from support.runners.recurrent import REMEMBERING
 
 
-def test_the_course_of_one_episode_and_what_is_seen_of_it() -> None:
+def test_callbacks_see_one_episode_from_creation_to_end() -> None:
     course: list[Any] = []
 
     class Seeing(RunnerCallback):
@@ -64,7 +64,7 @@ def test_the_course_of_one_episode_and_what_is_seen_of_it() -> None:
         ]
 
 
-def test_lengths_and_returns_count_what_was_cut_before() -> None:
+def test_lengths_and_returns_include_steps_of_earlier_chunks() -> None:
     seen: list[Any] = []
 
     def look(episode: Any) -> None:
@@ -76,8 +76,8 @@ def test_lengths_and_returns_count_what_was_cut_before() -> None:
     assert seen == [(1, 3.0, [1, 1]), (2, 8.0, [2, 2]), (3, 12.0, [2, 3]), (4, 17.0, [2, 4])]
 
 
-def test_views_agree_with_the_truth_however_agents_come_and_go() -> None:
-    """Also over cuts: rewards so far, those not answered yet too, steps answered, and what was seen last."""
+def test_episode_views_are_correct_while_agents_come_and_go() -> None:
+    """Compared across cuts: rewards with unanswered ones, answered steps, and the last observation and action."""
     truth: list[dict[str, Any]] = []
     ends: Counter[str] = Counter()
 
@@ -109,7 +109,7 @@ def test_views_agree_with_the_truth_however_agents_come_and_go() -> None:
         assert sampler.totals.discarded == {}
 
 
-def test_an_agent_that_has_not_appeared_is_named() -> None:
+def test_the_error_names_an_agent_that_has_not_appeared() -> None:
     with multi_runner(env_config={"lengths": [9, 9]}) as sampler:
         sampler.sample(num_timesteps=1)
         (view,) = sampler.running_episodes()
@@ -120,7 +120,7 @@ def test_an_agent_that_has_not_appeared_is_named() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"])
 @pytest.mark.parametrize("parts", [{"policies": ["shared"]}, {"policies": ["a0", "a1", "a2"]}, REMEMBERING])
-def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_the_bit(
+def test_a_raising_callback_costs_one_episode_and_leaves_other_envs_unchanged(
     event: str, parts: dict[str, Any], caplog: Any
 ) -> None:
     truth: list[dict[str, Any]] = []
@@ -153,7 +153,7 @@ def test_an_exception_costs_the_episode_by_name_and_siblings_stay_the_same_to_th
     assert sorted(sound[1]) != sorted(troubled[1])
 
 
-def test_all_agents_of_an_episode_that_a_callback_ended_are_told() -> None:
+def test_each_open_agent_gets_a_marker_when_a_callback_ends_the_episode() -> None:
     settings = {"rollout_fragment_length": 3, "env_config": {"lengths": [9, 9, 2]}}
     with multi_runner(callbacks=[raise_at("on_episode_step", 5, 0)], **settings) as sampler:
         sampler.sample_fragment()
@@ -163,7 +163,7 @@ def test_all_agents_of_an_episode_that_a_callback_ended_are_told() -> None:
         check_books(sampler)
 
 
-def test_a_callback_that_fails_at_the_end_takes_the_last_step_with_it() -> None:
+def test_an_exception_in_on_episode_end_drops_the_last_step() -> None:
     settings = {"rollout_fragment_length": 3, "env_config": {"lengths": [4, 4]}}
     with multi_runner(callbacks=[raise_at("on_episode_end", 1, 0)], **settings) as sampler:
         sampler.sample_fragment()
@@ -174,7 +174,7 @@ def test_a_callback_that_fails_at_the_end_takes_the_last_step_with_it() -> None:
         check_books(sampler)
 
 
-def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
+def test_an_env_failure_calls_on_env_failed_and_on_episode_aborted() -> None:
     looks: list[Any] = []
 
     class Seen(Recording):
@@ -209,7 +209,7 @@ def test_on_env_failed_and_on_episode_aborted_tell_of_an_envs_failure() -> None:
 
 
 @pytest.mark.parametrize("when", ["reset", "step"])
-def test_a_mapping_error_aborts_all_that_was_created(when: str) -> None:
+def test_a_mapping_error_aborts_all_created_episodes(when: str) -> None:
     class Late(Together):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             observations, infos = super().reset(seed=seed)
@@ -234,7 +234,7 @@ def test_a_mapping_error_aborts_all_that_was_created(when: str) -> None:
         assert sampler.sample(num_timesteps=4)
 
 
-def test_what_is_left_behind_is_told_and_making_envs_anew_too() -> None:
+def test_force_reset_and_make_env_call_on_episode_aborted() -> None:
     seen = Recording()
     with multi_runner(num_envs=2, callbacks=[seen], env_config={"lengths": [9, 9]}) as sampler:
         sampler.sample(num_timesteps=2)
@@ -250,7 +250,7 @@ def test_what_is_left_behind_is_told_and_making_envs_anew_too() -> None:
         assert seen.told[-1][1]["version"] == (0, 5)
 
 
-def test_running_episodes_between_two_samplings_and_within() -> None:
+def test_running_episodes_gives_views_between_and_during_samplings() -> None:
     with multi_runner(num_envs=2, env_config={"lengths": [2, 9]}) as sampler:
         assert sampler.running_episodes() == []
         chunks = sampler.sample(num_timesteps=6)
@@ -264,7 +264,7 @@ def test_running_episodes_between_two_samplings_and_within() -> None:
     assert seen[:3] == [[(4, 5.0)] * 2, [(5, 6.0)] * 2, [(6, 7.0)] * 2]
 
 
-def test_a_pettingzoo_env_is_told_as_its_maker_built_it() -> None:
+def test_callbacks_get_the_unwrapped_pettingzoo_env() -> None:
     rps_v2 = pytest.importorskip("pettingzoo.classic.rps_v2")
     seen = Recording()
     with multi_runner(lambda _: rps_v2.env(), callbacks=[seen], module_config={"hidden": [8]}) as sampler:
@@ -275,7 +275,7 @@ def test_a_pettingzoo_env_is_told_as_its_maker_built_it() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", ["truncate_episodes", "complete_episodes"])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_episode_that_was_created_ends_or_is_aborted_whatever_raises(seed: int, mode: str) -> None:
+def test_each_created_episode_ends_or_is_aborted_under_random_exceptions(seed: int, mode: str) -> None:
     """Envs and callbacks fail at random, agents come and go, and samplings of all sizes follow one another."""
     random = np.random.default_rng(seed)
     raised: Counter[str] = Counter()

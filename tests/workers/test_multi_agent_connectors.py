@@ -1,4 +1,4 @@
-"""Connectors among several agents: each agent's rows pass once, in order, and meet nobody else's."""
+"""Connectors of several agents: each agent's rows pass once, in order, and never mix with those of another agent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_agent(agent: str, truth: dict[str, Any], chunks: list[EpisodeChunk]) -
     np.testing.assert_array_equal(whole.obs, expected)
 
 
-def test_the_terminal_observations_have_passed_when_on_episode_end_comes() -> None:
+def test_the_terminal_observations_pass_before_on_episode_end() -> None:
     passed: list[tuple[float, ...]] = []
     ended: list[int] = []
 
@@ -79,7 +79,7 @@ def test_the_terminal_observations_have_passed_when_on_episode_end_comes() -> No
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("num_envs", "length", "fails"), [(1, 1, 0.0), (3, 2, 0.0), (4, 7, 0.02)])
-def test_what_a_module_sees_equals_a_loop_over_each_agents_episode(
+def test_module_observations_equal_a_loop_over_each_agents_episode(
     num_envs: int, length: int, fails: float, seed: int
 ) -> None:
     truth: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ def test_what_a_module_sees_equals_a_loop_over_each_agents_episode(
     assert checked > 60
 
 
-def test_observations_pass_under_random_actions_too() -> None:
+def test_observations_pass_the_connectors_under_random_actions() -> None:
     truth: list[dict[str, Any]] = []
     with multi_runner(scheduled(truth), module=Echo, env_to_module=PIECES) as sampler:
         chunks = sampler.sample(num_episodes=20, random_actions=True)
@@ -129,7 +129,7 @@ def test_policies_may_have_connectors_of_their_own() -> None:
         assert ("actions_for_env" in chunk.columns) == (chunk.agent_id == "a0")
 
 
-def test_without_pieces_the_modules_columns_are_the_envs_own() -> None:
+def test_without_connectors_the_module_reads_the_envs_own_columns() -> None:
     with multi_runner(num_envs=2) as sampler:
         sampler.sample(num_timesteps=4)
         (module,) = sampler._sampler.steps._modules
@@ -153,7 +153,7 @@ class Mirror(Connector):
 
 
 @pytest.mark.parametrize("random_actions", [False, True])
-def test_the_policys_action_is_stored_and_what_was_sent_beside_it(random_actions: bool) -> None:
+def test_the_policys_action_and_the_sent_action_are_both_stored(random_actions: bool) -> None:
     env = type("Turns", (TakingTurns,), {"got": []})
     piece = type("Logged", (Mirror,), {"passed": []})
     with multi_runner(env, module_to_env=[piece], module=Echo) as sampler:
@@ -220,7 +220,7 @@ def test_random_actions_of_another_space_pass_on_their_way_to_the_env() -> None:
 
 @pytest.mark.parametrize("setting", ["env_to_module", "module_to_env"])
 @pytest.mark.parametrize("fails_at", [1, 2, 5, 9])
-def test_a_connector_that_fails_is_named_with_its_policy_and_the_books_stay_right(setting: str, fails_at: int) -> None:
+def test_a_failed_connector_is_named_with_its_policy_and_totals_stay_right(setting: str, fails_at: int) -> None:
     piece = type("Fails", (FailingConnector,), {"fails_at": fails_at})
     policies = {"a0": None, "a1": PolicySpec(**{setting: [piece]})}
     with multi_runner(policies=policies, num_envs=2) as sampler:
@@ -236,7 +236,7 @@ def test_a_connector_that_fails_is_named_with_its_policy_and_the_books_stay_righ
         check_books(sampler)
 
 
-def test_a_connector_that_cannot_make_room_is_named_and_may_do_so_later() -> None:
+def test_a_connector_that_raises_in_widen_is_named_and_may_be_retried() -> None:
     piece = type("Cramped", (FailingConnector,), {"widens": False})
     with multi_runner(env_to_module=[piece, FrameStack(2)]) as sampler:
         with pytest.raises(ConnectorError, match=r"\(Cramped\) of policy 'shared' failed: MemoryError: no room"):
@@ -245,7 +245,7 @@ def test_a_connector_that_cannot_make_room_is_named_and_may_do_so_later() -> Non
         assert sum(map(len, sampler.sample(num_timesteps=3))) == 6
 
 
-def test_an_agent_beyond_the_one_hot_is_named() -> None:
+def test_an_agent_beyond_the_size_of_agent_one_hot_raises() -> None:
     with (
         multi_runner(env_to_module=[partial(AgentOneHot, 2)], env_config={"lengths": [3, 3, 3]}) as sampler,
         pytest.raises(ConnectorError, match=r"place 2 among the env's possible_agents; give num_agents = 3 or more"),
@@ -260,7 +260,7 @@ def test_connectors_that_do_not_fit_a_policy_fail_when_it_is_built() -> None:
         pass
 
 
-def test_a_module_that_raises_leaves_what_was_gathered() -> None:
+def test_an_exception_in_a_module_keeps_the_open_steps() -> None:
     class Raising(Echo):
         calls = 0
 

@@ -98,7 +98,7 @@ def test_all_agents_of_a_failed_env_end_with_a_marker_if_a_part_was_shipped() ->
         check_books(sampler)
 
 
-def test_counters_speak_of_what_was_delivered_and_finished_episodes_stay() -> None:
+def test_counters_include_delivered_steps_only_and_keep_finished_episodes() -> None:
     with multi_runner(_with(_raise, at=4), num_envs=2, env_config={"lengths": [5, 5]}, num_workers=1) as sampler:
         finished = {c.episode_id for c in sampler.sample(num_timesteps=12) if c.is_done}
         metrics = sampler.get_metrics()
@@ -135,7 +135,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_answers_are_failures_that_say_what_was_seen(case: str) -> None:
+def test_a_bad_answer_of_step_is_an_env_failure_that_names_the_problem(case: str) -> None:
     fault, words = BAD[case]
     env = _with(fault)
     settings = {"env_config": {"lengths": [6, 6, 2]}, "num_envs": 2}
@@ -207,7 +207,7 @@ def test_a_missing_final_observation_is_repeated_or_its_step_dropped(how: str, l
         assert mine[-1].is_truncated or (mine[-1].end_reason, len(mine[-1])) == ("env_bad_data", 0)
 
 
-def test_stop_closes_all_envs_and_making_them_anew_ends_what_was_begun() -> None:
+def test_make_env_closes_envs_and_aborts_episodes_and_stop_works_twice() -> None:
     sampler = multi_runner(num_envs=2, env_config={"lengths": [9, 9]})
     sampler.assert_healthy()
     sampler.sample(num_timesteps=4)
@@ -223,7 +223,7 @@ def test_stop_closes_all_envs_and_making_them_anew_ends_what_was_begun() -> None
         sampler.assert_healthy()
 
 
-def test_discard_open_tells_of_every_agent() -> None:
+def test_discard_open_gives_a_marker_for_every_agent() -> None:
     with multi_runner(num_envs=2, env_config={"lengths": [9, 9]}) as sampler:
         sampler.sample(num_timesteps=4)
         sampler._begin(sampler._sampler.steps.mode, 4, force_reset=False)

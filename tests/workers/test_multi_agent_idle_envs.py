@@ -1,4 +1,4 @@
-"""An env in which nobody acts for ever comes to an end that has a name; one that only pauses is let be."""
+"""An env in which no agent ever acts again fails with a typed error; an env that only pauses continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pausing(Together):
         return super().step(actions)
 
 
-def test_it_is_a_failure_of_that_env_which_comes_to_a_typed_end() -> None:
+def test_an_env_without_acting_agents_fails_with_a_typed_error() -> None:
     settings = {"num_envs": 2, "max_idle_env_steps": 20, "env_config": {"pause": 10**9}}
     words = r"env steps in a row in which no agent acts should be at most max_idle_env_steps = 20, .* got 21"
     with multi_runner(Pausing, env_restart_attempts=2, env_restart_backoff_s=0.0, **settings) as sampler:
@@ -45,7 +45,7 @@ def test_it_is_a_failure_of_that_env_which_comes_to_a_typed_end() -> None:
         sampler.sample(num_episodes=1000)
 
 
-def test_a_pause_is_none_and_counts_anew_each_time() -> None:
+def test_a_pause_is_no_failure_and_each_pause_is_counted_from_zero() -> None:
     with multi_runner(Pausing, num_envs=1, max_idle_env_steps=20, env_config={"pause": 19}) as sampler:
         chunks = sampler.sample(num_episodes=3)
         assert {chunk.end for chunk in chunks} == {ChunkEnd.TERMINATED}

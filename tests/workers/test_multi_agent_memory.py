@@ -1,4 +1,4 @@
-"""What a recurrent module remembers of each of several agents: its own steps only, over pauses, cuts and failures."""
+"""Memory of a recurrent module for several agents: each agent's own steps only, over pauses, cuts and failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_ages(chunks: list[EpisodeChunk]) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("num_envs", "length", "fails"), [(1, 1, 0.0), (3, 2, 0.0), (4, 5, 0.02)])
-def test_memory_goes_on_with_each_agents_own_steps_and_chunks_have_its_beginning(
+def test_memory_follows_each_agents_own_steps_and_chunks_store_its_start(
     num_envs: int, length: int, fails: float, seed: int
 ) -> None:
     lives: Lives = defaultdict(list)
@@ -72,14 +72,14 @@ def test_random_steps_leave_memory_as_it_is() -> None:
         assert {int(chunk.state_in["age"]) for chunk in sampler.sample(num_timesteps=2)} == {103}
 
 
-def test_a_module_may_remember_where_its_neighbour_does_not() -> None:
+def test_a_recurrent_and_a_stateless_module_may_act_in_one_env() -> None:
     policies = {"a0": PolicySpec(Ages), "a1": None}
     with multi_runner(policies=policies, env_config={"lengths": [9, 9]}) as sampler:
         chunks = sampler.sample(num_timesteps=4)
         assert {chunk.agent_id: sorted(chunk.state_in) for chunk in chunks} == {"a0": ["age", "pair"], "a1": []}
 
 
-def test_another_module_begins_with_another_memory_and_a_clean_slate() -> None:
+def test_make_module_starts_with_fresh_memory() -> None:
     env = type("Turns", (TakingTurns,), {"got": []})
     with multi_runner(env, module=Ages) as sampler:
         sampler.sample(num_timesteps=3)

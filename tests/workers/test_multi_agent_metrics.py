@@ -1,4 +1,4 @@
-"""What the multi-agent runner reports, figure by figure, against the truth of envs whose agents come and go."""
+"""Metrics of the multi-agent runner, figure by figure, against the record of envs whose agents come and go."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _returns(episode: dict[str, Any], agents: Any = None) -> float:
     )
 
 
-def test_counters_are_the_truths() -> None:
+def test_counters_match_the_envs_own_record() -> None:
     truth: Truth = []
     report, done = _sampled(truth, 2100)
     assert report["num_env_steps_sampled"] == report["num_env_steps_sampled_lifetime"] == sum(e["t"] for e in truth)
@@ -56,7 +56,7 @@ def test_counters_are_the_truths() -> None:
     assert report["num_module_steps_sampled"] == report["num_module_steps_sampled_lifetime"] == modules
 
 
-def test_figures_are_those_of_the_newest_episodes_all_chunks_together() -> None:
+def test_episode_figures_cover_the_newest_episodes_with_all_their_chunks() -> None:
     report, done = _sampled([], 2100, metrics_num_episodes_for_smoothing=20, num_workers=2)
     newest = done[-10:]
     returns, lengths = [_returns(e) for e in newest], [e["t"] for e in newest]
@@ -75,7 +75,7 @@ def test_figures_are_those_of_the_newest_episodes_all_chunks_together() -> None:
         assert report["module_episode_returns_mean"][module] == pytest.approx(mean)
 
 
-def test_a_cycle_begins_with_each_report_and_lifetimes_go_on() -> None:
+def test_get_metrics_starts_a_new_cycle_and_lifetime_counters_continue() -> None:
     with multi_runner(env_config={"lengths": [2, 4]}) as sampler:
         empty = sampler.get_metrics()
         sampler.sample(num_timesteps=6)
@@ -97,7 +97,7 @@ def test_a_cycle_begins_with_each_report_and_lifetimes_go_on() -> None:
         json.dumps(report)
 
 
-def test_agents_of_any_kind_of_name_are_counted_by_their_text() -> None:
+def test_agents_with_integer_ids_are_counted_by_the_text_of_the_id() -> None:
     class Numbered(Together):
         def __init__(self, config: Any = None) -> None:
             super().__init__(config)
@@ -116,7 +116,7 @@ def test_agents_of_any_kind_of_name_are_counted_by_their_text() -> None:
     assert report["num_agent_steps_sampled"] == report["agent_steps"] == {"0": 5, "1": 5}
 
 
-def test_reports_of_several_runners_are_that_of_one_who_sampled_it_all() -> None:
+def test_merged_reports_equal_the_report_of_one_runner_with_all_episodes() -> None:
     reports, truth = [], []
     for worker_index in range(3):
         part: Truth = []
@@ -149,7 +149,7 @@ LOST = (
 
 
 @pytest.mark.parametrize("length", [3, 9])
-def test_what_was_given_up_is_counted_in_env_steps_and_in_agent_steps(length: int) -> None:
+def test_discarded_steps_are_counted_in_env_steps_and_in_agent_steps(length: int) -> None:
     settings = {"rollout_fragment_length": length, "max_env_restarts_per_window": 10**6}
     with multi_runner(scheduled([], fails=0.02), num_envs=4, **settings) as sampler:  # type: ignore[arg-type]
         for _ in range(80):
@@ -183,7 +183,7 @@ def test_a_restored_runner_goes_on_counting() -> None:
     assert report["num_module_steps_sampled_lifetime"] == {"shared": 18}
 
 
-def test_what_callbacks_log_stands_beside_it_and_the_runners_names_are_its_own() -> None:
+def test_callbacks_may_log_metrics_but_not_under_the_runners_names() -> None:
     def log(episode: Any, metrics_logger: Any) -> None:
         for agent, view in episode.agents.items():
             metrics_logger.log_value(("longest", agent), len(view), reduce="max")

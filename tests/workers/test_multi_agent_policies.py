@@ -1,4 +1,4 @@
-"""Which module plays whom, what it is built for, and what is said when that cannot be."""
+"""The mapping of agents to modules, the spaces that modules are built for, and the errors of both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TwoKinds(Together):
         return super().step(actions)
 
 
-def test_the_mapping_is_asked_once_for_each_agent_and_episode() -> None:
+def test_the_mapping_is_called_once_for_each_agent_and_episode() -> None:
     asked: Counter[tuple[str, str]] = Counter()
 
     def mapping(agent: str, episode_id: str) -> str:
@@ -90,7 +90,7 @@ def test_modules_of_different_spaces_each_act_once_a_poll() -> None:
 
 
 @pytest.mark.parametrize("module", [None, "who", 3])
-def test_an_agent_without_a_module_is_named(module: Any) -> None:
+def test_the_error_names_an_agent_that_is_mapped_to_no_policy(module: Any) -> None:
     with multi_runner(policy_mapping_fn=lambda agent, episode: module if agent == "a1" else "shared") as sampler:
         with pytest.raises(PolicyMappingError, match=r"agent 'a1' was mapped to .* policies \['shared'\]") as caught:
             sampler.sample(num_timesteps=1)
@@ -99,7 +99,7 @@ def test_an_agent_without_a_module_is_named(module: Any) -> None:
         check_books(sampler)
 
 
-def test_a_mapping_that_fails_later_leaves_the_books_right() -> None:
+def test_a_mapping_that_fails_later_keeps_the_totals_consistent() -> None:
     bad: list[str] = []
 
     def mapping(agent: str, episode_id: str) -> str:
@@ -119,7 +119,7 @@ def test_a_mapping_that_fails_later_leaves_the_books_right() -> None:
         check_books(sampler)
 
 
-def test_a_mapping_that_fails_for_newcomers_now_and_then_leaves_the_books_right() -> None:
+def test_a_mapping_that_fails_at_times_keeps_the_totals_consistent() -> None:
     asked = itertools.count(1)
 
     def mapping(agent: str, episode_id: str) -> str:
@@ -150,7 +150,7 @@ def test_agents_of_different_spaces_cannot_share_a_module() -> None:
         sampler.sample(num_timesteps=1)
 
 
-def test_a_policy_must_be_something_that_builds() -> None:
+def test_policies_that_cannot_be_built_are_refused() -> None:
     for policies, words in (({}, "at least one"), ({"p": 3}, "give None"), ({"": None}, "no name for a policy")):
         with pytest.raises(ConfigError, match=words):
             multi_runner(policies=policies)
@@ -169,7 +169,7 @@ def test_a_policy_must_be_something_that_builds() -> None:
         ({"a0": {"module_to_env": 3}}, "module_to_env of policy 'a0' should be a list of connectors, got 3"),
     ],
 )
-def test_what_describes_no_policy_is_named(policies: Any, message: str) -> None:
+def test_a_policies_setting_of_a_wrong_type_is_named_in_the_error(policies: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         multi_runner(policies=policies)
 
@@ -188,13 +188,13 @@ class Named(MultiAgentEnv):
         return self.reset()[0], dict.fromkeys(actions, 1.0), {"__all__": True}, {"__all__": False}, {}
 
 
-def test_an_agent_of_a_number_is_played_by_its_namesake() -> None:
+def test_an_agent_with_an_integer_id_maps_to_the_policy_of_that_name() -> None:
     with multi_runner(lambda _: Named(0, 1), policies=["0", "1"]) as sampler:
         chunks = sampler.sample(num_episodes=1)
     assert [(chunk.agent_id, chunk.module_id) for chunk in chunks] == [("0", "0"), ("1", "1")]
 
 
-def test_agents_that_chunks_could_not_tell_apart_are_refused() -> None:
+def test_agents_with_equal_or_reserved_ids_as_text_are_refused() -> None:
     with pytest.raises(EnvContractError, match="possible_agents should be of different names, as text, got '1' twice"):
         multi_runner(lambda _: Named(1, "1"))
     with pytest.raises(EnvContractError, match=r"possible_agents should be of names of their own.*got '__all__'"):
@@ -264,7 +264,7 @@ def test_masks_in_infos_bind_random_actions() -> None:
         assert sampler.totals.env_failures == 0
 
 
-def test_a_policy_without_module_leaves_random_actions() -> None:
+def test_a_policy_without_a_module_can_only_act_at_random() -> None:
     def none(spaces: Any) -> Any:
         raise NotImplementedError
 
@@ -276,7 +276,7 @@ def test_a_policy_without_module_leaves_random_actions() -> None:
         check_books(sampler)
 
 
-def test_runs_repeat_and_seeds_do_not() -> None:
+def test_equal_settings_repeat_a_run_and_seeds_differ_between_workers() -> None:
     def lives(**settings: Any) -> list[Any]:
         with multi_runner(num_envs=3, **settings) as sampler:
             return [(c.episode_id, c.agent_id, c.seed, c.actions.tolist()) for c in sampler.sample(num_timesteps=60)]

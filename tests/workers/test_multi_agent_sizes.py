@@ -1,4 +1,4 @@
-"""How much the multi-agent runner gives, what it continues, what it resets, and what it counts."""
+"""Sizes of the samples of the multi-agent runner: the steps they have, and the episodes they continue or reset."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _env_steps(chunks: Any) -> int:
 
 
 @WIDTHS
-def test_agent_steps_may_be_counted_instead(num_envs: int) -> None:
+def test_num_timesteps_may_count_agent_steps(num_envs: int) -> None:
     settings = {"count_steps_by": "agent_steps", "env_config": {"lengths": [30, 30, 4]}}
     with multi_runner(num_envs=num_envs, **settings) as sampler:
         for n in (1, 7, 24, 100):
@@ -46,7 +46,7 @@ def test_num_episodes_gives_whole_episodes_only(num_envs: int) -> None:
             check_books(sampler)
 
 
-def test_num_episodes_leaves_out_an_agent_whose_episode_goes_on_without_it() -> None:
+def test_num_episodes_leaves_out_finished_agents_of_unfinished_episodes() -> None:
     def creator(context: Any) -> Together:
         return Together(
             type(context)({"lengths": [2, 4 + 9 * context.vector_index]}, vector_index=context.vector_index)
@@ -59,7 +59,7 @@ def test_num_episodes_leaves_out_an_agent_whose_episode_goes_on_without_it() -> 
         check_books(sampler)
 
 
-def test_timesteps_after_episodes_begin_anew_and_the_last_episode_begins_no_other() -> None:
+def test_num_episodes_starts_no_extra_episode_and_num_timesteps_a_new_one() -> None:
     seeds: list[int | None] = []
 
     def creator(context: Any) -> Together:
@@ -91,7 +91,7 @@ def test_finished_agents_come_first_in_the_chunks_of_all_modules() -> None:
 
 
 @pytest.mark.parametrize("random_actions", [True, False])
-def test_every_step_bears_its_weights_and_how_it_was_chosen(random_actions: bool) -> None:
+def test_every_step_records_its_weights_explore_and_random_actions(random_actions: bool) -> None:
     with multi_runner(num_envs=2, env_config={"lengths": [50, 50]}) as sampler:
         module = sampler.modules["shared"]
         assert module is not None
@@ -104,7 +104,7 @@ def test_every_step_bears_its_weights_and_how_it_was_chosen(random_actions: bool
                     assert ("logp" in c.columns) is not random_actions
 
 
-def test_an_action_that_hangs_at_a_cut_bears_the_weights_that_chose_it() -> None:
+def test_an_action_pending_at_a_cut_keeps_the_weights_that_chose_it() -> None:
     class Slow(Together):
         """a1 sees only every third step."""
 
@@ -178,7 +178,7 @@ def _key(chunk: EpisodeChunk) -> Any:
     return chunk.episode_id, chunk.agent_id
 
 
-def test_policies_may_be_a_set_and_modules_built_anew_do_not_repeat_their_numbers() -> None:
+def test_policies_may_be_a_set_and_rebuilt_modules_draw_new_random_numbers() -> None:
     with multi_runner(num_envs=2, policies={"a1", "a0"}, env_config={"lengths": [90, 90]}) as sampler:
         lives = []
         for _ in range(3):
@@ -188,7 +188,7 @@ def test_policies_may_be_a_set_and_modules_built_anew_do_not_repeat_their_number
         assert lives[0] != lives[1] != lives[2] != lives[0]
 
 
-def test_the_info_an_agent_appeared_with_right_at_a_cut_is_in_its_first_chunk() -> None:
+def test_the_first_chunk_of_an_agent_first_seen_at_a_cut_has_its_info() -> None:
     class Late(Together):
         """a1 is seen for the first time after the second step, with an info."""
 

@@ -1,4 +1,4 @@
-"""A restored multi-agent runner lives on as the first would have, agents that appear later included."""
+"""A restored multi-agent runner continues as the saved runner would have, also with agents that appear later."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_restored_runner_samples_the_same_whole_episodes(policies: Any, random
         check_books(second)
 
 
-def test_connectors_and_memory_go_on_too() -> None:
-    """Both take the state, by force since its weights are not newer: a mean of each seat's own becomes one of all.
+def test_a_restored_runner_continues_connectors_and_memory() -> None:
+    """Both runners load the state, by force since its weights are not newer: means by seat become one shared mean.
 
     What a seat has seen and not told yet counts beside any state, so the first tells it before.
     """
@@ -64,8 +64,8 @@ def test_connectors_and_memory_go_on_too() -> None:
         assert equal_states(first.get_state(), second.get_state())
 
 
-def test_another_life_goes_on_with_the_seats_of_the_first() -> None:
-    """Also where the seed is another, and with agents that neither had met before."""
+def test_another_incarnation_continues_the_random_streams_of_the_first() -> None:
+    """This holds with another seed, and with agents that neither runner has met before."""
     late = False
 
     class Late(Schedule):
@@ -91,7 +91,7 @@ def test_another_life_goes_on_with_the_seats_of_the_first() -> None:
             assert drawn[0] == drawn[1]
 
 
-def test_agents_that_the_first_never_met_begin_as_they_would_have_there() -> None:
+def test_a_restore_restarts_the_streams_of_seats_that_the_state_lacks() -> None:
     plays = ["x"]
 
     def runner() -> Any:
@@ -111,7 +111,7 @@ def test_agents_that_the_first_never_met_begin_as_they_would_have_there() -> Non
             ]
 
 
-def test_envs_and_modules_built_anew_do_not_make_it_repeat_itself() -> None:
+def test_a_restored_runner_continues_after_make_env_and_make_module() -> None:
     with multi_runner(num_envs=2) as first, multi_runner(num_envs=2) as second:
         first.sample(num_episodes=9)
         first.make_module()
@@ -140,7 +140,7 @@ class Wide(Together):
         ),
     ],
 )
-def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], message: str) -> None:
+def test_random_streams_that_do_not_fit_are_refused_and_change_nothing(settings: dict[str, Any], message: str) -> None:
     with multi_runner(num_envs=2) as first, multi_runner(**{"num_envs": 2, **settings}) as second:
         first.sample(num_timesteps=2)
         before = second.get_state()
@@ -181,7 +181,7 @@ def test_a_runner_without_an_env_has_no_streams_and_random_streams_can_be_left_o
 
 
 def test_numbers_of_a_seat_do_not_depend_on_when_it_was_restored() -> None:
-    """Row by row: the same numbers, whatever was used of its block when it was read."""
+    """A restored row draws the same numbers, however much of its block was used when it was read."""
     rows = np.arange(3)
 
     def noise() -> RowNoise:

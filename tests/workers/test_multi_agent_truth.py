@@ -1,4 +1,4 @@
-"""Whatever agents do, come, go, pause or return, and wherever fragments are cut: chunks add up to the env's truth."""
+"""Chunks add up to the env's own record, wherever fragments are cut and however agents come, pause or leave."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _check(truth: list[dict[str, Any]], lives: Lives) -> tuple[int, float]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("num_envs", "length"), [(1, 1), (1, 7), (3, 2), (8, 5)])
 @pytest.mark.parametrize("policies", [{"shared": None}, {"even": None, "odd": None}])
-def test_chunks_add_up_to_the_truth(num_envs: int, length: int, seed: int, policies: dict[str, None]) -> None:
+def test_chunks_add_up_to_the_envs_own_record(num_envs: int, length: int, seed: int, policies: dict[str, None]) -> None:
     truth: list[dict[str, Any]] = []
     lives: Lives = defaultdict(list)
 
@@ -80,7 +80,7 @@ def test_chunks_add_up_to_the_truth(num_envs: int, length: int, seed: int, polic
     assert sum(metrics["num_actions_by_agent"].values()) == sampler.totals.delivered
 
 
-def test_agents_steps_are_the_observations_they_got_and_actions_are_counted_besides() -> None:
+def test_agent_steps_count_observations_and_actions_are_counted_separately() -> None:
     truth: list[dict[str, Any]] = []
     with multi_runner(scheduled(truth), num_envs=2) as sampler:
         sampler.sample(num_episodes=60)
@@ -97,7 +97,7 @@ def test_agents_steps_are_the_observations_they_got_and_actions_are_counted_besi
     assert metrics["num_module_steps_sampled"] == {"shared": sum(observed.values())}
 
 
-def test_whole_episodes_only_are_whole_and_nothing_is_lost_between_fragments() -> None:
+def test_complete_episodes_mode_gives_whole_episodes_and_loses_no_step() -> None:
     truth: list[dict[str, Any]] = []
     lives: Lives = defaultdict(list)
     settings = {"batch_mode": "complete_episodes", "rollout_fragment_length": 4}
@@ -113,7 +113,7 @@ def test_whole_episodes_only_are_whole_and_nothing_is_lost_between_fragments() -
 
 
 @pytest.mark.parametrize("length", [3, 9])
-def test_failures_cost_open_chunks_only_and_end_what_was_begun(length: int) -> None:
+def test_env_failures_cost_open_chunks_only_and_end_partly_sent_episodes(length: int) -> None:
     truth: list[dict[str, Any]] = []
     lives: Lives = defaultdict(list)
     env = scheduled(truth, fails=0.02)

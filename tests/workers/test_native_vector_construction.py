@@ -1,4 +1,4 @@
-"""A vector of processes, one of whose envs is never made: it holds up nobody for longer than its deadline."""
+"""A vector of env processes with one env that hangs in construction: the runner waits no longer than its deadline."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _runner(kind: str, index: int, hangs: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "index"), [("of ours", 0), ("of ours", 1), ("of the user's", 1)])
-def test_at_first_it_is_a_typed_error(kind: str, index: int, tmp_path: Path) -> None:
+def test_an_env_that_hangs_in_first_construction_raises_env_hang_error(kind: str, index: int, tmp_path: Path) -> None:
     hangs = tmp_path / "hangs"
     hangs.touch()
     words = "env [0-2] did not return from construction within env_construct_timeout_s = 0.5 s and "
@@ -63,7 +63,7 @@ def test_at_first_it_is_a_typed_error(kind: str, index: int, tmp_path: Path) -> 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
 @pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_when_it_is_built_anew_that_is_a_failure_like_any_other(kind: str, tmp_path: Path) -> None:
+def test_an_env_that_hangs_in_a_rebuild_counts_as_an_env_failure(kind: str, tmp_path: Path) -> None:
     patient: dict[str, Any] = {"env_construct_timeout_s": 3.0}  # the first ones are to be made on a busy machine too
     with _runner(kind, 1, tmp_path / "hangs", env_restart_attempts=2, **patient) as sampler:
         with pytest.raises(EnvRestartBudgetError, match="did not return from construction"):

@@ -1,4 +1,4 @@
-"""A native vector fails as a whole: it is built anew, open episodes end by name, and what had finished is kept."""
+"""A native vector fails as a whole: the runner rebuilds it, aborts open episodes, and keeps finished ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _faulty(tmp_path: Path, fault: Callable[[Any], Any], at: int = 3) -> dict[st
 @pytest.mark.parametrize(
     ("fault", "reason"), [(_raise, "env_exception"), (_bad_reward, "env_bad_data"), (_outside, "env_bad_data")]
 )
-def test_all_open_episodes_are_lost_by_name_and_sampling_goes_on(
+def test_a_failed_vector_aborts_all_open_episodes_with_the_reason(
     tmp_path: Path, mode: AutoresetMode, fault: Callable[[Any], Any], reason: str
 ) -> None:
     settings = {"num_envs": 3, "env_config": _faulty(tmp_path, fault), "rollout_fragment_length": 2}
@@ -96,7 +96,7 @@ def test_all_open_episodes_are_lost_by_name_and_sampling_goes_on(
     ("fault", "reason"),
     [(_raise, "env_exception"), (_hang, "env_hang"), (_die, "env_exception"), (_kill, "env_exception")],
 )
-def test_a_vector_of_processes_is_closed_and_rebuilt_whatever_became_of_one_of_them(
+def test_a_vector_of_processes_is_rebuilt_after_any_fault_of_one_process(
     tmp_path: Path, mode: AutoresetMode, fault: Callable[[Any], Any], reason: str
 ) -> None:
     created: list[Any] = []
@@ -118,7 +118,7 @@ def test_a_vector_of_processes_is_closed_and_rebuilt_whatever_became_of_one_of_t
     assert not any(process.is_alive() for vector in created for process in vector.processes)
 
 
-def test_a_hanging_env_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_env_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"num_envs": 2, "env_config": _faulty(tmp_path, _hang)}
     with runner(Once, gym_env_vectorize_mode="async", env_step_timeout_s=1.0, **settings) as sampler:
         sampler.sample(num_timesteps=20)
@@ -141,7 +141,7 @@ class Sleepy(Counting):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_reset_that_hangs_costs_the_vector_too(tmp_path: Path, mode: AutoresetMode) -> None:
+def test_a_hanging_reset_counts_as_one_failure_of_the_vector(tmp_path: Path, mode: AutoresetMode) -> None:
     config = {"length": 4, "lengths": {0: 7}, "began": str(tmp_path / "began"), "done": str(tmp_path / "done")}
     (tmp_path / "done").touch()
     with runner(
@@ -182,7 +182,7 @@ class Failing(Counting):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_vector_that_never_stops_failing_comes_to_a_typed_end(mode: AutoresetMode) -> None:
+def test_a_vector_that_always_fails_raises_env_restart_budget_error(mode: AutoresetMode) -> None:
     config = {"error": RuntimeError("no more")}
     with runner(vector_of(Failing, "sync", mode), num_envs=2, env_config=config, env_restart_attempts=3) as sampler:
         with pytest.raises(EnvRestartBudgetError, match="failed 4 times") as caught:
@@ -192,7 +192,7 @@ def test_a_vector_that_never_stops_failing_comes_to_a_typed_end(mode: AutoresetM
         assert sampler.totals.env_failures == 4
 
 
-def test_the_original_error_comes_out_where_nothing_is_to_be_restarted() -> None:
+def test_without_restarts_the_runner_raises_the_envs_own_error() -> None:
     with (
         runner(
             Failing,
@@ -217,7 +217,7 @@ def test_an_env_may_ask_for_a_rebuild_without_an_error(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_the_wait_before_a_rebuild_is_kept(tmp_path: Path) -> None:
+def test_the_runner_keeps_polling_while_it_waits_before_a_rebuild(tmp_path: Path) -> None:
     waits: list[int] = []
     settings = {"num_envs": 2, "env_config": {"error": RuntimeError("no")}, "env_restart_backoff_s": 0.05}
     with runner(Failing, gym_env_vectorize_mode="sync", env_restart_attempts=3, **settings) as sampler:
@@ -252,7 +252,7 @@ class Told:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", ["created", "start", "end", "never"])
-def test_callbacks_hear_of_every_episode_and_one_that_raises_costs_the_vector(mode: AutoresetMode, where: str) -> None:
+def test_callbacks_see_every_episode_and_a_callback_error_rebuilds_the_vector(mode: AutoresetMode, where: str) -> None:
     told = Told(where)
     with runner(
         vector_of(Counting, "sync", mode), num_envs=2, env_config={"lengths": {0: 3, 1: 4}}, callbacks=[told]
@@ -267,7 +267,7 @@ def test_callbacks_hear_of_every_episode_and_one_that_raises_costs_the_vector(mo
         assert counts["created"] == counts["end"] + counts["aborted"] + open_ones - (where == "end")
 
 
-def test_answers_that_are_no_vectors_are_named() -> None:
+def test_malformed_answers_of_a_vector_raise_env_contract_error() -> None:
     class Odd(gym.vector.SyncVectorEnv):
         answer: Callable[[Any], Any]
 

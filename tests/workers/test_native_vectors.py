@@ -1,4 +1,4 @@
-"""Any gymnasium vector gives the chunks that envs by themselves give, whatever kind it is and when it resets."""
+"""Any gymnasium vector gives the same episodes as separate envs, for every kind of vector and autoreset mode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _same(a: Any, b: Any, *, seeds: bool = True) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mode"), EVERY_KIND)
-def test_episodes_are_those_of_envs_by_themselves(kind: str, mode: AutoresetMode) -> None:
+def test_a_vector_gives_the_same_episodes_as_separate_envs(kind: str, mode: AutoresetMode) -> None:
     settings = {"num_envs": 3, "env_config": UNEQUAL, "rollout_fragment_length": 7}
     with runner(Counting, **settings) as plain, runner(vector_of(Counting, kind, mode), **settings) as sampler:
         expected, found = lives(plain, 4), lives(sampler, 4)
@@ -61,9 +61,7 @@ def test_episodes_are_those_of_envs_by_themselves(kind: str, mode: AutoresetMode
 
 
 @pytest.mark.parametrize(("kind", "mode"), EVERY_KIND)
-def test_where_all_envs_end_together_chunks_and_seeds_are_the_same_in_every_mode(
-    kind: str, mode: AutoresetMode
-) -> None:
+def test_envs_that_end_together_give_the_same_chunks_and_seeds_in_every_mode(kind: str, mode: AutoresetMode) -> None:
     settings = {"num_envs": 2, "env_config": {"length": 3, "truncate": True}, "rollout_fragment_length": 8}
     with runner(Counting, **settings) as plain, runner(vector_of(Counting, kind, mode), **settings) as sampler:
         for _ in range(3):
@@ -71,7 +69,7 @@ def test_where_all_envs_end_together_chunks_and_seeds_are_the_same_in_every_mode
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_vectors_that_we_reset_are_the_same_to_the_bit_as_envs_by_themselves(kind: str) -> None:
+def test_vectors_reset_by_the_runner_are_bit_identical_to_separate_envs(kind: str) -> None:
     settings = {"num_envs": 3, "rollout_fragment_length": 50, "env_to_module": [MeanStd]}
     with runner(Walk, **settings) as plain, runner(Walk, gym_env_vectorize_mode=kind, **settings) as sampler:
         for _ in range(4):
@@ -80,7 +78,7 @@ def test_vectors_that_we_reset_are_the_same_to_the_bit_as_envs_by_themselves(kin
         assert sampler.totals.episodes > 3
 
 
-def test_a_restored_runner_goes_on_with_the_same_samples_where_each_reset_is_ours() -> None:
+def test_a_restored_runner_repeats_samples_if_it_resets_its_envs_itself() -> None:
     settings = {"num_envs": 3, "gym_env_vectorize_mode": "sync"}
     with runner(Walk, **settings) as sampler, runner(Walk, **settings) as restored:
         sampler.sample(num_timesteps=200)
@@ -105,7 +103,7 @@ def test_recurrent_modules_remember_each_lane_of_a_vector(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mode"), EVERY_KIND)
-def test_nested_spaces_and_infos_travel(kind: str, mode: AutoresetMode) -> None:
+def test_a_vector_gives_the_nested_observations_and_infos_of_separate_envs(kind: str, mode: AutoresetMode) -> None:
     settings = {"num_envs": 2, "rollout_fragment_length": 12}
     with runner(Telling, **settings) as plain, runner(vector_of(Telling, kind, mode), **settings) as sampler:
         expected, found = lives(plain, 1), lives(sampler, 1)
@@ -120,7 +118,7 @@ def test_nested_spaces_and_infos_travel(kind: str, mode: AutoresetMode) -> None:
         assert not sampler.sample_fragment().infos
 
 
-def test_a_vectors_own_statistics_are_infos_of_the_env_that_they_are_of() -> None:
+def test_statistics_of_a_vector_wrapper_are_infos_of_the_right_env() -> None:
     def create(context: EnvContext) -> Any:
         return RecordEpisodeStatistics(vector_of(Counting, "sync", AutoresetMode.NEXT_STEP)(context))
 
@@ -131,7 +129,7 @@ def test_a_vectors_own_statistics_are_infos_of_the_env_that_they_are_of() -> Non
     assert all(any(info.get("episode", {}).get("l") == len(chunk) for info in chunk.infos) for chunk in done)
 
 
-def test_each_episode_has_the_seed_that_its_reset_got_or_none() -> None:
+def test_each_episode_has_the_seed_of_its_reset_or_none() -> None:
     seeds: dict[int, list[Any]] = {0: [], 1: [], 2: []}
 
     def env(context: EnvContext) -> Counting:
@@ -161,7 +159,7 @@ def _follows(chunk: Any) -> None:
         assert terminated is (t + 1 == len(chunk) and chunk.end is ChunkEnd.TERMINATED)
 
 
-def test_the_vector_that_an_id_brings_along_is_sampled_without_a_step_that_is_none() -> None:
+def test_the_vector_entry_point_of_an_id_gives_only_real_steps() -> None:
     with runner("CartPole-v1", num_envs=5, gym_env_vectorize_mode="vector_entry_point") as sampler:
         batch = [*sampler.sample_fragment(), *sampler.sample_fragment()]
         check_books(sampler)
@@ -180,7 +178,7 @@ def test_the_vector_that_an_id_brings_along_is_sampled_without_a_step_that_is_no
         assert {(len(chunk), chunk.end) for chunk in batch} == {(6, ChunkEnd.TRUNCATED)}
 
 
-def test_whole_episodes_are_what_was_asked_for() -> None:
+def test_num_episodes_gives_at_least_that_many_whole_episodes() -> None:
     for mode in AutoresetMode:
         with runner(vector_of(Counting, "sync", mode), num_envs=3, env_config=UNEQUAL) as sampler:
             batch = sampler.sample(num_episodes=5)
@@ -190,7 +188,7 @@ def test_whole_episodes_are_what_was_asked_for() -> None:
             check_books(sampler)
 
 
-def test_a_vector_is_built_anew_when_asked_and_ids_do_not_come_again() -> None:
+def test_make_env_rebuilds_a_vector_and_no_episode_id_repeats() -> None:
     vectors: list[Any] = []
 
     def create(context: EnvContext) -> Any:
@@ -219,7 +217,7 @@ def test_a_vector_of_another_width_is_refused_with_both_numbers() -> None:
         runner(create, num_envs=3)
 
 
-def test_what_a_vector_must_say_and_what_cannot_work_is_told() -> None:
+def test_unusable_vectors_and_vector_settings_raise_errors_with_the_reason() -> None:
     class Silent(SyncVectorEnv):
         def __init__(self, context: EnvContext) -> None:
             super().__init__([lambda: Counting(context)])

@@ -1,4 +1,4 @@
-"""Observations are written and checked many at once, by the rule of one element."""
+"""Observations are written and checked in batches; one bad element refuses the observation of its env."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_observation_is_refused_if_one_element_is_outside_its_bounds_or_nan(s
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
-def test_large_observations_are_checked_without_memory_of_their_size(dtype: type) -> None:
+def test_the_check_of_large_observations_allocates_no_array_of_their_size(dtype: type) -> None:
     space = gym.spaces.Box(0, 1, (1 << 16,), dtype)
     observations = Observations(convert(space, "observation"), 2, check_bounds=True)
     batch = [np.ones(space.shape, dtype) for _ in range(2)]
@@ -63,6 +63,6 @@ def test_large_observations_are_checked_without_memory_of_their_size(dtype: type
     assert peak < 1 << 14
 
 
-def test_no_env_has_a_sound_observation_where_all_have_failed() -> None:
+def test_an_empty_batch_of_observations_is_accepted() -> None:
     observations = Observations(convert(SPACES[0], "observation"), 2, check_bounds=True)
     assert observations.put(np.array([], np.intp), []) == []

@@ -1,4 +1,4 @@
-"""A multi-agent env as one row: what went in comes out, in its order, and what no env can have given is refused."""
+"""A multi-agent env packed into one row: it unpacks to equal values in order, and impossible spaces are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def columns_of(packing: Packing, width: int) -> dict[str, Any]:
     return {name: np.zeros((width, *leaf_shape(leaf)), column_dtype(leaf)) for name, leaf in every}
 
 
-def test_agents_and_spaces_are_known_from_the_spaces_of_the_row() -> None:
+def test_the_spaces_of_a_row_give_back_its_agents_and_their_spaces() -> None:
     packing = crowd()
     again = Packing.of(Spaces.model_validate_json(packing.spaces.model_dump_json()))
     assert list(again.by_agent.items()) == list(packing.by_agent.items())
@@ -40,7 +40,7 @@ def test_agents_and_spaces_are_known_from_the_spaces_of_the_row() -> None:
     assert not is_packed(ONE)
 
 
-def test_an_answer_comes_back_as_it_was_and_absent_agents_are_inside_their_spaces() -> None:
+def test_an_env_answer_unpacks_unchanged_and_absent_agents_stay_in_bounds() -> None:
     packed, row = PackedEnv(Crowd(EnvContext({}))), 1
     columns = columns_of(packed.packing, 2)
     into = Observations(packed.packing.spaces.observation, 2, check_bounds=True, columns=columns)
@@ -70,7 +70,7 @@ def test_an_answer_comes_back_as_it_was_and_absent_agents_are_inside_their_space
 
 
 @pytest.mark.parametrize("agent", [(1, 2), None, 1.5, True, 2**70, "\ud800", np.int64(3)])
-def test_an_id_that_another_process_cannot_be_told_is_named(agent: Any) -> None:
+def test_an_agent_id_that_cannot_be_serialized_is_refused(agent: Any) -> None:
     with pytest.raises(EnvContractError, match="agent id should be text or a whole number"):
         Packing({"fine": ONE, agent: ONE})
 
@@ -107,8 +107,8 @@ def test_spaces_that_no_multi_agent_env_has_are_refused(keys: tuple[str, ...]) -
         Packing.of(_with_keys(*keys))
 
 
-def test_what_a_host_tells_amiss_does_no_harm() -> None:
-    """Its numbers are those of the right kind, and nothing else is known of them."""
+def test_out_of_range_flags_and_bad_infos_from_an_env_host_are_ignored() -> None:
+    """The numbers of the host have the right dtypes, and nothing else about them is certain."""
     packing = Packing({"a": ONE, "b": ONE})
     columns = columns_of(packing, 1)
     columns["obs/observed"][0], columns["obs/rewarded"][0] = [-5, -5], [2**31 - 1, 1]
@@ -123,7 +123,7 @@ def test_what_a_host_tells_amiss_does_no_harm() -> None:
     assert infos == {"a": {"y": 1}}
 
 
-def test_bounds_far_from_zero_have_a_row_inside_for_who_sees_nothing() -> None:
+def test_an_agent_without_observation_has_a_row_inside_bounds_far_from_zero() -> None:
     class Far(Crowd):
         possible_agents = ("here", "gone")
         observation_spaces: Any = dict.fromkeys(

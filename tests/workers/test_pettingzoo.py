@@ -1,4 +1,4 @@
-"""PettingZoo's own envs: what each agent lived through is what a plain loop over the env gives for the same actions."""
+"""PettingZoo's own envs: the steps of each agent equal those of a plain loop over the env with the same actions."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _compare(chunk: EpisodeChunk, life: _Life) -> None:
     [(name, "env", _play_turns) for name in (*CLASSIC, *OTHERS)]
     + [(name, "parallel_env", _play_together) for name in ("pettingzoo.classic.rps_v2", *OTHERS)],
 )
-def test_transitions_and_returns_are_those_of_a_plain_loop(name: str, kind: str, play: Any) -> None:
+def test_the_runner_gives_the_same_transitions_and_returns_as_a_plain_loop(name: str, kind: str, play: Any) -> None:
     with _runner(name, kind, num_envs=2) as sampler:
         sampler.sample(num_timesteps=7, random_actions=True)  # other cuts and episodes before
         episodes = _by_episode(sampler.sample(num_episodes={**CLASSIC, **OTHERS}[name], random_actions=True))
@@ -161,7 +161,7 @@ def test_transitions_and_returns_are_those_of_a_plain_loop(name: str, kind: str,
 )
 @pytest.mark.parametrize("name", [name for name in CLASSIC if "rps" not in name])  # it has no mask
 def test_masked_random_steps_are_all_legal(name: str, explore: bool | None, steps: int) -> None:
-    """25,000 steps of each game: 100,000 together, none illegal. Nor does the policy choose one."""
+    """25,000 steps of each game, 100,000 together: no illegal action, neither at random nor from the policy."""
     with _runner(name, "env", num_envs=4, rollout_fragment_length=64) as sampler:
         while sampler.totals.stepped < steps:
             for chunk in sampler.sample(random_actions=explore is None):
@@ -170,7 +170,7 @@ def test_masked_random_steps_are_all_legal(name: str, explore: bool | None, step
                     assert legal.all()
 
 
-def test_each_kind_of_env_needs_its_runner() -> None:
+def test_a_single_agent_runner_refuses_a_multi_agent_env() -> None:
     name = "pettingzoo.classic.rps_v2"
     with pytest.raises(EnvContractError, match="MultiAgentEnvRunner"):
         SingleAgentEnvRunner(EnvRunnerConfig(env=lambda context: _make(name, "env")))

@@ -1,4 +1,4 @@
-"""Policies and mappings as a file can say them, weights as the wire brings them, and the example env."""
+"""Policies and mappings in the form of a config file, weights in the form of a message, and the example env."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def modules_of(**sampling: Any) -> dict[str, str]:
         return {chunk.agent_id: chunk.module_id for chunk in runner.sample(num_timesteps=5)}
 
 
-def test_a_table_maps_agents_and_modules_are_built_as_their_tables_say() -> None:
+def test_a_table_maps_agents_to_policies_and_config_tables_build_the_modules() -> None:
     policies = {"one": {"build": "headrace.workers.modules:actor_critic", "config": {"hidden": [8]}}, "two": {}}
     table = {"a0": "two", "a1": "one"}
     assert modules_of(policies=policies, policy_mapping_fn=table) == table
@@ -46,7 +46,7 @@ def test_a_table_maps_agents_and_modules_are_built_as_their_tables_say() -> None
         assert sum(p.numel() for p in one.parameters()) < sum(p.numel() for p in two.parameters())
 
 
-def test_a_function_is_found_by_its_path() -> None:
+def test_a_mapping_function_is_imported_by_its_path() -> None:
     path = f"{__name__}:to_the_second"
     assert modules_of(policies={"one": {}, "two": {}}, policy_mapping_fn=path) == {"a0": "two", "a1": "two"}
 
@@ -68,13 +68,13 @@ class Numbered(MultiAgentEnv):
         return observations, dict.fromkeys(actions, 0.0), {"__all__": False}, {"__all__": False}, {}
 
 
-def test_agents_that_are_no_text_are_found_in_a_table_by_their_text() -> None:
+def test_a_table_maps_agents_with_number_ids_by_the_text_of_the_id() -> None:
     table = {"0": "two", "1": "one"}
     with multi_runner(Numbered, policies=["one", "two"], policy_mapping_fn=table) as runner:
         assert {chunk.agent_id: chunk.module_id for chunk in runner.sample(num_timesteps=3)} == table
 
 
-def test_mappings_that_cannot_be_used_are_named() -> None:
+def test_an_unusable_policy_mapping_is_refused_with_the_reason() -> None:
     both = {"one": {}, "two": {}}
     with pytest.raises(ConfigError, match="sampling: agent 'a0' is mapped to 'three'; the policies are"):
         fleet(policies=both, policy_mapping_fn={"a0": "three"})
@@ -99,7 +99,7 @@ def test_a_policy_without_a_usable_name_is_refused(module_id: str) -> None:
         multi_runner(policies=[module_id])
 
 
-def test_a_policys_table_with_another_key_is_refused() -> None:
+def test_a_policys_table_with_an_unknown_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown key"):
         fleet(policies={"one": {"builder": "x:y"}})
     with pytest.raises(ConfigError, match="it may have build, config"):
@@ -125,13 +125,13 @@ def test_a_window_counts_a_batch_for_each_module_of_a_cut(modules: int) -> None:
     assert windows(policies=policies, batch_mode="complete_episodes") == modules * 16
 
 
-def test_a_window_too_small_for_an_update_is_named_in_batches_of_all_modules() -> None:
+def test_a_window_too_small_for_one_update_of_all_modules_is_refused() -> None:
     settings = {"sampling": {"policies": {"one": {}, "two": {}}}, "worker": {"window_batches": 3}}
     with pytest.raises(ConfigError, match="would wait for each other; give 4 or more"):
         build_config(settings)
 
 
-def test_weights_come_by_module_joined_or_of_the_only_one() -> None:
+def test_set_weights_takes_weights_by_module_joined_or_of_the_only_module() -> None:
     with multi_runner(policies=["one", "two"], policy_mapping_fn={"a0": "one", "a1": "two"}) as runner:
         zeros = {name: np.zeros_like(a) for name, a in runner.get_state()["rl_module"]["one"].items()}
         runner.set_weights(join_modules({"one": zeros}), 1)
@@ -151,7 +151,7 @@ def test_weights_come_by_module_joined_or_of_the_only_one() -> None:
         assert not any(array.any() for array in runner.get_state()["rl_module"]["shared"].values())
 
 
-def test_two_carts_are_two_physics_and_each_agent_ends_on_its_own() -> None:
+def test_two_carts_have_different_physics_and_each_agent_ends_separately() -> None:
     with multi_runner(TWO_CARTS, num_envs=4, policies=["short", "long"]) as runner:
         chunks = runner.sample(num_episodes=40, random_actions=True)
         assert all(chunk.is_terminated for chunk in chunks)

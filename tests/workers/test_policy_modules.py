@@ -91,7 +91,7 @@ def _tensors(space: Any, value: Any, rows: int) -> Any:
 
 
 @pytest.mark.parametrize("module", ["headrace.workers.modules:actor_critic", LSTM])
-def test_a_module_acts_on_the_cpu_where_there_is_an_accelerator_too(
+def test_a_module_acts_on_the_cpu_even_if_the_machine_has_an_accelerator(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -126,7 +126,7 @@ def _spaces(action: gym.Space[Any] = ACTIONS[0], dtype: type = np.float32) -> Sp
 @pytest.mark.parametrize("action", ACTIONS, ids=str)
 @pytest.mark.parametrize("config", [{}, {"activation": "relu"}, {"vf_share_layers": False}, {"hidden": ()}], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_acting_on_arrays_is_acting_on_tensors(action: gym.Space[Any], config: dict[str, Any], dtype: type) -> None:
+def test_arrays_give_the_same_actions_as_tensors(action: gym.Space[Any], config: dict[str, Any], dtype: type) -> None:
     spaces = _spaces(action, dtype)
     module = actor_critic(spaces, **config)
     obs = np.random.default_rng(0).normal(size=(16, 4)).astype(dtype)
@@ -164,7 +164,7 @@ def test_a_small_policy_of_vectors_of_floats_acts_without_torch(action: gym.Spac
     assert by_arrays.count == 0
 
 
-def test_a_row_is_sampled_alike_alone_and_among_many() -> None:
+def test_a_row_gets_the_same_action_alone_and_in_a_batch() -> None:
     random = np.random.default_rng(0)
     distribution = actor_critic(_spaces(gym.spaces.Discrete(5))).distribution
     logits = (random.normal(size=(300, 5)) * 8).astype(np.float32)
@@ -206,7 +206,7 @@ def test_an_impossible_action_is_never_taken() -> None:
         assert np.isfinite(rows[[0, 1], actions]).all()
 
 
-def test_env_gets_the_action_within_its_bounds_and_the_learner_the_policys_own() -> None:
+def test_the_env_gets_the_scaled_clipped_action_and_the_learner_the_raw_action() -> None:
     env = _env(OBSERVATIONS[0], gym.spaces.Box(np.array([2.0], np.float32), np.array([6.0], np.float32)))
     with runner(env, num_envs=4, module_config={"log_std": 1.0}) as sampler:
         for c in sampler.sample(num_timesteps=40):
@@ -224,8 +224,8 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.long
-def test_building_modules_takes_no_more_of_torch_than_importing_it_does() -> None:
-    """Each worker, learner and server builds some at its start, and who uses "meta" tensors waits for sympy."""
+def test_building_a_module_imports_neither_sympy_nor_torch_dynamo() -> None:
+    """Each worker, learner and server builds modules at its start. Building on "meta" tensors would import sympy."""
     script = """
 import sys
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
@@ -239,7 +239,7 @@ print(sorted({"sympy", "torch._dynamo"} & sys.modules.keys()))
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
-def test_weights_are_copied_once_and_as_torch_copies_them() -> None:
+def test_write_weights_copies_once_and_gives_the_same_bytes_as_torch() -> None:
     rng = np.random.default_rng(0)
     module, twin = torch.nn.Module(), torch.nn.Module()
     given: dict[str, np.ndarray[Any, Any]] = {"steps": np.array(7), "converted": rng.standard_normal(5)}
@@ -329,7 +329,7 @@ def test_a_users_module_may_add_columns() -> None:
         (lambda b: 1 / 0, "failed while acting: ZeroDivisionError"),
     ],
 )
-def test_wrong_answers_of_a_module_are_its_own_fault(answer: Any, words: str) -> None:
+def test_a_wrong_answer_of_a_module_raises_module_error(answer: Any, words: str) -> None:
     with (
         runner(module=lambda spaces: Plain(spaces, answer), num_envs=2) as sampler,
         pytest.raises(ModuleError, match=words),
@@ -357,7 +357,7 @@ def test_bad_module_config_is_a_module_error(config: dict[str, Any]) -> None:
         runner(module_config=config)
 
 
-def test_actor_forwards_the_whole_width() -> None:
+def test_the_actor_forwards_the_observations_of_all_envs_together() -> None:
     seen = []
 
     class Watching(Plain):

@@ -1,4 +1,4 @@
-"""Multi-agent envs that are stepped each in its own time: agents live the same lives, and a cut loses nothing."""
+"""Multi-agent envs stepped independently: agents take the same steps as inline, and a cut loses no step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
         ("at once", {"module": LSTM, "batch_mode": "complete_episodes"}),
     ],
 )
-def test_agents_live_through_the_same_whoever_is_ready_when(ready: str, settings: dict[str, Any]) -> None:
+def test_agents_take_the_same_steps_as_inline_in_any_order_of_ready_envs(ready: str, settings: dict[str, Any]) -> None:
     with runner("inline", **settings | {"batch_mode": "truncate_episodes", "rollout_fragment_length": 1}) as inline:
         expected = pieced(chunk for _ in range(150) for chunk in inline.sample_fragment())
     with runner(ready, **settings) as sampler:
@@ -87,7 +87,7 @@ def test_agents_live_through_the_same_whoever_is_ready_when(ready: str, settings
     assert len(found) > 20
 
 
-def test_an_env_that_fails_costs_its_own_steps_and_none_of_others() -> None:
+def test_failing_envs_lose_their_own_steps_and_no_step_of_other_envs() -> None:
     faults = {"faults": {"1": {"step": "exits"}, "3": {"step": "NaN reward"}}, "late_ms": 4}
     with runner("at once", env_config=faults) as sampler, runner("inline", rollout_fragment_length=1) as inline:
         reasons, chunks, fragments = {"env_crash", "env_bad_data"}, list[EpisodeChunk](), 0
@@ -105,7 +105,7 @@ def test_an_env_that_fails_costs_its_own_steps_and_none_of_others() -> None:
 
 
 @pytest.mark.thorough
-def test_agents_on_other_hosts_do_too(hosts: EnvHosts) -> None:
+def test_agents_on_env_hosts_take_the_same_steps_as_inline(hosts: EnvHosts) -> None:
     hosts.start("support.envs.crowd:Crowd", 2, 'sampling.env_config={"late_ms": 4}')
     hosts.start("support.envs.crowd:Crowd", 2, 'sampling.env_config={"late_ms": 12}')
     with runner("inline", rollout_fragment_length=1) as inline:
@@ -121,7 +121,7 @@ def test_agents_on_other_hosts_do_too(hosts: EnvHosts) -> None:
 
 
 @pytest.mark.parametrize("ready", READY)
-def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
+def test_every_episode_ends_in_a_final_chunk_or_an_abort_marker(ready: str) -> None:
     with runner(ready, rollout_fragment_length=3) as sampler:
         chunks = list(sampler.sample_fragment())
         whole = sampler.sample(num_episodes=6, end_markers=True)

@@ -1,4 +1,4 @@
-"""Envs that are stepped each in its own time: what a lane lives through is the same, and nothing is lost at a cut."""
+"""Envs stepped independently: each lane takes the same steps as inline, and a cut loses no step."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def runner(ready: str, env: str = "support.envs.troubled:Jittery", **settings: A
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ready", "kind"), list(zip([*READY, *READY], [*SETTINGS, "memory"], strict=True)))
-def test_a_lane_lives_through_the_same_whoever_is_ready_when(ready: str, kind: str) -> None:
-    """Halves pass by themselves, which may be rounded in another way, so that they are compared with halves."""
+def test_a_lane_takes_the_same_steps_in_any_order_of_ready_envs(ready: str, kind: str) -> None:
+    """Each half has its own forward pass, which may round differently, so halves are compared with halves."""
     like = ready if ready == "by halves" else "inline"
     settings = {"rollout_fragment_length": 7, **SETTINGS[kind]}
     with runner(ready, **settings) as sampler:
@@ -60,7 +60,7 @@ def test_a_lane_lives_through_the_same_whoever_is_ready_when(ready: str, kind: s
 
 
 @pytest.mark.parametrize(("ready", "held_up"), [("at once", [0]), ("by halves", [0, 2])])
-def test_a_slow_env_holds_up_nobody_but_its_half(ready: str, held_up: list[int], tmp_path: Path) -> None:
+def test_a_slow_env_delays_only_itself_or_its_half(ready: str, held_up: list[int], tmp_path: Path) -> None:
     gate, config = Gate(tmp_path), {"gate": str(tmp_path), "lane": 0}
     with runner(ready, "support.envs.troubled:Gated", env_config=config, envs_per_process=1, num_envs=3) as sampler:
         while not gate.reached:
@@ -75,7 +75,7 @@ def test_a_slow_env_holds_up_nobody_but_its_half(ready: str, held_up: list[int],
     assert sum(steps[lane] for lane in range(3) if lane not in held_up) >= 119
 
 
-def test_an_action_under_way_at_a_cut_keeps_the_weights_it_was_chosen_by(tmp_path: Path) -> None:
+def test_an_action_pending_at_a_cut_keeps_its_weights_version(tmp_path: Path) -> None:
     gate, config = Gate(tmp_path), {"gate": str(tmp_path), "lane": 0}
     with runner("at once", "support.envs.troubled:Gated", env_config=config, envs_per_process=1, num_envs=2) as sampler:
         weights = sampler.get_state("rl_module")["rl_module"]
@@ -93,7 +93,7 @@ def test_an_action_under_way_at_a_cut_keeps_the_weights_it_was_chosen_by(tmp_pat
 
 
 @by_readiness
-def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
+def test_every_episode_ends_in_a_final_chunk_or_an_abort_marker(ready: str) -> None:
     with runner(ready, rollout_fragment_length=4) as sampler:
         chunks = list(sampler.sample_fragment())
         episodes = sampler.sample(num_episodes=7, end_markers=True)
@@ -120,7 +120,7 @@ def test_whole_episodes_and_abandoned_ones_are_told_truly(ready: str) -> None:
 
 
 @by_readiness
-def test_watching_may_break_off_and_no_step_is_lost(ready: str) -> None:
+def test_an_exception_from_on_poll_loses_no_step(ready: str) -> None:
     class Enough(Exception):
         pass
 
@@ -160,7 +160,7 @@ class Account(RunnerCallback):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ready", "watched"), list(zip(READY, [True, False, True], strict=True)))
-def test_under_a_storm_of_faults_nothing_is_lost_without_a_name(ready: str, watched: bool) -> None:
+def test_under_a_storm_of_faults_every_lost_step_has_a_reason(ready: str, watched: bool) -> None:
     account = Account()
     settings = {"num_envs": 4, "env_restart_attempts": 100, "callbacks": [account] if watched else []}
     with runner(
@@ -201,7 +201,7 @@ def test_while_an_env_hangs_the_others_go_on() -> None:
         check_books(sampler)
 
 
-def test_a_state_goes_from_one_runner_to_another() -> None:
+def test_a_runner_by_halves_restores_the_state_of_a_runner_at_once() -> None:
     with runner("at once", num_envs=1) as one, runner("by halves", num_envs=1) as other:
         one.sample(num_episodes=3)
         other.set_state(one.get_state())
@@ -211,7 +211,7 @@ def test_a_state_goes_from_one_runner_to_another() -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 0}, {}])
-def test_who_waits_for_envs_does_not_spin(settings: dict[str, Any]) -> None:
+def test_a_runner_that_waits_for_slow_envs_does_not_spin(settings: dict[str, Any]) -> None:
     config = EnvRunnerConfig(
         env="support.envs.troubled:Slow", num_envs=4, envs_per_process=1, env_placement="process", seed=3,
         env_config={"step_s": 0.2}, **settings,
@@ -222,19 +222,19 @@ def test_who_waits_for_envs_does_not_spin(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 0}])
-def test_envs_inline_cannot_be_stepped_meanwhile(settings: dict[str, Any]) -> None:
+def test_double_buffering_and_a_batch_wait_are_refused_for_inline_envs(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(settings))}:? is for envs in processes"):
         SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", **settings))
     with pytest.raises(ConfigError, match=rf"{next(iter(settings))}:? is for envs in processes"):
         MultiAgentEnvRunner(EnvRunnerConfig(env=two_carts, policies=["short", "long"], **settings))
 
 
-def test_one_half_and_whoever_is_ready_are_not_to_be_had_together() -> None:
+def test_double_buffering_and_a_batch_wait_are_refused_together() -> None:
     with pytest.raises(ConfigError, match=r"remote_env_batch_wait_ms = 2 .*double_buffering"):
         EnvRunnerConfig(env_placement="process", double_buffering=True, remote_env_batch_wait_ms=2)
 
 
-def test_a_wait_below_zero_is_refused() -> None:
+def test_a_negative_batch_wait_is_refused() -> None:
     wait: Callable[..., Any] = EnvRunnerConfig
     with pytest.raises(ConfigError, match="remote_env_batch_wait_ms"):
         wait(remote_env_batch_wait_ms=-1)

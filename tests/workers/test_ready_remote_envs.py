@@ -1,4 +1,4 @@
-"""Envs on other hosts that are stepped each in its own time: a slow host holds up nobody, and lives stay the same."""
+"""Envs on other hosts stepped independently: a slow host delays no other host, and lanes take the same steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def runner(hosts: EnvHosts | None, env: str, **settings: Any) -> SingleAgentEnvR
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("ready", ["at once", "by halves"])
-def test_a_lane_lives_through_the_same_whichever_host_is_ready_when(ready: str, hosts: EnvHosts) -> None:
+def test_a_lane_takes_the_same_steps_in_any_order_of_ready_hosts(ready: str, hosts: EnvHosts) -> None:
     settings = {"rollout_fragment_length": 7, **SETTINGS["memory"]}
     by_step = {**settings, "rollout_fragment_length": 1, "env_config": {"hurry": True}}
     # Halves pass by themselves, which may be rounded in another way, so that they are compared with halves.
@@ -52,7 +52,7 @@ def test_a_lane_lives_through_the_same_whichever_host_is_ready_when(ready: str, 
     assert sum(map(len, found)) > 20
 
 
-def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts, tmp_path: Path) -> None:
+def test_a_slow_env_host_delays_no_other_host_and_is_lost_alone(hosts: EnvHosts, tmp_path: Path) -> None:
     # Its gate stays closed, so that no step of it ends.
     slow = hosts.start("support.envs.troubled:Gated", 1, f'sampling.env_config={{"gate": "{tmp_path}", "lane": 0}}')
     settings = {"remote_env_batch_wait_ms": 0, "env_hosts_lease_s": 3, "num_envs": 3}
@@ -75,7 +75,7 @@ def test_a_slow_host_holds_up_nobody_and_is_lost_alone(hosts: EnvHosts, tmp_path
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [{"double_buffering": True}, {"remote_env_batch_wait_ms": 5}])
-def test_who_waits_for_other_hosts_does_not_spin(settings: dict[str, Any], hosts: EnvHosts) -> None:
+def test_a_runner_that_waits_for_env_hosts_does_not_spin(settings: dict[str, Any], hosts: EnvHosts) -> None:
     hosts.start("support.envs.troubled:Slow", 2, 'sampling.env_config={"step_s": 0.2}', "sampling.envs_per_process=1")
     with runner(hosts, "support.envs.troubled:Slow", num_envs=2, **settings) as sampler:
         sampler.sample(num_timesteps=4)

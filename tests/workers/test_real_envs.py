@@ -56,7 +56,7 @@ def _sampled(env: str, placement: str, port: int) -> list[EpisodeChunk]:
 
 
 @pytest.mark.one_in(2)
-def test_chunks_are_the_same_to_the_bit_wherever_the_envs_are(env: str, tmp_path: Path) -> None:
+def test_chunks_are_bit_identical_in_every_placement_of_the_envs(env: str, tmp_path: Path) -> None:
     with EnvHosts(tmp_path, free_port()) as hosts:
         hosts.start(env, NUM_ENVS)
         found = {placement: _sampled(env, placement, hosts.port) for placement in PLACEMENTS}
@@ -76,8 +76,8 @@ def _check_seams(chunks: list[EpisodeChunk]) -> None:
         to_episode(episode)  # which compares what meets at the seams
 
 
-def test_ales_own_vector_is_taken_by_an_id_that_names_the_module_which_registers_it() -> None:
-    """Its seeds are 32-bit numbers with a sign, which is what `max_env_seed` is for."""
+def test_ales_own_vector_is_used_by_an_id_with_the_registering_module() -> None:
+    """ALE takes seeds that are signed 32-bit numbers, so the test sets `max_env_seed`."""
     _need("ale_py")
     settings = {"gym_env_vectorize_mode": "vector_entry_point", "max_env_seed": 2**31 - 1}
     with runner("ale_py:ALE/Breakout-v5", num_envs=3, **settings) as sampler:

@@ -1,4 +1,4 @@
-"""What a recurrent module remembers: from episode start, over polls and cuts, into chunks, and back in the learner."""
+"""The state of a recurrent module: from episode start, over polls and cuts, into chunks, and back in the learner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_whole_episodes_carry_the_state_they_began_with() -> None:
             assert {int(chunk.state_in["age"]) for chunk in sampler.sample_fragment()} == {100}
 
 
-def test_state_of_a_failed_env_begins_anew_and_that_of_its_siblings_goes_on() -> None:
+def test_a_failed_env_restarts_its_state_and_other_envs_keep_theirs() -> None:
     def diverge(answer: Any) -> Any:
         raise RuntimeError("diverged")
 
@@ -55,7 +55,7 @@ def test_state_of_a_failed_env_begins_anew_and_that_of_its_siblings_goes_on() ->
         check_books(sampler)
 
 
-def test_random_actions_move_no_state_and_carry_none() -> None:
+def test_random_actions_leave_the_state_unchanged_and_record_none() -> None:
     with runner(env_config={"length": 50}, module=Ages) as sampler:
         assert sampler.sample(num_timesteps=3, random_actions=True)[0].state_in == {}
         (chunk,) = sampler.sample(num_timesteps=3)
@@ -84,12 +84,12 @@ def test_state_columns_have_no_row_for_end_markers_and_go_through_the_codec() ->
         (WrongShape, "'state_out' should have the shape"),
     ],
 )
-def test_a_module_that_breaks_the_protocol_is_named(module: Any, match: str) -> None:
+def test_a_module_that_breaks_the_protocol_raises_module_error(module: Any, match: str) -> None:
     with pytest.raises(ModuleError, match=match), runner(module=module) as sampler:
         sampler.sample(num_timesteps=1)
 
 
-def test_another_module_begins_with_another_memory() -> None:
+def test_make_module_resets_the_recurrent_state() -> None:
     with runner(env_config={"length": 50}, module=Ages) as sampler:
         sampler.sample(num_timesteps=3)
         sampler.make_module()
@@ -132,7 +132,7 @@ def test_a_learner_recomputes_the_stored_log_probabilities_from_chunks(env: Any,
         assert all(p.grad is not None for p in learner.lstm.parameters())
 
 
-def test_siblings_of_failing_envs_are_the_same_to_the_bit_with_an_lstm() -> None:
+def test_with_an_lstm_envs_beside_a_failing_env_give_bit_identical_chunks() -> None:
     def diverge(answer: Any) -> Any:
         raise RuntimeError("diverged")
 
@@ -153,7 +153,7 @@ def test_siblings_of_failing_envs_are_the_same_to_the_bit_with_an_lstm() -> None
             assert a.state_in["c"].tobytes() == b.state_in["c"].tobytes()
 
 
-def test_building_it_reads_and_moves_no_global_randomness() -> None:
+def test_building_an_lstm_neither_uses_nor_changes_global_random_state() -> None:
     with runner(Counting) as sampler:
         spaces = sampler.spaces
     torch.manual_seed(1)
@@ -168,7 +168,7 @@ def test_building_it_reads_and_moves_no_global_randomness() -> None:
         assert torch.equal(a, b)
 
 
-def test_sizes_and_batches_that_make_no_sense_are_refused() -> None:
+def test_an_lstm_refuses_a_zero_size_and_batches_without_sequences() -> None:
     with runner(Counting) as sampler:
         with pytest.raises(ModuleError, match="cell_size = 0: give positive sizes"):
             lstm_actor_critic(sampler.spaces, cell_size=0)

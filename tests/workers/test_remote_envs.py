@@ -1,4 +1,4 @@
-"""Envs on other hosts: the chunks of envs inline, whatever becomes of a host or of the way to it."""
+"""Envs on other hosts give the chunks of inline envs, and survive the loss of a host or of its connection."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def who_acts(sampler: SingleAgentEnvRunner) -> set[int]:
     return {chunk.env_index for chunk in sampler.sample_fragment() if len(chunk)}
 
 
-def test_chunks_are_those_of_envs_inline_to_the_bit(hosts: EnvHosts) -> None:
-    """These envs show all that their creators are told, so a difference would be seen."""
+def test_remote_envs_give_chunks_that_are_bit_identical_to_inline_envs(hosts: EnvHosts) -> None:
+    """These envs observe the context that their creators receive, so a difference would be seen."""
     hosts.start(env := "support.envs.telling:Telling", 3)
     found = []
     for placement in ("inline", "remote"):
@@ -86,7 +86,7 @@ def test_chunks_are_those_of_envs_inline_to_the_bit(hosts: EnvHosts) -> None:
     assert found[0] == found[1]
 
 
-def test_connections_that_break_within_the_lease_lose_nothing_and_repeat_nothing(hosts: EnvHosts) -> None:
+def test_connections_that_break_within_the_lease_lose_or_repeat_no_step(hosts: EnvHosts) -> None:
     with runner(hosts, placement="inline") as sampler:
         expected = [brief(chunk) for _ in range(16) for chunk in sampler.sample_fragment()]
     with cable_to(hosts.port) as cable:
@@ -105,7 +105,7 @@ def test_connections_that_break_within_the_lease_lose_nothing_and_repeat_nothing
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_lost_host_costs_its_episodes_and_others_go_on(how: signal.Signals, hosts: EnvHosts) -> None:
+def test_a_lost_host_loses_only_its_own_episodes_and_other_hosts_go_on(how: signal.Signals, hosts: EnvHosts) -> None:
     with runner(hosts, placement="inline") as sampler:
         sound = lives([chunk for _ in range(60) for chunk in sampler.sample_fragment()])
     hosts.start("CartPole-v1", 2)
@@ -138,7 +138,7 @@ def test_a_lost_host_costs_its_episodes_and_others_go_on(how: signal.Signals, ho
         assert all(sound[lane][key] == found[lane][key] for key in alike)
 
 
-def test_a_spare_host_takes_over_from_one_that_leaves(
+def test_a_spare_host_takes_over_the_envs_of_a_host_that_leaves(
     hosts: EnvHosts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = hosts.start("CartPole-v1", 3)
@@ -158,7 +158,7 @@ def test_a_spare_host_takes_over_from_one_that_leaves(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("fault", "reason"), [("segfaults", "env_crash"), ("hangs with the lock", "env_hang")])
-def test_a_fault_of_an_env_is_told_as_if_it_were_near(fault: str, reason: str, hosts: EnvHosts) -> None:
+def test_a_fault_of_a_remote_env_is_reported_like_that_of_a_local_env(fault: str, reason: str, hosts: EnvHosts) -> None:
     table = f'{{"lane": 2, "faults": {{"step": "{fault}"}}}}'
     hosts.start("support.envs.troubled:Troubled", 3, f"sampling.env_config={table}", "sampling.env_step_timeout_s=1")
     with runner(hosts, "support.envs.troubled:Troubled", env_restart_backoff_s=0.0) as sampler:
@@ -168,10 +168,10 @@ def test_a_fault_of_an_env_is_told_as_if_it_were_near(fault: str, reason: str, h
         check_books(sampler)
 
 
-def test_a_host_that_lives_and_answers_no_step_is_lost_after_the_workers_deadline(
+def test_a_live_host_that_answers_no_step_is_lost_after_the_workers_deadline(
     hosts: EnvHosts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own deadline is far away. The worker steps its envs in lock-step, and goes on with those of other hosts."""
+    """The host's deadline is far away. The worker steps envs in lock-step, and goes on with those of other hosts."""
     table = '{"lane": 2, "faults": {"step": "hangs with the lock"}}'
     hosts.start("support.envs.troubled:Troubled", 2)
     deadlines = {"env_step_timeout_s": 1.0, "env_reset_timeout_s": 1.0, "envs_per_process": 1, "env_hosts_lease_s": 5.0}
@@ -186,7 +186,7 @@ def test_a_host_that_lives_and_answers_no_step_is_lost_after_the_workers_deadlin
         check_books(sampler)
 
 
-def test_other_spaces_are_refused_by_name_and_the_worker_goes_on(hosts: EnvHosts) -> None:
+def test_a_host_with_other_spaces_is_refused_and_the_worker_goes_on(hosts: EnvHosts) -> None:
     hosts.start("CartPole-v1", 1)
     with runner(hosts) as sampler:
         other = hosts.start("Pendulum-v1", 2)
@@ -199,18 +199,18 @@ def test_other_spaces_are_refused_by_name_and_the_worker_goes_on(hosts: EnvHosts
 
 
 @pytest.mark.parametrize("shape", [(1 << 20, 1 << 10), (3, 0)])
-def test_observations_that_no_message_can_hold_are_refused_of_the_first_host_too(shape: tuple[int, ...]) -> None:
+def test_a_first_host_whose_observations_fit_in_no_message_is_refused(shape: tuple[int, ...]) -> None:
     spaces = Spaces(observation=Box(shape=shape, dtype="<f4"), action=Discrete(n=2))
     assert problem_of(spaces, lambda _: "", None).endswith("bytes; 1 to 268435456 can be sent")
 
 
-def test_an_env_that_cannot_be_built_ends_its_host_before_it_comes(hosts: EnvHosts) -> None:
+def test_an_env_host_whose_env_cannot_be_built_exits_with_an_env_error(hosts: EnvHosts) -> None:
     host = hosts.start("NoSuchEnv-v0", 1)
     assert host.wait(100) == ExitCode.ENV
     assert "NoSuchEnv-v0" in hosts.log(0).read_text()
 
 
-def test_keys_open_the_port_to_env_hosts_only(hosts: EnvHosts, tmp_path: Path) -> None:
+def test_a_port_with_keys_lets_in_only_env_hosts_with_its_keys(hosts: EnvHosts, tmp_path: Path) -> None:
     keys, others = tmp_path / "keys", tmp_path / "others"
     make_keys(keys)
     make_keys(others)
@@ -225,7 +225,7 @@ def test_keys_open_the_port_to_env_hosts_only(hosts: EnvHosts, tmp_path: Path) -
         assert sampler._sampler.envs._backend.hosts[0].endswith("(3 x CartPole-v1)")  # type: ignore[attr-defined]
 
 
-def test_on_loopback_hosts_find_the_token_of_the_run(hosts: EnvHosts, tmp_path: Path) -> None:
+def test_on_loopback_env_hosts_need_the_token_of_the_run(hosts: EnvHosts, tmp_path: Path) -> None:
     server_token(tmp_path, asked=True)
     other = tmp_path / "other"
     other.mkdir()
@@ -246,7 +246,7 @@ def test_off_loopback_keys_are_required() -> None:
         SingleAgentEnvRunner(EnvRunnerConfig(env_placement="remote", env_hosts_host="0.0.0.0"))
 
 
-def test_a_port_that_is_taken_is_named(hosts: EnvHosts) -> None:
+def test_a_port_that_is_in_use_raises_an_error_with_its_number(hosts: EnvHosts) -> None:
     with (
         socket.create_server(("127.0.0.1", hosts.port)),
         pytest.raises(PortInUseError, match=f":{hosts.port} is already"),
@@ -254,7 +254,7 @@ def test_a_port_that_is_taken_is_named(hosts: EnvHosts) -> None:
         runner(hosts)
 
 
-def test_garbage_on_the_port_harms_nobody(hosts: EnvHosts) -> None:
+def test_garbage_on_the_port_is_refused_and_costs_no_env_a_step(hosts: EnvHosts) -> None:
     hosts.start("CartPole-v1", 3)
     hello = EnvHostHello(life="x", num_envs=1, spaces={"observation": {"kind": "abyss"}})
     foreign = [bytes(hello.frames()[0][:4]) + b"\x63" + bytes(hello.frames()[0][5:]), hello.frames()[1]]
@@ -293,7 +293,7 @@ def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, ca
     assert f"waiting for env hosts at tcp://127.0.0.1:{hosts.port}" in caplog.text
 
 
-def test_a_first_host_whose_envs_fit_in_no_memory_is_refused_and_the_worker_waits_on(hosts: EnvHosts) -> None:
+def test_a_first_host_too_large_for_memory_is_refused_and_the_worker_waits(hosts: EnvHosts) -> None:
     class EnoughError(Exception):
         pass
 

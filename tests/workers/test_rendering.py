@@ -1,4 +1,4 @@
-"""One env's picture on demand, whatever kind of env it is."""
+"""A rendered picture of one env on demand, for every kind of env."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = [Painter, _wrapped, *(vector_of(Painter, kind, mode) for kind, mode in E
 
 
 @pytest.mark.parametrize("env", KINDS)
-def test_the_env_that_was_asked_for_is_shown_as_it_is_now(env: Any) -> None:
+def test_try_render_at_gives_the_current_picture_of_the_env_at_the_index(env: Any) -> None:
     with runner(env, num_envs=2) as sampler:
         sampler.sample(num_timesteps=4)
         shown = [sampler.try_render_at(), sampler.try_render_at(1)]
@@ -33,7 +33,7 @@ def test_the_env_that_was_asked_for_is_shown_as_it_is_now(env: Any) -> None:
 
 
 @pytest.mark.parametrize("env", [Painter, _wrapped, vector_of(Painter, "sync", AutoresetMode.DISABLED)])
-def test_what_cannot_be_shown_is_none_and_sampling_goes_on(env: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_env_that_cannot_render_gives_none_and_sampling_goes_on(env: Any, caplog: pytest.LogCaptureFixture) -> None:
     with runner(env, num_envs=1, env_config={"render_mode": None}) as sampler:
         sampler.sample(num_timesteps=1)
         assert sampler.try_render_at(0) is None
@@ -48,7 +48,7 @@ def test_what_cannot_be_shown_is_none_and_sampling_goes_on(env: Any, caplog: pyt
 PROCESSES = {"env_placement": "process", "envs_per_process": 2}
 
 
-def test_an_env_in_a_process_is_shown_as_one_inline(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_env_in_a_process_renders_like_an_inline_env(caplog: pytest.LogCaptureFixture) -> None:
     with runner("support.envs.painters:Painter", num_envs=3, **PROCESSES) as sampler:
         sampler.sample(num_timesteps=6)
         for index in (2, 0, 1, 1):
@@ -68,7 +68,7 @@ def _steps_of(sampler: Any, index: int) -> int:
     return sum(len(chunk) for chunk in sampler.sample(num_timesteps=1) if chunk.env_index == index)
 
 
-def test_a_picture_too_large_is_none_and_one_that_never_comes_costs_its_process(
+def test_a_picture_too_large_gives_none_and_a_hanging_render_fails_its_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = {"num_envs": 3, "env_placement": "process", "envs_per_process": 3, "env_step_timeout_s": 1.0}
@@ -86,9 +86,7 @@ def test_a_picture_too_large_is_none_and_one_that_never_comes_costs_its_process(
 
 @pytest.mark.long
 @pytest.mark.parametrize("sampled", [True, False])
-def test_a_picture_that_never_comes_costs_a_vector_of_processes(
-    sampled: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hanging_render_rebuilds_a_vector_of_processes(sampled: bool, caplog: pytest.LogCaptureFixture) -> None:
     with runner(TallPainter, num_envs=3, gym_env_vectorize_mode="async", env_step_timeout_s=2.0) as sampler:
         if sampled:
             sampler.sample(num_timesteps=3)

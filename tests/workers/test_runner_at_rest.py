@@ -1,4 +1,4 @@
-"""What callbacks may ask of their own runner, and what a stopped runner answers."""
+"""Calls that a callback may make on its own runner, and calls that a stopped runner refuses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _check_books(sampler: Any) -> None:
 @both_kinds
 @pytest.mark.parametrize("event", ["on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"])
 @pytest.mark.parametrize("move", MOVES)
-def test_a_callback_that_moves_its_own_runner_within_a_step_fails_by_name(make: Any, event: str, move: str) -> None:
+def test_a_runner_refuses_calls_of_a_callback_that_change_it_within_a_step(make: Any, event: str, move: str) -> None:
     errors: list[RunnerBusyError] = []
 
     def once(env_runner: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_callback_that_moves_its_own_runner_within_a_step_fails_by_name(make: 
 
 @both_kinds
 @pytest.mark.parametrize("event", ["on_environment_created", "on_weights_applied"])
-def test_where_no_episode_goes_on_it_is_a_callback_error(make: Any, event: str) -> None:
+def test_sampling_in_a_callback_outside_episodes_raises_callback_error(make: Any, event: str) -> None:
     def resample(env_runner: Any) -> None:
         env_runner.sample(num_timesteps=3)
 
@@ -74,7 +74,7 @@ def test_where_no_episode_goes_on_it_is_a_callback_error(make: Any, event: str) 
 
 @both_kinds
 @pytest.mark.parametrize("move", ["sample", "fragment", "state", "env", "module"])
-def test_after_a_sample_a_callback_may_move_its_runner(make: Any, move: str) -> None:
+def test_on_sample_end_a_callback_may_sample_and_change_its_runner(make: Any, move: str) -> None:
     moved: list[Any] = []
 
     def once(env_runner: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a runner reports: names, windows, lifetimes, what callbacks log, and reports of several runners as one."""
+"""The report of a runner: names, windows, lifetimes, values that callbacks log, and merged reports of runners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.envs.toy_agents import multi_runner
 from support.runners.comparing import numbers_in
 
 
-def test_names_per_cycle_and_lifetime() -> None:
+def test_a_report_has_figures_per_cycle_and_lifetime_by_name() -> None:
     with runner(num_envs=2, env_config={"length": 4}) as sampler:
         sampler.sample(num_timesteps=10)
         first = sampler.get_metrics()
@@ -48,7 +48,7 @@ def test_names_per_cycle_and_lifetime() -> None:
     json.dumps(third)
 
 
-def test_figures_are_those_of_the_newest_episodes_shared_out_among_the_runners() -> None:
+def test_a_runners_figures_cover_its_share_of_the_newest_episodes() -> None:
     with runner(Walk, metrics_num_episodes_for_smoothing=5, num_workers=2) as sampler:
         chunks = [c for _ in range(4) for c in sampler.sample(num_episodes=3)]
         report = sampler.get_metrics()
@@ -68,7 +68,7 @@ def test_an_episode_counts_once_with_all_its_chunks() -> None:
     assert (report["num_episodes"], report["episode_len_mean"], report["episode_return_mean"]) == (1, 7, 28)
 
 
-def test_what_a_failure_took_away_is_not_counted_as_sampled() -> None:
+def test_steps_lost_to_an_env_failure_are_not_counted_as_sampled() -> None:
     with runner(Faulty, num_envs=2, env_config=with_fault(diverge, faulty={1}, every=5)) as sampler:
         chunks = sampler.sample(num_timesteps=40)
         report = sampler.get_metrics()
@@ -77,7 +77,7 @@ def test_what_a_failure_took_away_is_not_counted_as_sampled() -> None:
     assert report["num_agent_steps_sampled"]["default_agent"] == report["num_env_steps_sampled"]
 
 
-def test_what_was_lost_is_counted_through_all_lives() -> None:
+def test_counters_of_failures_and_lost_steps_continue_over_a_runners_lives() -> None:
     names = ("num_env_step_failures_lifetime", "num_env_rebuilds_lifetime", "num_env_steps_discarded_lifetime")
     config = {"num_envs": 2, "env_config": with_fault(diverge, faulty={1}, every=5)}
     with runner(Faulty, **config) as first, runner(Faulty, **config) as second:
@@ -96,8 +96,8 @@ def test_what_was_lost_is_counted_through_all_lives() -> None:
 
 
 @pytest.mark.parametrize("make", [runner, partial(multi_runner, env_config={"lengths": [5, 5]})])
-def test_an_episode_lasts_until_its_end_and_not_until_its_cut(make: Any) -> None:
-    """That of the second is at most the time from the end of the first to the beginning of the third."""
+def test_the_duration_of_an_episode_ends_with_it_and_not_at_the_cut(make: Any) -> None:
+    """The second episode lasts at most from the end of the first to the beginning of the third."""
     ended: list[float] = []
     begun: list[float] = []
     functions = {
@@ -111,7 +111,7 @@ def test_an_episode_lasts_until_its_end_and_not_until_its_cut(make: Any) -> None
     assert 0 < report["episode_duration_sec_mean"] <= begun[2] - ended[0]
 
 
-def test_reductions_of_what_is_logged() -> None:
+def test_each_reduction_of_logged_values() -> None:
     logger = MetricsLogger(window=4)
     for value in (1, 5, 2, 8, 3):
         for reduce in ("mean", "min", "max", "item", "p50", "sum", "lifetime_sum"):
@@ -129,7 +129,7 @@ def test_reductions_of_what_is_logged() -> None:
     assert first["took_s"] > 0
 
 
-def test_rllibs_arguments_and_names_are_understood_or_told_ours() -> None:
+def test_the_logger_takes_rllibs_arguments_or_raises_with_its_own_names() -> None:
     logger = MetricsLogger(window=4, reserved=["num_episodes"])
     for value in (1, 3):
         logger.log_value("cleared", value, reduce="sum", clear_on_reduce=True)
@@ -170,7 +170,7 @@ def test_rllibs_arguments_and_names_are_understood_or_told_ours() -> None:
         ("x", 1, "p101", "is none of mean, min"),
     ],
 )
-def test_what_cannot_be_logged_is_refused(name: Any, value: float, reduce: str, message: str) -> None:
+def test_the_logger_refuses_a_bad_name_value_or_reduction(name: Any, value: float, reduce: str, message: str) -> None:
     logger = MetricsLogger(10, ["num_episodes"])
     logger.log_value("known", 1)
     with pytest.raises(ValueError, match=message):
@@ -178,7 +178,7 @@ def test_what_cannot_be_logged_is_refused(name: Any, value: float, reduce: str, 
     assert build_report(logger.take_sums(), logger.windows())["known"] == 1
 
 
-def test_reports_of_several_runners_are_that_of_one_who_sampled_it_all() -> None:
+def test_merged_reports_equal_the_figures_of_all_episodes_together() -> None:
     class Logging:
         def on_episode_end(self, metrics_logger: Any, episode: Any) -> None:
             metrics_logger.log_value("longest", len(episode), reduce="max")
@@ -223,7 +223,7 @@ def test_merging_does_not_depend_on_the_grouping(groups: list[list[float]], rand
     assert merge_metrics(parts).get("v_mean") == whole.get("v_mean")
 
 
-def test_episodes_of_several_agents() -> None:
+def test_a_report_counts_steps_and_returns_by_agent_and_module() -> None:
     with runner() as sampler:
         metrics = RunnerMetrics(sampler.config, RunnerTotals())
     metrics.count_steps({"a": 3, "b": 5}, {"shared": 8}, {"a": 4, "b": 5})
@@ -241,7 +241,7 @@ def test_episodes_of_several_agents() -> None:
     assert metrics.take_finished() == [(4.0, 5), (6.0, 3)]
 
 
-def test_memory_stays_flat_when_nobody_asks_for_figures() -> None:
+def test_a_runner_keeps_a_bounded_number_of_finished_episodes() -> None:
     sampler = SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=8, seed=0))
     metrics = sampler._metrics
     metrics._add_episodes([1.0] * 2 * MOST_FINISHED, [1] * 2 * MOST_FINISHED)

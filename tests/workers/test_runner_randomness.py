@@ -1,4 +1,4 @@
-"""Seeds, episode ids and noise: unlike everywhere, alike in every repetition."""
+"""Seeds, episode ids and noise: different in each env, worker and life, and equal in every repetition of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _told(chunks: list[Any]) -> list[Any]:
 
 
 def test_no_two_episodes_of_a_fleet_share_a_seed_or_an_id() -> None:
-    """Nor after a rebuild, nor in another incarnation, nor because `num_episodes` resets first."""
+    """This holds in another incarnation, and where `num_episodes` resets the envs first."""
     lives = [(w, i) for w in range(3) for i in range(2)]
     chunks = [c for w, i in lives for c in _episodes(worker_index=w, incarnation=i)]
     episodes = {c.episode_id: c.seed for c in chunks}
@@ -37,7 +37,7 @@ def test_no_two_episodes_of_a_fleet_share_a_seed_or_an_id() -> None:
     assert len(set(episodes.values())) == len(episodes)
 
 
-def test_the_seed_of_the_table_is_what_reset_got() -> None:
+def test_the_seed_of_a_chunk_is_the_seed_of_its_envs_reset() -> None:
     seen: list[Any] = []
 
     def create(context: Any) -> Counting:
@@ -61,7 +61,7 @@ def test_same_seed_and_run_repeat_to_the_bit_and_other_runs_have_other_ids() -> 
 
 
 @pytest.mark.parametrize("random_actions", [False, True])
-def test_an_env_lives_the_same_whatever_the_width_of_its_vector(random_actions: bool) -> None:
+def test_the_actions_of_an_env_do_not_depend_on_the_width_of_its_vector(random_actions: bool) -> None:
     """Random numbers belong to the env. (BLAS may round a policy otherwise at another width: compare actions.)"""
     lives = []
     for width in (1, 5):
@@ -71,7 +71,7 @@ def test_an_env_lives_the_same_whatever_the_width_of_its_vector(random_actions: 
     assert lives[0] == lives[1]
 
 
-def test_nothing_seeds_or_moves_global_random_state() -> None:
+def test_sampling_leaves_global_random_state_unchanged() -> None:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -127,7 +127,7 @@ def test_random_actions_lie_in_their_space_and_reach_all_of_it(space: gym.Space[
             assert counts.min() > 0.8 * 4000 / len(values)
 
 
-def test_creators_are_told_a_seed_that_follows_from_the_runs_and_is_nobody_elses() -> None:
+def test_each_env_creator_gets_its_own_seed_derived_from_the_runs_seed() -> None:
     def told(worker_index: int, **settings: Any) -> list[Any]:
         seeds: list[Any] = []
 

@@ -23,7 +23,7 @@ def test_base_class_is_abstract() -> None:
         EnvRunner()  # type: ignore[abstract]
 
 
-def test_metrics_are_those_of_episodes_completed_since_the_last_call() -> None:
+def test_get_metrics_covers_the_episodes_completed_since_the_last_call() -> None:
     with runner(env_config={"length": 4}) as sampler:
         assert not any(value for name, value in sampler.get_metrics().items() if name != "time_s_lifetime")
         assert not any(name.startswith("episode_") for name in sampler.get_metrics())
@@ -46,13 +46,13 @@ def test_finished_episodes_are_handed_out_once() -> None:
         assert sampler.take_finished_episodes() == []
 
 
-def test_spaces_by_module_id() -> None:
+def test_get_spaces_gives_spaces_by_module_id() -> None:
     with runner() as sampler:
         assert sampler.get_spaces()["default_policy"] == (Counting.observation_space, Counting.action_space)
 
 
 @KINDS
-def test_spaces_of_the_envs_are_there_by_rllibs_names(kind: Kind) -> None:
+def test_get_spaces_gives_the_spaces_of_the_envs_by_rllibs_names(kind: Kind) -> None:
     with kind.runner(3) as sampler:
         spaces = sampler.get_spaces()
         modules = spaces.keys() - {"__env__", "__env_single__"}
@@ -80,7 +80,7 @@ def test_end_markers_come_only_if_asked(kind: Kind) -> None:
         kind.check_books(sampler)
 
 
-def test_state_goes_into_another_runner_only_when_newer() -> None:
+def test_set_state_takes_the_weights_of_another_runner_only_if_newer() -> None:
     with runner() as sampler, runner(module_config={"seed": 1}) as other:
         sampler.sample(num_timesteps=12)
         weights = sampler.get_state()["rl_module"]
@@ -117,7 +117,7 @@ def _weights(sampler: Any) -> Any:
 
 
 @KINDS
-def test_make_module_builds_what_the_config_says_by_now(kind: Kind) -> None:
+def test_make_module_builds_a_module_from_the_current_config(kind: Kind) -> None:
     with kind.runner(1, module_config={"seed": 1}) as sampler, kind.runner(1, module_config={"seed": 2}) as other:
         sampler.config.module_config["seed"] = 2
         assert not equal_states(_weights(sampler), _weights(other))
@@ -126,7 +126,7 @@ def test_make_module_builds_what_the_config_says_by_now(kind: Kind) -> None:
 
 
 @KINDS
-def test_weights_that_were_given_go_with_the_module_that_had_them(kind: Kind) -> None:
+def test_make_module_drops_the_weights_given_to_the_old_module(kind: Kind) -> None:
     with kind.runner(num_envs=1) as sampler:
         built = _weights(sampler)
         sampler.set_weights(changed(built, lambda array: array + 1), seq=4, learner_epoch=2)
@@ -146,10 +146,8 @@ def test_weights_may_be_the_state_dict_of_a_torch_module(kind: Kind) -> None:
 
 @KINDS
 @pytest.mark.parametrize("learner_epoch", [1, 2])
-def test_a_version_that_does_not_fit_leaves_the_old_one_acting_under_its_own_label(
-    kind: Kind, learner_epoch: int
-) -> None:
-    """At once; or, from another learner, at the next cut, which ends what the old one chose."""
+def test_weights_that_do_not_fit_leave_the_old_version_acting_with_its_label(kind: Kind, learner_epoch: int) -> None:
+    """The error comes at once; or, with weights of another learner, at the next cut."""
     with kind.runner(num_envs=1, rollout_fragment_length=4) as sampler:
         old = changed(_weights(sampler), lambda array: array + 1)
         sampler.set_weights(old, seq=4, learner_epoch=1, digest="old")
@@ -186,7 +184,7 @@ def test_the_digest_of_a_batch_is_that_of_its_newest_step(kind: Kind) -> None:
             assert {chunk.weights_digest for chunk in chunks} == {f"d{newest}"}
 
 
-def test_health_and_stop() -> None:
+def test_stop_closes_the_envs_and_a_stopped_runner_is_not_healthy() -> None:
     sampler = runner(num_envs=2)
     sampler.assert_healthy()
     envs = [lane.env for lane in sampler._sampler.envs.lanes]

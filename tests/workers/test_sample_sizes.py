@@ -1,4 +1,4 @@
-"""How much `sample` gives, what it continues and what it resets."""
+"""The size of a sample, and the episodes that `sample` continues or resets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_num_episodes_gives_whole_episodes_only(num_envs: int) -> None:
             check_books(sampler)
 
 
-def test_last_episode_asked_for_begins_no_other() -> None:
+def test_num_episodes_resets_no_env_beyond_the_last_episode() -> None:
     seeds: list[int] = []
     with runner(lambda context: _recorded(seeds, context)) as sampler:
         sampler.sample(num_episodes=3)
@@ -46,7 +46,7 @@ def _recorded(seeds: list[int], context: Any) -> Counting:
     return env
 
 
-def test_timesteps_after_episodes_begin_anew() -> None:
+def test_num_timesteps_after_num_episodes_resets_open_episodes() -> None:
     with runner(num_envs=2, env_config={"lengths": {0: 3, 1: 9}}) as sampler:
         sampler.sample(num_episodes=1)
         assert all(c.t_start == 0 and c.chunk_index == 0 for c in sampler.sample(num_timesteps=2))
@@ -54,7 +54,7 @@ def test_timesteps_after_episodes_begin_anew() -> None:
         check_books(sampler)
 
 
-def test_a_complete_fragment_keeps_what_is_unfinished_for_the_next() -> None:
+def test_a_complete_fragment_keeps_unfinished_episodes_for_the_next_fragment() -> None:
     settings = {"num_envs": 2, "batch_mode": "complete_episodes", "rollout_fragment_length": 4}
     with runner(env_config={"lengths": {0: 3, 1: 20}}, **settings) as sampler:
         for _ in range(9):
@@ -68,7 +68,7 @@ def test_a_complete_fragment_keeps_what_is_unfinished_for_the_next() -> None:
     assert sampler.totals.episodes == sampler.get_metrics()["num_episodes"]
 
 
-def test_random_actions_need_no_module_and_say_so() -> None:
+def test_random_actions_need_no_module_and_are_marked_in_chunks() -> None:
     def no_policy(spaces: Any) -> Any:
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ def test_random_actions_need_no_module_and_say_so() -> None:
             sampler.sample(num_timesteps=1)
 
 
-def test_explore_falls_back_to_the_config_and_off_takes_the_mode() -> None:
+def test_explore_defaults_to_the_config_and_off_takes_the_most_likely_action() -> None:
     with runner("CartPole-v1", num_envs=4, explore=False) as sampler:
         chunks = sampler.sample(num_timesteps=64)
         for chunk in chunks:
@@ -93,7 +93,7 @@ def test_explore_falls_back_to_the_config_and_off_takes_the_mode() -> None:
         assert all(c.explore for c in sampler.sample(num_timesteps=8, explore=True))
 
 
-def test_every_step_bears_the_weights_that_chose_it() -> None:
+def test_every_step_has_the_version_of_the_weights_that_chose_its_action() -> None:
     with runner(num_envs=2, rollout_fragment_length=6, env_config={"length": 50}) as sampler:
         assert sampler.module is not None
         weights = read_weights(sampler.module)

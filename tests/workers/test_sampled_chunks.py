@@ -1,4 +1,4 @@
-"""What stands in a chunk: the right rows, the true final observation, infos, and nothing copied that need not be."""
+"""The content of a chunk: the right rows, the true final observation, infos, and no needless copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from support.envs.toy import Counting, Walk, check_books, runner
 
 
-def test_rows_of_each_chunk_are_those_of_its_episode() -> None:
+def test_each_chunk_has_the_rows_of_its_own_episode() -> None:
     with runner(num_envs=4, env_config={"lengths": {0: 1, 1: 3, 2: 7, 3: 30}}, rollout_fragment_length=10) as sampler:
         for _ in range(6):
             for c in sampler.sample_fragment():
@@ -40,7 +40,7 @@ def test_truncation_is_not_termination(truncate: bool) -> None:
     assert chunk.end is (ChunkEnd.TRUNCATED if truncate else ChunkEnd.TERMINATED)
 
 
-def test_time_limit_truncates_and_both_at_once_terminates() -> None:
+def test_a_time_limit_truncates_unless_the_env_terminates_at_the_same_step() -> None:
     with runner(lambda context: gym.wrappers.TimeLimit(Counting({"length": 4}), 3)) as sampler:
         assert sampler.sample(num_episodes=1)[0].is_truncated
     with runner(lambda context: gym.wrappers.TimeLimit(Counting({"length": 3}), 3)) as sampler:
@@ -101,14 +101,14 @@ class Informing(Counting):
         return (*answer, {"t": self.t} if self.t % 2 == 0 else {})
 
 
-def test_an_episode_that_begins_at_a_cut_keeps_what_its_reset_told() -> None:
+def test_an_episode_that_begins_at_a_cut_keeps_the_infos_of_its_reset() -> None:
     with runner(Informing, env_config={"length": 3}) as sampler:
         sampler.sample(num_timesteps=3)
         (begun,) = sampler.sample(num_timesteps=1)
     assert begun.infos == [{"born": True}, {}]
 
 
-def test_infos_stand_beside_their_observations_also_across_a_cut() -> None:
+def test_infos_stay_with_their_observations_across_a_cut() -> None:
     with runner(Informing, env_config={"length": 5}) as sampler:
         first, second = (sampler.sample(num_timesteps=n)[0] for n in (2, 3))
     assert first.infos == [{"born": True}, {}, {"t": 2}]
@@ -134,7 +134,7 @@ def test_batches_go_through_the_codec_unchanged() -> None:
         np.testing.assert_array_equal(chunk.obs, other.obs)
 
 
-def test_discard_open_delivers_what_finished_and_tells_of_the_rest() -> None:
+def test_discard_open_delivers_finished_episodes_and_marks_the_open_ones() -> None:
     with runner(num_envs=2, env_config={"lengths": {0: 3, 1: 50}}) as sampler:
         sampler.sample(num_timesteps=4)
 

@@ -1,4 +1,4 @@
-"""State: parts by name, a way through arrays and back, and a restored runner that lives on as the first would have."""
+"""State: components by name, a round trip through arrays, and a restored runner that continues as the first would."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COUNTERS = {
 VERSION = {"rl_module", "weights_seq_no", "learner_epoch", "weights_digest"}
 
 
-def test_components_by_name() -> None:
+def test_get_state_selects_components_by_name() -> None:
     with runner(env_config={"length": 3}) as sampler:
         sampler.sample(num_timesteps=7)
         whole = set(sampler.get_state())
@@ -57,7 +57,7 @@ def test_components_by_name() -> None:
             sampler.get_state("rl_module/p9")
 
 
-def test_parts_of_a_component() -> None:
+def test_a_selection_picks_parts_of_a_component() -> None:
     modules = {"p0": {"w": 1}, "p1": {"w": 2}}
     assert Selection("rl_module/p0", None).part("rl_module", modules) == {"p0": {"w": 1}}
     assert Selection(None, ["rl_module/p0"]).part("rl_module", modules) == {"p1": {"w": 2}}
@@ -85,7 +85,7 @@ def test_a_state_goes_through_a_message_and_back() -> None:
         ({"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}, "two arrays of the state are called 'a/b'"),
     ],
 )
-def test_what_may_not_travel_is_named(state: Any, message: str) -> None:
+def test_a_state_that_cannot_be_encoded_raises_encode_error(state: Any, message: str) -> None:
     with pytest.raises(EncodeError, match=message):
         state_to_arrays(state)
 
@@ -134,8 +134,8 @@ def test_a_restored_runner_goes_on_at_an_episodes_boundary(kind: Kind, env: Any)
 
 
 @pytest.mark.parametrize("module", ["actor_critic", "lstm_actor_critic"])
-def test_connectors_and_memory_go_on_too(module: str) -> None:
-    """Both take the state, by force since its weights are not newer: a mean of each lane's own becomes one of all.
+def test_a_restored_runner_continues_with_its_connectors_and_memory(module: str) -> None:
+    """Both runners take the state by force, as its weights are not newer: the means of all lanes become one mean.
 
     What a lane has seen and not told yet counts beside any state, so the first tells it before.
     """
@@ -156,7 +156,7 @@ def test_connectors_and_memory_go_on_too(module: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "env"), [(SINGLE, Walk), (MULTI, Together)], ids=["single", "multi"])
-def test_restored_runners_are_alike_and_begin_with_seeds_where_later_episodes_have_none(kind: Kind, env: Any) -> None:
+def test_runners_restored_from_one_state_are_alike_and_seed_their_first_reset(kind: Kind, env: Any) -> None:
     settings: dict[str, Any] = {"num_envs": 2, "seed_every_episode": False}
     with (
         kind.make(env, **settings) as first,
@@ -176,7 +176,7 @@ def test_restored_runners_are_alike_and_begin_with_seeds_where_later_episodes_ha
     assert None in seeds.values()
 
 
-def test_random_actions_go_on_too() -> None:
+def test_a_restored_runner_continues_the_stream_of_random_actions() -> None:
     with runner(Walk) as first, runner(Walk) as second:
         first.sample(num_episodes=2, random_actions=True)
         second.set_state(first.get_state())
@@ -185,7 +185,7 @@ def test_random_actions_go_on_too() -> None:
 
 
 @KINDS
-def test_an_episode_in_its_middle_is_left_behind_and_told(kind: Kind) -> None:
+def test_set_state_aborts_the_open_episode_with_the_reason_reset(kind: Kind) -> None:
     with kind.runner(num_envs=1, length=9) as first, kind.runner(num_envs=1, length=9) as second:
         begun = first.sample(num_timesteps=4)
         own = second.sample(num_timesteps=2)
@@ -202,7 +202,7 @@ def test_an_episode_in_its_middle_is_left_behind_and_told(kind: Kind) -> None:
         kind.check_books(second)
 
 
-def test_ids_stay_unique_when_a_runner_is_set_back() -> None:
+def test_episode_ids_stay_unique_when_a_runner_is_set_back_to_an_old_state() -> None:
     with runner(Walk) as sampler:
         state = sampler.get_state()
         ids, seeds = [], []
@@ -216,7 +216,7 @@ def test_ids_stay_unique_when_a_runner_is_set_back() -> None:
 
 
 @pytest.mark.parametrize(("kind", "env"), [(SINGLE, Walk), (MULTI, Together)], ids=["single", "multi"])
-def test_streams_of_another_worker_are_left_alone(kind: Kind, env: Any) -> None:
+def test_a_runner_ignores_the_random_streams_of_another_worker(kind: Kind, env: Any) -> None:
     with (
         kind.make(env) as first,
         kind.make(env, worker_index=1) as second,
@@ -235,7 +235,7 @@ def test_streams_of_another_worker_are_left_alone(kind: Kind, env: Any) -> None:
         ({"env": NestedCounting}, r"random_streams/policy/ahead should be float32 \(None, 2, 3\), got float32"),
     ],
 )
-def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], message: str) -> None:
+def test_random_streams_that_do_not_fit_are_refused_and_change_no_state(settings: dict[str, Any], message: str) -> None:
     with runner(num_envs=2) as first, runner(**{"num_envs": 2, **settings}) as second:
         before = second.get_state()
         with pytest.raises(StateError, match=message):
@@ -261,7 +261,7 @@ def test_streams_that_do_not_fit_change_nothing(settings: dict[str, Any], messag
         (lambda state: {"num_episodes_lifetime": math.inf}, "lifetime counters are numbers"),
     ],
 )
-def test_what_is_no_state_is_refused_by_name(make: Any, change: Any, message: str) -> None:
+def test_set_state_refuses_a_malformed_state_and_the_runner_goes_on(make: Any, change: Any, message: str) -> None:
     with make() as sampler:
         sampler.sample(num_timesteps=3)
         with pytest.raises(StateError, match=message):
@@ -270,7 +270,7 @@ def test_what_is_no_state_is_refused_by_name(make: Any, change: Any, message: st
         assert len(sampler.sample(num_timesteps=3)) > 0
 
 
-def test_weights_and_components_of_no_kind_are_refused_by_name() -> None:
+def test_weights_and_components_of_a_wrong_form_are_refused() -> None:
     with runner() as single, multi_runner(policies=["a0", "a1"]) as several:
         for sampler in (single, several):
             with pytest.raises(ModuleError, match=r"weights should be a dict of arrays by name, got \[\]"):

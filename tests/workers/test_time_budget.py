@@ -1,4 +1,4 @@
-"""The seconds of a runner's life by part: they sum to the time that passed, and the slow part is named."""
+"""The seconds that a runner spends in each part: they sum to the elapsed time, and the slow part has most of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SLOW: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", SLOW)
-def test_the_parts_sum_to_the_time_and_the_slow_one_has_most_of_it(case: str) -> None:
+def test_the_time_by_part_sums_to_the_elapsed_time_and_shows_the_slow_part(case: str) -> None:
     slow, make, settings = SLOW[case]
     with make(**settings) as sampler:
         sampler.sample(num_timesteps=2)

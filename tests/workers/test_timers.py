@@ -1,4 +1,4 @@
-"""How long sampling and its parts take, in the report of a runner."""
+"""The timers of sampling and of its parts in the report of a runner."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_a_report_has_the_time_of_each_part(num_envs: int) -> None:
         assert set(timers_in(sampler.get_metrics())) == set(TIMERS)
 
 
-def test_agents_envs_are_timed_too() -> None:
+def test_a_multi_agent_runner_reports_the_time_of_each_part() -> None:
     with multi_runner(num_envs=2) as sampler:
         sampler.sample(num_episodes=3)
         names = set(timers_in(sampler.get_metrics()))
     assert names == {"sample_timer", "env_step_timer", "env_reset_timer", "rlmodule_inference_timer"}
 
 
-def test_random_actions_are_no_inference() -> None:
+def test_random_actions_add_no_inference_time() -> None:
     with runner(Counting) as sampler:
         sampler.sample(num_timesteps=2, random_actions=True)
         assert "rlmodule_inference_timer" not in sampler.get_metrics()
@@ -56,7 +56,7 @@ def test_one_poll_of_many_is_timed_and_a_call_that_raises_is_not() -> None:
     }
 
 
-def test_the_weights_in_use_are_in_the_report_the_newest_when_reports_are_merged() -> None:
+def test_a_report_has_the_weights_version_and_a_merged_report_the_newest() -> None:
     with runner(Counting) as sampler:
         first = sampler.get_metrics()
         sampler.set_weights(sampler.get_state()["rl_module"], seq=9)

@@ -1,4 +1,4 @@
-"""A trained policy acts as the runner does that trained it, alone and in batches, and so does what it exports."""
+"""A trained policy and its exported file act like the runner that trained it, on one observation and on batches."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def joined(values: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_plays_the_episodes_that_its_runner_plays(kind: str) -> None:
+def test_a_policy_plays_the_same_episodes_as_its_runner(kind: str) -> None:
     env, settings = KINDS[kind]
     config, runner = trained(env, **settings)
     with runner:
@@ -143,7 +143,7 @@ def test_it_plays_the_episodes_that_its_runner_plays(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MEMORYLESS)
-def test_a_batch_gets_the_actions_of_its_rows_whatever_its_size(kind: str) -> None:
+def test_a_batch_of_any_size_gets_the_actions_of_its_single_rows(kind: str) -> None:
     env, settings = KINDS[kind]
     config, runner = trained(env, **settings)
     with runner:
@@ -199,7 +199,7 @@ class Shift(MeanStd):
         return {"obs": super().process(rows)["obs"] + 0.1}
 
 
-def test_a_connector_that_cannot_be_frozen_is_set_back() -> None:
+def test_a_connector_that_cannot_be_frozen_is_restored_after_each_call() -> None:
     config, runner = trained(Push, env_to_module=[Shift])
     with runner:
         policy = policy_of(config, runner)
@@ -318,7 +318,7 @@ class OfOneSize(ThroughNumpy):
         ({}, ".h5", "name a file that ends with .pt, .pt2, .onnx"),
     ],
 )
-def test_what_cannot_be_exported_is_said(settings: dict[str, Any], suffix: str, why: str, tmp_path: Path) -> None:
+def test_an_impossible_export_is_refused(settings: dict[str, Any], suffix: str, why: str, tmp_path: Path) -> None:
     config, runner = trained(Walk, **settings)
     with runner:
         policy = policy_of(config, runner)
@@ -329,7 +329,7 @@ def test_what_cannot_be_exported_is_said(settings: dict[str, Any], suffix: str, 
         policy_of(*trained(Walk)).export(tmp_path / "nowhere" / "policy.pt")
 
 
-def test_an_observation_of_another_form_is_named() -> None:
+def test_an_observation_of_a_wrong_form_raises_policy_call_error() -> None:
     config, runner = trained(Nested)
     with runner:
         policy = policy_of(config, runner)

@@ -1,4 +1,4 @@
-"""A `VectorEnv` of the user's own is sampled like envs by themselves, and one that fails costs only itself."""
+"""A user's `VectorEnv` is sampled like separate envs, and an env that fails in it loses only its own episode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _rows(batch: Any) -> list[Any]:
     ]
 
 
-def test_chunks_are_those_of_envs_by_themselves() -> None:
+def test_a_vector_env_gives_the_same_chunks_as_separate_envs() -> None:
     settings = {"num_envs": 3, "rollout_fragment_length": 40}
     with runner(Walk, **settings) as plain, runner(_wrapped(Walk), **settings) as sampler:
         for _ in range(4):
@@ -33,7 +33,7 @@ def test_chunks_are_those_of_envs_by_themselves() -> None:
         assert sampler.totals.episodes > 2
 
 
-def test_an_env_that_fails_is_restarted_while_its_neighbours_go_on_to_the_bit() -> None:
+def test_a_failed_env_is_restarted_and_its_neighbours_stay_bit_identical() -> None:
     def diverge(answer: Any) -> Any:
         raise RuntimeError("diverged")
 
@@ -94,7 +94,7 @@ class Abacus(VectorEnv):
         self.closed += 1
 
 
-def test_steps_are_taken_together_and_failures_are_of_one_or_of_all() -> None:
+def test_a_vector_env_may_fail_for_one_env_or_for_all_envs() -> None:
     with runner(Abacus, num_envs=3, rollout_fragment_length=8, env_restart_backoff_s=0.0) as sampler:
         batch = sampler.sample_fragment()
         abacus: Any = sampler.env.unwrapped  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def test_envs_that_wait_to_be_restarted_are_not_stepped() -> None:
         assert {chunk.env_index for chunk in batch} == {0, 2}
 
 
-def test_numbers_that_do_not_meet_are_named() -> None:
+def test_a_wrong_number_of_envs_or_rows_is_refused_with_both_numbers() -> None:
     with pytest.raises(EnvContractError, match=r"num_envs of .*Abacus should be 3, as num_envs of the config .* got 2"):
         runner(Abacus, num_envs=3, env_config={"width": 2})
     with (
@@ -171,7 +171,7 @@ def test_wrap_fills_up_with_new_envs_and_leaves_the_list_alone() -> None:
         VectorEnv.wrap(existing_envs=mine).restart_at(0)
 
 
-def test_an_answer_that_is_no_step_is_the_failure_of_its_env() -> None:
+def test_a_malformed_step_answer_counts_as_a_failure_of_its_env() -> None:
     class Short(Counting):
         def step(self, action: Any) -> Any:
             return super().step(action)[:4] if self.index == 1 else super().step(action)

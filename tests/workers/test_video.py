@@ -53,7 +53,7 @@ def moviepy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.long
 @pytest.mark.parametrize("placement", ["inline", "process"])
-def test_some_episodes_of_one_env_are_recorded_and_chunks_are_as_without(
+def test_recording_some_episodes_of_one_env_leaves_chunks_unchanged(
     tmp_path: Path, placement: str, moviepy: str
 ) -> None:
     folder = tmp_path / "videos"
@@ -86,6 +86,6 @@ def test_workers_and_envs_that_are_not_to_be_recorded_need_no_recorder(tmp_path:
         ({"env": "support.envs.toy:make_counting"}, "incompatible with RecordVideo"),
     ],
 )
-def test_what_cannot_be_recorded_is_a_typed_error(recording: dict[str, Any], words: str) -> None:
+def test_an_env_that_cannot_be_recorded_raises_env_error(recording: dict[str, Any], words: str) -> None:
     with pytest.raises(EnvError, match=rf"could not be built: .*(?s:.*){words}"):
         runner(RECORDED, env_config=recording)

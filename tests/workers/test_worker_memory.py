@@ -34,7 +34,7 @@ def _faults(**environment: str) -> tuple[bool, int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_a_large_array_takes_the_pages_of_the_one_before() -> None:
+def test_a_large_array_reuses_the_pages_of_the_previous_array() -> None:
     assert _faults() == (True, pytest.approx(0, abs=16))
     keeps, faults = _faults(MALLOC_MMAP_THRESHOLD_=str(1 << 20))
     assert not keeps

@@ -1,4 +1,4 @@
-"""The thread that runs the dispatcher for a busy sampler yields to the sampler, however long it had to wait."""
+"""The thread in `Dispatcher.serve` gives the loop to a waiting sampler, also after a long event."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BareListener:
         """There is nothing to close."""
 
 
-def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy_for_long() -> None:
+def test_a_waiting_sampler_runs_the_loop_next_after_a_long_event() -> None:
     listener = BareListener()
     dispatcher = Dispatcher(PlainEpisodes(), EpisodeCodec.of(SPACES), ServingLimits(lease_s=100.0), listener)
     stands_in = threading.Thread(target=dispatcher.serve, name="stands in")
@@ -69,7 +69,7 @@ def test_a_sampler_that_waits_for_its_turn_is_next_though_who_stands_in_was_busy
     assert slept == ["sampler"]
 
 
-def test_a_sampler_that_is_interrupted_while_it_waits_for_its_turn_is_stood_in_for() -> None:
+def test_the_serve_thread_takes_over_when_ctrl_c_interrupts_a_waiting_sampler() -> None:
     listener = BareListener()
     dispatcher = Dispatcher(PlainEpisodes(), EpisodeCodec.of(SPACES), ServingLimits(lease_s=100.0), listener)
     stands_in = threading.Thread(target=dispatcher.serve)

@@ -56,7 +56,7 @@ def _drive(endpoint: str, name: str) -> None:
             assert ask(encode(EpisodeStep.KIND, header, {"obs": seen})).arrays["actions"] == rule(seen)
 
 
-def test_who_asks_how_the_server_is_hears_it_while_the_sampler_is_away() -> None:
+def test_health_requests_are_answered_while_the_sampler_is_away() -> None:
     back = threading.Event()
     with Served(away_s=lambda: float(not back.wait(60.0))) as server:
         try:
@@ -68,7 +68,7 @@ def test_who_asks_how_the_server_is_hears_it_while_the_sampler_is_away() -> None
             back.set()
 
 
-def test_who_waits_at_a_desk_that_has_stopped_does_not_ask_again_at_once() -> None:
+def test_run_once_of_a_stopped_dispatcher_does_not_spin() -> None:
     with Served() as server:
         server.dispatcher.stop()
         begun = time.monotonic()
