@@ -86,7 +86,8 @@ class Acknowledgements:
     def window_steps(self, source: Source, workers: int) -> int:
         """Return how many steps one of `workers` may keep unsettled: its share of what the learner wants, or 0.
 
-        In a round it may keep its share of two: the learner may publish before it commits.
+        In synchronous sampling the worker may keep its share of two rounds, since the learner may publish before it
+        commits.
         """
         if self._store.rounds.active:
             return 2 * self._store.rounds.share(source)
@@ -96,8 +97,8 @@ class Acknowledgements:
         """Return the highest batch that this worker, one of `workers`, may send.
 
         It is the worker's share of the room left. While the broker holds none of its batches the worker may send one in
-        any case, so that a batch larger than a share gets through too. With `drop_oldest` there is always room, once
-        the broker may drop.
+        any case, so that a batch larger than a share gets through too. With `drop_oldest` there is always room once the
+        broker may drop batches.
         """
         if source.ended:
             return source.accepted

@@ -73,7 +73,7 @@ class LogNote(BaseModel):
     """Spaces of the workers' envs, without which no learner can read a batch."""
 
     def sources(self) -> dict[SourceId, Settled]:
-        """Return what is settled by (slot, incarnation). Raises ValueError for a name that is none."""
+        """Return what is settled by (slot, incarnation). Raises ValueError for a malformed name."""
         parts = ((name.partition("/"), told) for name, told in self.settled.items())
         return {(int(slot), int(life)): told for (slot, _, life), told in parts}
 
@@ -94,17 +94,17 @@ class BatchLog:
         """The newest settled batch of each source that the log knows."""
         self._retiring: set[int] = set()
         self._changed = threading.Condition()
-        # What follows is shared with the thread, under the condition.
+        # Both threads use the following fields, under `_changed`.
         self._appends: deque[_Append] = deque()
         self._notes: list[bytes] = []
         self._retired: list[int] = []
         self._synced: list[tuple[SourceId, int, int | None]] = []
-        """(source, batch, segment); no segment where the batch found no room."""
+        """(source, batch, segment); the segment is None for a batch that found no room."""
         self._closing = False
         self._error: OSError | None = None
         self.backlog_bytes = 0
         """Bytes that wait to be written."""
-        # And this belongs to the thread.
+        # Only the log's thread uses the following fields.
         self._file = -1
         self._current = 0
         self._paused_until = 0.0
@@ -180,9 +180,9 @@ class BatchLog:
             self._changed.notify()
 
     def take_synced(self) -> list[tuple[SourceId, int]]:
-        """Return the batches that are on disk since the last call, or that found no room there and are let go.
+        """Return the batches that, since the last call, reached the disk or were left out for lack of room.
 
-        Raises `RunDirError` if the log cannot be written and the config says to stop then.
+        Raises `RunDirError` if the log cannot be written and `when_full` is "stop".
         """
         with self._changed:
             synced, self._synced = self._synced, []
@@ -214,7 +214,7 @@ class BatchLog:
             for index, segment in segments.items()
             if index not in self._retiring and index != current and _is_over(segment, is_over)
         ]
-        # The notes in a segment go with it, so the removal needs a whole note after it.
+        # A segment's notes are removed with it, so log a complete note before the removal.
         news = [source for source, told in settled.items() if retired or told.seq != self._noted.get(source, 0)]
         self._noted.update({source: settled[source].seq for source in news})
         self._retiring.update(retired)
@@ -227,7 +227,7 @@ class BatchLog:
                 self._changed.notify()
 
     def close(self, is_over: Callable[[SourceId, int], bool]) -> None:
-        """Write what waits, and remove all segments if nothing in them is needed any more."""
+        """Write all waiting records, and remove all segments if no batch in them is needed any more."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -267,7 +267,10 @@ class BatchLog:
         return group
 
     def _write_group(self, appends: list[_Append], notes: list[bytes]) -> None:
-        """Write and sync one group. On an error none of the group is in the file, and the policy decides."""
+        """Write and sync one group.
+
+        On an error the file has no part of the group, and `when_full` decides what to do.
+        """
         segment: int | None = self._current
         try:
             if time.monotonic() >= self._paused_until:

@@ -2,7 +2,8 @@
 
 It holds a batch until it is settled, queues it for the learner in order of arrival, and drops it only for a named
 reason. The order of a source's batches never changes. The learner settles every batch that it was once given. The store
-drops only batches that no learner was given, and only once a learner has said what earlier brokers gave it.
+drops only batches that no learner was given. It drops none before a learner has reported which batches earlier brokers
+gave it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class BatchStore:
     def __init__(self, limits: BrokerLimits) -> None:
         self.sources: dict[tuple[int, int], Source] = {}
         self.by_slot: dict[int, dict[int, Source]] = {}
-        """The same by slot, then by incarnation."""
+        """The sources by slot, then by incarnation."""
         self.folded: dict[int, FoldedLives] = {}
-        """The lives that have no source any more, by slot."""
+        """Folded lives by slot; they have no source any more."""
         self.unreported: set[tuple[int, int]] = set()
         """Sources that have changed since the last report to Redis."""
         self.nbytes = 0
-        """Bytes of all batches held, and `batches` their number; a dropped batch has none and is none."""
+        """Bytes of all batches held; `batches` is their number. Neither counts a dropped batch."""
         self.batches = 0
         self.steps = 0
         """Env steps of all sources ever: those of this broker, and those that Redis knew."""
@@ -95,14 +96,14 @@ class BatchStore:
         self._queue.forget(source)
 
     def note_changed(self, source: Source) -> None:
-        """Note that the source's worker must get an Ack, and Redis its row."""
+        """Note that the source's worker must get an Ack, and Redis the source's row."""
         self.changed.add(source.key)
         self.unreported.add(source.key)
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def prove(self, source: Source, totals: WorkerTotals) -> None:
-        """Note how many batches a worker has cut, and take over what the learner claimed of them before."""
+        """Note how many batches a worker has cut, and take over the learner's earlier claims about them."""
         source.know_cut(totals)
         claimed = self._claimed.get(source.key)
         if claimed is not None and (claimed.newest <= source.cut.seq or source.met_at is not None or source.closed):
@@ -111,7 +112,7 @@ class BatchStore:
             self.learn_settled(source.key, claimed.settled)
 
     def learn_position(self, position: SourcePosition) -> bool:
-        """Take over how far a learner is in a source. Return whether that settles a batch."""
+        """Take over a learner's position in a source. Return whether it settles a batch."""
         key = (position.slot, position.incarnation)
         source = self.sources.get(key)
         before = source.settled.seq if source is not None else 0
@@ -121,13 +122,13 @@ class BatchStore:
         return source is not None and source.settled.seq > before
 
     def take_end(self, source: Source) -> None:
-        """Note that a learner's user has taken the end of a source, or that it left nothing open."""
+        """Note that a learner's user has taken the end of a source, or that the source left no episode open."""
         if not source.end_taken:
             source.end_due, source.end_taken, source.open_episodes = False, True, None
             self.unreported.add(source.key)
 
     def learn_settled(self, key: tuple[int, int], settled: Settled) -> None:
-        """Take over what a learner says it has settled of a source, if the source may have come so far."""
+        """Take over what a learner reports as settled of a source, or keep it as a claim while it is unproved."""
         source = self.sources.get(key)
         if self.is_folded(*key):
             return  # all of it is settled
@@ -139,7 +140,7 @@ class BatchStore:
             self.merge_settled(source, settled)
 
     def is_claimed(self, source: Source) -> bool:
-        """Return whether a learner says that it has more of a source than is proved."""
+        """Return whether a learner claims more batches of a source than are proved."""
         return source.key in self._claimed
 
     def _claim(self, key: tuple[int, int], settled: Settled, held: list[HeldBatch]) -> None:
@@ -201,7 +202,10 @@ class BatchStore:
         self._note_progress(source)
 
     def fence(self, source: Source) -> None:
-        """Accept no more batches from a source. Its supervisor tells later what it left; `end` follows then."""
+        """Accept no more batches from a source.
+
+        Its supervisor reports later what it left; then the caller calls `end`.
+        """
         source.end_reason = source.end_reason or Discard.FENCED
         self._count(source)
 
@@ -228,13 +232,13 @@ class BatchStore:
         self.note_changed(source)
 
     def limit_window(self, steps: int) -> None:
-        """Note how many steps the learner wants under way. Workers hear of a large change at once, else soon."""
+        """Note how many steps the learner wants under way. Mark all workers for an Ack if that is a large change."""
         if not steps or not self.window_steps or abs(steps - self.window_steps) > self.window_steps // 4:
             self.changed.update(key for key, source in self.sources.items() if source.peer is not None)
         self.window_steps = steps
 
     def end_sampling(self) -> None:
-        """Let workers begin no further fragment or round, as if the fleet had taken all steps that it may."""
+        """Stop workers from beginning fragments or rounds, as if the fleet had reached `max_env_steps`."""
         self.max_env_steps = self.rounds.max_env_steps = 0
         self.changed.update(key for key, source in self.sources.items() if source.peer is not None)
 
@@ -297,7 +301,7 @@ class BatchStore:
     # -- dropping -----------------------------------------------------------------------------------------------------
 
     def publish(self, version: Version) -> None:
-        """Note the newest version of the weights, and drop what has become stale."""
+        """Note the newest version of the weights, and drop batches that have become stale."""
         self.weights = max(self.weights, version)
         self.policy.publish(version)
         self.drop_stale()

@@ -1,7 +1,7 @@
 """run_dir/books.json: the books of ended lives, so that an empty Redis gets them from a new broker. Mode 0600.
 
-The reporter's thread writes it before Redis gets the same. So after any crash the file and Redis have a life as folded,
-or Redis has its row.
+The reporter's thread writes the file before it writes to Redis. So after any crash, either both have a life as folded,
+or Redis still has its row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BooksFile:
         self._fleet_id = fleet_id
 
     def read(self) -> EndedLives:
-        """Return its content; nothing without the file. Raises `RunDirError` for a damaged one."""
+        """Return the content of the file; empty if there is no file. Raises `RunDirError` for a damaged one."""
         try:
             content = _Content.model_validate_json(self._path.read_bytes())
         except FileNotFoundError:

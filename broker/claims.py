@@ -1,14 +1,15 @@
-"""Judges the numbers that peers say, before the broker stores them, adds them or acts on them.
+"""Judges the numbers that peers send, before the broker stores them, adds them or acts on them.
 
-The types of fields (`schemas/basics/bounds.py`) refuse what no peer can mean. This module refuses what this peer cannot
-mean, by what the broker knows: a worker that joined here began with nothing, no counter goes back or grows faster than
-time allows, no batch is settled before it is cut, and incarnations and epochs rise by small steps.
+The types of fields (`schemas/basics/bounds.py`) refuse numbers that no peer can send in truth. This module refuses
+numbers that contradict what the broker knows of this peer: a worker that joined here began with nothing, no counter
+goes back or grows faster than time allows, no batch is settled before it is cut, and incarnations and epochs rise by
+small steps.
 
 Two kinds of lives are judged differently:
 
 - A *native* life began with this broker. The broker has seen all of it, so every claim about it is compared.
-- Any other life is older than this broker, which may have lost its state. What its worker, its recorder or Redis brings
-  is believed once, within bounds. From then on it is judged like any other.
+- Any other life is older than this broker, which may have lost its state. The broker believes the first numbers that
+  its worker, its recorder or Redis brings, within bounds. It compares all later ones with those.
 
 docs/internals/numbers.md lists every bound and its reason.
 """
@@ -43,7 +44,7 @@ MOST_UNHEARD = 1000
 """Lives of a slot, and learners, that may have begun without this broker hearing of it."""
 
 MOST_FORGOTTEN = 10_000
-"""The same, where the broker knows of none at all: its state may be lost."""
+"""Takes the place of `MOST_UNHEARD` where the broker knows of no such life or learner: its state may be lost."""
 
 LIVES_PER_S = 10
 
@@ -72,7 +73,7 @@ class Claims:
         self._in_file = dict(state.incarnations)
         """The highest incarnation of each slot when this broker began."""
         self._known = dict(state.incarnations)
-        """The same, with what Redis knew."""
+        """The highest incarnation of each slot, with those that Redis knew."""
         self._epoch = state.epoch
         """The learner epoch when this broker began, or that Redis knew."""
         self._judges: dict[type, Callable[[Peer, Any, float], None]] = {
@@ -193,17 +194,18 @@ class Claims:
             raise _lie(f"{shipped} shipped, {source.accepted_count} accepted and {rest} left")
 
     def _source(self, peer: Peer, slot: int, incarnation: int) -> Source | None:
-        """Return the source that this peer speaks for. Of any other the handlers take nothing over."""
+        """Return the source that this peer speaks for. The handlers take over no number of another source."""
         source = self._peers.get(peer)
         return source if source is not None and source.key == (slot, incarnation) else None
 
     # -- what the broker remembers ------------------------------------------------------------------------------------
 
     def _check_brought(self, slot: int | None, incarnation: int, totals: WorkerTotals, settled: Settled) -> None:
-        """Judge the first that this broker hears of a life.
+        """Judge the first totals of a life that this broker receives.
 
-        A worker makes no step before a broker welcomed it, and a broker writes each incarnation to its file before. So
-        a life above those in the file begins here, with nothing. Without the slot in the file the file may be new.
+        A worker takes no step before a broker welcomes it, and a broker writes each incarnation to its file before the
+        welcome. So a life above those in the file begins with this broker, and its counters are 0. If the file lacks
+        the slot, the file may be new.
         """
         if not totals.largest:
             return
@@ -271,7 +273,7 @@ def _check_settled(settled: Settled, totals: WorkerTotals) -> None:
 
 
 def _check_known(source: Source, settled: Settled) -> None:
-    """Check what a worker that is connected here says is settled: it heard it from this broker."""
+    """Check what a connected worker reports as settled: it got those numbers from this broker."""
     if settled.seq > source.settled.seq:
         raise _lie(f"{settled.seq} batches settled; this broker knows of {source.settled.seq}")
 

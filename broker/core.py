@@ -94,9 +94,9 @@ class BrokerCore:
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def receive(self, peer: Peer, message: Message, now: float, key: PeerKey | None = None) -> None:
-        """Handle a control message. Refuse one of a kind that brokers do not take, or with a claim that cannot be.
+        """Handle a control message. Refuse a kind that brokers do not take, and an impossible claim.
 
-        `key`: of a HELLO, the key that its peer has shown; None where no keys are in use.
+        `key`: for a HELLO, the key that its sender has shown; None where no keys are in use.
         """
         introduce, handler = self._introductions.get(type(message)), self._handlers.get(type(message))
         try:
@@ -118,13 +118,13 @@ class BrokerCore:
         self._tell_exhausted()
 
     def expel(self, peer: Peer, code: str, detail: str) -> None:
-        """End the session of a peer, and tell it why. What it has delivered stays."""
+        """End the session of a peer, and send it the reason. The batches that it has delivered stay."""
         self._outbox.reject(peer, code, detail)
         self._workers.expel(peer)
         self._learners.expel(peer)
 
     def _refuse(self, peer: Peer, message: Message, error: DecodeError) -> None:
-        """Count and log a claim that cannot be, and tell its sender if that waits for an answer."""
+        """Count and log an impossible claim, and reject the message if its sender waits for an answer."""
         self.refusals.note(self.name_of(peer), f"{error.reason} {type(message).__name__}", error.detail)
         if isinstance(message, WorkerHello | LearnerHello | SupervisorHello):
             self._outbox.reject(peer, error.reason, error.detail)
@@ -134,7 +134,7 @@ class BrokerCore:
             self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=message.batch.seq))
 
     def gone(self, peer: Peer) -> None:
-        """Note that a peer's connection is closed. It says HELLO when it is back."""
+        """Note that a peer's connection is closed. The peer sends HELLO when it reconnects."""
         self._learners.on_gone(peer)
 
     def receive_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
@@ -160,7 +160,7 @@ class BrokerCore:
         self._advance_round(now)
 
     def _advance_round(self, now: float) -> None:
-        """Go on with the round of synchronous sampling. Weights of an earlier learner have none."""
+        """Advance the round of synchronous sampling. There is no round for weights of an earlier learner."""
         store, learner = self.store, self._learners.lease
         if learner is None or self.weights[0] != learner.epoch:
             return
@@ -274,7 +274,7 @@ class BrokerCore:
         self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
 
     def logged(self, key: tuple[int, int], seq: int) -> None:
-        """Note that the log has written a batch, or lets it go: its worker may hear that it is accepted."""
+        """Note that the log has written a batch or left it out: the broker may now acknowledge it to its worker."""
         source = self.store.sources.get(key)
         if source is not None:
             source.note_logged(seq)
@@ -356,7 +356,7 @@ class BrokerCore:
 
     @property
     def last_close_at(self) -> float:
-        """Return when the books of all lost lives are closed that a newer one has followed; inf without any."""
+        """Return when the books of all lost and superseded lives are closed; infinity if there are none."""
         return self._workers.last_close_at
 
     def live(self) -> list[Source]:
@@ -376,7 +376,7 @@ class BrokerCore:
         self._learners.send_status(self.live(), self._workers.heeded(), self._workers.spaces)
 
     def _tell_exhausted(self) -> None:
-        """Tell the learner at once when the last worker has left and the last batch is settled: it may be stopping."""
+        """Send the learner a status immediately when no worker and no unsettled batch is left: it may be stopping."""
         exhausted = not self._workers.peers and not self.store.held_batches()
         if exhausted and not self._was_exhausted:
             self._send_status()
@@ -413,7 +413,7 @@ class BrokerCore:
         self._raise_epoch(peer, beat.weights)
 
     def _raise_epoch(self, peer: Peer, version: Version) -> None:
-        """Hear of an epoch from a worker that may have weights of an earlier broker."""
+        """Raise the learner epoch above that of a worker's weights, which may come from an earlier broker."""
         source = self._workers.peers.get(peer)
         may_know = source is not None and (not source.native or self.weights == (0, 0))
         if source is not None and may_know and self._workers.heeds(source):

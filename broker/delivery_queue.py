@@ -46,7 +46,7 @@ class DeliveryQueue:
         """Lanes with news, by (slot, incarnation)."""
         self._next_place = 0
         self._in_order: list[tuple[int, _Lane]] = []
-        """A heap of (place, lane): heads that go out as they came."""
+        """A heap of (place, lane): heads that go out in order of arrival."""
         self._of_round: list[tuple[int, int, _Lane]] = []
         """A heap of (slot, -place, lane): heads that wait for their turn. A later life of a slot goes first."""
         self._stage = rounds.stage
@@ -67,7 +67,7 @@ class DeliveryQueue:
         self._add_head(lane)
 
     def first(self) -> tuple[Source, StoredBatch | None] | None:
-        """Return the next news: a batch, or (None) that a source has ended. None while there is none in its turn."""
+        """Return the next news: a batch, or (None) that a source has ended. Return None while no news may go out."""
         if self._stage != self._rounds.stage:
             self._sort_heads()
         while (lane := self._first_lane()) is not None:
@@ -84,13 +84,16 @@ class DeliveryQueue:
         self._find_head(lane)
 
     def refresh(self, source: Source) -> None:
-        """Take out batches of a source that were settled without the learner. Call it whenever that may be so."""
+        """Remove a source's batches that were settled without the learner.
+
+        Call it whenever there may be such batches.
+        """
         lane = self._lanes.get(source.key)
         if lane is not None and lane.drop_settled():
             self._find_head(lane)
 
     def forget(self, source: Source) -> None:
-        """Take out all news of a source."""
+        """Remove all news of a source."""
         lane = self._lanes.pop(source.key, None)
         if lane is not None:
             lane.news.clear()
@@ -114,7 +117,7 @@ class DeliveryQueue:
         else:
             heapq.heappush(self._in_order, (place, lane))
         if len(self._in_order) + len(self._of_round) > 2 * len(self._lanes) + _SPARE_HEADS:
-            self._sort_heads()  # without a learner nothing else would take the entries out
+            self._sort_heads()  # without a learner no other code removes old entries
 
     def _sort_heads(self) -> None:
         self._stage = self._rounds.stage

@@ -1,6 +1,6 @@
 """Which batches the broker drops: those sampled with weights too old, and with `drop_oldest` the oldest past a bound.
 
-It judges; `BatchStore` drops. It never names a batch that a learner was given.
+The policy chooses the batches; `BatchStore` drops them. The policy never chooses a batch that a learner was given.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DropPolicy:
             self._oldest()  # forgets those in front that are gone
 
     def candidates(self) -> int:
-        """Return how many batches are noted, also those that are gone."""
+        """Return how many batches are noted, including those handed out or settled since."""
         return len(self._candidates)
 
     # -- staleness ----------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class DropPolicy:
     # -- bounds of what is held ---------------------------------------------------------------------------------------
 
     def oldest_beyond(self, nbytes: int, batches: int, newest: StoredBatch) -> tuple[Source, StoredBatch] | None:
-        """Return the oldest batch if the broker holds more than it may. `newest`, just accepted, is never too much."""
+        """Return the oldest batch if the broker holds more than its bounds. Never return `newest`, just accepted."""
         most = self._limits.max_held_batches
         if not self._drops_oldest or (nbytes <= self._limits.max_held_bytes and (most is None or batches <= most)):
             return None

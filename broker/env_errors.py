@@ -17,7 +17,7 @@ from headrace.schemas.accounts.redis_keys import source_name
 from headrace.schemas.basics.bounds import MOST_COUNT
 
 MOST_GROUPS = 100
-"""Groups in Redis. Beyond it the one that was seen the longest ago is summed up in `OTHERS`."""
+"""Most groups in Redis. Beyond that number the group seen longest ago is added to `OTHERS`."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,10 @@ class EnvErrors:
         return {name: self._rows[name] for name in self._groups}
 
     def go_on_from(self, saved: Mapping[str, EnvErrorRow]) -> None:
-        """Take over what an earlier broker of this fleet saved. What live workers have told since counts once."""
+        """Take over what an earlier broker of this fleet saved.
+
+        Failures that live workers have reported since then count once.
+        """
         for name, row in sorted(saved.items(), key=lambda item: item[1].last_unix_s):
             twice = 0
             for source, told in row.lives.items():

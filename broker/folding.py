@@ -43,14 +43,14 @@ class Folding:
         store.steps += sum(lives.row.totals.steps_of_envs for lives in store.folded.values())
 
     def stored(self, rows: Iterable[LedgerRow], *, durable: bool = True) -> None:
-        """Note closed rows that Redis has now. Not `durable`: no Redis is in use, and they are nowhere else."""
+        """Note closed rows that Redis has now. Not `durable`: no Redis is in use, and the rows exist nowhere else."""
         self._durable = durable
         for row in rows:
             if (row.slot, row.incarnation) in self._store.sources:
                 self._stored[row.slot, row.incarnation] = row
 
     def fold(self, bytes_of: Mapping[_Life, int]) -> list[Source]:
-        """Fold what may, up to `MOST_AT_ONCE` lives. Return their sources, which the store has forgotten."""
+        """Fold the lives that may fold, up to `MOST_AT_ONCE`. Return their sources, which the store has forgotten."""
         gone: list[Source] = []
         for slot in [slot for slot, _ in self._stored if len(self._store.by_slot[slot]) > KEPT_LIVES]:
             for source in list(self._ready(slot)):
@@ -75,7 +75,7 @@ class Folding:
             yield source
 
     def is_final(self, source: Source) -> bool:
-        """Return whether the books of a life are over, and in Redis: nothing else has to prove it any more."""
+        """Return whether the books of a life are final and in Redis, so that its recorder is not needed any more."""
         return self._durable and self._may_fold(source)
 
     def _may_fold(self, source: Source) -> bool:

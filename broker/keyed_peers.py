@@ -16,7 +16,7 @@ from headrace.schemas.credentials.keys import BrokerKeys
 from headrace.schemas.peers.port_watch import PortWatch, peer_of, source_of
 
 END_AFTER_S = 1.0
-"""Seconds between the last word to a peer whose key is revoked and the end of its connection."""
+"""Seconds between the last message to a peer whose key is revoked and the end of its connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class KeyedPeers:
         self._watches = watches
         self._changes = self._known.changes
         self._connections: dict[tuple[Socket, int], _Connection] = {}
-        """By port and descriptor, so there are no more than the port has had at once."""
+        """By port and descriptor, so there are at most as many as the port ever had at the same time."""
         self._ending: deque[tuple[float, _Connection]] = deque()
 
     def introduce(self, socket: Socket, peer: Peer, frame: zmq.Frame) -> PeerKey | None:
-        """Note which key is that of the connection on which a frame came, and return it as it stands now.
+        """Note the key of the connection on which a frame came, and return the key's present state.
 
-        `peer` is b"" for one that only listens.
+        `peer` is b"" for a peer that only listens, such as a subscriber.
         """
         key, fd = self._auth.key_of(frame), source_of(frame)
         if key is not None:
@@ -60,7 +60,8 @@ class KeyedPeers:
     def take_revoked(self) -> list[tuple[Peer, PeerKey]]:
         """Look at the folder of keys when that is due. Return the peers whose key is revoked since the last call.
 
-        Their connections end a moment later, so that a last word reaches them. Peers that only listen are left out.
+        Their connections end `END_AFTER_S` later, so that a last message reaches them. Peers that only listen are left
+        out.
         """
         self._known.look()
         now = time.monotonic()
@@ -80,7 +81,7 @@ class KeyedPeers:
         return gone
 
     def _end_soon(self, connection: _Connection) -> None:
-        """End a connection. One that only listens ends at once: it can be told nothing, and would get weights."""
+        """End a connection. A peer that only listens is cut immediately: it takes no message, and would get weights."""
         if connection.peer:
             self._ending.append((time.monotonic() + END_AFTER_S, connection))
         else:

@@ -21,24 +21,30 @@ Times = tuple[float, ...]
 
 
 class LearnerMeasures:
-    """Figures of the learner that holds the lease, told as cumulative values. `begin` when another one gets it."""
+    """Figures of the learner that holds the lease, sent as cumulative values.
+
+    Call `begin` when another learner gets it.
+    """
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._consumed = [0] * LAG_BUCKETS
         """Steps handed out by lag, since this broker started."""
         self._told: list[int] | None = None
-        """The same as the learner told last, since it opened its stream; None: not known."""
+        """Steps by lag as the learner reported them last, since it opened its stream; None: not known."""
         self._told_at = 0.0
         self._times: deque[Times] = deque(maxlen=int(WINDOW_S / _SAMPLE_S) + 2)
 
     def begin(self, now: float, *, is_new: bool) -> None:
-        """Forget what the last learner told. What one that is not new says at first was before this broker."""
+        """Forget the last learner's figures.
+
+        If the present one is not new, its first figures count steps before this broker.
+        """
         self._told, self._told_at = [0] * LAG_BUCKETS if is_new else None, now
         self._times.clear()
 
     def take(self, figures: LearnerFigures, workers: int, now: float) -> None:
-        """Take newer figures. Those that cannot be are counted as refused and left out.
+        """Take newer figures. Count impossible ones as refused, and leave them out.
 
         `workers` is the number of lives whose steps the learner may have been handed.
         """

@@ -37,7 +37,7 @@ RESEND_S = 5.0
 """Seconds that a batch may be under way before the broker asks the learner for a HELLO, to compare their state."""
 
 CHECK_S = 0.25
-"""Interval of that check: it walks over all batches held."""
+"""Interval of the check for `RESEND_S`, which walks over all batches held."""
 
 
 class LearnerSessions:
@@ -111,7 +111,7 @@ class LearnerSessions:
             return holder
         own = digest_of(hello.token)
         if state.learner_token and same_token(state.learner_token, own):
-            # It had the lease under a broker before this one, whose answer may not have reached this connection.
+            # The learner had the lease under an earlier broker, whose answer may not have reached this connection.
             granted, state.epoch = False, max(state.epoch, hello.epoch)
         elif hello.epoch and (hello.epoch < state.epoch or (hello.epoch == state.epoch and state.learner_token)):
             return None
@@ -195,7 +195,7 @@ class LearnerSessions:
     # -- commits ------------------------------------------------------------------------------------------------------
 
     def on_commit(self, peer: Peer, commit: Commit, now: float) -> None:
-        """Settle what the learner has settled, and give it credit for the batches it handed to its user."""
+        """Settle the batches that the learner has settled, and give it credit for those it handed to its user."""
         learner = self.lease
         if learner is None or peer != learner.stream:
             self._outbox.ask_hello(peer)
@@ -242,7 +242,10 @@ class LearnerSessions:
                 self._outbox.send(learner.stream, held.frames if learner.reads_all else self._readable(held.frames))
 
     def _readable(self, frames: list[Buffer]) -> list[Buffer]:
-        """Return a batch without compression; as it is if that fails, so that the learner finds it poison."""
+        """Return a batch without compression.
+
+        If that fails, return it unchanged: the learner then drops it as poison.
+        """
         try:
             return decompressed(frames)
         except DecodeError as error:
@@ -258,7 +261,7 @@ class LearnerSessions:
         learner.told[source.key] = seq
 
     def send_status(self, workers: list[Source], heeded: list[Source], spaces: dict[str, Any]) -> None:
-        """Send the heartbeat to the learner. It believes what those `heeded` tell of weights."""
+        """Send the heartbeat to the learner. Its facts about weights come from the `heeded` workers alone."""
         learner = self.lease
         self._weight_shapes = next((source.weight_shapes for source in heeded if source.weight_shapes), {})
         if learner is None:
@@ -283,7 +286,8 @@ class LearnerSessions:
     def _shapes_not_told(self, peer: Peer, learner: LearnerLease) -> ModuleShapes:
         """Return the shapes of the weights if this connection must be told of them now; else none.
 
-        With a thousand names they are most of a heartbeat. While no worker lives, none are known, and the last stand.
+        With a thousand names the shapes are most of a heartbeat. While no worker lives no shapes are known, and the
+        connection's last ones stay valid.
         """
         shapes = self._weight_shapes
         if not shapes or learner.shapes_told.get(peer) == shapes:

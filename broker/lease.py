@@ -68,7 +68,7 @@ class LearnerLease:
         return [peer for peer in (self.stream, self.publisher) if peer is not None]
 
     def has_room(self) -> bool:
-        """Return whether another batch may be sent. One is always allowed, however large."""
+        """Return whether another batch may be sent. A learner without outstanding batches may get one of any size."""
         if self.stream is None:
             return False
         if not self.outstanding:

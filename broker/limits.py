@@ -28,14 +28,16 @@ class BrokerLimits:
     """Env steps of the fleet's whole life after which workers begin no fragment; None: no bound."""
     synchronous: bool = False
     ack_after_log: bool = False
-    """True if batches are acknowledged once the log has them: it is on, and workers forget what is acknowledged."""
+    """True if the broker acknowledges a batch only once the log has it: the log is on, and workers forget acknowledged
+    batches.
+    """
     workers: int = 0
     """Workers that the config starts, for which the first round of synchronous sampling waits."""
     brokers: int = 1
     index: int = 0
     """Which of the fleet's brokers this one is: it has the slots that are `index` modulo `brokers`."""
     group: str = ""
-    """The group of the keys of those workers and of their supervisor."""
+    """The group of the keys of the workers that the config starts, and of their supervisor."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ _RETIRE_S = 1.0
 
 
 class LoggedBatches:
-    """Gives the core what earlier brokers logged, at once, and serves it with the log from then on."""
+    """Gives the core the batches that earlier brokers logged, when it is created; then logs what the core accepts."""
 
     def __init__(self, config: BrokerSection, run_dir: Path, core: BrokerCore, limits: WireLimits) -> None:
         self._core = core
@@ -65,7 +65,10 @@ class LoggedBatches:
         self._core.store.log_backlog = self._log.backlog_bytes
 
     def follow(self, now: float) -> None:
-        """Tell the core what is on disk, and now and then the log what is settled. Raises `RunDirError` if it stops."""
+        """Tell the core what is on disk and, at intervals, the log what is settled.
+
+        Raises `RunDirError` if the log stops.
+        """
         try:
             os.read(self.wakes, 4096)
         except BlockingIOError:
@@ -81,7 +84,7 @@ class LoggedBatches:
             self._log.retire(settled, self._core.spaces, self._is_over)
 
     def close(self) -> None:
-        """Write what waits to be written."""
+        """Write all waiting records, and close the log."""
         self._log.close(self._is_over)
         os.close(self._waker)
         os.close(self.wakes)
@@ -96,7 +99,7 @@ class LoggedBatches:
 
 
 def warn_of_log(run_dir: Path) -> None:
-    """Warn of batches that an earlier broker logged, where this one has no log."""
+    """Warn of batches that an earlier broker logged, if this broker has no log."""
     nbytes = sum(path.stat().st_size for path in segment_paths(log_folder(run_dir)))
     if nbytes:
         folder = log_folder(run_dir)

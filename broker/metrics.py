@@ -43,7 +43,7 @@ class FleetMetrics:
         self._agent_returns: dict[str, deque[float]] = {}
         """The newest returns of the agents of each module."""
         self._policies: dict[str, dict[str, Any]] = {}
-        """Statistics of them, as of the last report."""
+        """Statistics of each module's returns, as of the last report."""
         self._changed_policies: set[str] = set()
         self._accepted_lag = [0] * LAG_BUCKETS
         """Agent steps of accepted batches by lag, since this broker started."""
@@ -92,13 +92,13 @@ class FleetMetrics:
         return sum(returned for returned, _ in self._episodes) / EPISODE_WINDOW
 
     def note_revoked(self, key: str) -> None:
-        """Count a session that ends because its key, ROLE or ROLE.GROUP, was revoked; "" for one whose file is gone."""
+        """Count a session that ends because its key, ROLE or ROLE.GROUP, was revoked; "" if the key's file is gone."""
         self._revoked[key or keys.GONE_KEY] += 1
 
     def report(self, core: BrokerCore, now: float) -> Report:
         """Make the report of what has changed since the last one, and forget the events in it.
 
-        The broker's loop stands still meanwhile. So it only gathers; the reporter's thread turns it into text.
+        The broker's loop waits for this call, so it only gathers values. The reporter's thread turns them into text.
         """
         changed = core.take_changed()
         self._note_learner(core)
@@ -202,12 +202,12 @@ class FleetMetrics:
         return lease if since is None else lease | {"committed_unix_s": time.time() - (now - since)}
 
     def note_start(self, incarnations: Mapping[int, int]) -> None:
-        """Note that a broker begins, and the highest incarnations that it knows of: those are no news."""
+        """Note that a broker starts, and the highest incarnations that it knows: these lives have joined before."""
         self._incarnations_before = dict(incarnations)
         self._note("broker")
 
     def _note_learner(self, core: BrokerCore) -> None:
-        """Note a new learner. One that comes back to a new broker brings its epoch along."""
+        """Note a new learner. A learner that reconnects to a new broker keeps its epoch, and is not a new one."""
         if core.granted_epoch > self._granted_epoch:
             self._granted_epoch = core.granted_epoch
             self._note("learner", epoch=core.granted_epoch)
@@ -223,7 +223,7 @@ class FleetMetrics:
             self._seen[source.key] = state
 
     def _is_news(self, source: Source, state: str) -> bool:
-        """Return whether the first that is seen of a life has just happened, and not before this broker."""
+        """Return whether the first known state of a life began under this broker, and not earlier."""
         if state == "joined":
             return source.incarnation > self._incarnations_before.get(source.slot, 0)
         return state == "lost" or source.restored is None
@@ -233,7 +233,7 @@ class FleetMetrics:
 
 
 def _spread_of_workers(live: Sequence[Source], now: float) -> dict[str, float]:
-    """Return the quantiles of the rates of workers, where there are more than people look at one by one."""
+    """Return the quantiles of the rates of workers; empty for fewer than `MANY_WORKERS` workers."""
     if len(live) < keys.MANY_WORKERS:
         return {}
     spread = quantiles([source.figures.env_steps_per_s(now) for source in live])
@@ -241,7 +241,7 @@ def _spread_of_workers(live: Sequence[Source], now: float) -> dict[str, float]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the quantiles of one or more values, by the value of their label. Between two values they are linear."""
+    """Return the quantiles of one or more values, by the value of their label, with linear interpolation."""
     ranked = sorted(values)
     return {label: _at(ranked, float(label) * (len(ranked) - 1)) for label in keys.QUANTILES}
 

@@ -62,7 +62,7 @@ class Mirror:
 
     def __init__(self) -> None:
         self.is_whole = True
-        """True if the parts to come say all, since this Redis may lack anything."""
+        """True if the next parts must have all state, since this Redis may lack any of it."""
         self.has_new_ends = False
         """True once what `ended` returns has changed; the caller sets it back."""
         self._rows: _Fields[SourceKey, LedgerRow] = _Fields()
@@ -129,7 +129,7 @@ class Mirror:
             self._errors_gone.pop(name, None)
 
     def remove_folded(self, rows: Iterable[SourceKey]) -> None:
-        """Let Redis remove those of these rows whose lives are folded."""
+        """Have Redis remove those of `rows` whose lives are folded."""
         for slot, incarnation in set(rows):
             lives = self._folded.values.get(slot)
             if lives is not None and incarnation in lives:
@@ -143,7 +143,7 @@ class Mirror:
         self._names.update(names)
 
     def forget_confirmed(self) -> None:
-        """Let the parts to come say everything."""
+        """Make the next parts send all state."""
         self.is_whole = self._is_first = True
         for fields in self._kinds:
             fields.forget_confirmed()

@@ -66,7 +66,7 @@ _BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
 _LIVE_REPORTS = 20
-"""Reports that may fail before what lives looks gone in Redis."""
+"""Reports that may fail in a row before gauges and workers' states expire in Redis."""
 
 _LONGEST_ENV = 200
 
@@ -266,7 +266,7 @@ class Broker:
     def close(self, *, in_order: bool = True) -> None:
         """Send what is due, report a last time, and close the log and the sockets.
 
-        The last report says when the broker ended, unless it does not stop in order.
+        The last report says when the broker ended, if it stops `in_order`.
         """
         if self.log is not None:
             self.log.close()
@@ -304,7 +304,10 @@ class Broker:
                     watch.strange(fd, account)
 
     def _may_speak(self, socket: Socket, peer: bytes, frame: zmq.Frame) -> bool:
-        """Return whether a peer that has not introduced itself may. One whose key is revoked is told so, and ends."""
+        """Return whether a peer that is not known yet may send messages.
+
+        Reject one whose key is revoked, and end its connection.
+        """
         key = self._keyed.introduce(socket, _tag(socket, self.sockets.learners, peer), frame) if self._keyed else None
         if key is None or not key.revoked:
             return True
@@ -332,7 +335,10 @@ class Broker:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
 
     def _take_hello(self, socket: Socket, peer: bytes, hello: Message, frame: zmq.Frame, now: float) -> None:
-        """Handle a HELLO. One at the other role's port would never succeed, so tell its sender the right endpoint."""
+        """Handle a HELLO.
+
+        Reject one at the other role's port, where it can never succeed, and name the right endpoint.
+        """
         if isinstance(hello, LearnerHello) is (socket is self.sockets.learners):
             tagged = _tag(socket, self.sockets.learners, peer)
             key = self._keyed.introduce(socket, tagged, frame) if self._keyed is not None else None
@@ -364,7 +370,7 @@ class Broker:
         self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
 
     def _keep_weights(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
-        """Keep a checked version if it is newer, a large one also where this machine's workers map it."""
+        """Keep a checked version if it is newer. Write a large one also to memory that this machine's workers map."""
         if not self.relay.offer(header, frames):
             return False
         if self.relay.is_large:
@@ -388,7 +394,7 @@ class Broker:
     def _refuse(self, socket: Socket, peer: bytes, error: DecodeError) -> None:
         """Tell a peer what was wrong.
 
-        A peer whose batch cannot be read sends it again, and skips it after the third time.
+        A peer whose batch cannot be read sends it again, and skips it after the third refusal.
         """
         tagged = _tag(socket, self.sockets.learners, peer)
         seq = self.core.next_seq(tagged)
@@ -436,7 +442,7 @@ class Broker:
         self._send(socket, message.peer[1:], content)
 
     def _send(self, socket: Socket, peer: bytes, frames: list[Any]) -> None:
-        """Forward without copying. A peer that has gone gets nothing: it sends a HELLO when it is back."""
+        """Send frames without a copy. Drop a message to a peer that is gone: it sends a HELLO when it reconnects."""
         try:
             send(socket, [peer, *frames])
         except zmq.ZMQError as error:

@@ -22,11 +22,11 @@ _CLOSE_S = 2.0
 
 
 class RendezvousFile:
-    """The file at `path`, written at once and again before it expires.
+    """The file at `path`, written immediately, and again before it expires.
 
-    A thread of its own writes it, since a shared folder may be slow; it also writes when ports of workers change. It
-    stops once a later broker of the fleet writes there. Raises `RunDirError` where the file cannot be written, or
-    another fleet publishes there.
+    A thread of its own writes the file, since a shared folder may be slow. The thread writes again when ports of
+    workers change, and stops once a later broker of the fleet writes there. Raises `RunDirError` where the file cannot
+    be written, or another fleet publishes there.
     """
 
     def __init__(self, path: Path, published: Published) -> None:
@@ -96,7 +96,8 @@ class RendezvousFile:
 def note_stopped(path: Path) -> None:
     """Write that the fleet has stopped, in place of a broker of this machine that was killed and is not restarted.
 
-    Its workers elsewhere need not wait for it then. What a broker of another machine has published stays.
+    Workers on other machines then do not wait for that broker. A file that a broker of another machine has published
+    stays.
     """
     with suppress(ValidationError):  # no broker has published
         published = Published.model_validate(read_object(path))

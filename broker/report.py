@@ -87,8 +87,8 @@ class Report:
 class Part:
     """A part of a report, small enough that Redis stops for some milliseconds only.
 
-    - is_first: it has what a report always has: gauges, lease, policies, metrics and events.
-    - clears_workers: no worker's state in Redis stays, but those in this part.
+    - is_first: it has the parts that every report has: gauges, lease, policies, metrics and events.
+    - clears_workers: remove all workers' states from Redis, except those in this part.
     - lives: by slot, lives in `folded` whose rows Redis may still have.
     - env_errors_gone: groups that were summed up with others.
     - counters: names of all counters that Redis may have of these lives.
@@ -135,9 +135,9 @@ class MergeScript:
     def __call__(
         self, part: Part, events: list[tuple[int, list[str]]], failures: int, *, after_last: bool = False
     ) -> set[str] | None:
-        """Merge a part into Redis. Return the rows that Redis has newer ones of. May raise `REDIS_FAILURES`.
+        """Merge a part into Redis. Return the names of rows that are newer in Redis. May raise `REDIS_FAILURES`.
 
-        after_last: write only where the last part that was sent here is the last that Redis got; else return None.
+        after_last: write only if the last part that Redis got is the last one that this object sent; else return None.
         """
         self._number += 1
         now = self._clock()

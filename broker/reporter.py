@@ -44,7 +44,7 @@ LONGEST_BACKOFF_S = 1.0
 WEIGHTS_INTERVAL_S = 1.0
 MOST_EVENTS = 1000
 _MOST_OTHERS = 3
-"""Times in one visit that Redis may have something else than what was sent last."""
+"""Times in one visit that Redis may hold another part than the last one that was sent."""
 MOST_ROWS = 1000
 """Most rows of the learner that may wait for Redis. Beyond it the oldest are dropped, unless the learner sends them
 again.
@@ -133,7 +133,7 @@ class RedisReporter:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether Redis has everything that was offered so far, but weights and rows of learners."""
+        """Return whether Redis has everything that was offered so far, except weights and rows of learners."""
         with self._news:
             return not self._offered and not self._is_behind
 
@@ -141,7 +141,7 @@ class RedisReporter:
         """Hand over the newest WEIGHTS message for a broker that starts later. Never waits.
 
         The reporter writes at most one version a second, the newest, and large ones less often, as its budget says. It
-        skips more than 64 MiB, and says so once. Frames that are not bytes are copied.
+        skips a version of more than 64 MiB, and logs that once. Frames that are not bytes are copied.
         """
         if math.isinf(self._budget.due):
             return
@@ -175,9 +175,9 @@ class RedisReporter:
             return self._rows_stored
 
     def take_saved(self, wait_s: float = 0.0) -> SavedState | None:
-        """Return what stood in Redis when it was first reached. Waits `wait_s` for it.
+        """Return the state that Redis held when it was first reached. Waits up to `wait_s` for it.
 
-        None before that, and after the first call that returned it.
+        Return None before that, and after the first call that returned the state.
         """
         with self._news:
             self._news.wait_for(lambda: self._saved_read, wait_s)
@@ -231,7 +231,10 @@ class RedisReporter:
         return due
 
     def _visit(self) -> None:
-        """Do what is due. Reads what stands in Redis before the first write, so that nothing of it is lost."""
+        """Send everything that is due.
+
+        Read the state in Redis before the first write, so that no part of it is lost.
+        """
         with self._news:
             saved_read, events = self._saved_read, list(self._events)
             offered, self._offered = self._offered, []

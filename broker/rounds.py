@@ -3,8 +3,8 @@
     published ──▶ planned: each worker has a share ──▶ complete: every share is shipped ──▶ the next version
 
 The learner gets the batches of a round in the order of slots and batch numbers, whatever the order of their arrival. So
-a fleet of a fixed number of workers repeats itself to the bit. A worker that dies, or makes no step, does not hold up
-the others for ever: after a while they get what is left of its share.
+a fleet with a fixed number of workers is reproducible to the bit. A worker that dies, or makes no step, does not hold
+up the others for ever: after a while they get what is left of its share.
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ class Rounds:
         self._members.pop(source.slot, None)
 
     def note(self, source: Source, held: StoredBatch) -> None:
-        """Count an accepted batch. One that was dropped on the way does not count: another takes its place."""
+        """Count an accepted batch.
+
+        A batch that was dropped before does not count: the worker ships another in its place.
+        """
         if self.active and held.weights == self.version and source.slot in self._shares:
             shipped = self._shares[source.slot].shipped
             self._count(source, shipped.get(source.incarnation, 0) + held.steps)
@@ -211,7 +214,7 @@ class Rounds:
 
     @property
     def stage(self) -> tuple[bool, Version, int]:
-        """Return a value that changes whenever `has` may answer otherwise for a batch."""
+        """Return a value that changes whenever the result of `has` may change for a batch."""
         return self.active, self.version, len(self._shares)
 
     def has(self, source: Source, held: StoredBatch) -> bool:
@@ -221,7 +224,7 @@ class Rounds:
         return held.weights in (self.version, (self.version[0], 0)) and source.slot in self._shares
 
     def is_turn(self, slot: int) -> bool:
-        """Return whether the learner may get batches of this slot: all of the round from lower slots are there."""
+        """Return whether the learner may get batches of this slot: the shares of all lower slots are complete."""
         return self._first_open is None or slot <= self._first_open
 
     def waiting_for(self) -> str:

@@ -3,8 +3,8 @@
 A slot belongs to the group whose key took it first, for as long as the fleet's run directory lives. Only workers of
 that group may join there, and only its supervisors may tell of a death there. So the holder of one group's keys cannot
 harm the slots of another, whether these live, are silent for a while, or wait for a restarted broker. The slots of the
-workers that the fleet starts itself belong to the fleet's own group, also before these workers have come. Those that
-have come stay its own when the run goes on with fewer workers.
+workers that the fleet starts itself belong to the fleet's own group, even before these workers join. A slot that such a
+worker has joined stays with that group when the run goes on with fewer workers.
 
 Without keys there are no groups, and every peer may have every slot. Of several brokers each has its own slots.
 """
@@ -45,11 +45,11 @@ class SlotOwners:
         return group is None or self.owner(slot) in (None, group)
 
     def may_tell_of(self, slot: int, group: str | None) -> bool:
-        """Return whether a supervisor of a group may tell of deaths in a slot; the fleet's own in an unowned one."""
+        """Return whether a group's supervisor may report deaths in a slot; in an unowned slot only the fleet's own."""
         return group is None or group == (self.own_group if (owner := self.owner(slot)) is None else owner)
 
     def take(self, slot: int, group: str | None) -> None:
-        """Note that a worker of this group has joined in a slot, which it may."""
+        """Note that a worker of this group has joined in a slot. The caller has checked `may_join`."""
         if group is not None:
             self._taken[group] += slot not in self._state.owners
             self._state.owners[slot] = group

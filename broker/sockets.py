@@ -30,7 +30,7 @@ Socket = zmq.Socket[bytes]
 _SUBSCRIPTION_BYTES = 16 << 10
 """The most that a subscriber may send. A worker's subscription has five bytes."""
 _MOST_FRAMES = DEFAULT_LIMITS.frames + 1
-"""Frames of a message that are kept, the peer's route among them. A decoder refuses one with more."""
+"""Frames of a message that `receive` keeps, the peer's route among them. A decoder refuses a message with more."""
 
 
 class BrokerSockets:
@@ -117,7 +117,7 @@ class BrokerSockets:
 def receive(socket: Socket) -> list[zmq.Frame] | None:
     """Return the next message, its frames without a copy; None if there is none.
 
-    Of a message with more frames than any decoder takes, the rest is read and dropped.
+    If a message has more frames than any decoder takes, read the rest and drop it.
     """
     try:
         frames = [socket.recv(sockets.DONTWAIT, copy=False)]
@@ -139,7 +139,7 @@ def send(socket: Socket, frames: list[Any]) -> None:
 
 
 def _bind_in_folder(socket: Socket, folder: Path, role: str) -> None:
-    """Bind a Unix socket. It takes the place of one that a dead broker has left."""
+    """Bind a Unix socket, in place of one that a dead broker has left at its path."""
     try:
         socket.bind(endpoint_of(folder, role))
     except zmq.ZMQError as error:

@@ -82,7 +82,7 @@ class Source:
     end_due: bool = False
     """True if a learner must be told of the end, again after each reconnect, until its user has taken it."""
     end_taken: bool = False
-    """True once a learner's user has taken the end, whichever broker it told so."""
+    """True once a learner's user has taken the end, whichever broker the learner reported it to."""
     open_episodes: OpenEpisodes | None = None
     """Episodes that the worker left open, until a learner's user has taken the end."""
     closed: bool = False
@@ -109,9 +109,9 @@ class Source:
     env_failures: int = 0
     """Failures of its envs, as of the worker's last heartbeat."""
     env_failure: str = ""
-    """The newest of them in words."""
+    """The newest failure, in words."""
     env_failed_at: float = 0.0
-    """Time at which the broker heard of it."""
+    """Time at which the broker heard of the newest failure."""
     env_silence_s: float = 0.0
     """Seconds for which none of its envs had answered, as of the worker's last heartbeat."""
     ports: Ports | None = None
@@ -183,7 +183,7 @@ class Source:
             self.totals = totals
 
     def know_cut(self, totals: WorkerTotals) -> None:
-        """Note how many batches the worker has cut. No batch after them can be settled, or with a learner."""
+        """Note how many batches the worker has cut. No later batch can be settled, or held by a learner."""
         if totals.seq >= self.cut.seq:
             self.cut = totals
 
@@ -285,9 +285,9 @@ class Source:
         self.peer = None
 
     def rest_of(self, totals: WorkerTotals) -> list[HeldBatch]:
-        """Return the batches cut by `totals` and not accepted here as one, for a life whose recorder is lost too.
+        """Return one entry for the batches cut by `totals` and not accepted here, if the recorder is lost too.
 
-        An earlier broker had accepted them. Only their sum is known.
+        An earlier broker had accepted these batches. Only their sum is known.
         """
         if totals.seq <= self.accepted:
             return []

@@ -44,7 +44,7 @@ class BrokerFile(BaseModel):
     owners: dict[int, str] = {}
 
     def state(self) -> BrokerState:
-        """Return the part of it from which the broker's core goes on."""
+        """Return the part of the file from which the broker's core goes on."""
         return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), dict(self.owners))
 
 

@@ -1,4 +1,4 @@
-"""The ends of workers that wait for the first learner, which may hold batches of theirs that this broker never saw."""
+"""Ends of workers, kept until the first learner connects: it may hold batches that this broker never saw."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WaitingEnds:
         return bool(self._ends)
 
     def add(self, peer: Peer, words: LastWords, group: str | None) -> bool:
-        """Keep what a supervisor of a group said, in place of what it said of this life before.
+        """Keep the last words that a supervisor of a group sent, in place of earlier ones about the same life.
 
         Return False, and change nothing, if the ends of this group take too much memory.
         """

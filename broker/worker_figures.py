@@ -21,7 +21,7 @@ WINDOW_S = 10.0
 """Seconds over which shares and rates are taken."""
 _MOST_POINTS = 64
 BLOCKED_BY = ("window", "round")
-"""Reasons for which workers wait before they sample on. A peer's other word is counted as "other"."""
+"""Reasons for which workers wait before they sample on. Any other reason from a peer is counted as "other"."""
 
 
 class _Recent:
@@ -43,7 +43,7 @@ class _Recent:
         return (self._points[0], self._points[-1]) if len(self._points) > 1 else None
 
     def rate(self, now: float) -> float:
-        """Return how fast a count grows. It falls where no value comes for longer than between two before."""
+        """Return the rate at which a count grows. The rate falls once no value has come for two mean intervals."""
         if self._rate[0] != now:
             self._rate = now, self._measure(now)
         return self._rate[1]
@@ -72,14 +72,16 @@ class WorkerFigures:
         self.time_share: dict[str, float] = {}
         """The share of its recent time by part, which sum to 1; empty before two heartbeats have told it."""
         self.bytes_shipped: tuple[int, int] | None = None
-        """(bytes of arrays, bytes of messages) of its batches, as it told; None before."""
+        """(bytes of arrays, bytes of messages) of its batches, as the worker reports them; None before its first
+        report.
+        """
         self._blocked = ""
         self._times = _Recent()
         self._steps = _Recent()
         self._requests = _Recent()
 
     def take(self, beat: Heartbeat, now: float) -> None:
-        """Take what a heartbeat tells."""
+        """Take the figures in a heartbeat."""
         if beat.blocked != self._blocked:
             self._blocked, self.blocked_since = beat.blocked, now if beat.blocked else None
         self.envs_lost, self.env_hosts, self.serving = beat.envs_lost, beat.env_hosts, beat.serving
@@ -95,12 +97,12 @@ class WorkerFigures:
             self._requests.add(now, beat.serving.requests)
 
     def note_env_error(self, group: EnvErrorGroup) -> None:
-        """Note what is told of a group. Its counts are cumulative."""
+        """Note a report of one group. Its counts are cumulative."""
         if group.fingerprint in self.env_errors or len(self.env_errors) <= MOST_GROUPS:
             self.env_errors[group.fingerprint] = group
 
     def take_env_errors(self) -> list[EnvErrorGroup]:
-        """Return what was told of groups since the last call."""
+        """Return the groups that were reported since the last call."""
         told, self.env_errors = list(self.env_errors.values()), {}
         return told
 

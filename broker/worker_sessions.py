@@ -43,12 +43,14 @@ from headrace.schemas.messages import (
 log = logging.getLogger(__name__)
 
 FIRST_ASSIGNED_SLOT = 1000
-"""Slots below this belong to supervisors, which name them. A worker that names none gets one from here on."""
+"""Slots below this number belong to supervisors, which name them. A worker that names no slot gets one from this number
+on.
+"""
 
 UNHEARD_S = 60.0
-"""Seconds after the lease of a life that a newer one has followed, until which its supervisor may tell of its end.
+"""Seconds after the lease of a superseded life during which its supervisor may still report its end.
 
-A supervisor kills a silent worker after `supervisor.zombie_grace_s`, and then tells.
+A supervisor kills a silent worker after `supervisor.zombie_grace_s`, and then reports the end.
 """
 
 _LOOK_S = 1.0
@@ -83,7 +85,7 @@ class WorkerSessions:
         self._is_final = is_final
         self.spaces: dict[str, Any] = {}
         self._spaces_are_own = False
-        """True once a worker of the fleet's own group has told them."""
+        """True once a worker of the fleet's own group has sent the spaces."""
         self.peers: dict[Peer, Source] = {}
         self._limits = limits
         self._state = state
@@ -94,7 +96,7 @@ class WorkerSessions:
         self._ends = WaitingEnds()
         self.supervisors: dict[Peer, _Supervisor] = {}
         self.last_close_at = math.inf
-        """Time at which the books of all lost lives are closed that a newer one has followed; inf without any."""
+        """Time at which the books of all lost and superseded lives are closed; infinity if there are none."""
         self._next_look = 0.0
         self._began = math.inf
         """Time of the first tick."""
@@ -104,7 +106,7 @@ class WorkerSessions:
     def on_hello(self, peer: Peer, hello: WorkerHello, now: float, group: str | None) -> None:
         """Handle a worker's HELLO: give it its slot and incarnation, if they are still its own.
 
-        The slot it names is one that its `group` may have.
+        The caller has checked that the worker's `group` may have the slot that the HELLO names.
         """
         if not self._same_fleet(peer, hello.fleet_id):
             return
@@ -136,7 +138,7 @@ class WorkerSessions:
     def _place(self, hello: WorkerHello, now: float, group: str | None) -> Source:
         """Return the source that a HELLO asks for.
 
-        A HELLO that names none, repeated because the answer was slow, gets the same source again.
+        A HELLO without an incarnation, repeated because the answer was slow, gets the same source again.
         """
         if not hello.incarnation:
             given = next((source for source in self.peers.values() if same_token(source.token, hello.token)), None)
@@ -146,9 +148,9 @@ class WorkerSessions:
         return self._store.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
 
     def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float, group: str | None) -> None:
-        """Note a supervisor, which may report deaths from now on. Refuse one of another fleet; ours gets no answer.
+        """Note a supervisor, which may report deaths from now on. Refuse one of another fleet; do not answer ours.
 
-        Once the fleet's own drains it, workers pause.
+        If the fleet's own supervisor drains the fleet, end sampling.
         """
         if self._same_fleet(peer, hello.fleet_id):
             if len(self.supervisors) >= _MOST_SUPERVISORS and peer not in self.supervisors:
@@ -169,7 +171,10 @@ class WorkerSessions:
             module_spaces_from_json(hello.spaces)
 
     def recover_spaces(self, told: dict[str, Any]) -> None:
-        """Take the spaces that an earlier broker logged, if they can be read. Earlier versions logged any."""
+        """Take the spaces that an earlier broker logged, if they can be read.
+
+        Earlier versions logged them unchecked.
+        """
         try:
             if told and not self.spaces:
                 module_spaces_from_json(told)
@@ -198,9 +203,10 @@ class WorkerSessions:
         return True
 
     def _may_tell_spaces(self, group: str | None) -> bool:
-        """Return whether a worker of this group tells the fleet's spaces: the first to tell, the fleet's own first.
+        """Return whether a worker of this group may set the fleet's spaces.
 
-        Other groups tell them only as long as no worker of the fleet's own group has ever joined.
+        The first worker that sends spaces sets them. The fleet's own group may replace those of another group. Other
+        groups may set them only while no worker of the fleet's own group has ever joined.
         """
         if group is None:
             return not self.spaces
@@ -233,7 +239,7 @@ class WorkerSessions:
     def _awaited(self, now: float) -> set[int]:
         """Return the slots whose workers may be on their way to this broker, which has just started.
 
-        Another worker in such a slot would end the one that has it.
+        A new worker in such a slot would supersede the worker that has it.
         """
         if now > self._began + self._limits.lease_s:
             return set()
@@ -290,9 +296,9 @@ class WorkerSessions:
             self.forget_peer(source)
 
     def heeded(self) -> list[Source]:
-        """Return the connected workers whose word about weights counts: the fleet's own.
+        """Return the connected workers whose reports about weights count: those of the fleet's own group.
 
-        They are all of them without keys, or where no worker of the fleet's own group has ever joined.
+        Without keys, or while no worker of that group has ever joined, return all connected workers.
         """
         workers = list(self.peers.values())
         if not self._state.owners or not self._owners.own_has_joined():
@@ -400,14 +406,14 @@ class WorkerSessions:
     def on_bye(self, peer: Peer, bye: Bye, now: float) -> None:
         """Close the books of a worker that leaves.
 
-        Only the worker can say so, or repeat it when it missed the answer.
+        Only the worker itself can send this. It repeats the message if it missed the answer.
         """
         if self._store.is_folded(bye.slot, bye.incarnation):
             self._acknowledge_folded(peer, bye)
             return
         known = self._store.sources.get((bye.slot, bye.incarnation))
         if known is not None and known.closed:
-            # Any peer may say this, so nothing of it is taken over.
+            # Any peer can send this for a closed life, so take over no part of it.
             self._outbox.send(peer, self._acks.ack(known, len(self.peers)))
         elif (source := self._source_of(peer, bye.slot, bye.incarnation)) is not None:
             self._keep_counters(bye.slot, bye.counters)
@@ -451,7 +457,7 @@ class WorkerSessions:
     def _close_books(self, peer: Peer | None, words: LastWords, now: float) -> None:
         """Close an incarnation's books with what it left behind. A repeated message is only acknowledged again.
 
-        Where an earlier broker closed them, and no learner has taken the end, the learner of this one is told of it.
+        If an earlier broker closed them and no learner has taken the end, tell this broker's learner of the end.
         """
         if self._store.is_folded(words.slot, words.incarnation):
             self._acknowledge_folded(peer, words)
@@ -507,17 +513,18 @@ class WorkerSessions:
         self.close_dead(now)
 
     def _note_unheard(self, now: float) -> None:
-        """Note the end of lives that a newer one of their slot has followed, and of whose end no supervisor has told.
+        """Note the end of superseded lives whose end no supervisor has reported.
 
-        Their machine was lost, with their recorder. What they made since they last spoke is not known to anyone.
-        So are lives that this broker knows only from Redis, unless a learner claims more of one than Redis knows.
+        Their machine was lost with their recorder, so their steps since the last message are unknown. The same holds
+        for lives that this broker knows only from Redis, unless a learner claims more batches of a life than Redis
+        knows.
         """
         last = 0.0
         for source in self._store.sources.values():
             if source.ended and not source.closed and now > source.silent_until + UNHEARD_S:
                 self._store.end(source, source.end_reason)
             if source.restored is not None and not source.end_due and now > self._began + UNHEARD_S:
-                self._store.take_end(source)  # no supervisor has told of it, so nobody knows what it left open
+                self._store.take_end(source)  # no supervisor has reported it, so its open episodes are unknown
             closes_at = self._closes_at(source)
             if now > closes_at:
                 if source.met_at is None:
@@ -542,9 +549,9 @@ class WorkerSessions:
         self.last_close_at = last or math.inf
 
     def _closes_at(self, source: Source) -> float:
-        """Return when the books of a life are closed if no supervisor tells of its end; inf for a life that may go on.
+        """Return when to close the books of a life whose end no supervisor reports; infinity for a life that may go on.
 
-        A life that a newer one of its slot has followed goes on no more.
+        A superseded life cannot go on.
         """
         newest = self._state.incarnations.get(source.slot, 0)
         if source.closed or source.peer is not None or source.incarnation >= newest or source.key in self._ends:
@@ -557,7 +564,7 @@ class WorkerSessions:
         return silent_until + UNHEARD_S
 
     def _forget_silent_supervisors(self, now: float) -> None:
-        """Forget connections that are long silent. One that lives says HELLO again with its next obituary."""
+        """Forget connections that have long been silent. A live supervisor sends HELLO again with its next obituary."""
         for peer in [peer for peer, one in self.supervisors.items() if now > one.heard + _FORGET_SUPERVISOR_S]:
             del self.supervisors[peer]
 

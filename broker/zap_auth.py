@@ -30,14 +30,14 @@ _BURST = 256
 class ZapAuthenticator:
     """Authenticates the peers of one broker by keys, by a token, or not at all. Only the sockets' thread may use it.
 
-    Create it before the first socket binds: from then on libzmq may ask. The context's end closes it.
+    Create it before the first socket binds: from then on libzmq may send requests. Terminating the context closes it.
     """
 
     def __init__(self, context: zmq.Context[Socket], keys: BrokerKeys | ServerToken | None) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
         """Number of refused connections, by (port, reason)."""
         self._refused_lock = Lock()
-        """The watches of the ports count too, each in its own thread."""
+        """Guards `refused`: the watches of the ports count there too, each in its own thread."""
         self._keys = keys
         self._zap: Socket | None = None
         if keys is not None:
@@ -48,7 +48,7 @@ class ZapAuthenticator:
     def guard(self, socket: Socket, port: str) -> Callable[[int, int], None]:
         """Admit at this socket, which is not yet bound, only peers whose role may connect to `port`.
 
-        Return what counts a failed handshake, from its (event, value). Any thread may call it.
+        Return a callback that counts a failed handshake by its (event, value). Any thread may call the callback.
         """
         if self._keys is not None:
             for name, value in self._keys.options(port).items():
@@ -67,7 +67,7 @@ class ZapAuthenticator:
                 self._zap.send_multipart(self._judge(request))
 
     def _judge(self, request: list[bytes]) -> list[bytes]:
-        """Answer one request. `key_of` reads from messages the user id that it sets. Count a refusal."""
+        """Answer one request, and count a refusal. The answer sets the user id that `key_of` reads from messages."""
         assert self._keys is not None
         verdict = zap.judge(request, self._keys)
         if verdict.why:
@@ -77,7 +77,7 @@ class ZapAuthenticator:
     def key_of(self, frame: zmq.Frame) -> PeerKey | None:
         """Return the key of the connection on which a frame came, as it stands now; None without keys.
 
-        It costs microseconds, so ask for it at a HELLO, and not for each message.
+        A call costs microseconds, so make it for each HELLO, not for each message.
         """
         if not isinstance(self._keys, BrokerKeys):
             return None

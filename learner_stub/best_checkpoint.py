@@ -22,8 +22,8 @@ BEST_FILE = "best.checkpoint"
 class BestCheckpoint:
     """Keeps `best.checkpoint` beside the learner's checkpoint at `path`. A later life of the learner goes on with it.
 
-    It is a second name of the file that was saved, so it is as whole as that one. A learner whose place another one
-    has taken keeps nothing: it looks whether what is at `path` is its own.
+    The best checkpoint is a second name of the saved file, so it is as complete as that file. A replaced learner keeps
+    no checkpoint: it first checks that the checkpoint at `path` is of its own epoch.
     """
 
     def __init__(self, path: Path, epoch: int) -> None:
@@ -50,7 +50,7 @@ class BestCheckpoint:
             self._held.unlink(missing_ok=True)
 
     def _read_highest(self) -> float:
-        """Return the mean return of the best checkpoint that is there, from its own window."""
+        """Return the mean return of the existing best checkpoint, from its window; minus infinity if there is none."""
         try:
             saved = hold_checkpoint(self._best, self._held)
         except (CheckpointError, RunDirError) as error:

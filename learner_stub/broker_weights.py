@@ -1,4 +1,4 @@
-"""The part of a publisher that is for one broker: its lease there, what it has sent, and what the broker has."""
+"""A publisher's session with one broker: its lease, and the weights and rows that it has sent and the broker has."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BrokerWeights:
             self._send_weights()
 
     def take_refused(self) -> RefusedWeightsError | None:
-        """Return once the error for a version that a worker refused; None if there is none."""
+        """Return the error for a version that a worker refused, and forget it; None if there is none."""
         refused, self._refused = self._refused, None
         if refused is None:
             return None

@@ -105,12 +105,12 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
 
 
 def keep_as_previous(path: Path) -> None:
-    """Let the checkpoint at `path` be the previous one too. It stays at `path`, where others may read it meanwhile."""
+    """Keep the checkpoint at `path` also as the previous one. It stays at `path`, where other processes may read it."""
     link = path.with_name(f"{path.name}.{os.getpid()}.previous.new")
     link.unlink(missing_ok=True)
     try:
         os.link(path, link)
-    except OSError:  # a file system without links: there is none at `path` until the new one is
+    except OSError:  # a file system without links: `path` is missing until the new one is there
         path.replace(previous_path(path))
         return
     link.replace(previous_path(path))
@@ -118,9 +118,10 @@ def keep_as_previous(path: Path) -> None:
 
 
 def hold_checkpoint(path: Path, at: Path) -> Checkpoint | None:
-    """Keep what is at `path` now at `at` too, and load it. Return None where there is nothing at the moment.
+    """Keep the present checkpoint at `path` also at `at`, and load it. Return None if there is none at the moment.
 
-    A later save does not change it. Raises `CheckpointError`, and `RunDirError` when the folder cannot be written to.
+    A later save does not change the file at `at`. Raises `CheckpointError`, and `RunDirError` when the folder cannot be
+    written to.
     """
     try:
         at.unlink(missing_ok=True)
@@ -138,7 +139,7 @@ def hold_checkpoint(path: Path, at: Path) -> Checkpoint | None:
 
 
 def keep_best(held: Path, best: Path) -> None:
-    """Let the checkpoint that `hold_checkpoint` kept at `held` be the best one, in one step. Raises `RunDirError`."""
+    """Move the checkpoint that `hold_checkpoint` kept at `held` to `best`, in one step. Raises `RunDirError`."""
     try:
         held.replace(best)
         _sync_folder(best.parent)

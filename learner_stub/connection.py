@@ -129,7 +129,7 @@ def measure_time(token: str) -> TimeSpent:
 
 
 def time_spent(token: str) -> TimeSpent:
-    """Return the time of the learner with `token`; one that measures nothing while no stream of it is open."""
+    """Return the `TimeSpent` of the learner with `token`; `NOT_MEASURED` while no stream of it is open."""
     return _TIME_SPENT.get(token, NOT_MEASURED)
 
 
@@ -206,5 +206,5 @@ def await_any(waiting: Sequence[LearnerSocket], wait_s: float) -> None:
 
 
 def now() -> float:
-    """Return the time of all sessions, in monotonic seconds."""
+    """Return the time that all sessions use, in monotonic seconds."""
     return time.monotonic()

@@ -9,8 +9,8 @@ among themselves; those of another module of the same cut may come before or aft
 Where a batch is missing, the next chunk of each place shows whether an episode lost a part. Such an episode is ended by
 a marker, and its later chunks are left out. A place without a further chunk is ended with its source.
 
-A learner that began after a source knows only the places from which chunks have come since. Of the others it is told
-when the source ends (`schemas/chunks/open_episodes.py`).
+A learner that began after a source knows only the places from which chunks have come since. The broker sends it the
+others when the source ends (`schemas/chunks/open_episodes.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headrace.schemas.frames.manifest import ALLOWED_DTYPES
 from headrace.schemas.messages import SourceEnd
 
 MOST_PLACES = 1 << 20
-"""Envs of one source times its agents, for each of which a row is kept. A batch may name an env of any index."""
+"""Most places of one source: envs times agents. Each has a row in a table. A batch may name an env of any index."""
 MOST_PLAYERS = 1 << 16
 """Agents of one source, each of a module: their numbers are uint16 in the table."""
 
@@ -103,7 +103,7 @@ class SourceEpisodes:
     def learn(self, end: SourceEnd, spaces: Mapping[str, Spaces]) -> None:
         """Take over which episodes were open at the end of a source that began before this learner.
 
-        `spaces` are those of all modules. Raises `DecodeError` for what contradicts itself.
+        `spaces` are those of all modules. Raises `DecodeError` for rows that contradict each other.
         """
         told = end.open_episodes
         if self._is_whole or told is None:
@@ -186,7 +186,7 @@ class SourceEpisodes:
             self._broken.pop(place, None)
             return True
         if self._broken.get(place) != episode:
-            # It began in a missing batch, or was given to this learner's predecessor, whose user must hear of its end.
+            # The episode began in a missing batch, or at this learner's predecessor, whose user must get its end.
             self._broken[place] = episode
             aborted.append(_just_before(row, begins))
         return False

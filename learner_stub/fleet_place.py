@@ -22,9 +22,9 @@ Where = str | Path | None
 def address_sources(
     run_dir: str | Path | None, rendezvous: Where | AddressSource | Sequence[AddressSource], count: int
 ) -> Sequence[AddressSource | None]:
-    """Return where each of `count` brokers is found, as a stream or publisher was told; None for one that stays.
+    """Return the address source of each of `count` brokers; None for a broker whose address never changes.
 
-    Raises `ConfigError` for a rendezvous that is none, and for another number of them.
+    Raises `ConfigError` for an invalid rendezvous, and for a list of another length than `count`.
     """
     if isinstance(rendezvous, Sequence) and not isinstance(rendezvous, str):
         if len(rendezvous) != count:
@@ -38,7 +38,7 @@ def address_sources(
 
 
 def as_list(endpoint: str | Sequence[str]) -> list[str]:
-    """Return the endpoints of all brokers. Raises `ConfigError` for none."""
+    """Return the endpoints of all brokers. Raises `ConfigError` for an empty list."""
     endpoints = [endpoint] if isinstance(endpoint, str) else list(endpoint)
     if not endpoints:
         raise ConfigError("an empty list names no broker; give the address of each", key="endpoint")
@@ -66,13 +66,13 @@ def by_broker(position: Sequence[dict[str, Any]], fleet_id: str, count: int) -> 
 def find_fleet(
     where: Where | Sequence[Where], connect_timeout_s: float, options: Mapping[str, Any]
 ) -> tuple[str | list[str], dict[str, Any]]:
-    """Return the address for learners of a fleet, once its broker serves, and the options of who connects there.
+    """Return a fleet's address for learners, once its broker serves, and the options to connect with.
 
     `where` is a run directory, or a rendezvous: a file or URL, whose name ends in .json unless the file is there
-    already. None: the rendezvous in HEADRACE_FLEET__RENDEZVOUS. Of a fleet of several brokers it is a list, and so are
-    the addresses; those of brokers that do not serve are "".
-    Keys are those in the config of the run, unless `options` has others. Raises `UnreachableError` when no broker
-    serves within `connect_timeout_s`, and `ConfigError` for no such place.
+    already. None: the rendezvous in HEADRACE_FLEET__RENDEZVOUS. A fleet of several brokers has a list of places, and
+    gets a list of addresses: "" for a broker that does not serve. Keys are those in the config of the run, unless
+    `options` has others. Raises `UnreachableError` when no broker serves within `connect_timeout_s`, and `ConfigError`
+    if `where` names no place.
     """
     several = isinstance(where, Sequence) and not isinstance(where, str)
     places = list(where) if isinstance(where, Sequence) and not isinstance(where, str) else [where]
@@ -101,7 +101,7 @@ def _source_at(where: Where) -> AddressSource:
 
 
 def await_start(run_dir: Path, timeout_s: float) -> None:
-    """Wait until the fleet in `run_dir` runs: not before its start, nor after it has stopped.
+    """Wait until the fleet in `run_dir` runs: it has started, and has not stopped.
 
     Raises `UnreachableError` when that takes longer than `timeout_s`.
     """

@@ -44,7 +44,7 @@ class StopDeadline:
 
     - short_s: seconds after which an update ends with the training steps that are done.
     - last_s: seconds after which no update begins its training steps, and no update that must be `whole` goes on.
-    - alive: called whenever it is asked.
+    - alive: called at every check of the deadline.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Positioned(Protocol):
 class LoadedState:
     """The state that an earlier life of the learner saved.
 
-    - policy: as it was given: name -> tensor, or module id -> its own. State of connectors is arrays.
+    - policy: as it was given: name -> tensor, or module id -> {name -> tensor}. State of connectors is arrays.
     - position: for `EpisodeStream`.
     - updates, steps: as they were given.
     - more: all further values, by the names under which they were given.
@@ -114,7 +114,7 @@ class LearnerState:
         return self._path
 
     def load(self) -> LoadedState | None:
-        """Return what was saved last, in memory of its own; None if nothing was.
+        """Return the state that was saved last, in its own memory; None if none was saved.
 
         A file of `save_policy` or of the reference learner has no further values. Raises `CheckpointError` for a
         damaged file without a whole one before it.

@@ -80,7 +80,7 @@ class ChunkMinibatches:
     A batch is a dict:
 
     - "obs": (rows, ...), each chunk's T+1 observations one after another.
-    - "lengths": int64 (chunks,), those T+1.
+    - "lengths": int64 (chunks,), the T+1 of each chunk.
     - "state_in": {name: (chunks, ...)}.
     - "step_rows": int64 (steps,), the row that each step was taken from.
     """
@@ -124,7 +124,10 @@ def take(value: Any, rows: slice | Tensor) -> Any:
 
 
 def _groups(chunks: NDArray[np.intp], sizes: NDArray[np.int64], size: int) -> list[NDArray[np.intp]]:
-    """Group `chunks` in their order, about `size` rows to a group. Each goes where its first row falls."""
+    """Group `chunks` in their order, about `size` rows to a group.
+
+    A chunk goes into the group where its first row falls.
+    """
     group = (np.cumsum(sizes) - sizes) // size
     return np.split(chunks, np.flatnonzero(np.diff(group)) + 1)
 

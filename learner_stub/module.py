@@ -67,7 +67,7 @@ class TrainableModule(Protocol):
 def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> TrainableModule:
     """Build the module that workers build by the same name. `where` is the setting that names it.
 
-    Raises `ConfigError` for its path, `ModuleError` for the rest.
+    Raises `ConfigError` for a bad import path, `ModuleError` for any other failure.
     """
     module = build_frozen_module(section, spaces, where)
     missing = [name for name in ("forward_train", "logp", "entropy") if not hasattr(module, name)]

@@ -1,8 +1,8 @@
 """The policies of the fleet in the learner: trained ones, frozen ones, and the mergers of their connectors.
 
-A fleet of one agent has one module without a name (`DEFAULT_MODULE`). Its weights, metrics and checkpoint are those of
-that module with nothing around them. With several modules, each is trained on its own batches by a PPO of its own. All
-are published together, the frozen ones too, so that every worker has the same version of everything.
+A fleet of one agent has one module without a name (`DEFAULT_MODULE`). Its weights, metrics and checkpoint are that
+module's own, without a module id in any name. With several modules, each is trained on its own batches by a PPO of its
+own. All are published together, the frozen ones too, so that every worker has the same version of everything.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LearnerPolicy(Protocol):
 class FrozenPolicy:
     """A module that acts as it was built, or as the checkpoint has it. Its batches are counted.
 
-    Its connectors go on learning: build those that should not with `update = false`, or the like.
+    Its connectors go on learning. Build a connector that must not learn with an option such as `update = false`.
     """
 
     def __init__(self, module: nn.Module) -> None:

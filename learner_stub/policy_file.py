@@ -33,8 +33,8 @@ def save_policy(
 
     - state_dict: as for `WeightPublisher.publish`, with state of connectors beside the tensors, if there is any.
     - updates, steps: how far training has come, for people and for `learner.evaluate_every_steps`.
-    - epoch: of the stream. A learner that another one has replaced must not undo the other's work. None: that of the
-      file that is there.
+    - epoch: the stream's epoch, by which a replaced learner cannot undo its successor's work. None: the epoch of the
+      existing file.
 
     The file has no optimizer and no position in the stream, so the reference learner cannot go on from it.
 

@@ -38,7 +38,7 @@ class WeightPublisher:
     `EpisodeStream` on the same endpoint, which pumps it while it waits. With several brokers, each gets all versions
     under the same seq and its own epoch.
 
-    endpoint, keys, run_dir, rendezvous: as of the stream.
+    endpoint, keys, run_dir, rendezvous: as for `EpisodeStream`.
 
     Raises:
         FencedError: a newer learner has taken over; later calls raise it too.
@@ -94,7 +94,7 @@ class WeightPublisher:
 
     @property
     def acknowledged(self) -> Version:
-        """Return the newest version that the broker has, or that all have of several that answer."""
+        """Return the newest version that the broker has; of several, the newest that all answering brokers have."""
         answering = [broker for broker in self._brokers if broker.joined] or self._brokers
         return min((broker.acknowledged for broker in answering), key=lambda version: version[1])
 
@@ -171,7 +171,7 @@ class WeightPublisher:
         self.close()
 
     def _raise_refused(self) -> None:
-        """Raise once the error for a version that a worker refused, but not while another is being published."""
+        """Raise the error for a version that a worker refused, once, but not while another is being published."""
         for broker in self._brokers:
             if not self._publishing and (error := broker.take_refused()) is not None:
                 raise error

@@ -44,13 +44,16 @@ class ReadyBatches:
         self._episodes: dict[SourceKey, SourceEpisodes] = {}
         self._ready: deque[_Ready] = deque()
         self._ends: list[Arrival] = []
-        """Ends that wait for the spaces, of which their markers are made. A new broker may not know them yet."""
+        """Ends that wait for the spaces, from which markers are made. A new broker may not know the spaces yet."""
 
     def __len__(self) -> int:
         return len(self._ready)
 
     def hand_out(self, newest: Version = (0, 0)) -> ChunkBatch:
-        """Return the next batch; there must be one. `newest` is as of `open`, now: markers may have gone out before."""
+        """Return the next batch; there must be one.
+
+        `newest` is the present newest version, which may be above that of `open`.
+        """
         ready = self._ready.popleft()
         if ready.settles:
             self._session.settle(ready.arrival, ready.committed, ready.dropped)
@@ -115,7 +118,7 @@ class ReadyBatches:
             self._session.settle(arrival, committed, dropped)
 
     def _leave_out(self, arrival: Arrival, episodes: SourceEpisodes, reason: str, lost: dict[str, Count]) -> None:
-        """Note a hole in this source. One without a batch is settled already, and only counted."""
+        """Note a hole in this source. A hole without a batch is settled already: only count its steps."""
         episodes.gap_reason = reason
         self.dropped.update({name: steps for name, (steps, _) in lost.items()})
         if arrival.batch is not None:

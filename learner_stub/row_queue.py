@@ -17,7 +17,7 @@ log = logging.getLogger("headrace.learner")
 MOST_WAITING = 1000
 """Most rows kept while the broker or Redis is away. Beyond it the oldest are dropped."""
 GATHER_S = 0.1
-"""Rows that come soon after one another go in one message."""
+"""Least seconds between two messages. Rows that are logged in between go in one message."""
 
 
 class RowQueue:
@@ -55,7 +55,7 @@ class RowQueue:
         self._rows.append(LearnerRow(epoch=epoch, number=self._number, weights_seq=weights_seq, values=values))
 
     def due(self, now: float, *, at_once: bool = False) -> list[LearnerRow]:
-        """Return the rows to send now, in order, and take them for sent; those of one message at most."""
+        """Return the rows to send now, in order, at most those of one message. Count them as sent."""
         if now < self._not_before and not at_once:
             return []
         rows = [row for row in self._rows if row.number > self._sent][:MOST_ROWS]
@@ -64,7 +64,7 @@ class RowQueue:
         return rows
 
     def send_again(self) -> None:
-        """Make all rows due that are not stored: the broker may be another one, or a message had no connection."""
+        """Make all rows due that are not stored: the broker may be a new one, or a message was not sent."""
         self._sent = 0
 
     def stored(self, newest: Version) -> None:

@@ -1,8 +1,8 @@
 """The learner's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
 
 It takes every batch of each source (one incarnation of a worker) exactly once and in order. Each arrival becomes an
-`Arrival` in one queue. The stream takes arrivals from there and calls `settle` with what it made of each batch.
-`commit` declares everything taken so far as settled.
+`Arrival` in one queue. The stream takes arrivals from there and calls `settle` with the result for each batch. `commit`
+declares everything taken so far as settled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from headrace.schemas.messages import (
 log = logging.getLogger("headrace.learner")
 
 _MOST_SETTLED = MOST_COUNT // 2
-"""Batches are added to what the broker says is settled; the sum has to stay a count too."""
+"""Most batches, steps or chunks that the broker may report as settled. The learner adds its own, and the sum must stay
+a count.
+"""
 
 _FIGURES_S = 0.25
 """Figures of the learner go with a commit at this interval, and with each that is urgent."""
@@ -133,7 +135,7 @@ class LearnerSession:
             handler(message)
 
     def receive_batch(self, header: BatchHeader, content: object, now: float) -> None:
-        """Take a BATCH whose `content` `take` gives back. Keep the next batch of its source; ignore earlier ones."""
+        """Take a BATCH; `take` returns its `content`. Keep the next batch of its source; ignore earlier ones."""
         self._heard = now
         self.exhausted = False
         if self.state is not LearnerSessionState.ACTIVE:
@@ -163,7 +165,7 @@ class LearnerSession:
         return arrival
 
     def settle(self, arrival: Arrival, committed: Count, dropped: dict[str, Count]) -> None:
-        """Record what the stream made of a batch, or that the user took an end; counted at the next `commit`."""
+        """Record the result for a batch, or that the user took an end. The next `commit` counts it."""
         source = self._sources[arrival.key]
         if arrival.kind is ArrivalKind.END:
             source.end_taken = True
@@ -293,7 +295,7 @@ class LearnerSession:
 
     def _on_status(self, status: Status) -> None:
         self.status = status
-        self.epoch = max(self.epoch, status.epoch)  # the WELCOME that told so may be lost
+        self.epoch = max(self.epoch, status.epoch)  # the WELCOME with it may be lost
         self.published = max(self.published, status.published)
         self._learn_spaces(status.spaces)
 

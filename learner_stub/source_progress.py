@@ -49,7 +49,7 @@ class SourceProgress:
     ended: bool = False
     """True once the end of the source has arrived."""
     end_taken: bool = False
-    """True once the user has taken it."""
+    """True once the user has taken the end."""
     end_committed: bool = False
 
 

@@ -10,7 +10,7 @@ from headrace.schemas.errors import WindowStalledError
 from headrace.schemas.messages import Status
 
 STARVED_S = 3.0
-"""Two heartbeats, after which the broker's word on the workers is newer than all that they were told."""
+"""Two heartbeats. After them the broker's status of the workers is newer than its last messages to them."""
 
 STALLED_S = 30.0
 
@@ -32,7 +32,10 @@ class StallDetector:
         self._waited_s = self._hinted_s = 0.0
 
     def add_wait(self, seconds: float) -> None:
-        """Note that nothing came for `seconds` more. Raises `WindowStalledError` when all would wait for ever."""
+        """Note that nothing came for `seconds` more.
+
+        Raises `WindowStalledError` when learner and workers would wait for ever.
+        """
         before, self._waited_s = self._waited_s, self._waited_s + seconds
         if self._waited_s // _SAY_WAITING_S > before // _SAY_WAITING_S:
             log.info("no batch for %.0f s: %s", self._waited_s, self._whom())
@@ -53,7 +56,7 @@ class StallDetector:
         return self._waited_s >= STARVED_S and self._all_wait
 
     def _whom(self) -> str:
-        """Return what the brokers that answer last said of the workers, in words."""
+        """Return, in words, what the answering brokers last reported of the workers."""
         told = self._told()
         workers, blocked = sum(status.workers for status in told), sum(status.workers_blocked for status in told)
         if not told:
@@ -66,7 +69,7 @@ class StallDetector:
 
     @property
     def _all_wait(self) -> bool:
-        """Return whether, by the brokers' last word, every worker's window is full and a commit would make room."""
+        """Return whether, by the brokers' last status, every worker's window is full and a commit would make room."""
         told = self._told()
         workers, blocked = sum(status.workers for status in told), sum(status.workers_blocked for status in told)
         return 0 < workers == blocked and self._uncommitted() > 0

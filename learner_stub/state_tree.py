@@ -1,4 +1,4 @@
-"""A learner's own values as named arrays and JSON, and back to what they were: nothing is run to read them.
+"""Converts a learner's own values to named arrays and JSON, and back, without running any code from them.
 
 Values are tensors, arrays, numbers, text, bools, None, and dicts, lists and tuples of these. So the state of any torch
 optimizer or scheduler fits, and those of random generators of torch, numpy and Python.
@@ -29,7 +29,7 @@ _LARGEST_DIGITS = 1000
 def pack(value: Any, prefix: str) -> tuple[Any, dict[str, NDArray[Any]]]:
     """Return (JSON, arrays by name) for `value`. Names of arrays begin with `prefix`. Arrays are not copied.
 
-    Raises `EncodeError` naming what has no place in a file.
+    Raises `EncodeError` naming a value that no file can hold.
     """
     packer = _Packer(prefix)
     return packer.pack(value, "", 0), packer.arrays

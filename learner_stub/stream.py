@@ -68,8 +68,8 @@ class EpisodeStream:
     - silence_timeout_s: how long all brokers may be silent before the fleet counts as ended. One that was stopped, as
       its run directory says, counts as ended after 10 s.
     - run_dir: the fleet's run directory, where the stream finds the broker after a restart of `headrace up`; see `of`.
-    - rendezvous: the file or URL where the fleet's broker publishes its addresses, as another such place; with several
-      brokers a list, and an endpoint that is not known yet is "".
+    - rendezvous: the file or URL where the fleet's broker publishes its addresses, in place of `run_dir`. With several
+      brokers: a list. An endpoint that is not known yet is "".
     - keys: a folder with learner.secret and broker.public, or the run directory of a fleet on this machine, which has
       its token. None: the folder in the environment's HEADRACE_KEYS__DIR, or no keys. "" is no keys. Without keys, the
       stream finds the token of a fleet on this machine by itself, if the same user has started it.
@@ -132,7 +132,7 @@ class EpisodeStream:
         self.token = connection.stream_token(endpoints)
         self._brokers: list[BrokerStream] = []
         self._agreeing = 0
-        """How many brokers have told spaces, the same ones."""
+        """Number of brokers whose spaces were compared and are equal."""
         self._turn = 0
         """The broker whose batch is handed out next, if it has one."""
         sources = address_sources(run_dir, rendezvous, len(endpoints))
@@ -207,7 +207,7 @@ class EpisodeStream:
             self.pump(min(left, 0.1))
 
     def _next_broker(self) -> BrokerStream | None:
-        """Return a broker of which a batch is ready, each in turn; None if there is none."""
+        """Return the next broker, in turn, with a batch that is ready; None if there is none."""
         for broker in (*self._brokers[self._turn :], *self._brokers[: self._turn]):
             if broker.open_next():
                 self._turn = (self._brokers.index(broker) + 1) % len(self._brokers)
@@ -291,7 +291,7 @@ class EpisodeStream:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether every broker has told last that it has no worker and holds no batch: none comes soon."""
+        """Return whether every broker last reported no worker and no batch: no batch comes soon."""
         return all(broker.session.exhausted for broker in self._brokers)
 
     @property

@@ -1,4 +1,4 @@
-"""Measures what a learner's time goes to: waiting for data, decoding, publishing, and everything else, as training."""
+"""Measures how a learner spends its time: waiting for data, decoding, publishing, and everything else, as training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TimeSpent:
     - publish: in `publish` and `log` of a `WeightPublisher`.
     - train: everything else. It is the user's own code, with commits and checkpoints.
 
-    The thread is the one that reads the stream. What other threads do counts as no part: ZeroMQ's own, which receive
-    while the learner trains, and threads of the user. Where a thread of its own reads the stream and hands batches on,
-    `train` is what that thread does between two batches, also while it waits to hand one on.
+    The thread is the one that reads the stream. The time of other threads counts as no part: ZeroMQ's own, which
+    receive while the learner trains, and threads of the user. Where a thread of its own reads the stream and hands
+    batches on, `train` is what that thread does between two batches, also while it waits to hand one on.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +45,10 @@ class TimeSpent:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time of the block as this part, if this thread is measured. A part within another is not of it."""
+        """Count the time of the block as this part, if this thread is measured.
+
+        The time of a nested part does not count for the outer one.
+        """
         if self._thread != threading.get_ident():
             yield
             return

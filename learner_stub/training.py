@@ -1,6 +1,7 @@
 """The learner process: gather batches, train, checkpoint, commit, publish.
 
-It commits nothing before it is in the checkpoint, so everything that a killed learner had not written comes again.
+The learner commits a batch only after the checkpoint has it. So all steps that a killed learner had not written come
+again.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def run_learner(
     """Run the learner process: go on from the checkpoint in `run_dir`, or begin.
 
     Returns after SIGTERM; main thread only. `alive` is called often, as a sign of life, and `on_batch` for each batch.
-    `source` says where the broker moves to. Several brokers have a list of both.
+    `source` names the broker's new address if it moves. For several brokers `endpoint` and `source` are lists.
 
     Raises `ConfigError` and `ModuleError` for the modules, `ConnectorError` for their connectors, `CheckpointError`,
     `FencedError` when another learner takes over, and the errors of `EpisodeStream` about the broker.

@@ -12,7 +12,7 @@ _UPDATES = 8
 """Number of updates over which the size is averaged."""
 
 _COMMITS = 64
-"""An update that goes on counts with at most what was handed out in so many commits.
+"""An unfinished update counts with the steps of at most this many commits.
 
 A recorder or an evaluation publishes weights once, so its update never ends.
 """
@@ -47,12 +47,12 @@ class UpdateSize:
         self._batch = max(steps, self._batch * 15 // 16)
 
     def commit(self) -> None:
-        """Note that what was handed out is settled."""
+        """Note that all batches handed out are settled."""
         if self._commits[-1]:
             self._commits.append(0)
 
     def end(self) -> None:
-        """Note that the learner has trained on what it was handed."""
+        """Note that the learner has trained on all batches handed out."""
         self.has_ended = True
         if self._gathered:
             self._recent.append(self._gathered)
@@ -61,7 +61,7 @@ class UpdateSize:
         self._commits.append(0)
 
     def widen(self) -> None:
-        """Ask for twice as much until the end of this update: what was asked for was not enough."""
+        """Ask for twice as many steps until the end of this update, since the number asked for was too small."""
         self._widened = min(2 * self._widened, 1 << 10)
 
     @property

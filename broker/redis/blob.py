@@ -105,7 +105,7 @@ class RedisBlob:
         return answer.decode() if isinstance(answer, bytes) else "moved"
 
     def load(self) -> StoredBlob | None:
-        """Return the current value, whole; None when there is none or its blob is not what it says."""
+        """Return the current value; None if there is none, or if its blob does not have the sizes that it names."""
         current = self.version()
         if current is None:
             return None

@@ -34,7 +34,7 @@ TIMEOUT_S = 0.25
 START_IT = "start it, correct --redis-url, or leave it out"
 MAKE_USERS = "make users with the rights that a fleet needs: headrace keys redis --fleet-id ID"
 
-# A user with least rights may not tell Redis the name of the library, which the library does at each connection.
+# redis-py sends its own name on each connection. A user with least rights is not allowed to do that.
 _SAYS_NO_NAME: dict[str, Any] = (
     {"driver_info": None}
     if "driver_info" in inspect.signature(AbstractConnection.__init__).parameters
@@ -79,7 +79,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> redis.Redis:
 
 
 def _tls_options(query: str) -> dict[str, Any]:
-    """Return what the library should do by TLS where the URL says nothing else."""
+    """Return the library's options for TLS that the URL does not set."""
     given = parse_qs(query)
     if "ssl_keyfile" in given and "ssl_certfile" not in given:
         raise ValueError("a key without its certificate")
@@ -90,7 +90,7 @@ def _tls_options(query: str) -> dict[str, Any]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return one line that says why Redis did not do what was asked."""
+    """Return one line that says why a call to Redis failed."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text[:200]
 
@@ -98,7 +98,7 @@ def in_words(error: BaseException) -> str:
 def unusable(url: str, error: BaseException, timeout_s: float, advice: str = START_IT) -> RedisUnavailableError:
     """Return the error that says why the Redis at `url`, whose call has raised `error`, cannot be used.
 
-    Where no connection came about, looks for the reason in TLS, which may take `timeout_s` a few times.
+    If no connection was made, try the steps of TLS to find the reason, which may take `timeout_s` a few times.
     """
     reason = in_words(error)
     if isinstance(error, NoPermissionError):

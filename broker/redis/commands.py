@@ -18,7 +18,9 @@ from headrace.schemas.accounts.redis_keys import CHECK, key_name
 
 WRITER, READER = "writer", "reader"
 USERS = (WRITER, READER)
-"""The users of a fleet: the writer is of broker, supervisor and learner; the reader is of all who only look."""
+"""The users of a fleet: broker, supervisor and learner connect as the writer; programs that only read connect as the
+reader.
+"""
 
 _KEY, _STREAM = "{key}", "{stream}"
 _SCRIPT = "return 1"
@@ -27,9 +29,10 @@ _SCRIPT_ID = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, named as ACL rules do, by the writer or both users.
+    """A command, named as in ACL rules. `user` is WRITER if only the writer may use it, READER if both may.
 
-    `trial` has arguments with which it does no harm; None: a connection has used it already if it needs it.
+    `trial`: arguments with which the command does no harm. None: every connection that needs the command has used it
+    already.
     """
 
     name: str
@@ -37,7 +40,7 @@ class Command:
     trial: tuple[str, ...] | None = ()
 
 
-# In this order the trials succeed, and leave nothing.
+# In this order the trials succeed, and leave no key in Redis.
 COMMANDS = (
     Command("ping", READER),
     Command("select", READER, None),
@@ -95,9 +98,9 @@ class Lacking:
 
 
 def lacking_rights(client: redis.Redis, fleet_id: str) -> Lacking | None:
-    """Try every command on keys of the fleet that go again. Return what the user may not; None if nothing is lacking.
+    """Try every command on temporary keys of the fleet. Return the rights that the user lacks; None if it lacks none.
 
-    May raise the errors in `client.REDIS_FAILURES`, also for what the server refuses to all.
+    May raise the errors in `client.REDIS_FAILURES`, also for commands that the server refuses to all users.
     """
     names = {word: key_name(fleet_id, CHECK, one=secrets.token_hex(4)) for word in (_KEY, _STREAM)}
     tried = [command for command in COMMANDS if command.trial is not None]

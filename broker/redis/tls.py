@@ -1,4 +1,4 @@
-"""The reason for which no connection to Redis by TLS comes about, found by trying its steps one by one."""
+"""Finds the reason why a TLS connection to Redis fails, by trying the steps of TLS one by one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSALS = (
 
 
 def tls_problem(url: str, timeout_s: float) -> tuple[str, str] | None:
-    """Return what is wrong and what to do, for people; None where TLS is not what is wrong.
+    """Return the problem with TLS and the remedy, for people; None if TLS is not the problem.
 
     Connects to the server at `url`. Each step may take `timeout_s` seconds.
     """

@@ -1,6 +1,6 @@
 """`headrace chaos`: a real fleet, a schedule of faults made from a seed, and a judgement by sources outside Headrace.
 
-It is a room of its own because nothing else in `deploy` may depend on it: a fleet runs without it.
+It is a package of its own because nothing else in `deploy` may depend on it: a fleet runs without it.
 
     schedule   what happens when, made from the seed alone
     trial      starts the fleet, injects the schedule, drains
@@ -8,7 +8,7 @@ It is a room of its own because nothing else in `deploy` may depend on it: a fle
     relay      a TCP relay, so that a link can be cut without root
     strangers  peers that send nonsense to every port
     truth      an env that writes one byte a step, and the reading of these files
-    recorder   a learner that writes down what it was given
+    recorder   a learner that records the batches it gets
     history    the judgement of that record
     checks     all judgements together
     report     terminal, JSON and HTML

@@ -1,4 +1,4 @@
-"""The judgement of a trial: what must hold after any faults, each from sources that do not derive from one another."""
+"""The judgement of a trial: the promises that must hold after any faults, each checked from independent sources."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ledger:
     folded: dict[int, FoldedLives] = field(default_factory=dict)
 
     def key_of(self, life: Life) -> Life:
-        """Return the life under which the ledger has this one."""
+        """Return the ledger's key for a life: incarnation 0 of its slot if the life is folded."""
         slot, incarnation = life
         return (slot, 0) if slot in self.folded and incarnation in self.folded[slot] else life
 
@@ -57,7 +57,7 @@ class Ledger:
 
 @dataclass
 class Check:
-    """One promise, what was seen, and a sentence for each way in which it is broken."""
+    """One promise, the evidence seen, and a sentence for each violation."""
 
     promise: str
     seen: str = ""
@@ -109,7 +109,7 @@ class Moments:
 
 
 def judge(outcome: Outcome) -> Judgement:
-    """Judge a trial by its files and by Redis, which is started for this time. Sets the recovery of each event."""
+    """Judge a trial by its files and by Redis, which is started for the call. Set the recovery of each event."""
     ledger, audits = _audits(outcome.folders.fleet)
     record = outcome.folders.record / RECORD
     history, moments = History(), Moments(outcome)
@@ -249,7 +249,7 @@ def _check_history(history: History, moments: Moments) -> Check:
 
 
 def _check_settled(history: History, ledger: Ledger, moments: Moments) -> Check:
-    """Compare what the learner wrote down with what the ledger has as committed, life by life."""
+    """Compare the steps in the learner's record with the committed steps in the ledger, life by life."""
     check = Check("what the learner got is what the ledger has as committed")
     recorded = Counter[Life]()
     for life, steps in history.steps.items():
@@ -282,7 +282,7 @@ def _check_recovery(outcome: Outcome) -> Check:
 
 
 def _note_recovery(injected: Iterable[Injected], line: Line) -> None:
-    """Note this batch for each event that still waits for a step that was taken after it."""
+    """Note this batch as the recovery of each event that still waits for a step taken after it."""
     for one in injected:
         waits = not one.skipped and one.recovery_s is None and line.seq and line.seconds >= one.over
         if not waits or line.seq <= one.cut.get(line.life, 0):

@@ -1,4 +1,4 @@
-"""How each kind of fault is injected and undone. An injection returns what undoes it.
+"""Injection of each kind of fault. An injection returns the function that undoes it.
 
 A fault that cannot be injected at its moment (its target is between two lives) is skipped, and the report says so.
 """
@@ -36,7 +36,7 @@ _NOWHERE = ("127.0.0.1", 1)
 
 
 class SkippedError(Exception):
-    """A fault that cannot be injected now, or here. Its text says why. It never leaves this room."""
+    """A fault that cannot be injected now, or here. Its text says why. It never leaves this package."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Target:
 
 
 def inject(event: Event, target: Target) -> Undo:
-    """Inject a fault; return what undoes it. Raises `SkippedError`."""
+    """Inject a fault; return the function that undoes it. Raises `SkippedError`."""
     return _FAULTS[event.kind](event, target)
 
 
@@ -58,7 +58,7 @@ def inject(event: Event, target: Target) -> Undo:
 
 
 def mount_small_disk(folder: Path) -> str:
-    """Mount a small file system at `folder`. Return why that is not possible; "" if it was done."""
+    """Mount a small file system at `folder`. Return the reason for a failure; "" if it was mounted."""
     if os.geteuid() != 0:
         return "the run directory needs a small file system of its own, which only root can mount"
     command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK},mode=0700", "headrace-chaos", str(folder)]
@@ -151,13 +151,13 @@ def _flush(event: Event, target: Target) -> Undo:
 
 
 def _full(event: Event, target: Target) -> Undo:
-    """Let it refuse writes for want of memory."""
+    """Make Redis refuse writes for lack of memory."""
     _ask_redis(target, lambda client: client.config_set("maxmemory", 1))
     return _later(target, lambda client: client.config_set("maxmemory", 0))
 
 
 def _read_only(event: Event, target: Target) -> Undo:
-    """Make it a replica of a server that does not exist."""
+    """Make Redis a replica of a server that does not exist."""
     _ask_redis(target, lambda client: client.replicaof(*_NOWHERE))
     return _later(target, lambda client: client.replicaof("NO", "ONE"))
 
@@ -175,7 +175,7 @@ def _ask_redis(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
 
 
 def _later(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
-    """Return what asks Redis. A server that has died has forgotten the fault with its life."""
+    """Return a function that undoes a fault in Redis. A dead server needs no undo: a restart removes the fault."""
 
     def undo() -> None:
         with contextlib.suppress(SkippedError):
@@ -188,7 +188,7 @@ def _later(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
 
 
 def _strangers(event: Event, target: Target) -> Undo:
-    """Send them from a thread, so that the schedule goes on."""
+    """Send strangers from a thread, so that the schedule goes on."""
     endpoints = target.processes.endpoints()
     if not endpoints:
         raise SkippedError("the broker did not serve")

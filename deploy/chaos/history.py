@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
     @property
     def life(self) -> Life:
-        """Return the life of the worker that sent it."""
+        """Return the life of the worker that sent the batch."""
         return self.slot, self.incarnation
 
 

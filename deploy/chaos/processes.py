@@ -1,6 +1,6 @@
 """The processes of a trial: `headrace up`, a recording learner, and a worker that came from elsewhere.
 
-Those that the trial starts itself are started again when they end. `headrace up` is too: its run directory is kept.
+The trial restarts these processes when they end. `headrace up` keeps its run directory over a restart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PAUSE_S = 0.5
 
 @dataclass
 class Folders:
-    """The folder of a trial, and what stands in it."""
+    """The folder of a trial, and the paths in it."""
 
     root: Path
 
@@ -50,7 +50,7 @@ class Folders:
 
     @property
     def logs(self) -> Path:
-        """Return the folder of what the trial's own processes printed."""
+        """Return the folder with the output of the trial's own processes."""
         return self.root / "logs"
 
     @property
@@ -73,7 +73,7 @@ class OwnProcess:
     _start_at: float = 0.0
 
     def tend(self) -> int | None:
-        """Start it when it does not run. Return the exit code of a life that has just ended."""
+        """Start the process if it does not run. Return the exit code of a life that has just ended, else None."""
         returncode = None
         if self.process is not None and (returncode := self.process.poll()) is not None:
             self.process = None
@@ -84,7 +84,7 @@ class OwnProcess:
         return returncode
 
     def start(self) -> None:
-        """Start its next life."""
+        """Start the process again."""
         self.lives += 1
         with self.log.open("ab") as log, self.log.with_suffix(".out").open("ab") as out:
             self.process = subprocess.Popen(
@@ -93,7 +93,7 @@ class OwnProcess:
 
     @property
     def pid(self) -> int | None:
-        """Return its pid; None between two lives."""
+        """Return the pid of the process; None while it does not run."""
         return self.process.pid if self.process is not None and self.process.poll() is None else None
 
     def stop(self, deadline_s: float = STOP_S) -> int:
@@ -119,7 +119,7 @@ class OwnProcess:
             self.process.send_signal(number)
 
     def last_line(self) -> str:
-        """Return the last line it wrote to stderr."""
+        """Return the last line that the process wrote to stderr."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - (1 << 16)))
             lines = file.read().decode(errors="replace").split("\n")
@@ -128,7 +128,7 @@ class OwnProcess:
 
 
 class FleetProcesses:
-    """The fleet and what joins it."""
+    """The processes of the fleet, and those that join it."""
 
     def __init__(self, folders: Folders, learner_endpoint: str, worker_endpoint: str) -> None:
         self._folders = folders
@@ -202,7 +202,7 @@ def _headrace(command: str) -> list[str]:
 
 
 def _is_child(pid: int, parent: int) -> bool:
-    """Return whether this is still the supervisor's process: another program may have been given its pid."""
+    """Return whether `pid` is a child or grandchild of `parent`: another program may have got the pid by now."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

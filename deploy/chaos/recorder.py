@@ -1,11 +1,11 @@
-"""A learner that trains nothing and writes down each batch, so that what a learner gets can be judged from outside.
+"""A learner that trains nothing and records each batch, for an independent judgement of what a learner gets.
 
     FOLDER/record.jsonl     a line for each batch, see `line_of`
     FOLDER/position.json    how long the record is, and the position in the stream there; replaced in one step
     FOLDER/slow             seconds that it waits after each batch, while the file exists
 
-It commits what stands in both files. After a kill, lines that `position.json` does not cover are cut off: these batches
-come again. So the record has each batch once, or the fleet broke its promise.
+It commits only batches that are in both files. After a kill, it cuts off lines that `position.json` does not cover: the
+fleet sends these batches again. If the record then lacks or repeats a batch, the fleet broke its promise.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Record:
         self._lines: list[bytes] = []
 
     def add(self, batch: ChunkBatch) -> None:
-        """Take a batch. It is not in the files before `save`."""
+        """Add a batch. `save` writes it to the files."""
         self._lines.append(line_of(batch, time.monotonic()))
 
     def save(self, position: list[dict[str, Any]]) -> bool:
-        """Write what was added, with the position after it. Return whether there was anything."""
+        """Write the added batches, with the position after them. Return whether there were any."""
         if not self._lines:
             return False
         text = b"".join(self._lines)
@@ -76,7 +76,7 @@ def line_of(batch: ChunkBatch, now_s: float) -> bytes:
 
 
 def record(endpoint: str, folder: Path, run_dir: Path) -> None:
-    """Record the stream of the fleet in `run_dir`, by way of `endpoint`, until told to stop.
+    """Record the stream of the fleet in `run_dir`, from `endpoint`, until a stop signal.
 
     Raises the errors of `EpisodeStream`.
     """

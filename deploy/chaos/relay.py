@@ -1,4 +1,4 @@
-"""A TCP relay in a thread: what it forwards can be cut or held back, which needs no root."""
+"""A TCP relay in a thread. It can cut or hold back the connections that it forwards, without root."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Event(BaseModel):
 
     @property
     def name(self) -> str:
-        """Return its kind, and what makes it another fault than others of that kind."""
+        """Return the kind of the fault, and the detail that tells it from other faults of that kind."""
         return " ".join((self.kind.value, *filter(None, (" + ".join(self.targets), self.detail))))
 
     def in_words(self) -> str:
@@ -103,7 +103,7 @@ class Plan(BaseModel):
         return 60.0 * self.minutes
 
     def slots_hit_by(self, event: Event) -> set[int]:
-        """Return the slots of the fleet whose workers an event kills or stops; the supervisor's end is theirs too."""
+        """Return the slots of the fleet whose workers an event kills or stops; the supervisor's end hits all slots."""
         if event.kind is Kind.KILL and SUPERVISOR in event.targets:
             return set(range(self.workers))
         return {int(target.removeprefix(SLOT_TARGETS)) for target in _workers_in(event.targets)}
@@ -178,7 +178,7 @@ def _draw(kind: str, rng: random.Random, workers: int, lease_s: float) -> Iterat
             for step in range(rng.randint(3, 5)):
                 yield Event(at_s=step * _BURST_GAP_S, kind=Kind.KILL, targets=(rng.choice(everything),))
         case ["stop", length]:
-            # A supervisor that stands still watches nothing, so a longer stop proves nothing about it.
+            # A stopped supervisor watches nothing, so a longer stop tests nothing more.
             target = rng.choice(everything if length == "short" else tuple(sorted({*everything} - {SUPERVISOR})))
             lasts = round((0.4 if length == "short" else 1.8) * lease_s, 2)
             yield Event(at_s=0, kind=Kind.STOP, targets=(target,), seconds=lasts)

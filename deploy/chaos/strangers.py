@@ -4,9 +4,11 @@
     frames     ZeroMQ messages of random frames, and valid ones cut short
     numbers    valid messages with numbers that no peer could mean, as a worker, a learner or a supervisor
 
-Those that send messages show the fleet's token, as any process of this user can: without it the fleet would hear none.
+Strangers that send messages show the fleet's token, as any process of this user can. Without it, the fleet would drop
+the messages.
 
-None of them says what only a key could tell from the truth: a plausible HELLO for a slot of the fleet, or a learner's.
+No stranger sends a message that only a key could tell from a true one: a plausible HELLO for a slot of the fleet, or a
+learner's.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ FIRST_SLOT = 900_000
 
 
 def visit(kind: str, endpoints: Mapping[str, str], fleet_id: str, seed: int) -> None:
-    """Send this kind of nonsense to each port's endpoint (tcp://HOST:PORT). One that does not answer is left out."""
+    """Send this kind of nonsense to each port's endpoint (tcp://HOST:PORT). Skip a port that does not answer."""
     rng = random.Random(f"strangers {seed}")
     for port, endpoint in endpoints.items():
         if kind == "bytes":
@@ -51,7 +53,7 @@ def _send_bytes(endpoint: str, rng: random.Random) -> None:
             contextlib.suppress(OSError),
             socket.create_connection((parts.hostname or "", parts.port or 0), _CONNECT_S) as connection,
         ):
-            # Every second one begins as ZeroMQ does, so that it gets beyond the greeting.
+            # About half of the connections start with a ZeroMQ greeting, so that the bytes get past the greeting.
             greeting = b"\xff\0\0\0\0\0\0\0\1\x7f\3" if rng.random() < 0.5 else b""
             connection.sendall(greeting + rng.randbytes(rng.randrange(1, 1 << 16)))
 

@@ -207,7 +207,7 @@ class Trial:
             time.sleep(TURN_S)
 
     def _inject(self, event: Event, *, may_wait: bool) -> bool:
-        """Inject an event, or note why not. Return False to try again: a target may be between two lives."""
+        """Inject an event, or note why it is skipped. Return False to retry: a target may be between two lives."""
         injected = Injected(event, time.monotonic())
         injected.skipped = self.outcome.skipped_kinds.get(event.kind.value, "")
         if not injected.skipped:
@@ -235,7 +235,7 @@ class Trial:
         injected.cut = self._newest_batches()
         injected.awaited = self._plan.slots_hit_by(injected.event)
         if injected.event.kind is Kind.KILL:
-            # What a dying worker still cut is no recovery: only its slot's next life is.
+            # A batch that a dying worker still cut is no recovery. Only a batch of the slot's next life is.
             dead = (life for life in injected.cut if life[0] in injected.awaited)
             injected.cut |= dict.fromkeys(dead, MOST_COUNT)
 
@@ -245,7 +245,7 @@ class Trial:
         truth.take_back_order(self._folders.truth)
 
     def _tend(self) -> None:
-        """Start what has ended again, and note what ended by itself."""
+        """Restart processes that have ended, and note ends that the schedule does not explain."""
         for own in self._processes.own:
             returncode = own.tend()
             if returncode is None or not self._is_unexpected(own, returncode):
@@ -260,10 +260,10 @@ class Trial:
     def _is_unexpected(self, own: OwnProcess, returncode: int) -> bool:
         """Return whether no event of the schedule explains this end."""
         if returncode == -signal.SIGKILL:
-            return False  # by the schedule: nothing else sends it
+            return False  # the schedule sent it: nothing else sends SIGKILL
         if own is self._processes.up and returncode == ExitCode.RUN_DIR:
             return not self._disk_is_full
-        # A worker that was stopped beyond its lease finds that its slot is not its own any more.
+        # A worker that was stopped for longer than its lease finds its slot taken, and is fenced.
         return own is not self._processes.elsewhere or returncode != ExitCode.FENCED
 
     # -- the end ------------------------------------------------------------------------------------------------------

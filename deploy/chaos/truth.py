@@ -4,9 +4,9 @@ The files are the only count of steps that no part of Headrace keeps. Each env i
 
     SLOT-INCARNATION-INDEX-PID-TIME.steps    its size is the number of steps
 
-A byte is written once the inner env has returned from `step`, also where its answer is bad: it was a step. So a worker
-that dies has at most one byte for each of its envs that it could not count any more. The incarnation is 0 where it
-cannot be known: in a process of envs.
+The witness writes a byte when the inner env has returned from `step`, even if the result is invalid: it was a step. A
+worker that dies therefore has at most one byte for each of its envs that it had not counted yet. The incarnation is 0
+in env processes, where it is unknown.
 
 The env also takes orders: the first env that finds a file `order` fails as the file says.
 """
@@ -56,7 +56,7 @@ def witnessed(context: EnvContext) -> gym.Env[Any, Any]:
 
 
 class Witness(gym.Wrapper[Any, Any, Any, Any]):
-    """Writes one byte a step. Fails when it is ordered to."""
+    """Writes one byte a step. Fails when an order says so."""
 
     def __init__(self, env: gym.Env[Any, Any], settings: Witnessed, slot: int, index: int) -> None:
         super().__init__(env)
@@ -127,6 +127,6 @@ def steps_by_life(folder: Path) -> Counter[Life]:
 
 
 def _own_life() -> Life | None:
-    """Return (slot, incarnation) of this process, by the recorder that it has mapped."""
+    """Return (slot, incarnation) of this process, from the recorder that it has mapped; None without one."""
     match = _RECORDER.search(Path("/proc/self/maps").read_text())
     return (int(match[1]), int(match[2])) if match else None

@@ -60,7 +60,7 @@ class Tally:
 
 
 def play(games: Games, tally: Tally) -> None:
-    """Play one game after another. Steps of an episode that is lost are lost with it."""
+    """Play one game after another. The steps of a lost episode do not count."""
     env = gym.make("CartPole-v1")
     while not tally.stopped.is_set():
         observation, _ = env.reset()
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def until_it_ends(games: Games) -> None:
         try:
             play(games, tally)
-        except Exception as error:  # noqa: BLE001 - the end of a program, which says why
+        except Exception as error:  # noqa: BLE001 - the program prints the error and ends
             tally.failure = error
         finally:
             tally.stopped.set()

@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 
 class LostError(Exception):
-    """The server no longer knows this episode; the next one may go well."""
+    """The server no longer knows this episode. A new episode may work."""
 
 
 class Games(Protocol):
@@ -24,7 +24,7 @@ class Games(Protocol):
         """Begin an episode."""
 
     def act(self, observation: Any, reward: float) -> int:
-        """Return the action for this observation. `reward` is what the action before has earned, 0 at first."""
+        """Return the action for this observation. `reward` is the reward of the previous action, 0 at first."""
 
     def end(self, observation: Any, reward: float, *, truncated: bool) -> None:
         """End the episode with its last observation."""

@@ -25,7 +25,7 @@ class ServerRefusedError(RuntimeError):
 
 
 class PolicyServer:
-    """One connection, for one thread. It repeats a request until it is answered: the server takes no step twice."""
+    """One connection, for one thread. It retries a request until the server answers. The server takes no step twice."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         address = urllib.parse.urlsplit(url)

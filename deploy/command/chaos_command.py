@@ -120,7 +120,7 @@ def resolve_trial(config_path: Path | None, sets: list[str] | None, flags: Mappi
 
 
 def _refuse_other_kinds(config: FleetConfig) -> None:
-    """Raise `ConfigError` for fleets whose envs no witness can be put around, or that other machines join."""
+    """Raise `ConfigError` for fleets whose envs cannot have a witness, or that other machines join."""
     sampling = config.sampling
     for key, wrong, why in (
         ("sampling.policies", bool(sampling.policies), "an env of several agents"),

@@ -121,7 +121,7 @@ def main() -> None:
             print(printable(f"error: {error}"), file=sys.stderr, flush=True)  # noqa: T201
         write_exit_record(exit_record_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
-    except SystemExit as end:  # typer ends a command so, also one with wrong arguments
+    except SystemExit as end:  # typer raises it at the end of a command, also for wrong arguments
         if end.code in (ExitCode.OK, ExitCode.USAGE):
             write_exit_record(exit_record_at, int(end.code))
         raise
@@ -129,7 +129,7 @@ def main() -> None:
 
 @functools.cache
 def command() -> Callable[[], None]:
-    """Return the command line, ready to be called. To make it takes longer than most commands."""
+    """Build and return the command line. Building it takes longer than most commands."""
     return typer.main.get_command(app)
 
 
@@ -230,7 +230,7 @@ def _resumed(resume: Path, run_dir: Path | None, config: Path | None) -> tuple[P
 
 
 def _print_end(summary: Summary, config: FleetConfig, *, as_json: bool) -> None:
-    """Print the summary. A fleet that failed before its first step has nothing to show but its error."""
+    """Print the summary. A fleet that failed before its first step has only its error to show."""
     from headrace.deploy.report.summary import next_command, print_summary
 
     with ignore_closed_reader(sys.stdout):

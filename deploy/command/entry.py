@@ -27,8 +27,8 @@ _START_NOTHING = frozenset(("--help", "--print-config"))
 def main() -> None:
     """Run the command line. Ctrl-C ends it with `INTERRUPTED`, until a command that drains takes the signal.
 
-    SIGINT counts also where it was inherited as ignored, as by `headrace up &` in a script: Ctrl-C in that script ends
-    both.
+    Handle SIGINT even if it was inherited as ignored, as by `headrace up &` in a script. Ctrl-C then ends the script
+    and this process.
     """
     signal.signal(signal.SIGINT, _on_interrupt)
     if sys.argv[1:2] == ["health"]:
@@ -37,7 +37,7 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["up"] and not set(sys.argv) & _START_NOTHING:
             _start_fork_server()
-        gc.disable()  # to look through what stays takes a seventh of the time of all imports
+        gc.disable()  # garbage collection of lasting objects takes a seventh of the import time
         from headrace.deploy.command.cli import main as run_command
 
         gc.enable()
@@ -48,7 +48,7 @@ def main() -> None:
         status = end.code
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     end_process(status)
-    sys.exit(status)  # type: ignore[arg-type]  # output cannot be written, or there is a message: Python tells of it
+    sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
 
 
 def _start_fork_server() -> None:
@@ -57,14 +57,14 @@ def _start_fork_server() -> None:
     from headrace.deploy.process.fork_server import start_early
     from headrace.deploy.process.service_manager import service_manager
 
-    service_manager()  # takes what is for us alone out of the environment
+    service_manager()  # removes variables that are for this process only from the environment
     start_early(child_environment(1))
 
 
 def end_process(status: object) -> None:
-    """End this process as the interpreter would, but leave its objects alone: to free them all takes 0.2 s.
+    """End this process as the interpreter would, but do not free its objects, which takes 0.2 s.
 
-    Return if output cannot be written, or if `status` is no exit code.
+    Return only if output cannot be written, or if `status` is no exit code.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -78,7 +78,7 @@ def end_process(status: object) -> None:
 
 
 def _answer_plain_probe(words: list[str]) -> None:
-    """Answer `headrace health` and end, if it is asked as probes ask it. The command line takes ten times as long."""
+    """Answer `headrace health` and exit, if its options are those of probes. The command line is ten times slower."""
     from headrace.deploy.run.health import answer, asked_plainly
 
     question = asked_plainly(words)

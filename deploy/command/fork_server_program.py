@@ -32,10 +32,10 @@ _MOST_REASON = 500
 def main(arguments: list[str]) -> None:
     """Serve forks until the supervisor has gone. Returns in each forked process, with its command in `sys.argv`."""
     requests, supervisor = socket.socket(fileno=int(arguments[0])), int(arguments[1])
-    gc.disable()  # to look through what stays takes a seventh of the time of all imports
+    gc.disable()  # garbage collection of lasting objects takes a seventh of the import time
     try:
         _import_all()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor executes its processes instead
+    except Exception as error:  # noqa: BLE001 - after any error, the supervisor executes its processes instead
         _refuse(requests, f"could not import what a fleet needs ({type(error).__name__}: {error})")
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
@@ -68,7 +68,7 @@ def _import_all() -> None:
 
 
 def _leave_out_finalizers() -> None:
-    """Let no process run the finalizers of what was imported at its end: they only free memory, and take 50 ms."""
+    """Disable the finalizers of imported modules at exit in all processes: they only free memory, and take 50 ms."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
 
@@ -110,7 +110,7 @@ def _begin(request: dict[str, Any], supervisor: int, log_file: int, channel: soc
     while os.getppid() != supervisor and time.monotonic() < deadline:
         time.sleep(0.0005)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, request["death_signal"], 0, 0, 0)
-    if os.getppid() != supervisor:  # it died before the line above took effect
+    if os.getppid() != supervisor:  # the supervisor died before the line above took effect
         os._exit(CANNOT_RUN)
     with channel:
         channel.send(str(os.getpid()).encode())
@@ -128,14 +128,14 @@ def _begin(request: dict[str, Any], supervisor: int, log_file: int, channel: soc
 
 
 def _draw_seed() -> None:
-    """Seed NumPy's global generator, as its import does in a process of its own. Python's has done so at the fork."""
+    """Seed NumPy's global generator: forked copies would share its state. Python reseeds its own at a fork."""
     import numpy as np
 
     np.random.seed()
 
 
 def _show_command_line(words: list[str]) -> None:
-    """Let `ps` and `top` show the command: all copies have the fork server's command line otherwise."""
+    """Set the command line that `ps` and `top` show. Otherwise all copies show the fork server's."""
     from setproctitle import setproctitle
 
     setproctitle(" ".join(words))

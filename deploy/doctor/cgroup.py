@@ -1,7 +1,7 @@
 """The limits of this process's control group, by cgroup v1 and v2, and of all groups above it.
 
-A container runtime, systemd or Slurm sets them. The kernel does not tell a process of them by any other way: the number
-of cores and the memory of the machine stay as they are.
+A container runtime, systemd or Slurm sets these limits. The control group files are the only place to read them: the
+kernel still shows a process the whole machine's cores and memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of this process and all that it starts, together. None: nothing limits it below the machine's own.
+    """Joint limits of this process and all processes that it starts. None: only the machine's own limit holds.
 
     Memory is in bytes, `cpus` in cores, `tasks` in processes and threads.
     """
@@ -38,7 +38,7 @@ class Limits:
 
 
 def read_limits(proc: Path = Path("/proc/self")) -> Limits:
-    """Return the tightest limits of this process's groups. What cannot be read counts as no limit."""
+    """Return the tightest limits of this process's groups. An unreadable file counts as no limit."""
     groups, mounts = _text(proc / "cgroup"), _text(proc / "mountinfo")
     return Limits(
         memory=_tightest(_folders(groups, mounts, "memory"), ("memory.max", "memory.limit_in_bytes"), _number),
@@ -73,7 +73,7 @@ def _folders(groups: str, mounts: str, controller: str) -> Iterator[Path]:
 
 
 def _group(groups: str, controller: str) -> str | None:
-    """Return the path of our group of a v1 `controller`; of the v2 hierarchy for ""."""
+    """Return the path of our group in the hierarchy of a v1 `controller`, or in the v2 hierarchy for ""."""
     for line in groups.splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controller in controllers.split(",") and path.startswith("/"):
@@ -90,7 +90,7 @@ def _below(group: str, root: str) -> PurePosixPath:
 
 
 def _upwards(mount: Path, below: PurePosixPath) -> Iterator[Path]:
-    if ".." in below.parts:  # of another namespace; only the mount's own group can be seen
+    if ".." in below.parts:  # the group is in another namespace: only the mount's own group is visible
         below = PurePosixPath()
     yield from (mount / path for path in (below, *below.parents))
 

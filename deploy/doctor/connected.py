@@ -1,4 +1,4 @@
-"""Versions of those that are connected to a running fleet, as its Redis tells them."""
+"""The check of the versions of a running fleet's connected peers, as reported in Redis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def connected_check(url: str, fleet_id: str) -> Check:
 
 
 def judge_versions(seen: Snapshot, own: str) -> Check:
-    """Judge the versions in a fleet's state. Peers of several versions work together; it is a state to pass through."""
+    """Judge the versions in a fleet's state. Peers of several versions work together during an upgrade."""
     told = told_versions(seen)
     if "broker" not in told:
         return Check("connected", Verdict.OK, "no broker has reported yet")

@@ -1,6 +1,6 @@
 """Comparison of the memory, cores, tasks and files that the settings need with the limits of this process.
 
-`headrace doctor` shows all of it. `up` and `worker` log at their start what does not suffice.
+`headrace doctor` shows every comparison. `up` and `worker` log at their start each limit that is too low.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FILES_PER_WORKER, _FILES_SPARE = 8, 256
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of a start, as far as the settings tell. Envs and modules of the user's come on top.
+    """The needs of a start, computed from the settings. The user's envs and modules need more on top.
 
-    `buffers`: most bytes of batches that are kept until they are settled; `threads`: of torch.
+    `buffers`: the most bytes of batches that are kept until they are settled; `threads`: torch's threads.
     """
 
     who: str
@@ -109,7 +109,7 @@ def task_check(needs: Needs, limit: Limit | None) -> Check:
     """Compare the processes and threads with what is allowed, by the control group and for this user."""
     need = needs.processes * _TASKS_PER_PROCESS + needs.threads
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # the kernel does not hold root to it
+    # the kernel does not apply the user's limit to root
     own = None if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else Limit(soft, "ulimit -u")
     limits = [found for found in (limit, own) if found is not None]
     if not limits:
@@ -122,7 +122,7 @@ def task_check(needs: Needs, limit: Limit | None) -> Check:
 
 
 def shared_memory_check(place: Path = SHARED_MEMORY) -> Check:
-    """Look whether there is room in /dev/shm. Headrace does without; torch and vectorised envs may not."""
+    """Check whether /dev/shm has room. Headrace works without it; torch and vectorised envs may not."""
     name, whose = "shared memory", "torch, and envs in processes of their own, may need it"
     try:
         free = shutil.disk_usage(place).free

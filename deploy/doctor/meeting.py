@@ -1,4 +1,4 @@
-"""Checks of a fleet elsewhere: is it where its rendezvous says, do we reach it, and is it the one of our keys."""
+"""Checks of a fleet elsewhere: its rendezvous, whether its addresses are reachable, and whether its key is ours."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def meeting_checks(config: FleetConfig, where: str) -> Iterator[Check]:
 
 
 def _look(rendezvous: Rendezvous, *, is_asked_twice: bool) -> Published | None:
-    """Return what is published. A web server answers in the background, so it `is_asked_twice` or more often."""
+    """Return the published addresses. A web server answers in the background, so retry it (`is_asked_twice`)."""
     deadline = time.monotonic() + _ANSWER_S
     while (found := rendezvous.look()) is None and is_asked_twice and time.monotonic() < deadline:
         time.sleep(_LOOK_S)

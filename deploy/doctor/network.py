@@ -1,4 +1,4 @@
-"""Checks of ports and addresses: may we bind ours, can others reach them, and do we reach a broker elsewhere."""
+"""Checks of ports and addresses: whether ours can be bound and reached, and whether a broker elsewhere answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the fleet's Redis: is it usable, does it keep its data, who may use it, and what time it has."""
+"""Checks of the fleet's Redis: whether it is usable, its persistence, its access rights, and its clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OLDEST = (6, 0)
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts that a server tells of itself, and the offset of its clock from ours."""
+    """Facts that a server reports about itself, and the offset of its clock from ours."""
 
     info: Mapping[str, Any]
     user: str
@@ -32,7 +32,7 @@ class ServerFacts:
 
 
 def redis_checks(url: str, fleet_id: str) -> Iterator[Check]:
-    """Check the server at `url`; "" for one of our own, which a fleet starts."""
+    """Check the server at `url`; "" for the server that the fleet starts itself."""
     try:
         if not url:
             yield Check("redis server", Verdict.OK, _own_server())
@@ -57,7 +57,7 @@ def _own_server() -> str:
 
 
 def read_facts(url: str) -> ServerFacts:
-    """Return what the server says. A part that our user may not ask for is empty.
+    """Return the server's facts. A part is empty if our user may not read it.
 
     Raises `RedisUnavailableError` for a URL that cannot be understood.
     """
@@ -109,7 +109,7 @@ def persistence_check(info: Mapping[str, Any]) -> Check:
 
 
 def _access_check(url: str, user: str) -> Check:
-    """Check who may use the server, and whether the way there is encrypted."""
+    """Check who may use the server, and whether the connection is encrypted."""
     parts = urlsplit(url)
     remote, way = (
         not is_loopback(parts.hostname or "localhost"),
@@ -130,7 +130,7 @@ def _access_check(url: str, user: str) -> Check:
 
 
 def clock_check(offset_s: float, round_trip_s: float) -> Check:
-    """Judge our clock by the server's. Half the round trip is not known; a negative one: it told no time."""
+    """Judge our clock by the server's, to half the round trip. A negative round trip: the server told no time."""
     if round_trip_s < 0:
         return Check("clock offset", Verdict.OK, "the Redis server does not tell this user its time")
     seen = f"{offset_s:+.3f} s to the Redis server, measured to {round_trip_s / 2:.3f} s"

@@ -1,1 +1,1 @@
-"""A fleet while it runs: `up`, its roles, groups of workers, and those who watch them."""
+"""A running fleet: `up`, its roles, groups of workers, and the watchdog and pollers that watch them."""

@@ -1,4 +1,4 @@
-"""The process of the check before a start, as the supervisor sees it: `start_check.py` says what it does."""
+"""The supervisor's side of the check before a start, which runs `start_check.py` in a process of its own."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
 
 
 def _await_fork_server(fork_server: ForkServer, signals: StopSignals) -> None:
-    """Wait until it can fork or has ended, or until a stop signal comes. It is ended after 60 s."""
+    """Wait until the fork server can fork or has ended, or until a stop signal comes. Stop it after 60 s."""
 
     def decided() -> bool:
         return fork_server.is_ready or fork_server.has_ended
@@ -88,7 +88,7 @@ def _await_fork_server(fork_server: ForkServer, signals: StopSignals) -> None:
 def _await_end(child: Child, limit_s: float, signals: StopSignals) -> float:
     """Wait until the process has ended, and return how long that took, in seconds.
 
-    It is killed at its deadline, or when a stop signal comes.
+    Kill it at the deadline, or when a stop signal comes.
     """
     began = time.monotonic()
     ended: list[int] = []

@@ -2,8 +2,8 @@
 
 The learner writes its file and knows nothing of Redis, so Redis can never keep it waiting. The supervisor copies the
 newest file, in a thread of its own, as often as the byte budget allows. Before anything else starts it compares the
-two, and puts the newer one into the run directory. It has the Redis URL in any case, and its copies cover a learner of
-one's own that saves into the run directory too.
+two, and puts the newer one into the run directory. The supervisor already has the Redis URL. It also copies the
+checkpoints of a user's own learner that saves into the run directory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def copies_in(client: redis.Redis, fleet_id: str) -> RedisBlob:
 
 
 def version_of(checkpoint: Checkpoint | None) -> Version:
-    """Return the version by which the newer of two checkpoints is told; (0, 0) for none."""
+    """Return the version, which is higher for the newer of two checkpoints; (0, 0) for None."""
     return (checkpoint.epoch, checkpoint.saves) if checkpoint is not None else (0, 0)
 
 
@@ -90,7 +90,7 @@ def version_of(checkpoint: Checkpoint | None) -> Version:
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """The checkpoint from which a fleet goes on. It stands in the run directory."""
+    """The checkpoint from which a fleet goes on. It is in the run directory."""
 
     epoch: int = 0
     settled: Mapping[tuple[int, int], Settled] = field(default_factory=dict)
@@ -100,9 +100,10 @@ class StartingPoint:
 
 
 def choose_checkpoint(path: Path, url: str, fleet_id: str, snapshot: Snapshot | None) -> StartingPoint:
-    """Put the newer one of the checkpoints at `path` and in Redis at `path`, and return it. Each is read whole.
+    """Compare the checkpoint at `path` with the copy in Redis, put the newer one at `path`, and return it.
 
-    `snapshot` is the ledger that it goes on with. Raises `RunDirError` when the folder cannot be written to.
+    Reads each one whole. `snapshot` is the ledger with which the fleet goes on. Raises `RunDirError` when the folder
+    cannot be written to.
     """
     local, damage = _read_local(path)
     copy, absence = _read_copy(url, fleet_id, newer_than=version_of(local))
@@ -133,7 +134,7 @@ def _read_local(path: Path) -> tuple[Checkpoint | None, str]:
 
 
 def _read_copy(url: str, fleet_id: str, newer_than: Version) -> tuple[CopyInRedis | None, str]:
-    """Return Redis's copy if it is newer than that, else None and a sentence on what Redis has."""
+    """Return Redis's copy if it is newer than `newer_than`, else None and a sentence on what Redis has."""
     client = connect(url, READ_TIMEOUT_S)
     try:
         shelf = copies_in(client, fleet_id)
@@ -188,7 +189,7 @@ def _in_words(checkpoint: Checkpoint) -> str:
 
 def _written(about: AboutCopy, snapshot: Snapshot | None) -> str:
     """Return when the copy was written, before the fleet's last report to Redis."""
-    if not about.env_steps:  # by a learner that was started alone, which does not know them
+    if not about.env_steps:  # written by a learner that was started alone, which does not know the env steps
         return time.strftime("written at %Y-%m-%d %H:%M:%S", time.localtime(about.saved_unix_s))
     at = f"at env step {about.env_steps:,}"
     end = snapshot.reported_unix_s if snapshot is not None else None
@@ -215,9 +216,9 @@ def _digest(data: bytes) -> str:
 
 @contextmanager
 def copied_to_redis(run_dir: Path, section: RedisSection, fleet_id: str) -> Iterator[None]:
-    """Within the block keep the copy of a learner that was started alone, and whose config names a Redis.
+    """Within the block, copy the checkpoints of a learner that was started alone and whose config names a Redis.
 
-    It begins with the newer one of both checkpoints. Under a supervisor there is nothing to do.
+    First put the newer of both checkpoints into the run directory. Do nothing under a supervisor: it makes the copies.
     """
     if not (section.url and section.bytes_per_hour and fleet_id) or is_locked(run_dir):
         yield
@@ -236,7 +237,7 @@ def copied_to_redis(run_dir: Path, section: RedisSection, fleet_id: str) -> Iter
 class CheckpointCopier:
     """Copies the checkpoint at `path` to Redis whenever it has changed, as `bytes_per_hour` allows, until `finish`.
 
-    Everything happens in a thread of its own. While Redis is away or refuses, the thread tries again, and says so once.
+    Everything happens in a thread of its own. While Redis fails or refuses, the thread retries, and logs this once.
     `env_steps` is called in that thread, and returns the fleet's env steps.
     """
 
@@ -257,7 +258,7 @@ class CheckpointCopier:
         self._thread.start()
 
     def finish(self) -> None:
-        """Copy what is newest now, whatever the budget says, and end the thread. Does not wait."""
+        """Copy the newest checkpoint, even beyond the byte budget, and end the thread. Does not wait."""
         self._finishing.set()
 
     @property
@@ -269,7 +270,7 @@ class CheckpointCopier:
         """Wait until the thread has ended, for `deadline_s` at most."""
         self._thread.join(deadline_s)
 
-    # From here on: the thread.
+    # The methods below run in the thread.
 
     def _run(self) -> None:
         while not self._finishing.wait(LOOK_S):
@@ -302,7 +303,7 @@ class CheckpointCopier:
             self._not_before, self._backoff_s, self._away = now + LEAST_INTERVAL_S, LOOK_S, False
 
     def _copy(self) -> bool:
-        """Copy the file. Return False if it must be tried again."""
+        """Copy the file. Return False if the caller must retry."""
         try:
             saved_unix_s, nbytes = self._path.stat().st_mtime, self._path.stat().st_size
             if nbytes > LARGEST_BYTES:
@@ -314,7 +315,7 @@ class CheckpointCopier:
             self._say(str(error))
             return True
         except OSError:
-            return False  # it was moved just now
+            return False  # the learner is replacing the file
         about = AboutCopy(digest=_digest(data), saved_unix_s=saved_unix_s, env_steps=self._env_steps())
         answer = self._shelf.store(version, [data], about.model_dump_json().encode(), self._spend)
         if answer == "older" and self._shelf.version() != version:
@@ -333,7 +334,7 @@ class CheckpointCopier:
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """Return what tells one file at `path` from the next; None without a file."""
+    """Return a value that changes when the file at `path` is replaced; None without a file."""
     try:
         found = path.stat()
     except OSError:

@@ -113,7 +113,7 @@ class Fleet:
         self._copier: CheckpointCopier | None = None
         self._redis_probe: RedisProbe | None = None
         self._evaluations = EvaluationLog(run_dir.path)
-        self._evaluations.take_new()  # those of earlier runs in the directory
+        self._evaluations.take_new()  # skip the evaluations of earlier runs in the directory
         self.loop.watch(signals.fd, signals.clear)
 
     def __enter__(self) -> Fleet:
@@ -146,7 +146,7 @@ class Fleet:
         return processes_of(self.record.content, self.run_dir.path)
 
     def facts(self) -> Facts:
-        """Return all that is known of the fleet now, for `find` and `awaited`."""
+        """Return the present facts about the fleet, for `find` and `awaited`."""
         poller = self._poller
         return Facts(
             unix_s=time.time(),
@@ -185,7 +185,7 @@ class Fleet:
         return self._poller.take_learner_rows() if self._poller else []
 
     def learner_has_left(self) -> bool:
-        """Return whether the broker has told, a moment ago, that no learner is connected."""
+        """Return whether the broker reported, a moment ago, that no learner is connected."""
         return self.snapshot is not None and self.redis_age_s < STALE_S and self.snapshot.lease.get("connected") == 0
 
     def numbers(self) -> RunNumbers:
@@ -203,10 +203,12 @@ class Fleet:
         return self._signals.count > 0
 
     def start(self) -> None:
-        """Start Redis, then all others, the dashboard last. Returns once the broker serves, or a signal came.
+        """Start Redis, then all others, the dashboard last. Returns once the broker serves, or after a stop signal.
 
-        Workers and the learner take longer to start than the broker, so they do not wait for it, where its ports are
-        known before. Raises `RedisUnavailableError`, `UnreachableError` or the error that ended one of the processes.
+        Workers and the learner take longer to start than the broker. If the broker's ports are known before its start,
+        they do not wait for it.
+
+        Raises `RedisUnavailableError`, `UnreachableError` or the error that ended one of the processes.
         """
         last = [self._start_others, self._await_broker]
         if not is_loopback(self.config.broker.host):
@@ -261,7 +263,7 @@ class Fleet:
         self.supervisor.start(spec)
 
     def _follow_scale(self) -> None:
-        """Start or drain workers of this machine, down from the highest slot, as `headrace scale` asks."""
+        """Start or drain workers of this machine, as `headrace scale` asks. Drain from the highest slot downwards."""
         asked, workers = asked_workers(self.run_dir.path), self._workers()
         if asked is None or self.record.content.state != "running":
             return
@@ -318,7 +320,7 @@ class Fleet:
         return BooksFile(self.run_dir.path, self.fleet_id).read()
 
     def _choose_checkpoint(self, url: str) -> None:
-        """Let the learner go on from the newer one of its checkpoints here and in Redis, and keep a copy there."""
+        """Choose the newer of the checkpoints here and in Redis for the learner. Then keep a copy in Redis."""
         bytes_per_hour = self.config.redis.bytes_per_hour
         if not bytes_per_hour:
             return
@@ -360,7 +362,7 @@ class Fleet:
             self._note_endpoints(endpoints)
             return
         if self.stop_asked:
-            return  # the drain ends what was started: the broker may serve yet, and take the steps of workers
+            return  # the drain stops all processes: the broker may still start to serve, and take the steps of workers
         self.supervisor.kill()  # no worker could ship a step, so there is nothing to drain
         if self.supervisor.failure is None:
             raise UnreachableError("broker", f"any endpoint named in {self.run_dir.broker_json}", BROKER_DEADLINE_S)
@@ -380,7 +382,7 @@ class Fleet:
         return self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
 
     def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
-        """Turn the loop until `done()` or the deadline, and say now and then what it waits for."""
+        """Turn the loop until `done()` or the deadline, and log now and then what it waits for."""
         began, waited_s = time.monotonic(), 0.0
         while waited_s < deadline_s:
             if self.loop.turn_until(done, min(deadline_s - waited_s, SAY_WAITING_S)):
@@ -393,16 +395,16 @@ class Fleet:
     def drain(self) -> None:
         """Stop everything in the order in which nothing is lost.
 
-        Workers that this fleet did not start pause. Its own ship what they have, the learner commits what the broker
-        holds, the broker reports to Redis, Redis saves. Each wait has its deadline; what is left after it is queued in
-        the ledger. Raises `DrainCutShortError` at the second signal.
+        Workers that this fleet did not start pause. The fleet's own workers ship what they have, the learner commits
+        what the broker holds, the broker reports to Redis, and Redis saves. Each wait has its deadline. Steps that are
+        left after it stay queued in the ledger. Raises `DrainCutShortError` at the second signal.
         """
         self.record.note(state="draining")
         if self.supervisor.gone(Role.BROKER):  # it failed for good, so workers need not wait for its acknowledgement
             self._note_stopped()
         if self._watchdog is not None:
             self._watchdog.stop()
-        self.supervisor.stop(Role.EVALUATOR)  # no wait: its episodes are not counted
+        self.supervisor.stop(Role.EVALUATOR)  # no wait: the evaluator's episodes are not counted
         if self._obituary_sender is not None:
             self._obituary_sender.pause_workers()
         self.supervisor.stop(Role.RAY)
@@ -447,7 +449,7 @@ class Fleet:
         remove_unused_weights()
 
     def _look_at_recorders(self) -> None:
-        """Look, now and every second, for recorders of workers that have ended, and for those that Redis replaces."""
+        """Send obituaries of ended workers, and delete recorders whose books Redis has. Repeat every second."""
         if self._obituary_sender is not None:
             services = self.supervisor.services.values()
             children = [(s.spec.slot, child) for s in services for child in (s.child, *s.zombies)]
@@ -462,7 +464,7 @@ class Fleet:
             self._obituary_sender.delete_stored(self.snapshot.rows, self.snapshot.folded)
 
     def _workers_have_left(self) -> bool:
-        """Return whether no life of a worker is open in the books, or no broker or Redis tells of them any more."""
+        """Return whether all workers' lives are closed in the books, or no broker or Redis reports them any more."""
         nobody_tells = self.supervisor.gone(Role.BROKER) or self.redis_age_s > STALE_S
         return nobody_tells or self.snapshot is None or all(row.closed for row in self.snapshot.rows.values())
 
@@ -470,7 +472,7 @@ class Fleet:
         """Wait while a learner that this fleet did not start still settles the broker's batches."""
         news_s = 2 * (
             self.config.broker.report_interval_s + INTERVAL_S
-        )  # until then the gauge may be of before the drain
+        )  # until then the gauge may be from before the drain
         began = changed = time.monotonic()
         last = self._held_batches()
 
@@ -502,7 +504,7 @@ class Fleet:
     def next_incarnation(self, name: str) -> int:
         """Return a number that no earlier life of `name` had, as far as this supervisor and the broker know.
 
-        The broker knows more where fleet.json was lost, or where a stranger took the slot.
+        The broker knows more if fleet.json was lost, or if a worker from elsewhere took the slot.
         """
         slot = self.supervisor.services[name].spec.slot
         return self.record.next_incarnation(name, above=self._highest_in_broker_file(slot))
@@ -521,7 +523,7 @@ class Fleet:
             self._process_reporter.changed()
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
-        """Read a dead worker's recorder and tell the broker. Tell a new broker of all that died before it."""
+        """Send the obituary of a dead worker to the broker. Send all obituaries again to a new broker."""
         if self._obituary_sender is None:
             return
         if service.spec.role is Role.BROKER and service.state is ServiceState.RUNNING:
@@ -536,8 +538,8 @@ class Fleet:
 def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints, known: BrokerState) -> None:
     """Write the endpoints for the first broker of a new fleet: an earlier broker's ports may be taken by now.
 
-    The rest of the broker's state stays, unless more is `known`: the file may be new, or an old copy. So no life begins
-    with a number that an earlier one had, and would be fenced.
+    Keep the rest of the broker's state, raised to the numbers in `known`: the file may be new, or an old copy. Else a
+    new life could get the incarnation of an earlier one, and would be fenced.
     """
     before = read_broker_file(run_dir)
     state = before.state() if before is not None else BrokerState()

@@ -22,8 +22,8 @@ NUMBERS_INTERVAL_S = 10.0
 class FleetRecord:
     """The content of fleet.json. Each change is on disk before the method returns.
 
-    A full disk, or a run directory that was removed, does not end a fleet that trains: it is logged once, and the file
-    is written when it can be again. Only a new life needs its number on disk first.
+    A full disk, or a removed run directory, does not stop a running fleet. The error is logged once, and the file is
+    written as soon as that is possible again. Only a new life needs its number on disk first.
     """
 
     def __init__(self, run_dir: RunDir, fleet_id: str, config_origin: str | None) -> None:
@@ -46,7 +46,7 @@ class FleetRecord:
             self._stale = True
 
     def note_numbers(self, env_steps: int, best_return: float | None) -> None:
-        """Change what is noted of the run's progress. It is on disk within `NUMBERS_INTERVAL_S`."""
+        """Record the run's progress. It is on disk within `NUMBERS_INTERVAL_S`."""
         known = self.content.best_return
         best = max((value for value in (known, best_return) if value is not None), default=None)
         if (env_steps, best) == (self.content.env_steps, known):

@@ -1,12 +1,11 @@
 """Sender of obituaries: it tells the broker of every worker that ended, and of the content of its recorder.
 
-It also tells the broker when the fleet is drained, so that workers of other supervisors, or of none, pause.
+When the fleet is drained, it also asks the broker to pause workers of other supervisors, or without one.
 
-It repeats an obituary until the broker acknowledges it. The recorder file stays until this supervisor has read the
-final books of that life in Redis, and that a learner has taken its end. Until then only the file would survive the
-broker. If this supervisor dies, the next
-one finds the same files and tells of them. A restarted broker may have forgotten, so it is told everything again. It
-only acknowledges an obituary that it knows.
+The sender repeats an obituary until the broker acknowledges it. It keeps the recorder file until it has read in Redis
+that the books of that life are final and that a learner has taken its end. Until then only the file would survive the
+broker. If this supervisor dies, the next one finds the same files and sends their obituaries. A restarted broker may
+have forgotten obituaries, so the sender sends all of them again. The broker acknowledges only obituaries that it knows.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ _REPEAT_PAUSE_S = 1.0
 def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) -> Obituary:
     """Write the obituary of a life from its recorder and its log of open episodes.
 
-    Without a recorder the life ended before it stepped, since a worker makes no step before its recorder exists. So all
-    zeros is a measurement too.
+    Without a recorder the life took no step, since a worker creates its recorder before its first step. All zeros are
+    then the true counts.
     """
     path = recorder_path(recorders, slot, incarnation)
     reading = read_recorder(path)
@@ -116,11 +115,11 @@ class ObituarySender:
         self._warnings = CountedWarnings(log)
         self._seen_living: set[Life] = set()
         """Lives that no supervisor has, and that once were seen to live on this machine."""
-        # A context of its own: the end of a context also frees its thread from a monitor that nobody reads any more.
+        # A context of its own: terminating it also frees its I/O thread from a monitor socket without a reader.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.IMMEDIATE, 1)  # without a broker no messages pile up in the socket
+        self._socket.set(zmq.IMMEDIATE, 1)  # without a broker, no messages queue in the socket
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.set(zmq.HEARTBEAT_IVL, 2000)
         self._handshakes = Handshakes(endpoint, "supervisor", keys)
@@ -134,7 +133,7 @@ class ObituarySender:
     def send(self, obituary: Obituary) -> None:
         """Send an obituary now and until it is acknowledged.
 
-        A life that was told of before keeps its first obituary.
+        A life that already has an obituary keeps it.
         """
         life = (obituary.slot, obituary.incarnation)
         if life not in self._deaths:
@@ -166,10 +165,10 @@ class ObituarySender:
         self._send_ended(lambda life: True, ())
 
     def send_ended(self, own: Container[Life]) -> None:
-        """Send obituaries of processes that once lived on this machine, that no supervisor had, and that have ended.
+        """Send obituaries of workers that were seen alive on this machine, have ended, and had no supervisor.
 
-        Lives in `own` are those of this supervisor's children. Of a recorder whose writer was never seen nothing is
-        known: its worker may live on another machine that has the same folder.
+        `own` has the lives of this supervisor's children. Skip a recorder whose writer was never seen alive here: its
+        worker may live on another machine that shares the folder.
         """
         self._send_ended(self._seen_living.__contains__, own)
 
@@ -178,9 +177,8 @@ class ObituarySender:
     ) -> None:
         """Send obituaries of lives in these `slots` that are not over in the books, and whose recorders are lost.
 
-        They say what `books` in Redis, `ended` in books.json and the learner's position, `settled`, prove. What else
-        these lives made since they last reported is not known to anyone. Call it before any of the slots has a new
-        life.
+        They report what `books` in Redis, `ended` in books.json and the learner's position, `settled`, prove. Steps
+        after a life's last report stay unknown. Call it before any of the slots has a new life.
         """
         rows = {**books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
         # The books have every life up to the highest incarnation, whether or not it still has a row.
@@ -213,8 +211,8 @@ class ObituarySender:
     def delete_stored(self, rows: Mapping[Life, LedgerRow], folded: Mapping[int, FoldedLives] = NO_LIVES) -> None:
         """Delete the recorders of the dead whose final books stand in `rows` or `folded`, as read from Redis.
 
-        A recorder stays until a learner has taken the end too: the log beside it knows which episodes lack a marker.
-        Forget the dead that are folded: the broker's file has them too, so no later broker has to be told.
+        Keep a recorder until a learner has taken the life's end: the log beside it lists the episodes without an end
+        marker. Forget lives that are folded: the broker's file has them, so no later broker needs their obituaries.
         """
         for life, death in sorted(self._deaths.items()):
             lives = folded.get(life[0])
@@ -229,11 +227,11 @@ class ObituarySender:
                 self._deaths.pop(life).stop_sending()
 
     def knows(self, life: Life) -> bool:
-        """Return whether this supervisor tells of the end of a life."""
+        """Return whether this supervisor has an obituary of the life."""
         return life in self._deaths
 
     def follow(self, endpoint: str) -> None:
-        """Connect to the broker at another address, and tell it everything; nothing for the present address or ""."""
+        """Connect to the broker at `endpoint` and resend all obituaries. Do nothing for the present address or ""."""
         if endpoint in ("", self._endpoint):
             return
         log.info("the broker has moved from %s to %s", self._endpoint, endpoint)
@@ -320,7 +318,7 @@ class ObituarySender:
             return
         if not self._reads_redis:
             death.timer = self._loop.call_later(LONGEST_PAUSE_S, lambda: self._send(life))
-        if ack.settled.seq > death.obituary.settled.seq:  # so the next broker also learns what this one knew
+        if ack.settled.seq > death.obituary.settled.seq:  # so that the obituary gives the next broker this position too
             window = [batch for batch in death.obituary.window if batch.seq > ack.settled.seq]
             death.obituary = death.obituary.model_copy(update={"settled": ack.settled, "window": window})
 
@@ -331,13 +329,13 @@ def proved_obituary(life: Life, row: LedgerRow | None, by_learner: Settled) -> O
     settled = max(settled, by_learner, key=lambda told: told.seq)
     if settled.seq > totals.seq:
         totals = _as_settled(totals, settled)
-    totals = totals.model_copy(update={"module_steps": {}})  # a row has those of batches accepted, not of all shipped
+    totals = totals.model_copy(update={"module_steps": {}})  # a row has module steps of accepted batches only
     reason = Discard.WORKER_KILLED if totals.open else Drop.BROKER_LOST
     return Obituary(slot=life[0], incarnation=life[1], totals=totals, settled=settled, reason=reason)
 
 
 def _as_settled(totals: WorkerTotals, settled: Settled) -> WorkerTotals:
-    """Return `totals` as of the last settled batch. Steps that were open may be in the batches since."""
+    """Return `totals` as of the last settled batch. Later batches may contain steps that were open then."""
     shipped, chunks = settled.total()
     gone = sum(totals.discarded.values()) + sum(steps for steps, _ in totals.dropped.values())
     open_steps = max(0, totals.stepped - gone - shipped)
@@ -364,7 +362,7 @@ def reason_of(record: ExitRecord | None) -> str:
 def _reason_left_over(reading: Reading | None) -> str:
     """Return the reason for a life under an earlier supervisor.
 
-    Either a broker had accepted everything and is gone too, or the worker was killed.
+    If a broker had accepted everything, the broker was lost. Otherwise the worker was killed.
     """
     if reading is not None and not reading.totals.open and reading.accepted >= reading.totals.seq:
         return Drop.BROKER_LOST
@@ -372,7 +370,7 @@ def _reason_left_over(reading: Reading | None) -> str:
 
 
 def _last_words(obituary: Obituary, accepted: int) -> str:
-    """Return a sentence on what a worker left behind. The broker has accepted its first `accepted` batches."""
+    """Return a sentence on a dead worker's steps. The broker has accepted its first `accepted` batches."""
     who, totals = f"worker {obituary.slot} incarnation {obituary.incarnation}", obituary.totals
     if accepted >= totals.seq and not totals.open:
         return f"{who} took {totals.stepped:,} steps, and the broker has them all"

@@ -1,4 +1,4 @@
-"""The probe of a fleet's own Redis server that is silent: it tells a server that hangs from one that is only slow."""
+"""A probe that tells whether the fleet's own Redis server hangs or is only slow, when the server is silent."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LARGEST_ANSWER = 4096
 class RedisProbe:
     """Sends PINGs to the server at `url` while it is silent, each on a connection of its own.
 
-    All connections stay open until one PING is answered, so that a server which answers late is never taken for one
-    that hangs. A server that only says that it is busy with a script counts as silent.
+    All connections stay open until the server answers one PING, so that a late answer still counts. A server that only
+    answers that it is busy with a script counts as silent.
 
     - silent_s: returns the seconds since the server last answered anything; below `PING_EVERY_S` no PING is sent.
     """
@@ -45,12 +45,12 @@ class RedisProbe:
         self._due = now + self._ping_every_s
         try:
             self._pings.append(_Ping(self._port, self._request, now))
-        except ConnectionError:  # it does not listen yet, or it has just ended
+        except ConnectionError:  # the server does not listen yet, or has just ended
             self.forget()
         return 0.0
 
     def forget(self) -> None:
-        """Close all connections, and begin again."""
+        """Close all connections, and start over with the first PING."""
         for ping in self._pings:
             ping.close()
         self._pings, self._due = [], 0.0
@@ -69,7 +69,7 @@ class _Ping:
             self._connection.send(request)
 
     def is_answered(self) -> bool:
-        """Return whether the server has answered, if only to refuse; not where it is busy with a script."""
+        """Return whether the server has answered. An error is an answer too, unless it says -BUSY (a script runs)."""
         if self._connection is None:
             return False
         try:
@@ -77,7 +77,7 @@ class _Ping:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # it has closed the connection, so it does something
+            return True  # the server closed the connection, so it does not hang
         self._answer = (self._answer + came)[-_LARGEST_ANSWER:]
         is_whole = not came or self._answer.count(b"\n") > 1
         return is_whole and b"-BUSY" not in self._answer

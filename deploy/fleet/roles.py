@@ -61,7 +61,7 @@ _SAYS_ENOUGH = (ImportError, AttributeError, HeadraceError)
 
 
 def run_start_check(config: Path | None) -> None:
-    """Check what `config` names, in this process. It ends without the interpreter's clean-up, which envs can stop."""
+    """Check what `config` names, in this process. Skip the interpreter's clean-up, which envs can block."""
     from headrace.deploy.fleet.check_process import STEP
     from headrace.deploy.policies.start_check import check_start
 
@@ -76,7 +76,7 @@ def run_start_check(config: Path | None) -> None:
         except HeadraceError as error:
             own_words = isinstance(error, UnknownEnvError) or isinstance(error.__cause__, _SAYS_ENOUGH)
             if isinstance(error.__cause__, Exception) and not own_words:
-                traceback.print_exception(error.__cause__)  # it is in the user's code
+                traceback.print_exception(error.__cause__)  # the cause is in the user's code
             raise
 
 
@@ -112,12 +112,12 @@ def start_worker(
 
     watched = LivenessFile.from_environment()
     if not watched.is_watched:
-        warn_of_limits(Needs.of_worker(resolved))  # a supervisor has compared those of the whole fleet
+        warn_of_limits(Needs.of_worker(resolved))  # a supervisor has already checked the whole fleet's needs
     patience_s, end = resolved.worker.connect_timeout_s, None
     if incarnation:  # `up` has started it, and brings the broker back at the same address
         patience_s = math.inf
         end = Rendezvous(str(rendezvous_path(resolved.fleet.rendezvous, Path(resolved.fleet.run_dir))))
-    # torch and other modules live as long as this process, so the garbage collector need not look through them
+    # torch and other modules live as long as this process, so the garbage collector need not scan them
     gc.freeze()
     keep_large_arrays()
     health = _health_file(resolved, "worker", watched)
@@ -136,7 +136,7 @@ def start_worker(
 def _start_group(
     config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, allow: Iterable[str], count: int
 ) -> None:
-    """Run a group of workers. They find the fleet as it did: by an address that stays, or by a rendezvous."""
+    """Run a group of workers. They find the fleet as the group does: by a fixed address, or by a rendezvous."""
     from headrace.deploy.fleet.worker_group import FleetElsewhere, group_fork_server, run_group
 
     with group_fork_server(resolve(config, sets, flags)[0]) as fork_server:
@@ -158,7 +158,7 @@ def _start_group(
 def _join_to_work(
     config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, allow: Iterable[str]
 ) -> Joined | None:
-    """Find the fleet as `join` does. Raises `ConfigError` where a worker would not know its name."""
+    """Find the fleet as `join` does. Raises `ConfigError` if the fleet's name stays unknown."""
     joined = join(config, sets, flags, endpoint, "worker", allow)
     if joined is not None and not joined.fleet_id:
         raise ConfigError("the fleet to join is unknown; give --fleet-id, or --run-dir of a fleet on this machine")
@@ -256,7 +256,8 @@ def start_env_host(
 ) -> None:
     """Lend envs to the worker at `connect`, or to that of `slot`, until told to stop, or refused.
 
-    The worker is one at the rendezvous, of any slot if `slot` is None; without a rendezvous it is one of the run.
+    With a rendezvous, the worker is listed there, and may have any slot if `slot` is None. Otherwise it belongs to the
+    run in the run directory.
     """
     source: AddressSource | None = None
     if connect is None:
@@ -326,13 +327,13 @@ def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> Healt
 
 
 def _patience_s(config: FleetConfig, alive: LivenessFile) -> float:
-    """Return how long a process waits for a fleet that is gone: for ever under a supervisor, which brings it back."""
+    """Return how long a process waits for a lost fleet: for ever under a supervisor, which restarts the fleet."""
     return math.inf if alive.is_watched else config.worker.connect_timeout_s
 
 
 @contextmanager
 def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
-    """Turn sys.exit in user code into an error: its exit code would mean something else to us."""
+    """Turn sys.exit in user code into an error: Headrace's exit codes have other meanings."""
     try:
         yield
     except SystemExit as error:

@@ -35,7 +35,7 @@ class AskedWorkers(BaseModel):
 
 
 def asked_workers(run_dir: Path) -> int | None:
-    """Return the number of workers that was asked for; None where none was, or the file has no such number."""
+    """Return the number of workers in workers.json; None without the file, or if it has no valid number."""
     try:
         return AskedWorkers.model_validate(read_object(_path(run_dir))).workers
     except ValidationError:
@@ -43,14 +43,14 @@ def asked_workers(run_dir: Path) -> int | None:
 
 
 def forget_asked_workers(run_dir: Path) -> None:
-    """Remove what was asked of an earlier run in this directory."""
+    """Remove the number that was asked of an earlier run in this directory."""
     _path(run_dir).unlink(missing_ok=True)
 
 
 def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:
     """Ask the supervisor of a run for this number of workers, and wait until it has them.
 
-    Raises `RunDirError` where no run is, and `ScaleError` where it cannot have as many, or has not in time.
+    Raises `RunDirError` without a run, and `ScaleError` if the run cannot have that many, or not in time.
     """
     fleet = read_fleet_file(run_dir / "fleet.json")
     if fleet.state != "running" or not is_alive(fleet.supervisor_pid):

@@ -11,6 +11,6 @@ def silence_limits(config: FleetConfig) -> dict[str, float]:
         "worker": config.broker.lease_s,
         "broker": config.broker.lease_s,
         "learner": config.supervisor.hung_after_s,
-        # While a host closes its envs it is silent; its worker may count it as lost before.
+        # A host is silent while it closes its envs. Its worker may already count it as lost by then.
         "env-host": config.sampling.env_hosts_lease_s + config.sampling.env_close_timeout_s,
     }

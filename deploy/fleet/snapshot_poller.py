@@ -72,16 +72,16 @@ class SnapshotPoller:
         return True
 
     def take_learner_rows(self) -> list[LearnerRowView]:
-        """Return the rows of learners that came since the last call, in order; at first all that Redis still has."""
+        """Return the learners' rows since the last call, in order. The first call returns all that Redis still has."""
         taken = []
         while self._learner_rows:
             taken.append(self._learner_rows.popleft())
         return taken
 
     def close(self) -> None:
-        """End the thread; `read` and `snapshot` go on working. Waits for a read under way, about a second at most.
+        """End the thread; `read` and `snapshot` still work. Waits for a read under way, about a second at most.
 
-        Nothing may watch `fd` then, which is closed and -1 from now on.
+        Stop watching `fd` before the call: `fd` is closed, and -1 afterwards.
         """
         self._closing.set()
         self._thread.join(5.0)

@@ -118,7 +118,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
 
 
 def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, changes: list[str]) -> None:
-    """Log what was started, from where it goes on, what others may start, and when it ends."""
+    """Log what was started, where the run goes on from, how to start further peers, and the goal."""
     if fleet.stop_asked:
         return
     endpoints = ", ".join(f"{name} {at}" for name, at in fleet.endpoints.items() if name != "dashboard")
@@ -202,7 +202,7 @@ class Standstill:
 
     @property
     def lasts(self) -> bool:
-        """Return whether no step was reported for longer than a report takes."""
+        """Return whether no new step was reported for `STANDSTILL_S` seconds."""
         return time.monotonic() - self._moved_at > STANDSTILL_S
 
 
@@ -253,7 +253,7 @@ def _summarise(fleet: Fleet, outcome: RunOutcome) -> Summary:
 
 
 def _problems(fleet: Fleet, snapshot: Snapshot) -> list[str]:
-    """Return what the audit finds. A fleet that ended before its broker reported has no ledger to be wrong."""
+    """Return the audit's problems. A fleet that ended before its broker's first report has no ledger to audit."""
     evidence = read_evidence(fleet.run_dir.path, fleet.fleet_id)
     if snapshot.reported_unix_s is None:
         return [*snapshot.garbage, *contradictions(evidence, snapshot)]

@@ -33,7 +33,7 @@ def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: fl
 
 
 def recorders_by_slot(folder: Path) -> Callable[[Service], Path | None]:
-    """Return what finds the recorder, in `folder`, of a worker whose slot and incarnation the supervisor has named."""
+    """Return a function that finds a worker's recorder in `folder` by the supervisor's slot and incarnation."""
 
     def recorder_of(service: Service) -> Path | None:
         slot, child = service.spec.slot, service.child
@@ -47,10 +47,10 @@ class FleetWatchdog:
 
     `recorder_of` returns the recorder of a worker's present life; None while it has none.
 
-    It also replaces a process of another role that has touched its liveness file once, and not again for the role's
-    `limits_s`, and any that has been stopped (SIGSTOP) for `lease_s`. Where another learner has fenced the fleet's own
-    and `learner_left` for `lease_s`, the fleet's own starts again. The fleet's own Redis is replaced when it answers no
-    PING of `redis`.
+    It also replaces a process of another role whose liveness file was touched once, and not again for the role's
+    `limits_s`. It replaces any process that has been stopped (SIGSTOP) for `lease_s`, and the fleet's own Redis if that
+    answers no PING of `redis`. If another learner has fenced the fleet's own, and `learner_left` for `lease_s`, it
+    restarts the fleet's own learner.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FleetWatchdog:
 
     def _look(self) -> None:
         late_s = time.monotonic() - self._last_look - self._interval_s
-        # otherwise this process was stopped itself, and perhaps the others too: look again later
+        # If this look is late, this process was stopped itself, and perhaps the others too: look again later.
         if late_s < self._lease_s / 2:
             self._note_stopped()
             self._bring_back_learner()

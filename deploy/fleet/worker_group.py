@@ -5,8 +5,8 @@
     RUN_DIR/recorders, logs   where both go at the end; without a scratch folder they are here from the start
 
 Each worker asks the broker for a slot, and for the slot of its earlier life when it was killed. The group tells the
-broker what a killed worker left behind, as its recorder has it, and what was left here by a group that was killed
-itself. It ends in order at SIGTERM, and with an error when no broker was there for `worker.connect_timeout_s`.
+broker what the recorders of killed workers contain, also those of an earlier group that was killed itself. It drains
+at SIGTERM, and ends with an error when it found no broker for `worker.connect_timeout_s`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _FINAL_S = 5.0
 class FleetElsewhere:
     """The fleet that a group works for.
 
-    `endpoint` is its broker's address, and `source` says where that moves to. `options` are those of `headrace worker`
-    that name the fleet.
+    `endpoint` is the broker's address, and `source` gives its new address when the broker moves. `options` are the
+    options of `headrace worker` that name the fleet.
     """
 
     fleet_id: str
@@ -131,9 +131,10 @@ class WorkerGroup:
         )
 
     def start(self, count: int) -> None:
-        """Tell the broker of what earlier groups left here, and start `count` workers, if no stop signal comes before.
+        """Send obituaries for recorders of earlier groups. Then start `count` workers, unless a stop signal comes.
 
-        They start once they can be forked. Executed, each of them would import torch while the fork server does.
+        Wait until the fork server can fork them. If executed now, each worker would import torch while the fork server
+        does.
         """
         self._obituaries.send_left_over()
         self._await_fork_server()
@@ -189,7 +190,7 @@ class WorkerGroup:
         self._sweep()
 
     def _broker_has_stopped(self) -> bool:
-        """Return whether the fleet says that it has stopped, so that its broker answers no more."""
+        """Return whether the fleet has announced its end, so that its broker does not answer any more."""
         return self._fleet.source is not None and self._fleet.source.stopped() is not None
 
     def recorder_of(self, service: Service) -> Path | None:
@@ -219,10 +220,10 @@ class WorkerGroup:
         return next(self._incarnations)
 
     def changed(self) -> None:
-        """Do nothing: nobody reads the states of these processes."""
+        """Do nothing: a group reports no process states."""
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
-        """Tell the broker of a life that had joined. Note when the broker was gone for too long."""
+        """Send the obituary of a life that had joined. Note that the broker was unreachable for too long."""
         recorder = self.recorder_of(service) if child is service.child else None
         if recorder is not None:
             life = self._lives[service.spec.name]
@@ -232,7 +233,7 @@ class WorkerGroup:
             self.supervisor.stop_one(service)  # so that it is not started again
         record = child.exit_record
         if record is not None and record.exit_code == ExitCode.FENCED:
-            self._lives.pop(service.spec.name, None)  # another process has the slot: the next life asks for any
+            self._lives.pop(service.spec.name, None)  # another process has the slot: the next life asks for any slot
         if record is not None and record.exit_code == ExitCode.UNREACHABLE and not self._signals.count:
             self._unreachable = ProcessFailedError(service.spec.name, ExitCode.UNREACHABLE, record.sentence)
 
@@ -245,7 +246,7 @@ class WorkerGroup:
         self.loop.call_later(_LOOK_S, self._look)
 
     def _follow_broker(self) -> None:
-        """Tell the broker where it is now of the ends that it has not acknowledged."""
+        """Follow the broker to its present address while some obituaries are not acknowledged."""
         if self._fleet.source is not None and not self._obituaries.all_acknowledged():
             self._obituaries.follow(self._fleet.source.find("worker"))
 
@@ -262,7 +263,7 @@ class WorkerGroup:
     def _sweep(self) -> None:
         """Move logs, and recorders whose books are not final, from the scratch folder to the run directory.
 
-        Recorders of processes that live stay, and so does all that cannot be moved.
+        Leave recorders of living processes, and files that cannot be moved.
         """
         if self.folder == self._run_dir.absolute():
             return

@@ -1,6 +1,6 @@
 """Rows to MLflow. Needs the extra `mlflow`. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count.
 
-A fleet is one run there, known by the tag "headrace.fleet_id": a run that goes on in its directory goes on there too.
+A fleet is one MLflow run, found by the tag "headrace.fleet_id". A resumed run goes on in the same MLflow run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _not_allowed = re.compile(r"[^A-Za-z0-9_\-. /:]")
 
 
 class MlflowLogger:
-    """Logs each number of a row as a metric at its env steps. Characters that MLflow has not in names become "_"."""
+    """Logs each number of a row as a metric at its env steps. Characters that MLflow forbids in names become "_"."""
 
     def __init__(self, run: RunInfo) -> None:
         self._client = MlflowClient()
@@ -57,5 +57,5 @@ class MlflowLogger:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
-        """End the run there."""
+        """End the MLflow run."""
         self._client.set_terminated(self._run_id)

@@ -24,7 +24,7 @@ BUILT_IN = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow"
 def open_loggers(section: LoggingSection, run: RunInfo, columns: Iterable[str]) -> list[LoggerThread]:
     """Build the loggers of both files, and those that `section` names, each with its thread.
 
-    Raises `ConfigError` for one that cannot be built.
+    Raises `ConfigError` for a logger that cannot be built.
     """
     builders = [(name, _load_built_in(name)) for name in _built_in(section)]
     builders += [(path, load_object(path, "logging.loggers")) for path in section.loggers]
@@ -34,7 +34,7 @@ def open_loggers(section: LoggingSection, run: RunInfo, columns: Iterable[str]) 
             built.append((name, _build(name, build, run)))
     except ConfigError:
         for _, logger in built:
-            with suppress(Exception):  # the error that is raised says what is wrong
+            with suppress(Exception):  # the first error is the one to raise
                 logger.close()
         raise
     files = [(file.path.name, FileLogger(file)) for file in open_files(run.run_dir, columns)]

@@ -1,7 +1,7 @@
-"""Rows in files of the run directory that stay whole: `metrics.jsonl` and `metrics.csv`.
+"""Crash-safe row files of the run directory: `metrics.jsonl` and `metrics.csv`.
 
-Each row is appended and written at once, so a killed supervisor leaves readable files. A row that was written only in
-part is removed again. A full disk only delays rows; they are written when there is room again.
+Each row is appended and written immediately, so a killed supervisor leaves readable files. A partly written row is
+removed. A full disk only delays rows: they are written when there is room again.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class FileLogger:
         self._failing = False
 
     def log(self, row: Row, step: int) -> None:
-        """Append `row`, and those that wait."""
+        """Append the waiting rows and `row`."""
         self._waiting.append(row)
         self._write()
 
     def close(self) -> None:
-        """Try a last time to write rows that wait."""
+        """Try a last time to write the waiting rows."""
         self._write()
         if self._waiting:
             log.error("%s: the last %d rows could not be written", self._file.path, len(self._waiting))

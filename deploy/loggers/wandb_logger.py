@@ -1,6 +1,6 @@
 """Rows to Weights & Biases. Needs the extra `wandb`. WANDB_PROJECT, WANDB_MODE and its other variables count.
 
-A fleet is one run there, by its fleet id: a run that goes on in its directory goes on there too.
+A fleet is one wandb run, identified by the fleet id. A resumed run goes on in the same wandb run.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ class WandbLogger:
         self._run.log(dict(row))
 
     def close(self) -> None:
-        """Finish the run there, and end the process that wandb started beside this one."""
+        """Finish the wandb run, and end the process that wandb started."""
         self._run.finish()
         wandb.teardown()

@@ -40,9 +40,9 @@ _NO_TOKEN = "show this server's token: open the page with ?token=TOKEN, or send 
 
 
 class Guard:
-    """Passes a request on to `app` if it may be answered.
+    """Passes a request on to `app`, or refuses it.
 
-    All who reach the port may read `public` paths, and with `token` None every path.
+    Anyone who can reach the port may read the `public` paths. Without a token they may read every path.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, port: int, public: Collection[str] = ()) -> None:
@@ -64,7 +64,7 @@ class Guard:
         await (self._refusal(scope) or self._app)(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return what to answer in the app's place; None if the app may answer."""
+        """Return the refusal to send instead of the app's response; None if the app may answer."""
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("this server only reads: GET or HEAD\n", 405, {"allow": "GET, HEAD"})
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -91,10 +91,10 @@ class Guard:
         return found is not None and same_token(found.value, digest_of(token))
 
     def _swap(self, path: str) -> Response:
-        """Answer a request with the token in its address: set the cookie, and let the browser load the page without.
+        """Answer a request that has the token in its URL: set the cookie, and let the browser load the page without it.
 
-        The browser itself goes on to the page, by the answer's text. After a redirect it would not send a strict
-        cookie, where the link stood in another site's page.
+        The response is a page that loads the real one, not a redirect. If the link came from another site, the browser
+        would not send a strict cookie after a redirect.
         """
         safe = path if path.startswith("/worker/") and path.removeprefix("/worker/").isdigit() else "/"
         answer = Response(_SWAP.format(path=safe), media_type="text/html")

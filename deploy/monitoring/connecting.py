@@ -1,4 +1,4 @@
-"""Commands and code with which people start what a fleet waits for."""
+"""Commands and code to paste, which start the peers that a fleet waits for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def env_host_command(config: FleetConfig, at: Endpoints) -> str:
 
 
 def client_addresses(at: Endpoints) -> str:
-    """Return where clients connect."""
+    """Return the addresses to which clients connect, as text."""
     return _addresses([at[name] for name in sorted(at) if name.startswith(("clients-", "http-"))])
 
 

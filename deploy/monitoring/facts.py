@@ -1,4 +1,4 @@
-"""All that is known of a fleet at one moment, from Redis and from its run directory if that is on this machine."""
+"""Everything known about a fleet at one moment, from Redis and from its run directory if that is on this machine."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ NOT_STARTED = "the fleet has started none yet"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that is known of a fleet at one moment.
+    """Everything known about a fleet at one moment.
 
     - snapshot: the state in Redis, as last read; `redis_age_s` is how long ago that was.
-    - processes: by name; empty where neither Redis nor a run directory tells of them.
+    - processes: by name; empty if neither Redis nor a run directory lists them.
     - redis_error: why Redis could not be read; "" if it was.
     - config, endpoints, run_dir: None or empty where the run directory is not on this machine.
     """
@@ -52,15 +52,17 @@ class Facts:
 
 
 class FactsReader:
-    """Reads the facts of a fleet again and again: by its run directory, else by a Redis and the fleet's name.
+    """Reads the facts of a fleet repeatedly. The run directory names the fleet, or a Redis URL and the fleet's name do.
 
-    A Redis that is away is a fact. One thread at a time. Raises `RunDirError` for a directory without a fleet.
+    A Redis that does not answer is a fact, not an error. One thread at a time.
+
+    Raises `RunDirError` for a directory without a fleet.
     """
 
     def __init__(self, run_dir: Path | None = None, *, redis_url: str = "", fleet_id: str = "") -> None:
         self._run_dir = run_dir.absolute() if run_dir is not None else None
         if self._run_dir is not None:
-            read_fleet_file(self._run_dir / "fleet.json")  # a directory without a fleet is refused at once
+            read_fleet_file(self._run_dir / "fleet.json")  # raises for a directory without a fleet
         self._url, self._fleet_id = redis_url, fleet_id
         self._view: FleetView | None = None
         self._snapshot = Snapshot()
@@ -96,7 +98,7 @@ class FactsReader:
 
     @property
     def view(self) -> FleetView | None:
-        """Return the view of the fleet's keys by which `read` reads, for further reads between two of them."""
+        """Return the view of the fleet's keys that `read` uses. The caller may use it between two calls of `read`."""
         return self._view
 
     @property
@@ -140,7 +142,7 @@ class FactsReader:
         return self._config
 
     def _read_redis(self, fleet: FleetFile | None) -> str:
-        """Read the snapshot. Return why that was not possible; "" if it was."""
+        """Read the snapshot. Return the reason for a failure; "" if the read succeeded."""
         if not self._url:
             return NOT_STARTED
         try:
@@ -157,7 +159,7 @@ class FactsReader:
         return ""
 
     def _read_last_books(self, fleet: FleetFile | None) -> None:
-        """Read the final books of a run that has ended, once. Its own Redis ended with it, and is started for that."""
+        """Read the final books of an ended run, once. Start its own Redis for the read if that has stopped too."""
         run_dir = self._run_dir
         if run_dir is None or fleet is None or fleet.state != "stopped" or is_locked(run_dir):
             self._read_last = False
@@ -169,7 +171,7 @@ class FactsReader:
 
 @contextmanager
 def facts_of_run(run_dir: Path) -> Iterator[FactsReader]:
-    """Give a reader of a run's facts. The fleet's own Redis is started for this time if the run has ended.
+    """Give a reader of a run's facts. If the run has ended, start the fleet's own Redis within the block.
 
     Raises `RunDirError` for a directory without a fleet.
     """
@@ -185,7 +187,7 @@ def _lives(fleet: FleetFile) -> bool:
 
 
 def _is_elsewhere_and_lives(processes: Mapping[str, ProcessState]) -> bool:
-    """Return whether a supervisor on another machine has told of itself lately: it may share the run directory."""
+    """Return whether a supervisor on another machine reported lately. It may share the run directory."""
     supervisor = processes.get(SUPERVISOR)
     return supervisor is not None and supervisor.host != platform.node()
 

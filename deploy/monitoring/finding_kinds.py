@@ -34,10 +34,10 @@ class Finding:
     """One thing that is wrong.
 
     - kind: the name of its `FindingKind`.
-    - whom: the process or peer that it is about.
-    - since_unix_s: None where nothing tells it.
+    - whom: the process or peer concerned.
+    - since_unix_s: the start; None if it is unknown.
     - limit: the setting that decides what follows, with its value; "" for none.
-    - command: what helps, to paste; "" for none.
+    - command: the command to paste that helps; "" for none.
     """
 
     kind: str
@@ -369,9 +369,9 @@ def observe(
     command: str = "",
     limit: str = "",
 ) -> Observation:
-    """Make an observation that has lasted for `for_s` seconds; None: nothing tells it, and it is wrong at once.
+    """Make an observation that has lasted for `for_s` seconds. None: the duration is unknown, and it counts as wrong.
 
-    `limit`: a setting to name in place of the usual one of its kind.
+    `limit`: the setting to name instead of the usual one of its kind.
     """
     known = KIND[kind]
     since = None if for_s is None else facts.unix_s - for_s

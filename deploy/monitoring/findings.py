@@ -31,7 +31,7 @@ _PLACE = {kind.name: place for place, kind in enumerate(KINDS)}
 
 
 def find(facts: Facts) -> list[Finding]:
-    """Return what is wrong, the worst first; nothing for a fleet that starts, runs, drains or has ended in order."""
+    """Return the findings, the worst first; none for a fleet that starts, runs, drains or ended in order."""
     wrong = [one.finding for one in _observations(facts) if one.is_wrong]
     return sorted(_few_of_a_kind(wrong), key=lambda one: (one.severity != "error", _PLACE[one.kind]))
 
@@ -68,13 +68,13 @@ def _books(facts: Facts) -> str:
 
 
 def _observations(facts: Facts) -> Iterator[Observation]:
-    """Yield all that was seen of a fleet that is not over, what others come of first."""
+    """Yield all observations of a fleet that has not ended, causes before their effects."""
     state = _state(facts)
     if state in _OVER:
         return
     yield from process_checks.supervisor_check(facts)
     if state == GONE:
-        return  # all others died with it
+        return  # all other processes died with the supervisor
     yield from _of_disk(facts)
     is_known = not facts.redis_error and facts.snapshot.reported_unix_s is not None
     states = facts.snapshot.workers if is_known else {}
@@ -90,7 +90,7 @@ def _observations(facts: Facts) -> Iterator[Observation]:
         return
     own = [process for process in facts.processes.values() if process.role == "worker"]
     if {"broker", "learner"} & stuck.keys() or (own and all(worker.name in stuck for worker in own)):
-        return  # what the others wait for comes of this, and what they last told may be old
+        return  # this causes the other waits, and the last reports may be old
     yield from process_checks.not_ready(facts, states)
     if facts.redis_error:
         return
@@ -112,9 +112,9 @@ def _observations(facts: Facts) -> Iterator[Observation]:
 
 
 def _state(facts: Facts) -> str:
-    """Return starting, running, draining, stopped or gone, as the supervisor tells; "" where none does.
+    """Return starting, running, draining, stopped or gone, as the supervisor reports; "" without a supervisor.
 
-    The fleet has stopped once its broker has told so, where there is no supervisor, or the supervisor drains it.
+    Without a supervisor, or while it drains, the fleet counts as stopped once its broker has reported its end.
     """
     supervisor = facts.processes.get(SUPERVISOR)
     state = supervisor.state if supervisor is not None else ""
@@ -137,7 +137,7 @@ def _redis_away(facts: Facts) -> Observation:
 
 
 def _no_reports(facts: Facts) -> Observation:
-    """Return that no broker reports: what it last told has expired in Redis."""
+    """Return the observation that no broker reports: its last report has expired in Redis."""
     for_s = max(0.0, facts.unix_s - (facts.snapshot.reported_unix_s or 0.0))
     sentence = f"waiting for the broker, which has reported nothing to Redis for {for_s:.0f} s"
     return observe(facts, "broker_silent", "broker", sentence, for_s)
@@ -151,7 +151,7 @@ def _of_disk(facts: Facts) -> Iterator[Observation]:
 
 
 def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:
-    """Return how many workers give no steps, or fewer, and of how many the envs fail."""
+    """Return how many workers are late, and how many workers have failing envs, as sentences."""
     wrong = [one.finding for one in seen if one.is_wrong and one.finding.whom.startswith(_WORKER)]
     failing = {one.whom for one in wrong if one.kind in _OF_ENVS}
     late = {one.whom for one in wrong if one.kind not in _OF_ENVS}
@@ -172,7 +172,7 @@ def _sentence(finding: Finding) -> str:
 
 
 def _few_of_a_kind(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings, of each kind at most some; one more stands for the rest of its kind."""
+    """Return the findings, limited per kind. One more finding summarises the rest of its kind."""
     by_kind: dict[str, list[Finding]] = {}
     for one in findings:
         by_kind.setdefault(one.kind, []).append(one)

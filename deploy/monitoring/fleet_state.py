@@ -71,7 +71,7 @@ _COUNTERS = tuple(metric.name for metric in COUNTER_TABLE if not metric.label)
 class SlowFacts:
     """Facts that are read every few seconds only: INFO of Redis, the learner's newest row, and shares of CPUs.
 
-    `server` is None where the user of Redis may not ask. `cpu_shares` has the CPU seconds a second of each process.
+    `server` is None if the Redis user may not call INFO. `cpu_shares` has the CPU seconds per second of each process.
     """
 
     server: Mapping[str, Any] | None = field(default_factory=dict)
@@ -80,7 +80,7 @@ class SlowFacts:
 
 
 def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = None) -> Document:
-    """Return the document. It has only what JSON has; every text of a peer in it is text, never markup."""
+    """Return the document. It has only JSON types. Text from peers is plain text, never markup."""
     slow, snapshot = slow or SlowFacts(), facts.snapshot
     by_name, by_label = _split(snapshot)
     line = verdict(facts, findings)
@@ -126,7 +126,7 @@ def _env_errors(snapshot: Snapshot, unix_s: float) -> list[Document]:
 
 
 class StateReader:
-    """Reads the document again and again, and what changes slowly every few seconds. One thread at a time."""
+    """Reads the document repeatedly, and slow facts only every few seconds. One thread at a time."""
 
     def __init__(self, reader: FactsReader) -> None:
         self._reader = reader
@@ -155,7 +155,7 @@ class StateReader:
 
 
 def cpu_shares(before: Mapping[str, ProcessState], now: Mapping[str, ProcessState]) -> dict[str, float]:
-    """Return the CPU seconds a second of each process between two moments; without those started meanwhile."""
+    """Return the CPU seconds per second of each process between two moments. Leave out processes started meanwhile."""
     shares = {}
     for name, state in now.items():
         earlier = before.get(name)
@@ -165,9 +165,9 @@ def cpu_shares(before: Mapping[str, ProcessState], now: Mapping[str, ProcessStat
 
 
 def ledger(books: FleetLedger, rows: Iterable[LedgerRow] = ()) -> Document:
-    """Return books as a flow of agent steps: stepped, each loss, what is on its way, and committed.
+    """Return books as a flow of agent steps: stepped, each loss, queued, and committed.
 
-    `rows` split what is queued: with workers, and with broker or learner.
+    `rows` split the queued steps into those with workers and those with the broker or the learner.
     """
     lives = list(rows)
     losses: list[Document] = [
@@ -196,7 +196,7 @@ def _loss(kind: str, reason: str, steps: int, chunks: int | None) -> Document:
 
 
 def _split(snapshot: Snapshot) -> tuple[Document, Document]:
-    """Return gauges and totals without a label by name, and those with one by name and value of the label."""
+    """Return (unlabelled gauges and totals by name, labelled ones by name and label value)."""
     plain: Document = dict.fromkeys(_COUNTERS, 0) if snapshot.totals else {}
     labels: Document = {}
     for field_name, value in {**snapshot.totals, **snapshot.gauges}.items():
@@ -291,7 +291,7 @@ def _worker(
     process: ProcessState | None,
     rows: Mapping[tuple[int, int], LedgerRow],
 ) -> Document:
-    """Return the newest state of a slot: what the broker tells, its process, and the books of all its lives."""
+    """Return the newest state of a slot: the broker's report, its process, and the books of all its lives."""
     told = {name: value for name, value in facts.snapshot.workers.get(slot, {}).items() if _is_json(value)}
     newest = rows.get(max(rows, default=(slot, 0)))
     steps = sum(row.totals.steps_of_envs for row in rows.values())
@@ -319,7 +319,7 @@ def _worker(
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether a value that any program may have written can be shown: numbers, short texts, small tables."""
+    """Return whether a value can be shown: a number, a short text or a small table. Any program may have written it."""
     if isinstance(value, Mapping):
         return len(value) <= 64 and all(isinstance(part, int | float | str | None) for part in value.values())
     return isinstance(value, int | float | str | None) and len(str(value)) <= _MOST_TEXT

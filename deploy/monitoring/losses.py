@@ -12,8 +12,8 @@ from headrace.schemas.accounts.ledger import Discard, Drop, FleetLedger
 class Loss:
     """A reason for which steps were discarded or dropped.
 
-    - meaning: a sentence without its stop, for tables.
-    - by: what follows "steps lost" in the verdict; "" where no step is lost that a learner was to get.
+    - meaning: a sentence without its full stop, for tables.
+    - by: the words after "steps lost" in the verdict; "" if the learner was not meant to get these steps.
     """
 
     meaning: str

@@ -35,7 +35,7 @@ def supervisor_check(facts: Facts) -> Iterator[Observation]:
 
 
 def between_lives(facts: Facts) -> Iterator[Observation]:
-    """Yield the processes that have ended and start again, or do not."""
+    """Yield the processes that have ended: restarting, fenced, failed, or in a crash loop."""
     for state in facts.processes.values():
         ended = f"it ended with {state.last_words:.100}" if state.last_words else "it has ended"
         log = "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / state.name}.log"
@@ -52,10 +52,10 @@ def between_lives(facts: Facts) -> Iterator[Observation]:
 
 
 def stuck(facts: Facts, states: States) -> dict[str, Observation]:
-    """Return what was seen of each process that lives and does nothing, by name.
+    """Return an observation by name for each process that lives but does nothing.
 
-    The fleet's own are judged by their supervisor, and workers that others have started by what the broker tells of
-    them: `states`, empty where that is old.
+    The supervisor's states judge the fleet's own processes. The broker's `states` judge workers started elsewhere; they
+    are empty if the broker's report is old.
     """
     found = {state.name: _why_stuck(facts, state, states) for state in facts.processes.values()}
     elsewhere = {slot: state for slot, state in states.items() if f"worker-{slot}" not in facts.processes}
@@ -64,7 +64,7 @@ def stuck(facts: Facts, states: States) -> dict[str, Observation]:
 
 
 def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
-    """Yield the fleet's own workers that load or build their envs, and those that the broker does not know."""
+    """Yield the fleet's own workers that load, that build their envs, or that the broker does not know."""
     workers = [state for state in facts.processes.values() if state.role == "worker" and state.state == "running"]
     loading = [state for state in workers if state.doing == "loading"]
     building = [state for state in workers if state.doing == "building"]
@@ -116,7 +116,7 @@ def _stopped(facts: Facts, state: ProcessState) -> Observation:
 
 
 def _why_stuck(facts: Facts, state: ProcessState, states: States) -> Observation | None:
-    """Return what was seen of a running process that does nothing; None for one that gives signs of life."""
+    """Return an observation of a running process that does nothing; None for a process with signs of life."""
     if not state.pid or state.state not in ("running", "draining") or state.role == SUPERVISOR:
         return None
     name, silent_s = f"{state.name} (pid {state.pid})", state.silent_s
@@ -180,7 +180,7 @@ def _is_remote(facts: Facts) -> bool:
 
 
 def _connected_hosts(told: Mapping[str, Any]) -> float:
-    """Return how many env hosts a worker has; 1 where it does not tell."""
+    """Return how many env hosts a worker has; 1 if it does not report them."""
     hosts = told.get("env_hosts")
     return number(hosts.get("connected")) if isinstance(hosts, Mapping) else 1.0
 

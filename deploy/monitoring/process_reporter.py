@@ -28,7 +28,7 @@ States = Mapping[str, ProcessState]
 class ProcessReporter:
     """Writes what `states` returns to the hash `processes`: every 5 s, and soon after a process changed.
 
-    While Redis is away it goes on trying.
+    While Redis does not answer, the thread keeps trying.
     """
 
     def __init__(self, url: str, fleet_id: str, states: Callable[[], States]) -> None:
@@ -79,7 +79,7 @@ class ProcessReporter:
 
 
 def _as_told(states: States) -> object:
-    """Return what must not wait for the next report."""
+    """Return the parts of `states` whose change triggers a report before the next one is due."""
     return {
         name: (one.state, one.pid, one.is_stopped, one.doing, one.silent_s > _SILENT_S) for name, one in states.items()
     }

@@ -26,7 +26,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def processes_of(fleet: FleetFile, run_dir: Path) -> dict[str, ProcessState]:
     """Return the state of the supervisor and of each process in `fleet`, by name.
 
-    A process that was replaced and still lives is left out: the new one has its name. Takes about 0.2 ms a process.
+    Leave out a replaced process that still lives: its successor has its name. Takes about 0.2 ms a process.
     """
     found = [_supervisor(fleet), *_living(fleet, run_dir), *_waiting(fleet)]
     return {state.name: state for state in found}
@@ -103,7 +103,7 @@ def _waiting(fleet: FleetFile) -> Iterator[ProcessState]:
 
 
 def _signs_of_life(entry: ProcessEntry, run_dir: Path) -> tuple[float, str]:
-    """Return (seconds since the last sign of life, what it does by what it last told)."""
+    """Return (seconds since the last sign of life, the activity that the process last recorded)."""
     if entry.slot is None:
         place = run_dir / "logs" / f".{entry.name}-{entry.incarnation}.alive"
         return max(0.0, seconds_silent(place) or 0.0), ""

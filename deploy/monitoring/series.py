@@ -1,7 +1,7 @@
 """Curves of a fleet over time: its history in Redis, what its learner logs, and marks where something changed.
 
-All curves of a ring share their times, which are multiples of its interval. What a learner logged within an interval
-stands at the end of it, under "learner/NAME". A counter `x_total` also has the curve `x_per_s`, of its growth.
+All curves of a ring share their times, which are multiples of its interval. A value that a learner logged within an
+interval stands at its end, under "learner/NAME". A counter `x_total` also has the curve `x_per_s`, of its growth.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Curves by name at common times, with None where a value is not known, and marks."""
+    """Curves by name at common times, with None for unknown values, and marks."""
 
     interval_s: int
     unix_s: Sequence[float]
@@ -44,7 +44,7 @@ class Series:
     marks: Sequence[Mark] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return the curves as JSON has them."""
+        """Return the curves as plain values for JSON."""
         return {
             "interval_s": self.interval_s,
             "unix_s": list(self.unix_s),
@@ -79,7 +79,7 @@ class SeriesReader:
         self._forget_old()
 
     def series(self, after_unix_s: float = 0.0, names: Iterable[str] | None = None) -> Series:
-        """Return the curves after a time; `names`: only curves that begin so. Marks are always all there are."""
+        """Return the curves after a time. `names`: only curves with these prefixes. The marks are always complete."""
         wanted = None if names is None else tuple(names)
         entries = [(at, self._history.get(at, {}), self._learner.get(at, {})) for at in self._times()]
         unix_s: list[float] = []
@@ -114,7 +114,7 @@ class SeriesReader:
                     self._learner.setdefault(at, {})[f"learner/{name}"[:_LONGEST_NAME]] = value
 
     def _forget_old(self) -> None:
-        """Keep what the rings in Redis hold at most."""
+        """Drop entries that are older than the rings in Redis can hold."""
         oldest = max(self._times(), default=0.0) - self._most * self._interval_s
         for kept in (self._history, self._learner):
             for at in [at for at in kept if at <= oldest]:
@@ -124,7 +124,7 @@ class SeriesReader:
 
 
 def event_order(identity: str) -> tuple[int, int]:
-    """Return what the id of an event is ordered by."""
+    """Return the sort key of an event's id."""
     unix_ms, _, number = identity.partition("-")
     return int(unix_ms), int(number or 0)
 
@@ -160,7 +160,7 @@ def _in_words(kind: str, group: Sequence[EventView]) -> str:
 
 
 def _rates(before: Values, now: Values, seconds: float) -> Iterator[tuple[str, float]]:
-    """Yield the growth of each counter for each second, but of one that went back: Redis had lost it."""
+    """Yield the growth per second of each counter. Skip a counter that fell: Redis had lost it."""
     for name, value in now.items() if before else ():
         bare, brace, labels = name.partition("{")
         grown = value - before.get(name, 0.0)

@@ -85,7 +85,7 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
 def censored_episodes(facts: Facts) -> Iterator[Observation]:
     """Yield that the newest aborted episodes differ from the newest finished ones, while envs fail.
 
-    An abort at any moment leaves an episode shorter than a whole one, so only longer ones are named.
+    An aborted episode is usually shorter than a whole one. So only longer ones count as a difference in length.
     """
     gauges = facts.snapshot.gauges
     aborted, finished = gauges.get("aborted_window", 0.0), gauges.get("episodes_window", 0.0)
@@ -125,7 +125,7 @@ def refusals(facts: Facts) -> Iterator[Observation]:
 def risen(facts: Facts, name: str, within_s: float) -> float:
     """Return by how much a value has risen within some seconds before the newest report.
 
-    A value that fell was of an earlier broker; then all that the new one counted is taken.
+    If the value fell, a new broker started counting at 0: return its whole count.
     """
     now, reported = facts.snapshot.gauges.get(name, 0.0), facts.snapshot.reported_unix_s or 0.0
     before = [values[name] for at, values in facts.recent if at >= reported - within_s and name in values]
@@ -140,7 +140,7 @@ def risen(facts: Facts, name: str, within_s: float) -> float:
 def _lack_weights(facts: Facts, states: States) -> bool:
     """Return whether a worker has no weights yet.
 
-    With an empty Redis a broker that has just started knows of none, although its workers have some.
+    With an empty Redis, a broker that has just started knows no weights, although its workers have some.
     """
     random_first = facts.config is not None and facts.config.worker.random_actions_before_weights
     if facts.snapshot.gauges.get("weights_seq") or random_first or not states:
@@ -161,7 +161,7 @@ def _no_weights(facts: Facts) -> Observation:
 
 
 def _has_no_learner(facts: Facts) -> bool:
-    """Return whether the broker tells that no learner is connected."""
+    """Return whether the broker reports that no learner is connected."""
     return facts.snapshot.lease.get("connected") == 0
 
 
@@ -189,7 +189,7 @@ def _all_wait(facts: Facts, waiting: Sequence[Mapping[str, Any]]) -> Observation
 
 
 def _some_wait(facts: Facts, states: States) -> Iterator[Observation]:
-    """Yield the workers that wait while others go on."""
+    """Yield the workers that wait while other workers take steps."""
     full = _full(facts)
     for slot, state in states.items():
         if not state.get("blocked") or (for_s := _blocked_for(facts, [state])) is None:
@@ -217,7 +217,7 @@ def _no_clients(facts: Facts) -> Observation:
 
 
 def _full(facts: Facts) -> tuple[str, str] | None:
-    """Return (setting, what the broker holds) if that is as much as it may hold; else None."""
+    """Return (setting, description of the held batches) if the broker is at its limit; else None."""
     if facts.config is None:
         return None
     gauges, limits = facts.snapshot.gauges, facts.config.broker
@@ -244,7 +244,7 @@ def _whose(facts: Facts) -> str:
 
 
 def _holder(facts: Facts, what: str) -> str:
-    """Return which learner holds the lease, and for how long it has not done what it should; "" for none."""
+    """Return, in words, which learner holds the lease and how long it has been idle; "" before an expected one came."""
     lease = facts.snapshot.lease
     for_s = _since_commit(facts)
     if for_s is None:
@@ -255,7 +255,7 @@ def _holder(facts: Facts, what: str) -> str:
 
 
 def _since_commit(facts: Facts) -> float | None:
-    """Return the seconds since the learner committed, or came; None without one. Both by the broker's clock."""
+    """Return the seconds since the learner committed or connected, by the broker's clock; None without a learner."""
     since = number(facts.snapshot.lease.get("committed_unix_s"))
     return max(0.0, (facts.snapshot.reported_unix_s or 0.0) - since) if since else None
 
@@ -266,7 +266,7 @@ def _held_for(facts: Facts) -> float | None:
 
 
 def _blocked_for(facts: Facts, states: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return for how long all of these workers have waited, at least: no longer than since the last commit of all."""
+    """Return for how long, at least, all of these workers have waited. Use the last commit if a start is unknown."""
     reported = facts.snapshot.reported_unix_s or 0.0
     since = [number(state.get("blocked_since_unix_s")) for state in states]
     told = min((reported - at for at in since if at), default=None) if all(since) else None
@@ -279,7 +279,7 @@ def _learner_command(facts: Facts) -> str:
 
 
 def _hosts(state: Mapping[str, Any]) -> tuple[float, float]:
-    """Return how many env hosts a worker has, and how many it takes for all of its envs; zeros for envs elsewhere."""
+    """Return how many env hosts a worker has, and how many its envs need; zeros if its envs need no host."""
     hosts = state.get("env_hosts")
     return (number(hosts.get("connected")), number(hosts.get("wanted"))) if isinstance(hosts, Mapping) else (0.0, 0.0)
 
@@ -291,7 +291,7 @@ def _fails_often(facts: Facts, state: Mapping[str, Any], count: float) -> bool:
 
 
 def _still_for(facts: Facts) -> float:
-    """Return for how long the fleet has taken no step, by the ring of two minutes."""
+    """Return the seconds since the fleet's last step, at most the two minutes of the history ring."""
     now, reported = facts.snapshot.totals.get("env_steps_total", 0), facts.snapshot.reported_unix_s or 0.0
     moved = [at for at, values in facts.recent if values.get("env_steps_total", 0) < now]
     first = facts.recent[0][0] if facts.recent else reported

@@ -1,4 +1,4 @@
-"""An HTTP port that only reads: on loopback without a token, elsewhere with one. `access.py` checks each request."""
+"""A read-only HTTP port. Off loopback it needs a token. `access.py` checks each request."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class WebPort:
 
     @contextmanager
     def serving(self, app: ASGIApp, public: Collection[str] = ()) -> Iterator[threading.Thread]:
-        """Serve `app` in a thread within the block; then end within seconds. `public`: paths that ask for no token.
+        """Serve `app` in a thread within the block; then end within seconds. `public`: paths that need no token.
 
-        The thread may live 0.2 s longer if no client is connected: nothing waits for it.
+        If no client is connected, the block does not wait for the thread, which may live 0.2 s longer.
         """
         config = uvicorn.Config(
             Guard(app, self._token, self._socket.getsockname()[1], public),
@@ -88,7 +88,7 @@ class WebPort:
 
 
 async def _on_turn() -> None:
-    """Give a sign of life from the loop that answers requests."""
+    """Give a sign of life from the event loop that answers requests."""
     service_manager().turn()
 
 

@@ -1,1 +1,1 @@
-"""A trained policy at work: evaluation, videos, and the trial of env and policy before anything starts."""
+"""Use of trained policies: evaluation, videos, and the trial of env and policy before a start."""

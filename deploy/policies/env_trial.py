@@ -1,7 +1,7 @@
-"""The trial of one env before a start: a reset and a step, with the checks that a worker makes of what they return.
+"""The trial of one env before a start: a reset and a step, with a worker's checks of the results.
 
-External envs are not tried, since clients drive their episodes. Vectors of a user's own and EnvPool's are not tried
-either: their envs are reset in another way.
+External envs are not tried, since clients drive their episodes. A user's own vectors and EnvPool's are not tried
+either, since their envs are reset in another way.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SEED = 0
 
 
 def try_env(config: EnvRunnerConfig, built: BuiltEnv) -> None:
-    """Reset the env once, and step it once with sampled actions. Raises `EnvError` that says what was seen, and where.
+    """Reset the env once, and step it once with sampled actions. Raises `EnvError` with the fault and its place.
 
-    An env that asks to be built again passes.
+    An env that asks for a rebuild passes.
     """
     env, check_bounds = built.env, not config.disable_env_checking
     if isinstance(env, ExternalEnv | ExternalMultiAgentEnv | VectorEnv):
@@ -90,7 +90,7 @@ def _put_all(seen: Mapping[Any, Observations], observations: Any) -> None:
 
 
 def _taken_apart(answer: Any) -> Any:
-    """Return the observations in the answer of a `step`."""
+    """Return the observations from the result of `step`. Raises an error for a result that is no 5-tuple."""
     try:
         observations, _, _, _, _ = answer
     except (TypeError, ValueError) as error:

@@ -76,7 +76,7 @@ class EpisodeVideo:
         self._left -= env_index == 0
 
     def _show(self, env_runner: Any, env: Any, env_index: int) -> None:
-        """Write a picture. A problem is kept for `check`: if a callback raised, the env would fail, again and again."""
+        """Write a picture. Keep a problem for `check`: if a callback raised, the env would fail repeatedly."""
         if env_index != 0 or self._left <= 0 or self._problem:
             return
         picture = env_runner.try_render_at(0)
@@ -90,7 +90,7 @@ class EpisodeVideo:
         self.frames += 1
 
     def check(self) -> None:
-        """Raise `EnvError` where there can be no video."""
+        """Raise `EnvError` if writing a picture has failed."""
         if self._problem:
             raise EnvError(f"there is no video: {self._problem}")
 
@@ -125,11 +125,11 @@ class _Encoder:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._said,
-            start_new_session=True,  # Ctrl-C is for us
+            start_new_session=True,  # Ctrl-C must reach only this process
         )
 
     def write(self, picture: NDArray[np.uint8]) -> str:
-        """Write a picture. Return what is wrong; "" for nothing."""
+        """Write a picture. Return the problem; "" if there is none."""
         if picture.shape != self._shape:
             return f"the env gives a picture of shape {picture.shape} after one of {self._shape}"
         assert self._process.stdin is not None
@@ -140,7 +140,7 @@ class _Encoder:
         return ""
 
     def close(self) -> str:
-        """Finish the file. Return what ffmpeg says is wrong; "" for nothing."""
+        """Finish the file. Return the problem that ffmpeg reports; "" if there is none."""
         try:
             self._process.communicate(timeout=_END_S)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Evaluation of a policy: whole episodes with the real runner, and what they returned."""
+"""Evaluation of a policy: whole episodes with the real runner, and their returns."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EpisodeScores:
         return not any(self.left)
 
     def add(self, episode: Any, env_index: int) -> None:
-        """Add an episode that has ended, if it is one of the env's share."""
+        """Add an ended episode, unless the env's share is complete."""
         if not self.left[env_index]:
             return
         self.left[env_index] -= 1
@@ -175,7 +175,7 @@ class Evaluation:
         self._scores.aborted += 1
 
     def play(self, arrays: Arrays, version: Version, stopping: threading.Event) -> EpisodeScores:
-        """Play all episodes with the weights and connector state in `arrays`. A second call plays the same ones.
+        """Play all episodes with the weights and connector state in `arrays`. A second call plays the same episodes.
 
         Returns sooner once `stopping` is set, with the episodes that have ended. Raises `ModuleError` and
         `ConnectorError` for arrays that do not fit, and the errors that end a worker.

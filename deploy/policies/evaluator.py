@@ -30,8 +30,8 @@ def watch(
 ) -> None:
     """Evaluate a checkpoint each time `learner.evaluate_every_steps` more steps were trained on, until `stopping`.
 
-    An evaluation that takes longer than that delays the next one, which then is of the newest checkpoint. All play the
-    same episodes, by seed. Raises what `Evaluation` does.
+    A slow evaluation delays the next one, which then takes the newest checkpoint. All play the same episodes,
+    by seed. Raises the errors of `Evaluation`.
     """
     seed = next(given for given in (seed, config.sampling.seed, _DEFAULT_SEED) if given is not None)
     settings = PlaySettings(config.learner.evaluate_episodes, num_envs, seed)
@@ -51,14 +51,14 @@ class _Watcher:
         self._evaluated_steps = before[-1]["steps"] if before else 0
         self._best_mean = max((told["return"]["mean"] for told in before), default=-math.inf)
         self._seen_at_ns = 0
-        for left in run_dir.glob("evaluating.*.checkpoint"):  # by a process that was killed
+        for left in run_dir.glob("evaluating.*.checkpoint"):  # left by a killed process
             left.unlink(missing_ok=True)
 
     def look(self, stopping: threading.Event) -> None:
         """Evaluate the newest checkpoint if it is due."""
         try:
             changed_at_ns = self._newest.stat().st_mtime_ns
-        except FileNotFoundError:  # there is none yet, or the learner is just replacing it
+        except FileNotFoundError:  # no checkpoint yet, or the learner is replacing it
             return
         if changed_at_ns == self._seen_at_ns:
             return

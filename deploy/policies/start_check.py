@@ -1,7 +1,7 @@
 """The check before a start: it builds and tries what the config names, once, in a process of its own.
 
-The supervisor starts that process by `check_process.py`. It reads the steps that are announced here, and the error with
-which the process ends. Quick checks of common mistakes come first. torch takes a second or two, so it is imported last,
+The supervisor starts that process by `check_process.py`, and reads its announced steps and the error with which it
+ends. Quick checks of common mistakes come first. torch takes a second or two, so it is imported last,
 and only for a module that may be wrong.
 """
 
@@ -73,7 +73,7 @@ def check_start(config: FleetConfig, say: Say) -> None:
 
 
 def _policies(runner: EnvRunnerConfig) -> dict[str, _Policy]:
-    """Return the policies by module id. Raises `ConfigError` for those that are not described as they should be."""
+    """Return the policies by module id. Raises `ConfigError` for an invalid description."""
     if not runner.is_multi_agent:
         own = _Policy(str(runner.module), runner.module_config, runner.env_to_module, runner.module_to_env)
         return {DEFAULT_MODULE_ID: own}

@@ -91,7 +91,7 @@ class Child:
         """
         os.waitid(
             os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT
-        )  # not reaped yet, so the group is surely still its own
+        )  # not reaped yet, so the pid cannot belong to another process group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         returncode = self._process.wait() if self._process is not None else _wait(self.pid)
@@ -125,7 +125,7 @@ def _wait(pid: int) -> int:
 
 
 def _tail(path: Path, start: int) -> bytes:
-    """Return the end of the file, of what stands behind `start`; nothing where there is no file."""
+    """Return the end of the file, from `start` on at most; b"" if there is no file."""
     try:
         with path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)

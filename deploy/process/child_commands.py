@@ -27,7 +27,7 @@ def broker(config_json: Path, run_dir: Path, fleet_id: str, max_env_steps: int |
 def worker(
     config: FleetConfig, config_json: Path, run_dir: Path, endpoint: str, fleet_id: str, slot: int
 ) -> ProcessSpec:
-    """Return how to start the worker of one slot. The supervisor ends it, so it need not end with the fleet."""
+    """Return how to start the worker of one slot. The supervisor stops it, so it need not leave with the fleet."""
     argv = _headrace("worker", config_json, "--run-dir", str(run_dir), "--endpoint", endpoint, "--fleet-id", fleet_id)
     argv += ["--set", "worker.ends_with_fleet=false"]
     return ProcessSpec(
@@ -48,7 +48,7 @@ def group_worker(config_json: Path, folder: Path, options: Sequence[str]) -> lis
 def worker_of_group(
     config: FleetConfig, name: str, command: Sequence[str], slot: Callable[[], int | None]
 ) -> ProcessSpec:
-    """Return how to start a worker whose slot the broker gives. `slot` returns that of its earlier life, if any."""
+    """Return how to start a worker whose slot the broker gives. `slot` returns the slot of its earlier life, if any."""
 
     def argv(_: int) -> list[str]:
         known = slot()

@@ -1,4 +1,4 @@
-"""The environment of processes that a supervisor starts. It imports little: `entry.py` needs it before all else."""
+"""The environment of processes that a supervisor starts. It imports little, since `entry.py` needs it early."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Exit records: a process that ends on purpose tells its supervisor its exit code and why.
 
 The exit code alone proves nothing. An inline env can end its worker with any of our codes, by `os._exit(7)` for one,
-and such a life counts as crashed. So a process of ours writes its exit code to a file just before it ends, where its
-supervisor asked for it. An end without a record was not on purpose.
+and such a life counts as crashed. Each process of ours therefore writes its exit code to a file just before it ends.
+The supervisor names the path. An end without a record was not on purpose.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ExitRecord(BaseModel):
 def exit_record_path() -> Path | None:
     """Return the path at which the supervisor looks for our record; None without one.
 
-    Takes the variable out of the environment: processes that we start must not write our record. Writes spaces there,
-    so that a record has its room on the disk.
+    Takes the variable out of the environment: processes that we start must not write our record. Writes spaces to
+    the file, which reserve room on the disk for the record.
     """
     place = Path(os.environ.pop(VARIABLE, "") or os.devnull)
     if place == Path(os.devnull):
@@ -47,7 +47,7 @@ def exit_record_path() -> Path | None:
 
 
 def write_exit_record(place: Path | None, exit_code: int, sentence: str = "") -> None:
-    """Write the record over the spaces that are there: this needs no room on a full disk."""
+    """Write the record over the reserved spaces, which works on a full disk too."""
     if place is not None:
         record = ExitRecord(pid=os.getpid(), exit_code=exit_code, sentence=sentence[:_SENTENCE])
         with contextlib.suppress(OSError), place.open("r+b") as file:

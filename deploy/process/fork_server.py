@@ -1,11 +1,11 @@
-"""The fork server, as the supervisor sees it: `fork_server_program.py` is what it runs.
+"""The supervisor's side of the fork server, which runs `fork_server_program.py`.
 
 torch takes more than a second to import, in each process. The fork server imports it once, and each process of a fleet
 begins as a copy of it, within milliseconds. The copies share the memory of what was imported.
 
-A forked process is a child of the supervisor, as one that was executed is. The fork server forks twice and the process
-in between ends at once, so the kernel gives its child to the nearest "subreaper" among its ancestors (prctl(2)). The
-supervisor is one while it waits for the answer.
+A forked process is a child of the supervisor, like an executed one. The fork server forks twice, and the intermediate
+process exits. The kernel then gives the grandchild to the nearest "subreaper" among its ancestors (prctl(2)). The
+supervisor is a subreaper while it waits for the answer.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _ANSWER_S = 10.0
 
 
 class ForkServer:
-    """A process with everything imported, which becomes any of Headrace's commands. Use it in one thread.
+    """A process that has imported everything and forks processes of Headrace's commands. Use it in one thread.
 
-    It takes no SIGTERM, which a service manager may send to all processes. A forked process takes it as we do.
+    It blocks SIGTERM, which a service manager may send to all processes. A forked process handles SIGTERM as we do.
 
-    - fd: readable with the news that it is ready, or has ended; then call `take_news`.
+    - fd: readable when the fork server becomes ready or ends; then call `take_news`.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -73,13 +73,13 @@ class ForkServer:
         self.close()
 
     def end(self) -> None:
-        """Kill the process, and do not wait for its end. Those that it has forked live on."""
+        """Kill the fork server without waiting for its end. Processes that it has forked live on."""
         self.is_ready = False
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """End the process, and wait until it has. Those that it has forked live on."""
+        """Kill the fork server and wait for its end. Processes that it has forked live on."""
         self.end()
         if self._process is not None:
             self._socket.close()
@@ -88,11 +88,11 @@ class ForkServer:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it can never fork again."""
+        """Return whether the fork server has ended and can never fork again."""
         return self._process is None
 
     def forks_in(self, environment: Mapping[str, str]) -> bool:
-        """Return whether it can fork processes of this environment, unless it fails."""
+        """Return whether the fork server can fork processes with this environment, unless it fails."""
         return dict(environment) == self._environment and not self.has_ended
 
     def take_news(self) -> None:
@@ -113,9 +113,9 @@ class ForkServer:
     ) -> int | None:
         """Start `argv` in `environment` and `added`; return its pid, or None where it must be executed instead.
 
-        It must be executed if it is no command of Headrace, if its environment is another than the fork server's, since
-        libraries read theirs while they are imported, and if the fork server has ended. stdout and stderr go to
-        `log_file`; it gets `death_signal` when this thread ends.
+        The caller must execute `argv` if it is no command of Headrace, if `environment` differs from the fork server's
+        (libraries read it while they are imported), or if the fork server has ended. The stdout and stderr of the
+        process go to `log_file`. It gets `death_signal` when this thread ends.
         """
         if not self.is_ready or list(argv[: len(HEADRACE)]) != HEADRACE or not self.forks_in(environment):
             return None
@@ -142,7 +142,7 @@ class ForkServer:
                 _set_subreaper(False)
 
     def _answer(self, channel: socket.socket) -> int | None:
-        """Return the pid that the new process tells, and let it go on. It ends if nobody does so."""
+        """Return the pid that the new process sends, and let it run. Without this answer the process ends."""
         readable, _, _ = select.select([channel], [], [], _ANSWER_S)
         told = channel.recv(16) if readable else b""
         if not told:

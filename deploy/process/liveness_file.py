@@ -39,7 +39,7 @@ class LivenessFile:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a supervisor watches this process, and has started it."""
+        """Return whether a supervisor started this process and watches it."""
         return self._place is not None
 
     def touch(self) -> None:

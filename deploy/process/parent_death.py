@@ -1,8 +1,8 @@
 """A program that runs a command and dies with its parent: `parent_death.py PARENT_PID SIGNAL COMMAND ARGUMENTS...`.
 
 The kernel sends SIGNAL to the process when the thread that started it ends, however it ends (PR_SET_PDEATHSIG). The
-setting survives exec, so this works for any program, Redis servers too. This program sets it
-between fork and exec. A `preexec_fn` could deadlock in a process that has threads.
+setting survives exec, so this works for any program, Redis servers too. This program sets it between fork and exec.
+A `preexec_fn` could deadlock in a process that has threads.
 
 Runs under `python -I -S`: only the standard library's core may be imported here.
 """
@@ -17,7 +17,7 @@ CANNOT_RUN = 127
 
 
 def bound_to_us(death_signal: signal.Signals) -> list[str]:
-    """Return the words before a command that bind its process to the life of this thread."""
+    """Return the argv prefix that makes a command's process die with this thread."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(death_signal))]
 
 

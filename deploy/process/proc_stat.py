@@ -1,4 +1,4 @@
-"""Facts of the kernel about a process: whether it lives, whether it is stopped, and which process of that pid it is."""
+"""The kernel's facts about a process: whether it is alive, whether it is stopped, and when it started."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ _STATE, _START = 0, 19
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of that pid runs. One that has ended and is not yet reaped does not."""
+    """Return whether a process with that pid is alive. A zombie (ended, not yet reaped) is not."""
     return _field(pid, _STATE) not in ("", "Z", "X")
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process of that pid was stopped by a signal. One in a debugger is not."""
+    """Return whether a signal has stopped the process with that pid. A process in a debugger does not count."""
     return _field(pid, _STATE) == "T"
 
 
 def start_ticks(pid: int) -> int:
     """Return when the process of that pid was started, in clock ticks since the machine was; 0 for none.
 
-    With the pid it names a process for good: a pid is used again, and in a container most processes have pid 1.
+    The pid and the start time together identify a process. A pid is reused, and in a container most have pid 1.
     """
     return int(_field(pid, _START) or 0)
 

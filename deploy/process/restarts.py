@@ -1,4 +1,4 @@
-"""Policy of restarts of a process that died: exponential backoff with jitter, and a breaker for crash loops."""
+"""The restart policy of a process: exponential backoff with jitter, and a circuit breaker for crash loops."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LONG_LIFE = 10
 class RestartPolicy:
     """Decides when one process is started again.
 
-    The window is measured in the process's own running time, not in wall time. Otherwise the growing pauses would
-    spread a crash loop so thinly that it never counted as one.
+    The window is measured in the process's own running time, not in wall time. In wall time, the growing pauses would
+    move the deaths of a crash loop out of the window.
     """
 
     def __init__(self, section: SupervisorSection, rng: random.Random) -> None:

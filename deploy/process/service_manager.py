@@ -5,7 +5,7 @@
     STATUS=TEXT    one line for `systemctl status`
     STOPPING=1     it drains
 
-Each is one datagram. A process without that variable tells nothing.
+Each message is one datagram. Without $NOTIFY_SOCKET a process sends none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_USEC = 1 << 53
 
 
 class ServiceManager:
-    """Tells the manager at the socket `address` how this process does; "" for no manager.
+    """Sends the state of this process to the manager at the socket `address`; "" for no manager.
 
     - watchdog_s: seconds without a sign of life after which the manager kills this process; 0.0 for never.
     """
@@ -56,30 +56,30 @@ class ServiceManager:
         return cls(address, int(usec) / 1e6 if watched else 0.0)
 
     def ready(self) -> None:
-        """Tell, once, that this process serves. Signs of life that came before were not sent."""
+        """Tell the manager, once, that this process serves. Earlier signs of life are not sent."""
         if not self._is_ready:
             self._is_ready = True
             self._send("READY=1")
 
     def alive(self) -> None:
-        """Tell that this process makes progress; cheap enough for every turn of a loop."""
+        """Tell the manager that this process makes progress; cheap enough for every turn of a loop."""
         if self._every_s and self._is_ready and self._clock() >= self._alive_at:
             self._alive_at = self._clock() + self._every_s
             self._send("WATCHDOG=1")
 
     def turn(self) -> None:
-        """Tell that a loop that serves has turned: the first call makes this process ready."""
+        """Tell the manager that a serving loop has turned. The first call reports this process as ready."""
         self.ready()
         self.alive()
 
     def status(self, text: Callable[[], str]) -> None:
-        """Tell, every few seconds, what `text()` says."""
+        """Send `text()` to the manager as the status, every few seconds at most."""
         if self._socket is not None and self._clock() >= self._status_at:
             self._status_at = self._clock() + _STATUS_S
             self._send(f"STATUS={one_line(text())[:_LONGEST_STATUS]}")
 
     def stopping(self) -> None:
-        """Tell that this process drains."""
+        """Tell the manager that this process drains."""
         self._send("STOPPING=1")
 
     def follow(self, loop: EventLoop) -> None:
@@ -89,20 +89,20 @@ class ServiceManager:
             loop.call_later(self._every_s, lambda: self.follow(loop))
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Close the socket. Later calls send nothing."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def _send(self, message: str) -> None:
         if self._socket is not None:
-            with suppress(OSError):  # the manager has gone, so it judges nothing any more
+            with suppress(OSError):  # the manager is gone and expects no messages
                 self._socket.send(message.encode())
 
 
 @cache
 def service_manager() -> ServiceManager:
-    """Return the manager of this process. Call it before a process is started."""
+    """Return the manager of this process. Call it before this process starts another."""
     return ServiceManager.from_environment()
 
 

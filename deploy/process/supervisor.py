@@ -120,7 +120,7 @@ class Observer(Protocol):
     """Gets the supervisor's news."""
 
     def next_incarnation(self, name: str) -> int:
-        """Return a number higher than any before for `name`, remembered even if this process dies now."""
+        """Return a number higher than all earlier ones of `name`. Store it first, so that it survives this process."""
 
     def changed(self) -> None:
         """Note that some process started, ended or changed its state."""
@@ -164,7 +164,7 @@ class Supervisor:
         """Replace a silent process by a new one.
 
         A silent worker is killed only after `zombie_grace_s`, so that it may wake, find itself fenced and stop in
-        order. It is killed at once if it has a port that the new one needs.
+        order. It is killed immediately if the new worker needs its port.
         """
         zombie = service.child
         if zombie is None or service.state is not ServiceState.RUNNING:
@@ -178,7 +178,7 @@ class Supervisor:
         self._restart(service, time.monotonic() - zombie.started)
 
     def bring_back(self, service: Service, why: str) -> None:
-        """Start a learner again that a newer one had fenced, and that has left."""
+        """Restart a learner that a newer learner had fenced, once the newer one has left."""
         if service.state is ServiceState.FENCED:
             log.warning("%s starts again: %s", service.spec.name, why)
             service.restarts += 1
@@ -217,7 +217,7 @@ class Supervisor:
                     child.send(signal.SIGKILL)
 
     def end_fork_server(self) -> None:
-        """End the fork server. What starts from now on imports torch itself."""
+        """Stop the fork server. Processes that start later import torch themselves."""
         if self._fork_server is not None:
             self._fork_server.end()
 
@@ -335,12 +335,12 @@ class Supervisor:
 
 
 def _is_final(record: ExitRecord, service: Service) -> bool:
-    """Return whether the next life would end in the same way. A port that was free before will be free again."""
+    """Return whether a restart would fail in the same way. A port that was free once will be free again."""
     return record.exit_code in INCURABLE or (record.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
 
 
 def _has_no_room(folder: Path) -> bool:
-    """Return whether the disk of `folder` is full. It is not where the folder was removed."""
+    """Return whether the disk of `folder` is full; False if the folder was removed."""
     try:
         return shutil.disk_usage(folder).free < _LEAST_ROOM
     except OSError:

@@ -40,7 +40,7 @@ def check_cluster(address: str) -> None:
 
 @contextmanager
 def joined(address: str) -> Iterator[ModuleType]:
-    """Connect this process to the cluster at `address`, and give the module `ray`.
+    """Connect this process to the cluster at `address`, and yield the module `ray`.
 
     The actors that this process starts end with the connection. Raises what `check_cluster` raises.
     """
@@ -52,7 +52,7 @@ def joined(address: str) -> Iterator[ModuleType]:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise RayClusterError(address, str(error).partition("\n")[0], _START) from error
-    except SystemExit:  # so does Ray take a SIGTERM
+    except SystemExit:  # Ray raises this on SIGTERM
         raise SystemExit(ExitCode.OK) from None
     try:
         yield ray
@@ -71,8 +71,8 @@ def _noted_address() -> str:
 def reachable(endpoint: str, own: str, nodes: set[str]) -> str:
     """Return the broker's endpoint as the cluster's nodes reach it.
 
-    `own` is the address by which Ray knows this machine, and stands in for a wildcard; `nodes` are those of all nodes.
-    Raises `ConfigError` where the broker serves this machine only, and there are nodes elsewhere.
+    `own` is Ray's address of this machine, and replaces a wildcard; `nodes` has the addresses of all nodes. Raises
+    `ConfigError` if the broker serves only this machine and the cluster has other nodes.
     """
     host = urlsplit(endpoint).hostname or ""
     if host in _WILDCARDS:

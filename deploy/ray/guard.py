@@ -1,11 +1,11 @@
 """A program that runs a command until a socket closes: `guard.py SOCKET_FD GRACE_S COMMAND ARGUMENTS...`.
 
-The command gets SIGTERM when the other end of the socket closes, for whatever reason, and SIGKILL `GRACE_S` later. So a
-worker drains also where its actor was killed. When the command has ended, this program writes its pid and return code
+The command gets SIGTERM when the other end of the socket closes, for any reason, and SIGKILL `GRACE_S` later. So a
+worker also drains if its actor was killed. When the command has ended, this program writes its pid and return code
 to the socket, as "PID CODE" and a line end.
 
-Ray kills the children of an actor's process when that process ends. So this program forks, and its parent, the child
-that Ray knows, ends at once.
+Ray kills the children of an actor's process when that process ends. So this program forks, and the parent, which is the
+child that Ray knows, exits immediately.
 
 Runs under `python -I -S`: only the standard library's core may be imported here.
 """
@@ -43,12 +43,12 @@ def _start(command: list[str]) -> "subprocess.Popen[bytes]":
 
 
 def _await_end(process: "subprocess.Popen[bytes]", line: socket.socket, grace_s: float) -> int:
-    """Return the return code of the process. What is left of its process group is killed."""
+    """Return the return code of the process. Kill the rest of its process group."""
     ended = os.pidfd_open(process.pid)
     if ended not in select.select([ended, line.fileno()], [], [])[0]:
         process.send_signal(signal.SIGTERM)
         select.select([ended], [], [], grace_s)
-    with suppress(ProcessLookupError):  # not reaped yet, so the group is surely still its own
+    with suppress(ProcessLookupError):  # not reaped yet, so the pid cannot belong to another process group
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 

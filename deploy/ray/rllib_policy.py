@@ -5,8 +5,8 @@ In the program that has RLlib:
     from headrace.deploy.ray.rllib_policy import save_weights
     save_weights(algo.get_module().get_state(), "policy.npz")
 
-That module of RLlib has no value function, and the learner of the fleet begins a new one. It goes on with that of RLlib
-where the state of the module of the learner there was saved.
+The module in this example has no value function, so the fleet's learner starts a new one. If the state of the module of
+RLlib's learner was saved instead, the fleet's learner goes on with that value function.
 
 In the fleet's settings:
 
@@ -75,7 +75,7 @@ def build(spaces: Spaces, *, weights: str, activation: str = "tanh") -> ActorCri
 
 
 def _read(path: Path) -> Arrays:
-    """Return the arrays of the file. Raises `ModuleError` for names that are not of the module known here."""
+    """Return the arrays of the file. Raises `ModuleError` for names of another kind of module."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files if name != _UNUSED}

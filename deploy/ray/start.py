@@ -46,7 +46,7 @@ def run_workers(
 ) -> None:
     """Keep workers on a Ray cluster until a stop signal; then drain them.
 
-    `count`: how many; None: as ray.json in the run directory says, at every moment.
+    `count`: the number of workers; None: follow the number in ray.json of the run directory.
     """
     found = _find_fleet(config_path, sets, flags, endpoint, allow)
     config, run_dir = found.config, Path(found.config.fleet.run_dir)
@@ -136,7 +136,7 @@ def _options(found: _Found, ray: ModuleType) -> tuple[str, ...]:
 def _settings(config: FleetConfig) -> bytes:
     """Return the settings of a worker as JSON.
 
-    They go through Ray, so they have no password of Redis. A worker on the broker's machine shows the run's token.
+    They go through Ray, so they lack the Redis password. A worker on the broker's machine shows the run's token.
     """
     told = config.model_dump(mode="json", exclude_none=True)
     told["redis"]["url"] = told["fleet"]["rendezvous"] = ""

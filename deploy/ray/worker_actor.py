@@ -1,4 +1,4 @@
-"""The actor: it starts one `headrace worker` on its node, and ends it with itself.
+"""The actor, which starts one `headrace worker` on its node. The worker drains when the actor ends.
 
 Ray notices only after many seconds, and sometimes not at all, that the raylet of an actor's node has died: the actor's
 process goes on, and Ray starts the actor on another node. So the actor watches its raylet and ends with it.
@@ -33,7 +33,7 @@ class WorkerStart:
 
     - settings: the fleet's configuration as JSON, without what a worker does not need.
     - threads: of torch and BLAS.
-    - arguments: those of `headrace worker` behind the configuration.
+    - arguments: the arguments of `headrace worker` after the configuration.
     - grace_s: seconds that the worker has to drain before it is killed.
     """
 
@@ -85,7 +85,7 @@ class WorkerActor:
         return self._end(*map(int, told)) if told else WorkerEnd(GUARD_DIED, "its guard was killed")
 
     def stop(self) -> None:
-        """Tell the worker to drain and to end. `run` returns then. No further one starts."""
+        """Tell the worker to drain and to end. `run` returns then, and no further worker starts."""
         with self._lock:
             self._stopping = True
             if self._line is not None:
@@ -120,7 +120,7 @@ class WorkerActor:
 def node_folder(fleet_id: str) -> Path:
     """Return the folder of this user's workers of a fleet on this node, and make it: recorders, logs and settings.
 
-    Raises `RunDirError` where it is another user's, or others can use it.
+    Raises `RunDirError` if it belongs to another user, or other users can access it.
     """
     folder = Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}" / fleet_id
     for path in (folder.parent, folder, folder / "logs"):
@@ -132,7 +132,7 @@ def node_folder(fleet_id: str) -> Path:
 
 
 def _end_with(pidfd: int) -> None:
-    """End this process when that of `pidfd` ends. The guard notices, and drains the worker."""
+    """End this process when the process of `pidfd` ends. The guard notices, and drains the worker."""
     select.select([pidfd], [], [])
     os._exit(RAYLET_DIED)
 

@@ -1,7 +1,7 @@
 """Keeps a number of workers on a Ray cluster, each in an actor of its own.
 
 Ray places the actors and starts them again after the death of a process or a node (`max_restarts=-1`): it then calls
-`run` again. What is left to do here: start an actor again that was killed for good, and a worker that ended by itself.
+`run` again. This module restarts actors that were killed for good, and workers that ended by themselves.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class WorkersOnRay:
         )(WorkerActor)
 
     def keep(self, count: int) -> None:
-        """Have `count` workers from now on: start those that are missing, and drain the newest of too many."""
+        """Have `count` workers from now on: start the missing ones, or drain the newest ones."""
         while len(self._workers) < count:
             self._made += 1
             name = f"worker-{self._token}-{self._made}"
@@ -74,7 +74,7 @@ class WorkersOnRay:
             self._leave(self._workers.pop())
 
     def look(self, wait_s: float) -> None:
-        """Start what is due, and wait at most `wait_s` for news.
+        """Start the workers that are due, and wait at most `wait_s` for a worker to start or end.
 
         Raises `ProcessFailedError` or `CrashLoopError` for a worker that a restart cannot cure.
         """
@@ -109,7 +109,7 @@ class WorkersOnRay:
         worker.started = time.monotonic()
 
     def _leave(self, worker: _KeptWorker) -> None:
-        """Drain a worker. One that has no place yet has nothing to drain."""
+        """Drain a worker. Kill the actor of a worker that has not started on a node: it has nothing to drain."""
         if worker.actor is not None and worker.run is not None and worker.where is None:
             worker.actor.stop.remote()
             self._leaving.append(worker)

@@ -7,10 +7,10 @@ Every number of a ledger row takes part in an equation, so a wrong one is found 
     totals     each lifetime counter of the fleet is the sum over all incarnations
     fleet      stepped = committed + queued + sum dropped[reason] + sum discarded[reason]
 
-A ledger that lacks a life, or the end of one, may balance too. So the audit also holds it against evidence that the
-broker did not write (`evidence.py`), and no life may be live beside a newer one of its slot.
+A ledger that lacks a life, or the end of a life, may balance too. So the audit also compares it with evidence that the
+broker did not write (`evidence.py`). It also checks that no life is live beside a newer life of its slot.
 
-Balanced books do not prove progress: `warnings` names what stands still.
+Balanced books do not prove progress: `warnings` reports a fleet that stands still.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def _sources_against_rows(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _lost_twice(row: LedgerRow) -> dict[str, int]:
-    """Return by how much a counter may exceed its row: a dead worker's batches that a broker accepted and died with.
+    """Return by how much each counter may exceed its row: a dead worker's batches that an earlier broker had accepted.
 
-    The counter never goes back, while the row says in the end that these batches are lost. Folded lives may also have
-    steps of modules that were counted while they lived, and that their last rows did not name.
+    These batches died with that broker. The row counts them as lost in the end, while the counter never decreases.
+    Module steps of folded lives may also have been counted earlier and be missing in their last rows.
     """
     lost = row.lost.values() if row.closed else ()
     lost_steps, lost_chunks = sum(steps for steps, _ in lost), sum(chunks for _, chunks in lost)
@@ -141,7 +141,7 @@ def _live_beside_newer(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _when_closed(snapshot: Snapshot) -> str:
-    """Say when the broker closes the books of a life that was lost, and with what."""
+    """Return, in words, when the broker closes the books of a lost life, and with which steps."""
     closes = snapshot.gauges.get("lost_lives_close_unix_s")
     if closes is None:
         return "if its end stays unknown, a running broker closes its books about a minute after its last word"
@@ -156,7 +156,8 @@ def _when_closed(snapshot: Snapshot) -> str:
 def find_books(run_dir: Path, named: tuple[str, str] | None = None) -> tuple[str, str]:
     """Return (Redis URL, fleet id) of the fleet in this run directory, from its fleet.json.
 
-    A fleet that `headrace up` did not start has none: then it is the one that the settings name. Raises `RunDirError`.
+    A fleet that `headrace up` did not start has no fleet.json: then return `named`, from the settings. Raises
+    `RunDirError` without either.
     """
     if named is not None and not (run_dir / "fleet.json").exists():
         return named
@@ -167,7 +168,7 @@ def find_books(run_dir: Path, named: tuple[str, str] | None = None) -> tuple[str
 
 
 def render(snapshot: Snapshot, problems: list[str], warned: list[str]) -> RenderableType:
-    """Render for a rich console: a line for each incarnation, the fleet's equation in words, and what is wrong."""
+    """Render for a rich console: a line for each incarnation, the fleet's equation in words, and the problems."""
     wrong = [Text(f"✗ {problem}", style="red") for problem in problems]
     doubtful = [Text(f"! {warning}", style="yellow") for warning in warned]
     fine = [] if wrong else [Text("✓ the books balance", style="green")]

@@ -1,4 +1,4 @@
-"""`headrace audit`: reads the books of a fleet, running or stopped, and says what is wrong with them."""
+"""`headrace audit`: reads the books of a fleet, running or stopped, and reports their problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAUSE_S = 0.25
 def audit_run(
     run_dir: Path, *, strict: bool, as_json: bool, stream: TextIO, named: tuple[str, str] | None = None
 ) -> None:
-    """Print the rows and what is wrong. `named` is as in `find_books`.
+    """Print the rows and the problems. `named` is as in `find_books`.
 
     Raises `LedgerError` naming the problems when `strict`, `RunDirError` without a fleet, and `RedisUnavailableError`
     when its Redis cannot be read.
@@ -44,7 +44,7 @@ def audit_run(
 
 
 def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple[Snapshot, list[str]]:
-    """Return the books of a fleet, running or stopped, and what is wrong with them. `named` is as in `find_books`.
+    """Return the books of a fleet, running or stopped, and their problems. `named` is as in `find_books`.
 
     Raises `RunDirError` without a fleet, and `RedisUnavailableError` when its Redis cannot be read.
     """
@@ -60,7 +60,7 @@ def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple
 
 
 def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
-    """Print what each source says of every life, and where they differ.
+    """Print the numbers of each source for every life, and the differences.
 
     Raises `LedgerError` naming the differences, `RunDirError` without a fleet, and `RedisUnavailableError`.
     """
@@ -85,7 +85,7 @@ def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
 
 
 def _once_caught_up(look: Callable[[], tuple[T, list[str], float]]) -> tuple[T, list[str]]:
-    """Return what `look` found. While a broker reports, look again for some seconds: it needs a moment to count."""
+    """Return the result of `look`. While a broker reports, retry problems for some seconds: its counts lag behind."""
     deadline = time.monotonic() + CATCH_UP_S
     while True:
         seen, problems, reported_unix_s = look()

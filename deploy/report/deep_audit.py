@@ -1,6 +1,6 @@
-"""The deep audit: what each source says of every life of a worker, and where two of them differ.
+"""The deep audit: the numbers of each source for every life of a worker, and their differences.
 
-Each source is read for itself, and none by the code that wrote it, except the recorders:
+Each source is read separately. Only the recorders are read by the code that wrote them:
 
     recorder  the worker's own counts, in the run directory until Redis has the final ones
     log       the supervisor's line on what it read after a worker's end
@@ -51,7 +51,7 @@ class LedgerLine:
 
 @dataclass(frozen=True, slots=True)
 class FoldedLine:
-    """The ledger's numbers of the older lives of a slot together, and which lives these are."""
+    """The ledger's sum over the older lives of a slot, and the incarnations of these lives."""
 
     highest: int
     missing: tuple[tuple[int, int], ...]
@@ -60,12 +60,12 @@ class FoldedLine:
     committed: int
 
     def has(self, incarnation: int) -> bool:
-        """Return whether this life is one of them."""
+        """Return whether this life is in the sum."""
         return incarnation <= self.highest and not any(first <= incarnation <= last for first, last in self.missing)
 
     @property
     def lives(self) -> int:
-        """Return how many these are."""
+        """Return the number of lives in the sum."""
         return self.highest - sum(last - first + 1 for first, last in self.missing)
 
 
@@ -99,7 +99,7 @@ def read_files(run_dir: Path, fleet_id: str) -> Sources:
 
 
 def with_ledger(sources: Sources, run_dir: Path, url: str, fleet_id: str) -> Sources:
-    """Return the sources with the ledger of now, and with what must not be behind it, which is read after it.
+    """Return the sources with the present ledger. Read sources that must not be behind the ledger after it.
 
     Raises `RedisUnavailableError`.
     """
@@ -123,7 +123,7 @@ def disagreements(sources: Sources) -> list[str]:
 
 
 def table(sources: Sources) -> Table:
-    """Return a line for each life, with what each source says; "-" where one does not know it."""
+    """Return a line for each life, with the numbers of each source; "-" if a source does not know the life."""
     shown = Table("slot", "inc.", title="what each source says", title_justify="left")
     for column in ("recorder steps", "log steps", "ledger steps", "learner settled", "ledger settled", "ledger"):
         shown.add_column(column, justify="right")
@@ -136,7 +136,7 @@ def table(sources: Sources) -> Table:
 
 
 def as_facts(sources: Sources, life: Life) -> dict[str, Any]:
-    """Return what each source says of a life, for JSON; None where one does not know it."""
+    """Return the numbers of each source for a life, for JSON; None if a source does not know the life."""
     recorder = sources.after.get(life) or sources.before.recorders.get(life)
     row, position = sources.ledger.get(life), sources.before.position.get(life)
     return {
@@ -152,7 +152,7 @@ def as_facts(sources: Sources, life: Life) -> dict[str, Any]:
 
 
 def _of_folded(sources: Sources, slot: int) -> Iterator[str]:
-    """Yield where the sum of a slot's older lives differs from what others say of these lives."""
+    """Yield the differences between the sum of a slot's older lives and the other sources."""
     line = sources.folded[slot]
     ended = {life: steps for life, steps in sources.log.items() if life[0] == slot and line.has(life[1])}
     steps = sum(ended.values())
@@ -197,7 +197,7 @@ def _of_life(sources: Sources, life: Life) -> Iterator[str]:
             if known > recorded:
                 yield f"the ledger has {known:,} {what}, but its recorder has only {recorded:,}"
     newest = max(incarnation for slot, incarnation in sources.ledger if slot == life[0])
-    if not row.closed and row.stepped and life[1] < newest:  # one without a step has no books to close
+    if not row.closed and row.stepped and life[1] < newest:  # a life without a step has no books to close
         yield f"the ledger has it as live, beside incarnation {newest}"
     if sources.highest and life[1] > sources.highest.get(life[0], 0):
         yield f"broker.json knows only incarnations up to {sources.highest.get(life[0], 0)} of this slot"
@@ -259,7 +259,7 @@ def _read_ledger(url: str, fleet_id: str) -> tuple[dict[Life, LedgerLine], dict[
 
 
 def _whole(*counts: Any) -> tuple[int, int, int, int]:
-    """Return the four counts. Raises `TypeError` for one that is no integer."""
+    """Return the four counts. Raises `TypeError` if one is no integer."""
     if not all(type(count) is int for count in counts):
         raise TypeError(f"counts of a row are {counts!r:.100}")
     return counts

@@ -1,7 +1,7 @@
-"""The evidence in a run directory, against which the audit holds the ledger.
+"""The evidence in a run directory, with which the audit compares the ledger.
 
-None of it comes from the broker that writes the ledger: workers write recorders, and the learner writes its position in
-the stream into its checkpoint.
+The evidence does not come from the broker that writes the ledger. Workers write recorders, and the learner writes its
+position in the stream into its checkpoint.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Evidence:
 
 
 def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
-    """Read what there is. A checkpoint of another kind, or of another fleet, has no position."""
+    """Read the files that exist. A checkpoint of another kind, or of another fleet, has no position."""
     readings, living, unreadable = {}, set(), []
     for life, path in recorders_in(run_dir / "recorders") if (run_dir / "recorders").is_dir() else ():
         reading = read_recorder(path)
         if reading is not None:
             if is_written_to(path, reading.pid):
                 living.add(life)
-            readings[life] = read_recorder(path) or reading  # of a writer that has ended: its last commit
+            readings[life] = read_recorder(path) or reading  # read again: the last commit of a writer that has ended
         elif not is_unborn(path):
             unreadable.append(path)
     position = _read_position(learner_dir(run_dir) / NEWEST_FILE, fleet_id)
@@ -61,7 +61,7 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
 def contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
     """Yield one sentence for each thing that the ledger in Redis lacks, although the evidence proves it.
 
-    Where a process of the fleet failed for good, the first sentence says so, and what closes the books.
+    If a process of the fleet failed for good, the first sentence says so, and how to close the books.
     """
     found = list(_contradictions(evidence, snapshot))
     if found and evidence.failed and snapshot.reported_unix_s is not None:
@@ -119,7 +119,7 @@ def _read_position(checkpoint: Path, fleet_id: str) -> dict[Life, Settled]:
 
 
 def settled_by_life(position: Any, fleet_id: str) -> dict[Life, Settled]:
-    """Return what a checkpoint's position says of each life; empty for one that is of another fleet, or damaged."""
+    """Return the settled batches by life, from a checkpoint's position; {} if it is damaged or of another fleet."""
     try:
         ours = [place for place in position if place.get("fleet_id", fleet_id) in ("", fleet_id)]
         places = _POSITION.validate_python(ours)

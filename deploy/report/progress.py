@@ -145,7 +145,7 @@ def weights_lag(snapshot: Snapshot) -> int:
 
 
 def dropped_steps(totals: Mapping[str, float]) -> dict[str, int]:
-    """Return the steps that were dropped, by reason; without reasons of no step."""
+    """Return the dropped steps by reason; leave out reasons without steps."""
     counts = {
         reason.value: int(totals.get(labelled("dropped_agent_steps_total", "reason", reason.value), 0))
         for reason in Drop
@@ -154,7 +154,7 @@ def dropped_steps(totals: Mapping[str, float]) -> dict[str, int]:
 
 
 def env_failures(snapshot: Snapshot) -> str:
-    """Return how often envs of the workers that live have failed, and the newest failure; "" for none."""
+    """Return, in words, how often envs of connected workers have failed, and the newest failure; "" for none."""
     failed = [
         (number(state.get("env_failure_age_s")), slot, state)
         for slot, state in snapshot.workers.items()
@@ -170,7 +170,7 @@ def env_failures(snapshot: Snapshot) -> str:
 
 
 def number(value: Any) -> float:
-    """Return a number that a peer told or Redis holds; 0.0 for anything else, since any program may have written it."""
+    """Return a number from a peer or from Redis; 0.0 for any other value, since any program may have written it."""
     return float(value) if isinstance(value, int | float) else 0.0
 
 
@@ -200,7 +200,7 @@ class ProgressDisplay:
         return time.monotonic() - self._shown >= self.interval_s
 
     def show(self, view: ProgressView, *, last: bool = False) -> None:
-        """Show `view`, unless the one before is too fresh and more will follow. A quiet command shows none."""
+        """Show `view`, unless the last one is too recent and more will follow. A quiet command shows none."""
         if chosen_output().quiet or not (last or self.is_due):
             return
         self._shown = time.monotonic()

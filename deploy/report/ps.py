@@ -32,7 +32,7 @@ def processes(fleet: FleetFile, now: float) -> list[Row]:
 
 
 def reported(fleet: FleetFile) -> Snapshot:
-    """Return the fleet's state in Redis. It is empty where nothing of the fleet lives any more.
+    """Return the fleet's state in Redis. It is empty if no process of the fleet is alive.
 
     Raises `RedisUnavailableError`.
     """
@@ -65,7 +65,7 @@ def workers_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
 def all_processes(fleet: FleetFile, now: float) -> tuple[list[Row], str]:
     """Return a row for each process of the fleet and each worker from elsewhere, and what could not be read.
 
-    `headrace_version` of a row is the version of Headrace that the process tells; None where none is known.
+    `headrace_version` of a row is the version of Headrace that the process reports; None if it is unknown.
     """
     try:
         seen, missing = reported(fleet), ""

@@ -1,7 +1,7 @@
-"""`RUN/summary.json`: what a run was and how it ended, for a report of the run when its Redis is gone.
+"""`RUN/summary.json`: facts about a run and its end, for a report of the run when its Redis is gone.
 
-`up` writes the file at its start, with where and by what it runs, and again at its end, with the final books. A run
-whose supervisor was killed has the first part only.
+`up` writes the file at its start, with the machine and the versions, and again at its end, with the final books. A run
+whose supervisor was killed has only the first part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PACKAGES = ("headrace", "torch", "numpy", "gymnasium")
 
 
 class RunFacts:
-    """Writes the file. A disk that takes nothing costs only the file, and a line in the log."""
+    """Writes the file. On a full disk the file is missing or old: the error is logged, and the run goes on."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / SUMMARY_FILE
@@ -59,7 +59,7 @@ def read_run_facts(run_dir: Path) -> dict[str, Any]:
 
 
 def keepers_that_failed(run_dir: Path) -> list[str]:
-    """Return which of broker and Redis, in words, failed for good. The run's ledger did not get the last news then."""
+    """Return which of broker and Redis, in words, failed for good. The run's ledger then lacks the last reports."""
     processes = read_run_facts(run_dir).get("processes")
     entries = [entry for entry in processes if isinstance(entry, dict)] if isinstance(processes, list) else []
     failed = {entry.get("role") for entry in entries if entry.get("state") == ServiceState.FAILED.value}

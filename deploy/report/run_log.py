@@ -1,4 +1,4 @@
-"""The log of a run: makes its rows as it goes and hands them to all loggers. Never waits, except at the end."""
+"""The log of a run: makes its rows during the run and hands them to all loggers. Waits only at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HURRIED_CLOSE_S = 1.0
 class RunLog:
     """Rows of one `headrace up`, within `with`. Raises `ConfigError` for a logger that cannot be built.
 
-    Rows of learners that an earlier run in the directory has logged already are left out.
+    Leaves out rows of learners that an earlier run in the directory has already logged.
     """
 
     def __init__(self, config: FleetConfig, run: RunInfo) -> None:
@@ -52,7 +52,7 @@ class RunLog:
     ) -> None:
         """Log all new rows of the learner, all evaluations, and one row of the fleet if it is time, or the last one.
 
-        A report of the broker that was logged before, because broker or Redis is away, is not logged again.
+        Each report of the broker is logged once. While the broker or Redis is away, there is no new report to log.
         """
         for view in learner_rows:
             if view.identity > self._newest:
@@ -88,7 +88,7 @@ class RunLog:
 
 
 def run_info(config: FleetConfig, fleet_id: str, run_dir: Any) -> RunInfo:
-    """Return what loggers get to know about a run."""
+    """Return the facts about a run that its loggers get."""
     return RunInfo(fleet_id, run_dir, config.model_dump(mode="json", exclude={"redis": {"url"}}))
 
 

@@ -1,4 +1,4 @@
-"""The rows of a run: what the columns are, and where their values come from.
+"""The rows of a run: their columns, and the sources of the values.
 
 The page docs/guides/what-a-run-leaves.md explains each column. Rows about the fleet come from a snapshot of Redis, rows
 of the learner from its stream there. The page, `headrace report` and all loggers show these same rows.
@@ -68,7 +68,7 @@ def fleet_row(
     elapsed_s: float,
     before: Mapping[str, float] = NOTHING_BEFORE,
 ) -> Row:
-    """Return the row of the whole fleet. Histograms are over the time since `before`, the gauges of the last row."""
+    """Return the row of the whole fleet. `before` has the last row's gauges; histograms cover the time since then."""
     gauges, ledger = snapshot.gauges, snapshot.fleet
     numbers = RunNumbers.of(gauges, snapshot.totals)
     dropped = {reason: steps for reason, (steps, _) in ledger.dropped.items()}
@@ -131,7 +131,7 @@ def history_row(unix_s: float, values: Mapping[str, float], began_unix_s: float,
 
 
 def gauge_columns(gauges: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Return the columns of gauges that an older broker lacks, or that only some fleets have; only those there are."""
+    """Return the columns of those gauges that exist: an older broker lacks some, and only some fleets have others."""
     row = {name: gauges[name] for name in _PLAIN if name in gauges}
     if gauges.get("aborted_window"):
         row |= {name: gauges[name] for name in _OF_ABORTED if name in gauges}

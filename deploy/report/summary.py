@@ -79,8 +79,7 @@ def summarise(
 ) -> Summary:
     """Summarise a run that went from `start` to `end`.
 
-    The mean return is that of the moment at which the goal was reached: episodes that end during the drain do not
-    count.
+    The mean return is from the moment when the goal was reached. Episodes that end during the drain do not count.
     """
     judged = at_goal or end
     per_s = 1.0 / seconds if seconds > 0 else 0.0

@@ -53,7 +53,7 @@ class EvaluationLog:
         try:
             with open(self.path, "ab", buffering=0, opener=opener) as file:
                 if file.tell() and not self._ends_with_a_line():
-                    file.write(b"\n")  # a writer was killed within its line
+                    file.write(b"\n")  # a writer was killed while it wrote a line
                 file.write(orjson.dumps(told) + b"\n")
                 os.fsync(file.fileno())
         except OSError as error:
@@ -72,7 +72,7 @@ class EvaluationLog:
             with self.path.open("rb") as file:
                 file.seek(self._read_to)
                 read = file.read()
-        except OSError:  # there is none yet, or the run directory was removed
+        except OSError:  # the file does not exist yet, or the run directory was removed
             return []
         whole = read[: read.rfind(b"\n") + 1]
         self._read_to += len(whole)
@@ -82,7 +82,7 @@ class EvaluationLog:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the evaluation on a line; None for a line that is torn, or no evaluation."""
+    """Return the evaluation on a line; None for a line that is torn or is no evaluation."""
     try:
         told: Any = orjson.loads(line)
         _Line.model_validate(told)

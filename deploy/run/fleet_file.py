@@ -102,9 +102,9 @@ def read_addresses(run_dir: Path) -> tuple[str, dict[str, str]]:
 
 @contextmanager
 def told_as_starting(run_dir: RunDir) -> Iterator[None]:
-    """Say in fleet.json, during the check before a start, that a run that has stopped starts again.
+    """Mark a stopped run in fleet.json as starting, during the check before a start.
 
-    Its learners and workers elsewhere wait for it then. A check that fails takes it back.
+    Learners and workers elsewhere then wait for the run. If the check fails, restore the old file.
     """
     before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
     if before is None or before.state != "stopped":
@@ -124,9 +124,9 @@ class _BrokerFile(BaseModel):
 
 
 def continue_fleet(run_dir: RunDir, fleet_id: str) -> FleetFile:
-    """Create a new fleet's file that continues what is in the directory.
+    """Return the file of a new fleet that continues the earlier run in the directory.
 
-    It has the same fleet id unless `fleet_id` names another, and incarnations above all that were ever used there.
+    It keeps the fleet id unless `fleet_id` names another. Its incarnations are at least the highest ever used there.
     """
     before = read_fleet_file(run_dir.fleet_json) if run_dir.fleet_json.exists() else None
     incarnations = dict(before.incarnations) if before else {}

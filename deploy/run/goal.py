@@ -74,8 +74,8 @@ def show_return(value: float) -> str:
 def steps_at_start(snapshot: Snapshot, ended: EndedLives, recorders: Path) -> int:
     """Return the env steps of all earlier runs in a run directory, before this one starts anything.
 
-    `snapshot` is what Redis knows. An empty Redis lacks the lives in `ended`, those of books.json. A worker that was
-    killed with its broker may have taken steps that neither has. Its recorder has them.
+    `snapshot` is the fleet's state in Redis. `ended` has the lives of books.json, which an empty Redis lacks. A worker
+    that was killed with its broker may have taken steps that are only in its recorder.
     """
     told = {life: counts.get(_STEPS, 0) for life, counts in snapshot.sources.items()}
     steps = snapshot.totals.get(_STEPS, 0)
@@ -97,7 +97,7 @@ def steps_at_start(snapshot: Snapshot, ended: EndedLives, recorders: Path) -> in
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal that ends a run, counted from its start or its resume; all None: only a signal ends it."""
+    """The goal that ends a run, counted from its start or its resume. If all are None, only a signal ends the run."""
 
     until_return: float | None = None
     until_steps: int | None = None
@@ -111,8 +111,8 @@ class Goal:
     def reached(self, now: RunNumbers, start: RunNumbers) -> bool:
         """Judge by `now` whether the goal of a run that began at `start` is reached.
 
-        Numbers left by an earlier run in the same directory do not count. Some step of this run must have been
-        reported: this run's mean is in the same write.
+        Numbers left by an earlier run in the same directory do not count. So the goal is not reached before the broker
+        reports a step of this run: the same write has this run's mean return.
         """
         if now.steps <= start.steps:
             return False
@@ -123,7 +123,7 @@ class Goal:
         return now.window >= EPISODES_NEEDED and now.mean_return >= self.until_return
 
     def in_words(self, start: RunNumbers) -> str:
-        """Return what ends a run that began at `start`, and from where it counts."""
+        """Return, in words, what ends a run that began at `start`, and from where steps count."""
         since = "the start" if not start.steps else f"here, where {start.steps:,} env steps are done"
         words = []
         if self.until_return is not None:

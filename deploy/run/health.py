@@ -47,9 +47,10 @@ class Question:
 
 
 def asked_plainly(words: Sequence[str]) -> Question | None:
-    """Return the question of a command line as probes have it: `--role`, `--run-dir` and `--ready`.
+    """Return the question in a command line with only `--role`, `--run-dir` and `--ready`, as probes use it.
 
-    None for any other, and without a run directory here or in the environment: the command itself must read it then.
+    Return None for other options, or if neither the line nor the environment names a run directory. The full command
+    line must parse it then.
     """
     given, left = {"--run-dir": os.environ.get(RUN_DIR_VARIABLE, ""), "--role": ""}, list(words)
     ready = "--ready" in left
@@ -98,7 +99,7 @@ Signs = tuple[float | None, float | None]
 
 
 def _of_worker(record: HealthRecord) -> Signs:
-    """Return the signs in the worker's newest recorder. A silence that it has announced is none."""
+    """Return the signs in the worker's newest recorder. An announced silence counts as 0 s."""
     pulse = max(_own_pulses(record), key=lambda pulse: pulse.updated_ns, default=None)
     if pulse is None:
         return None, None
@@ -108,7 +109,7 @@ def _of_worker(record: HealthRecord) -> Signs:
 
 
 def _own_pulses(record: HealthRecord) -> Iterator[Pulse]:
-    """Yield what this very process has recorded: in a container, its earlier lives had the same pid."""
+    """Yield the pulses of this very process. In a container, its earlier lives may have had the same pid."""
     for pulse in _pulses(Path(record.recorders).glob("worker-*.rec")):
         if pulse.pid == record.pid and pulse.updated_ns >= record.began_ns:
             yield pulse
@@ -127,5 +128,5 @@ def _pulses(paths: Iterable[Path]) -> Iterator[Pulse]:
 def _of_loop(place: Path, record: HealthRecord) -> Signs:
     silent_s = seconds_silent(place)
     if silent_s is None or silent_s > (time.monotonic_ns() - record.began_ns) / 1e9:
-        return None, None  # the time that the file had at first is before the process began
+        return None, None  # the file's initial time is before the process began
     return silent_s, seconds_silent(progress_path(place)) if record.role in _PROGRESS else silent_s

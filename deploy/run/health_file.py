@@ -3,8 +3,8 @@
 RUN_DIR/health/ROLE-HOST-PID.json       a `HealthRecord`; the file's time is the last turn of the process's loop
 RUN_DIR/health/ROLE-HOST-PID.progress   the file's time is the last progress: a batch, or an answer of envs
 
-Both times are of the machine's monotonic clock; 0: none yet. A process that ends takes its files away. What a killed
-one leaves goes when the next one of its role starts on that host.
+Both times are of the machine's monotonic clock; 0: none yet. A process removes its files when it ends. The files of a
+killed process are removed when the next process of its role starts on that host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST = 4096
 class HealthRecord:
     """Facts that a process writes when it starts. `began_ns` is on the machine's monotonic clock.
 
-    `starts_within_s` is how long it may take until its first sign of life, `silent_within_s` how long between two.
+    `starts_within_s` is the longest time until its first sign of life, `silent_within_s` the longest time between two.
     `recorders` is the folder of a worker's recorder, which has its signs; "" for other roles.
     """
 
@@ -47,7 +47,7 @@ class HealthRecord:
 
 
 class HealthFile:
-    """This process's health file in the block, beside the liveness file that its supervisor watches.
+    """This process's health file within `with`, beside the liveness file that its supervisor watches.
 
     `alive` and `progressed` are cheap enough for each turn of a loop. Without a run directory, or with one that cannot
     be written, there is no health file.
@@ -97,7 +97,7 @@ class HealthFile:
         self._own.touch()
 
     def _sweep(self, run_dir: Path) -> None:
-        """Remove what processes of this role have left that were killed here."""
+        """Remove the files of killed processes of this role on this host."""
         for path, record in health_records(run_dir, self._record.role):
             if not record.lives:
                 _remove(path)

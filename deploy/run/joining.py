@@ -37,7 +37,7 @@ Flags = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Joined:
-    """The fleet of a worker or learner, as it is known before it connects. `source` says where the fleet moves to."""
+    """The fleet of a worker or learner before it connects. `source` gives the new address when the fleet moves."""
 
     config: FleetConfig
     origin: str
@@ -64,7 +64,7 @@ def join(
 
 
 def rendezvous_in(config: Path | None, sets: Sets, flags: Flags) -> str:
-    """Return the rendezvous that is named; "" for none, or where a flag names a run directory instead."""
+    """Return the rendezvous that the settings name; "" for none, or if a flag names a run directory instead."""
     named = str(flags.get("fleet.rendezvous") or "")
     return named or ("" if flags.get("fleet.run_dir") else resolve(config, sets, flags)[0].fleet.rendezvous)
 
@@ -72,7 +72,7 @@ def rendezvous_in(config: Path | None, sets: Sets, flags: Flags) -> str:
 def _meet(where: str, config: Path | None, sets: Sets, flags: Flags, role: str, allow: Iterable[str]) -> Joined | None:
     """Find the fleet at a rendezvous, which may appear later. Raises `RendezvousError`, `WrongFleetError`, `KeysError`.
 
-    What this process keeps goes to a folder named after the fleet, if no run directory is named.
+    Without a run directory, this process keeps its files in a folder named after the fleet.
     """
     asked = resolve(config, sets, flags)[0]
     rendezvous = Rendezvous(where, broker_ports(asked))
@@ -95,7 +95,7 @@ def broker_ports(config: FleetConfig) -> dict[str, int]:
 
 
 def check_published(published: Published, where: str, config: FleetConfig, wanted: str, role: str) -> None:
-    """Raise `WrongFleetError` for another fleet than `wanted`, unless that is "", and `KeysError` for another key."""
+    """Raise `WrongFleetError` if `wanted` is not "" and names another fleet, and `KeysError` for another key."""
     _check_fleet(where, published, wanted)
     keys = client_keys(config.keys.dir or None, role, config.fleet.run_dir, config.keys.group or None)
     check_fingerprint(keys, role, published.keys.get(BROKER, ""), where)
@@ -108,7 +108,7 @@ def _check_fleet(where: str, published: Published | None, wanted: str) -> None:
 
 
 def of_its_broker(config: Path | None, sets: Sets, flags: Flags, slot: int | None) -> Flags:
-    """Return the flags of a worker in a fleet of several brokers: it belongs to one of them, and knows no other."""
+    """Return the flags of a worker. In a fleet of several brokers, they name only the broker of this worker."""
     asked = resolve(config, sets, flags)[0]
     if asked.broker.count == 1:
         return flags
@@ -118,12 +118,13 @@ def of_its_broker(config: Path | None, sets: Sets, flags: Flags, slot: int | Non
 def resolve_role(
     config: Path | None, sets: Sets, flags: Flags, endpoint: str | None = None, allow: Iterable[str] | None = ()
 ) -> tuple[FleetConfig, str]:
-    """Return the configuration: that of the fleet in the run directory, if there is one and no other file is named.
+    """Return the configuration, by default that of the fleet in the run directory, and its origin in words.
 
-    `allow`: code that the run directory's file may name; None for a role that builds none of it.
+    `config` names another file. `allow`: code that the run directory's file may name; None for a role that builds no
+    such code.
 
-    Without a run directory it is the newest run. With an `endpoint` instead, the broker may be on another machine, and
-    what this process keeps goes to a folder named after the fleet.
+    Without a run directory and an `endpoint`, use the newest run. With an `endpoint` only, the broker may be on another
+    machine, and this process keeps its files in a folder named after the fleet.
     """
     run_dir = flags.get("fleet.run_dir")
     if run_dir is None and not (asked := resolve(config, sets, flags)[0]).fleet.run_dir:
@@ -139,10 +140,10 @@ def resolve_role(
 
 
 def _await_run(config: FleetConfig, role: str, *, may_be_new: bool = False) -> bool:
-    """Wait while the run in the run directory has stopped or is starting. Say at once that it has stopped.
+    """Wait while the run in the run directory has stopped or is starting. Log immediately that it has stopped.
 
-    `may_be_new`: wait also for a run that was never started. Return whether to go on; not after a stop signal. Raises
-    `RunDirError` where the run does not start within `worker.connect_timeout_s`.
+    `may_be_new`: wait also for a run that was never started. Return whether to go on: False after a stop signal. Raises
+    `RunDirError` if the run does not start within `worker.connect_timeout_s`.
     """
     run_dir = Path(config.fleet.run_dir)
     is_new = not (run_dir / "fleet.json").exists()
@@ -166,7 +167,7 @@ def await_place(source: AddressSource, role: str, config: FleetConfig, fleet_id:
 
 
 def _place(config: FleetConfig, endpoint: str | None, role: str) -> tuple[str, str]:
-    """Return (fleet id, endpoint) as given, else as the run directory has them."""
+    """Return (fleet id, endpoint) from the arguments, else from the run directory."""
     if endpoint is not None:
         if is_socket(endpoint):
             check_socket(endpoint)
@@ -189,7 +190,9 @@ def check_port(address: str, option: str, other: str = "") -> None:
 
 
 def worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | None, AddressSource | None]:
-    """Return the address of a worker that takes env hosts, and what says where it moves; None after a stop signal.
+    """Return the address of a worker that takes env hosts, and the source of its later addresses.
+
+    The address is None after a stop signal.
 
     The worker may appear later. Raises `RendezvousError`, `WrongFleetError` and `KeysError`.
     """

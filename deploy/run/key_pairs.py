@@ -66,10 +66,10 @@ def add_key(folder: Path, role: str, group: str) -> PeerKey:
 
 
 def revoke_key(folder: Path, role: str, group: str) -> tuple[PeerKey, Path]:
-    """Revoke the key of a role and group for good. Return it, and the file that says so.
+    """Revoke the key of a role and group for good. Return the key and the path of its revocation file.
 
-    That file stays, so that a copy of the old public key that comes back is refused too. It stands before anything is
-    removed, whatever ends this process or the machine. Raises `KeysError`.
+    The revocation file stays, so that the broker also refuses a copy of the old public key. It is on the disk before
+    the key files are removed, so a crash cannot lose it. Raises `KeysError`.
     """
     name = _checked_name(folder, role, group)
     path = folder / f"{name}.public"
@@ -89,7 +89,7 @@ def revoke_key(folder: Path, role: str, group: str) -> tuple[PeerKey, Path]:
 
 
 def _why_not_there(folder: Path, name: str, role: str) -> str:
-    """Say why there is no valid key of this name, and what to do."""
+    """Return the reason why there is no valid key of this name, and what to do."""
     if any(key.revoked and key.name == name for key in _keys_in(folder)):
         return f"the {name} key is revoked already; headrace keys list --dir {folder} shows all keys"
     valid = sorted(key.name for key in _keys_in(folder) if key.role == role and not key.revoked)
@@ -98,7 +98,7 @@ def _why_not_there(folder: Path, name: str, role: str) -> str:
 
 
 def _keys_in(folder: Path) -> list[PeerKey]:
-    """Return the keys whose public half can be read; one that was revoked as such."""
+    """Return the keys whose public half can be read; revoked keys are marked as revoked."""
     found: dict[bytes, PeerKey] = {}
     unread = set()
     for path in [*sorted(folder.glob("*.public")), *sorted(folder.glob("*.revoked"))]:
@@ -113,7 +113,7 @@ def _keys_in(folder: Path) -> list[PeerKey]:
 def listed_keys(folder: Path) -> list[dict[str, str]]:
     """Return role, group, fingerprint, state and public key of each key in `folder`. Raises `KeysError`.
 
-    The state is "valid", "revoked", or "damaged", of a public half that cannot be read.
+    The state is "valid", "revoked", or "damaged" for a public half that cannot be read.
     """
     rows = []
     for error in wrong_files(folder):
@@ -129,7 +129,7 @@ def listed_keys(folder: Path) -> list[dict[str, str]]:
 
 
 def wrong_files(folder: Path) -> list[KeysError]:
-    """Return what is wrong with each key file that cannot be used. Raises `KeysError` without a folder."""
+    """Return an error for each key file that cannot be used. Raises `KeysError` without a folder."""
     if not folder.is_dir():
         raise KeysError(str(folder), f"there is no such folder; headrace keys init --dir {folder}")
     checks: dict[str, Callable[[Path], object]] = {
@@ -161,7 +161,7 @@ def _check_curve(folder: Path) -> None:
 
 
 def _make_pair(folder: Path, role: str, group: str) -> PeerKey:
-    """Make both files. The public one, which a running broker looks for, comes last and at once."""
+    """Make both files of a key pair. Write the public one last, since a running broker looks for it."""
     public, secret = zmq.curve_keypair()
     name = key_name(role, group)
     _write_new(folder / f"{name}.secret", key_file(role, public, secret, group), 0o600)
@@ -170,7 +170,7 @@ def _make_pair(folder: Path, role: str, group: str) -> PeerKey:
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:
-    """Create a file with `mode` from the start. A link at its path is not followed."""
+    """Create a file with `mode` from the start. Raises `FileExistsError` for any file or link at its path."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
         file.flush()

@@ -1,6 +1,6 @@
-"""The code that a settings file names, and which of it is built where a command found the file by itself.
+"""The code that a settings file names, and the check of that code if the user did not name the file.
 
-A file beside a checkpoint may come from anywhere. What it names is built only if one of these holds:
+A file beside a checkpoint may come from anywhere. Code that it names is built only if one of these holds:
 
 - it is Headrace's own: an entry of `OWN`, or a registered gymnasium id, for which nothing else is imported;
 - the user's own Headrace wrote the file (`seal.py`);
@@ -66,7 +66,7 @@ def resolve_found(
     *,
     with_loggers: bool = False,
 ) -> tuple[FleetConfig, Origins]:
-    """Resolve the configuration with a file that the user did not name; None: there is none.
+    """Resolve the configuration with a file that the user did not name, or without a file.
 
     `with_loggers`: the caller also builds the run's loggers. Raises `ForeignCodeError` for names that are not to be
     built, and `ConfigError`.
@@ -102,7 +102,7 @@ def names_in(config: FleetConfig) -> Iterator[Named]:
 
 
 def _of_env(key: str, env: str, env_config: Mapping[str, Any]) -> Iterator[Named]:
-    """Yield the env's name, and that of the env in its env_config where it records another."""
+    """Yield the env's name. For an env that records another one, also yield the name in its env_config."""
     yield key, env
     inside, config = env_config.get("env"), env_config.get("env_config")
     if env == _RECORDED and isinstance(inside, str):
@@ -151,9 +151,9 @@ def _is_within(module: str, package: str) -> bool:
 
 
 def _is_defined_in(name: str, attribute: str, package: str) -> bool:
-    """Return whether the object is one that `package` defines, and not one that it merely imports, such as `run`.
+    """Return whether `package` defines the object itself, and does not merely import it, such as `run`.
 
-    What cannot be imported ends with its own error where it is built.
+    Return True for a name that cannot be imported: building it raises the error.
     """
     if "-" in attribute or "/" in attribute:
         return not attribute.startswith(

@@ -107,7 +107,7 @@ def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str,
 
 
 def chosen_run(config: FleetConfig) -> Path:
-    """Return the run directory of a command: the configured one, else the newest run, which is said on stderr.
+    """Return the run directory of a command: the configured one, else the newest run, which is printed on stderr.
 
     Raises `NoRunError` when there is none.
     """
@@ -122,7 +122,7 @@ def chosen_run(config: FleetConfig) -> Path:
 def named_fleet(config: FleetConfig) -> tuple[str, str] | None:
     """Return (Redis URL, fleet id) of the fleet that the settings name, if they name both.
 
-    So a fleet without `headrace up`, whose roles another engine starts, is found by its fleet.toml alone.
+    This finds a fleet without `headrace up`, whose roles another engine starts, by its fleet.toml alone.
     """
     return (config.redis.url, config.fleet.fleet_id) if config.redis.url and config.fleet.fleet_id else None
 

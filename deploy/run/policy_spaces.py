@@ -64,7 +64,7 @@ def spaces_of_env(config: EnvRunnerConfig) -> tuple[ByModule, list[Any]]:
 
 
 def _adapted(config: EnvRunnerConfig, made: Any, context: EnvContext) -> BuiltEnv:
-    """Return what a creator gave, as workers use it."""
+    """Return the env that a creator made, wrapped as workers use it."""
     env: Any = made
     if config.is_multi_agent:
         if not isinstance(made, ExternalMultiAgentEnv):
@@ -79,7 +79,10 @@ def _adapted(config: EnvRunnerConfig, made: Any, context: EnvContext) -> BuiltEn
 
 
 def given_spaces(config: EnvRunnerConfig, given: Any) -> tuple[ByModule, list[Any]]:
-    """Return the same from gymnasium spaces: a pair, or a mapping of pairs by module id. Raises `ConfigError`."""
+    """Return (spaces by module, []) from a pair of gymnasium spaces, or a mapping of pairs by module id.
+
+    Raises `ConfigError`.
+    """
     modules = list(Policies.of(config).specs) if config.is_multi_agent else [DEFAULT_MODULE_ID]
     by_module = given if isinstance(given, Mapping) else dict.fromkeys(modules, given)
     if sorted(by_module) != sorted(modules):

@@ -1,4 +1,4 @@
-"""Ports of the broker, and of each worker for env hosts and clients. They are known before these start, and stay."""
+"""Ports of the broker, and of each worker for env hosts and clients. They are known before the start, and stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLES = ("worker", "learner", "weights")
 
 
 def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0) -> int:
-    """Return the lowest of `workers` ports in a row that are free at `host`, apart from those that begin at `never`.
+    """Return the first of `workers` consecutive free ports at `host`, apart from the range that begins at `never`.
 
     Raises `ConfigError` with `key` for a host that cannot be bound, `PortInUseError` where no ports are free.
     """
@@ -68,8 +68,8 @@ def _is_free(host: str, port: int, key: str) -> bool:
 def first_endpoints(broker: BrokerSection, run_dir: Path) -> Endpoints:
     """Return the endpoints of a broker that starts now: configured ports, and free ones in place of 0.
 
-    Off loopback a port that is not configured stays 0, and the broker takes a free one. Unix sockets are in a folder
-    that this makes; it raises `SocketFolderError`.
+    Off loopback a port that is not configured stays 0, and the broker takes a free one. For Unix sockets, make their
+    folder. Raises `SocketFolderError`.
     """
     if broker.transport == "ipc":
         folder = make_socket_folder(run_dir)
@@ -118,7 +118,7 @@ def own_env_hosts(config: FleetConfig) -> Iterator[tuple[str, int]]:
 
 
 def _near(endpoint: str) -> str:
-    """Return the endpoint's address on this machine, where a worker may listen at all addresses."""
+    """Return the endpoint with the loopback address in place of a wildcard address."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 

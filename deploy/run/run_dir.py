@@ -1,7 +1,7 @@
 """The run directory: the files of one fleet, and the lock that keeps a second fleet out.
 
 DIR/fleet.json       the processes (`fleet_file.py`); 0600, since the Redis URL has a password
-DIR/settings.json    the configuration as it was asked for, with which `--resume` goes on; 0600 too
+DIR/settings.json    the configuration that the user asked for, which `--resume` reads; 0600 too
 DIR/.*.seal          the seals of config.json and settings.json (`seal.py`)
 DIR/config.json      the resolved configuration that the children read; 0600, for the same reason
 DIR/broker.json      the broker's own: its endpoints, and its state for a restart
@@ -14,10 +14,10 @@ DIR/recorders/       worker-SLOT-INCARNATION.rec, each until Redis has the final
                      taken its end; beside it the log of its open episodes, .episodes
 DIR/rendezvous.json  where the broker publishes its addresses (`schemas/peers/rendezvous.py`)
 DIR/workers.json     the number of workers that `headrace scale` asked for (`scale.py`)
-DIR/metrics.jsonl    what the run logged, a row a line (`run_rows.py`); further runs in the directory append
-DIR/metrics.csv      the same
+DIR/metrics.jsonl    the run's logged rows, one a line (`run_rows.py`); further runs in the directory append
+DIR/metrics.csv      the same rows
 DIR/health/          a file for each process, for `headrace health` (`health_file.py`)
-DIR/summary.json     what the run was and how it ended, for a report of it (`run_facts.py`); 0600
+DIR/summary.json     facts about the run and its end, for reports (`run_facts.py`); 0600
 DIR/redis/           the embedded server's data
 DIR/learner.checkpoint    the learner's newest checkpoint, DIR/best.checkpoint the best one so far
 DIR/evaluations.jsonl     the evaluations of checkpoints, a line each (`evaluation_log.py`)
@@ -102,7 +102,7 @@ class RunDir:
         return self
 
     def _check_owner(self) -> None:
-        """Raise `RunDirError` where another user owns the directory, who could replace all that is written there."""
+        """Raise `RunDirError` if another user owns the directory, since that user could replace every file in it."""
         if self._is_new:
             return
         owner, own = self.path.stat().st_uid, os.geteuid()

@@ -1,8 +1,8 @@
 """A trained policy: found in a run directory, a learner's checkpoint or Redis, with the settings it was trained with.
 
-The settings name code that is built: env, module, connectors. The one place that decides which settings are believed is
-`resolve_settings`: those beside the checkpoint, unless the caller names another file, and over them the caller's own.
-`named_code.py` says which code a file beside the checkpoint may name.
+The settings name code that is built: env, module, connectors. Only `resolve_settings` decides which settings to trust:
+the file beside the checkpoint, or another file that the caller names, overridden by the caller's single settings.
+`named_code.py` decides which code a file beside the checkpoint may name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ADVICE = "name a run directory, a learner.checkpoint, or redis://HOST:PORT with
 
 @dataclass(frozen=True, slots=True)
 class SavedPolicy:
-    """Weights and connector state as they were published. `source` tells people where they come from."""
+    """Published weights and connector state. `source` tells people where they come from."""
 
     arrays: Mapping[str, NDArray[Any]]
     version: Version
@@ -74,7 +74,7 @@ class ResolvedPolicy:
     origin: str
 
     def build_error(self, error: HeadraceError) -> ModuleError:
-        """Return what to raise where the modules that the settings name do not fit the weights, because of `error`."""
+        """Return the error to raise if the settings' modules do not fit the weights. `error` is the cause."""
         return ModuleError(
             f"{self.saved.source} is of another policy than {self.config.module.build} for "
             f"{self.config.sampling.env} ({error}); name its env and module with --env and --set module.build=..., or "
@@ -142,9 +142,9 @@ def resolve_policy(
     which: Which = "newest",
     allow: Iterable[str] | None = None,
 ) -> ResolvedPolicy:
-    """Find the policy at `where`, and the settings to build it by. See the module's own sentence about trust.
+    """Find the policy at `where` and the settings to build it. The module's docstring says which settings are trusted.
 
-    Raises as `find_policy` does, and `ConfigError` for settings that do not name the policies that are there.
+    Raises what `find_policy` and `resolve_settings` raise, and `ConfigError` if the settings lack a policy at `where`.
     """
     resolved, origin = resolve_settings(where, config, sets, flags, allow)
     saved = find_policy(where, fleet_id or resolved.fleet.fleet_id, which)
@@ -197,7 +197,7 @@ def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPoli
 
 
 def _address(where: str) -> str:
-    """Return the URL of Redis in the file of that name; `where` itself if it is no such file."""
+    """Return the Redis URL in the file `where` if its name ends in ".url"; else `where`. Raises `ConfigError`."""
     if not where.endswith(".url"):
         return where
     try:
@@ -216,7 +216,7 @@ def _config_beside(where: str) -> Path | None:
 
 
 def _check_policies(policy: SavedPolicy, config: FleetConfig) -> None:
-    """Raise `ConfigError` where the settings do not name a policy that is there."""
+    """Raise `ConfigError` if the settings lack a module of `policy`. Warn of modules without weights."""
     named = sorted(config.sampling.policies or [DEFAULT_MODULE_ID])
     if not set(policy.modules) <= set(named):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The seal on the settings files of a run: by it, Headrace knows again the files that it wrote for this user.
+"""The seal on the settings files of a run, by which Headrace recognises files that it wrote for this user.
 
 A settings file names code. `up` seals each one that it writes, so that later commands need not ask about the user's own
 runs. The seal is an HMAC of the file's content. Its key lies in the user's home, and never in a run directory. A file
@@ -27,7 +27,7 @@ _MOST_BYTES = 64 << 20
 def write_sealed(path: Path, content: bytes) -> None:
     """Replace the file at `path`, readable by its owner alone, and its seal. Raises `RunDirError`.
 
-    Without a home that can be written there is no seal, and commands ask about the file's names.
+    Without a writable home directory there is no seal, and commands ask about the names in the file.
     """
     write_private(path, content)
     key = _key() or _new_key()
@@ -89,7 +89,7 @@ def _new_key() -> bytes | None:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):  # another process of this user was first, and both then read its key
+        with suppress(FileExistsError):  # another process of this user made the key first: both read that one
             os.link(aside, path)
         aside.unlink()
     except OSError as error:

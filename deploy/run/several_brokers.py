@@ -1,4 +1,4 @@
-"""A fleet of several brokers: each has a share of the slots, and is in its books a fleet of its own.
+"""A fleet of several brokers. Each broker has a share of the slots, and books of its own as a fleet of its own.
 
     broker of a worker   broker.index = slot % broker.count; of a worker without a slot, by the name of its machine
     fleet id             NAME.0, NAME.1, ... for fleet.fleet_id = "NAME"
@@ -26,7 +26,7 @@ PLACEHOLDER = "{broker}"
 
 
 def index_for(config: FleetConfig, slot: int | None) -> int:
-    """Return the broker of a worker: that of its slot, else the one that the settings name, else by its machine."""
+    """Return the index of a worker's broker: by its slot, else from the settings, else by a hash of its machine."""
     count = config.broker.count
     if slot is not None:
         return slot % count
@@ -36,9 +36,9 @@ def index_for(config: FleetConfig, slot: int | None) -> int:
 
 
 def at_broker(config: FleetConfig, index: int) -> dict[str, str | int]:
-    """Return the settings, by their dotted names, of the processes of one of several brokers, which know no other.
+    """Return the settings, by dotted name, for the processes of one broker. They name no other broker.
 
-    Raises `ConfigError` where the fleet has no name, and where all brokers would publish in the same place.
+    Raises `ConfigError` if the fleet has no name, or if all brokers would publish in the same place.
     """
     fleet, count = config.fleet, config.broker.count
     if not fleet.fleet_id:
@@ -57,7 +57,7 @@ def at_broker(config: FleetConfig, index: int) -> dict[str, str | int]:
 
 
 def whole_run_dir(config: FleetConfig) -> Path:
-    """Return the folder that has the run directories of several brokers, and what the learner keeps."""
+    """Return the folder with the run directories of all brokers and the learner's files."""
     return Path(config.fleet.run_dir or RUNS / file_name_of(config.fleet.fleet_id))
 
 

@@ -11,10 +11,10 @@ from headrace.schemas.basics.printable import one_line
 
 
 def told_versions(seen: Snapshot) -> dict[str, str]:
-    """Return the version of the broker, the learner and each worker by name; "" of one that does not tell it.
+    """Return the version of the broker, the learner and each worker by name; "" if a peer does not report it.
 
-    The env hosts of a worker have one entry, with all of their versions. Only peers that are connected are there.
-    Versions are fit for a terminal.
+    The env hosts of a worker have one entry, with all of their versions. Only connected peers are listed. The texts are
+    safe to print on a terminal.
     """
     told: dict[str, Any] = {}
     if seen.version:

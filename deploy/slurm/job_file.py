@@ -1,4 +1,4 @@
-"""`RUN/slurm`: what `headrace slurm` keeps of a fleet: settings for its jobs, their ids, their output."""
+"""`RUN/slurm`, the files of `headrace slurm` about a fleet: the settings for its jobs, their ids, their output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOCK_S, _LOOK_S = 30.0, 0.2
 
 
 class JobFile(BaseModel):
-    """The content of jobs.json: the jobs of a fleet, of those that are not known to be over."""
+    """The content of jobs.json: the jobs of a fleet that are not known to be over."""
 
     model_config = ConfigDict(extra="ignore")
     name: str = Field(max_length=200)
@@ -67,7 +67,7 @@ def read_jobs(run_dir: Path) -> JobFile:
 
 @contextmanager
 def jobs_locked(run_dir: Path) -> Iterator[None]:
-    """Keep other commands of `headrace slurm` out of this run. Raises `SlurmError` where one works for too long."""
+    """Keep other commands of `headrace slurm` out of this run. Raises `SlurmError` if one holds the lock too long."""
     folder = run_dir / "slurm"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def dry_run(config: FleetConfig) -> list[list[str]]:
 
 
 def prepare(config: FleetConfig) -> tuple[FleetConfig, Path]:
-    """Write what the jobs read: the settings, and keys where the user names none. Return settings and run directory."""
+    """Write the jobs' files: settings, and keys if the user names none. Return (settings, run directory)."""
     run_dir = run_dir_of(config)
     ready = for_cluster(config, run_dir)
     with jobs_locked(run_dir):
@@ -70,7 +70,7 @@ def prepare(config: FleetConfig) -> tuple[FleetConfig, Path]:
 
 
 def up(config: FleetConfig) -> tuple[Path, JobFile]:
-    """Submit a fleet, and return its run directory and jobs. A part that is refused takes back what was submitted."""
+    """Submit a fleet, and return its run directory and jobs. If Slurm refuses a part, cancel the submitted parts."""
     ready, run_dir = prepare(config)
     with jobs_locked(run_dir):
         jobs = read_jobs(run_dir)
@@ -107,7 +107,7 @@ def _refuse_a_second(run_dir: Path) -> None:
 
 
 def _check_earlier_run(run_dir: Path, config: FleetConfig) -> None:
-    """Raise `OtherSettingsError` now, and not in the head job, where a run there was trained with other settings."""
+    """Raise `OtherSettingsError` here instead of in the head job, if an earlier run there had other settings."""
     earlier = EarlierRun.of(RunDir(run_dir))
     try:
         if earlier is not None:
@@ -148,21 +148,21 @@ def scale(run_dir: Path, wanted: int | None) -> tuple[int, int]:
 
 
 def _last_first(tasks: Sequence[Task]) -> list[Task]:
-    """Return tasks in the order in which they are stopped: what has not started, then the newest."""
+    """Return tasks in the order in which they are stopped: first those that have not started, then the newest."""
     return sorted(tasks, key=lambda task: (not task.is_pending, -task.base, -task.index))
 
 
 def down(run_dir: Path, say: Say) -> None:
     """End the fleet's jobs, and return once their nodes are free: first workers and env hosts, then the head.
 
-    The job in which this runs is left alone, since it would end this process too. Jobs that do not drain in time are
-    killed. From the start on no task is wanted, so nothing tops them up meanwhile.
+    Leave the job of this process alone, since its end would end this process too. Kill jobs that do not drain in time.
+    The wanted number of tasks is set to 0 first, so no other command submits tasks meanwhile.
     """
     with jobs_locked(run_dir):
         jobs = read_jobs(run_dir).model_copy(update={"worker_tasks": 0, "env_host_tasks": 0})
         write_jobs(run_dir, jobs)
     own = os.environ.get("SLURM_JOB_ID", "")
-    if own == str(jobs.head):  # its script runs this, once `headrace up` has ended or was killed
+    if own == str(jobs.head):  # the head job's script runs this after `headrace up` has ended or was killed
         note_stopped(run_dir / RENDEZVOUS_FILE)
 
     def left(head: bool) -> list[Task]:
@@ -170,7 +170,7 @@ def down(run_dir: Path, say: Say) -> None:
         return [task for task in tasks if own not in (task.job, str(task.base))]
 
     stop([task for task in left(False) if task.is_pending])
-    if read_object(run_dir / RENDEZVOUS_FILE).get("state") == "stopped":  # so they leave by themselves
+    if read_object(run_dir / RENDEZVOUS_FILE).get("state") == "stopped":  # the workers then leave by themselves
         _gone(lambda: [task for task in left(False) if task.base in jobs.workers], LEAVE_S, say)
     for limit_s, still in ((WORKERS_DRAIN_S, partial(left, False)), (HEAD_DRAIN_S, partial(left, True))):
         stop([task for task in still() if task.counts])
@@ -182,7 +182,7 @@ def down(run_dir: Path, say: Say) -> None:
 
 
 def _gone(left: Callable[[], list[Task]], deadline_s: float, say: Say) -> bool:
-    """Wait until no task is left, and say every 10 s which. Return False at the deadline."""
+    """Wait until no task is left, and report the remaining ones every 10 s. Return False at the deadline."""
     began, say_at = time.monotonic(), _SAY_S
     while tasks := left():
         waited_s = time.monotonic() - began

@@ -57,17 +57,17 @@ class Task:
 
     @property
     def is_over(self) -> bool:
-        """Return whether it has ended and holds no node."""
+        """Return whether the task has ended and holds no node."""
         return self.state in _OVER
 
     @property
     def is_pending(self) -> bool:
-        """Return whether it has not started."""
+        """Return whether the task has not started."""
         return self.state == _PENDING
 
     @property
     def counts(self) -> bool:
-        """Return whether it runs, or is still to run."""
+        """Return whether the task runs or will run."""
         return not self.is_over and self.state != _ENDING
 
 
@@ -83,7 +83,7 @@ def submit(line: Sequence[str]) -> int:
 def tasks_of(bases: Collection[int], name: str) -> list[Task]:
     """Return this user's jobs and array tasks with these ids, whose names begin with `name`.
 
-    Ids begin again when a controller loses its state. So an id alone may be that of another job.
+    A controller that loses its state reuses ids, so an id alone may belong to another job.
     """
     said = call(["squeue", "--me", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"])
     found = [_task(line) for line in said.splitlines() if line.count("|") >= _FORMAT.count("|")]
@@ -100,7 +100,7 @@ def _number(text: str) -> int:
 
 
 def stop(tasks: Sequence[Task]) -> None:
-    """Cancel those that have not started. Send the others SIGTERM, on which they drain and end.
+    """Cancel tasks that have not started. Send the others SIGTERM, so that they drain and end.
 
     Only the script of a job gets the signal. Without --batch, each process of the job would get it.
     """
@@ -109,7 +109,7 @@ def stop(tasks: Sequence[Task]) -> None:
 
 
 def end(tasks: Sequence[Task]) -> None:
-    """Take away their nodes: each process gets SIGTERM, and SIGKILL after Slurm's `KillWait`."""
+    """Cancel tasks: each of their processes gets SIGTERM, and SIGKILL after Slurm's `KillWait`."""
     _cancel([task.job for task in tasks])
 
 
@@ -119,7 +119,7 @@ def _cancel(jobs: Sequence[str], *options: str) -> None:
 
 
 def call(line: Sequence[str]) -> str:
-    """Return what one of Slurm's commands says. Raises `SlurmError` with all that it says of an error."""
+    """Run one of Slurm's commands and return its output. Raises `SlurmError` with its full error message."""
     try:
         done = subprocess.run(
             line, capture_output=True, text=True, errors="replace", timeout=CALL_S, check=False, env=_environment()

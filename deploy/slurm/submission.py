@@ -48,7 +48,7 @@ def sbatch_line(
 ) -> list[str]:
     """Return the command line that submits a part.
 
-    `tasks`: the number of tasks of an array; None for a job that is none. `after`: the job that must have started.
+    `tasks`: the number of tasks of an array; None for a job without an array. `after`: the job that must have started.
     """
     slurm = config.slurm
     name = "%x-%j" if tasks is None else "%x-%A_%a"

@@ -28,7 +28,7 @@ def print_config(config: FleetConfig, origins: Origins) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """Return a JSON-like value as TOML on one line. None within a table is left out, since TOML has no word for it."""
+    """Return a JSON-like value as TOML on one line. None within a table is left out, since TOML has no null."""
     if isinstance(value, dict):
         pairs = (f"{_key(k)} = {to_toml(v)}" for k, v in value.items() if v is not None)
         return "{" + ", ".join(pairs) + "}"

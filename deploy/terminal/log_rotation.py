@@ -1,8 +1,8 @@
 """Bounds the log files of a run directory: LOG and LOG.1, each of a size that the settings choose.
 
 The files are the stdout of processes, which keep them open, so none is moved away. The end of a file that is too large
-is copied to LOG.1, and the file is cut to nothing. All write at the end of the file, wherever that is (O_APPEND).
-What is written in the moment between copy and cut is lost.
+is copied to LOG.1, and the file is truncated to 0 bytes. The processes write with O_APPEND, so they go on at the new
+end of the file. Text that is written between the copy and the truncation is lost.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LogRotation:
 
 
 def rotated_path(path: Path) -> Path:
-    """Return the file that has what was cut off from the log at `path`."""
+    """Return the path of the file with the text that was cut off from the log at `path`."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -71,7 +71,7 @@ def was_rotated_since(path: Path, unix_s: float) -> bool:
 def rotate(path: Path, max_bytes: int) -> None:
     """Move the last `max_bytes` of the log at `path` to its `rotated_path`. Raises `OSError`; then the log is whole.
 
-    The copy ends with a whole line: of a line that is just being written, a read may find a part.
+    The copy ends with a whole line, since a read may find only a part of a line that is being written.
     """
     aside = path.with_name(f".{path.name}.new")
     source = open_own(path, os.O_RDWR)

@@ -73,7 +73,7 @@ class Readable(logging.Formatter):
 
 @dataclass(slots=True)
 class _Kind:
-    """Warnings with the same words. `last` is the newest that was left out."""
+    """Warnings with the same words. `last` is the newest one that was left out."""
 
     began: float
     said: int = 0
@@ -84,7 +84,8 @@ class _Kind:
 class RepeatedWarnings:
     """Leaves out warnings that repeat: beyond ten with the same words in ten seconds they are counted.
 
-    The count is a line of its own, which `due` returns. The words are those of the call, without what it fills in.
+    `due` returns a line with the count. Warnings with the same format string, before its arguments are filled in, count
+    as the same words.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,9 +107,9 @@ class RepeatedWarnings:
         return False
 
     def due(self, *, all_kinds: bool = False) -> list[logging.LogRecord]:
-        """Return a line for each kind whose ten seconds are over and that was counted, and forget those kinds.
+        """Return a line for each kind with left-out warnings whose ten seconds are over. Forget kinds that are over.
 
-        `all_kinds`: also those whose time is not over.
+        `all_kinds`: also kinds whose time is not over.
         """
         now, lines = self._clock(), []
         for key, kind in list(self._kinds.items()):
@@ -122,7 +123,7 @@ class RepeatedWarnings:
 
 
 def _has_words(text: str) -> bool:
-    """Return whether a format has words of its own, and is not only a place for those of another."""
+    """Return whether a format string has words of its own, and not only placeholders."""
     return sum(character.isalpha() for character in text) > _FEW_LETTERS
 
 
@@ -134,13 +135,13 @@ class _Stderr(logging.Handler):
         self._repeated = RepeatedWarnings()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line, after those on what was left out until then."""
+        """Write one line, after the lines that count left-out warnings."""
         self._write(self._repeated.due())
         if self._repeated.admit(record):
             self._write([record])
 
     def close(self) -> None:
-        """Say what was left out."""
+        """Write the lines that count left-out warnings."""
         self._write(self._repeated.due(all_kinds=True))
         super().close()
 
@@ -151,7 +152,7 @@ class _Stderr(logging.Handler):
 
 
 class _File(logging.FileHandler):
-    """Writes to a file of the run directory. What cannot be written, as on a full disk, is on stderr alone."""
+    """Writes to a file of the run directory. Lines that cannot be written (full disk) are only on stderr."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Drop the line, without the traceback that logging would print."""

@@ -1,4 +1,4 @@
-"""Standard streams that cannot end a fleet: closed, without a reader, or of a terminal with only ASCII."""
+"""Standard streams that cannot stop a fleet, even if closed, without a reader, or on an ASCII-only terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _terminal = threading.RLock()
 def open_std_streams() -> None:
     """Open stdin, stdout and stderr where this process was started without them (`>&-`).
 
-    So no socket gets their numbers. A character that an encoding lacks is written as "?".
+    Otherwise a socket could get their numbers. A character that an encoding lacks is written as "?".
     """
     for descriptor in (0, 1, 2):
         try:

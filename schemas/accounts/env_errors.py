@@ -14,7 +14,7 @@ MOST_GROUPS = 32
 """Groups of one worker. The failures of further ones are in a group of kind `OTHERS`."""
 
 OTHERS = "others"
-"""Kind of the group for failures that have none of their own, and its field in Redis."""
+"""Kind of the group for failures without a group of their own, and its field in Redis."""
 
 MOST_TRACEBACK = 4096
 MOST_SLOTS = 8
@@ -54,9 +54,9 @@ class EnvErrorRow(EnvErrorGroup):
     """One group of a fleet, over all workers and lives: a field of the Redis hash `errors`."""
 
     slots: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = []
-    """Slots of the workers that had it, the newest last."""
+    """Slots of the workers that had such failures, the newest last."""
     lives: dict[str, Natural] = {}
-    """By "slot/incarnation", what the newest life of a slot has told so far, all of it in `count`."""
+    """By "slot/incarnation", failures that the newest life of a slot has reported so far; `count` includes them."""
 
 
 def fingerprint_of(kind: str, env: str, exception: str, where: str) -> str:

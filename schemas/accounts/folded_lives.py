@@ -20,8 +20,8 @@ _VALUES = {name: attrgetter(row.value or name) for name, row in COUNTERS.items()
 class FoldedLives(BaseModel):
     """The finished lives of one slot, added up. They have no rows of their own any more.
 
-    It has every life up to `highest`, except those in `missing`. So it is known of each life whether it was added, and
-    none is added twice.
+    It has every life up to `highest`, except those in `missing`. So the broker knows for each life whether it was
+    added, and adds none twice.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -46,7 +46,7 @@ class FoldedLives(BaseModel):
     def problems(self) -> Iterator[str]:
         """Yield one sentence for each equation that does not hold."""
         by_module = sum(self.row.totals.module_steps.values())
-        # Of some lives it is not known which module's steps were accepted.
+        # For some lives the accepted steps by module are unknown.
         totals = self.row.totals.model_copy(update={"module_steps": {}})
         name = f"slot {self.row.slot}, its {self.lives} folded lives"
         yield from self.row.model_copy(update={"totals": totals}).problems(name)
@@ -101,7 +101,7 @@ def _without(gap: tuple[int, int], incarnation: int) -> Iterator[tuple[int, int]
 
 
 def _ends_of(first: int, last: int, other: FoldedLives) -> Iterator[int]:
-    """Yield lives of a range, of which one is in `other` if any of the range is."""
+    """Yield the lives of a range to look up in `other`: if it has any life of the range, it has one of these."""
     yield first
     yield from (gap[1] + 1 for gap in other.missing if first <= gap[1] + 1 <= min(last, other.highest))
 

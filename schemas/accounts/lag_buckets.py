@@ -34,7 +34,7 @@ def lag_quantiles(
     """Return quantiles of the lag of the steps that came between two moments, as bounds of buckets; empty for none.
 
     `before` and `now` have the cumulative counts of `metric` by their fields. A broker that has started since counts
-    from 0 again. Beyond the last bound there is none, so that one stands for it.
+    from 0 again. For a lag beyond the last bound, return the last bound.
     """
     fields = [labelled(metric, "le", le) for le in LAG_LABELS]
     counts = [now.get(field, 0.0) for field in fields]

@@ -78,7 +78,7 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """The row of a counter: all that is said of a field of `WorkerTotals` besides its type, which has its bounds.
+    """The row of a counter: all facts about a field of `WorkerTotals` except its type, which has its bounds.
 
     Recorder, folded lives, judge of claims, Redis, exporter and reference pages read these rows. Two values of one life
     merge to the larger one, those of several lives to their sum.
@@ -101,7 +101,10 @@ class Counter:
 
 
 class WorkerTotals(BaseModel):
-    """Running totals of one incarnation right after batch `seq` was cut (0: none yet), in steps unless named so."""
+    """Running totals of one incarnation right after batch `seq` was cut (0: none yet).
+
+    They are in steps, unless the name has another unit.
+    """
 
     model_config = _MODEL
     seq: Annotated[Natural, Counter(1, "batches_total", "batches", "cut by workers")] = 0
@@ -216,7 +219,7 @@ class LedgerRow(BaseModel):
     """True once a learner's user has taken the end: no episode of this life lacks its marker."""
 
     def problems(self, name: str = "") -> Iterator[str]:
-        """Yield one sentence for each equation that does not hold. `name` says in it what the row is about."""
+        """Yield one sentence for each equation that does not hold. `name` stands for the row in it."""
         name = name or f"slot {self.slot} incarnation {self.incarnation}"
         t = self.totals
         discarded, dropped = sum(t.discarded.values()), _sum(t.dropped)

@@ -10,7 +10,7 @@ Words of an area: a counter at the `word` of its row in `COUNTERS`; signs of lif
 what is settled at 9, 10 and 11, accepted at 13; steps by reason from 16 to 95. Later counters follow from 96 on.
 
 The page cache outlives the process, so nothing is ever flushed. A reader on the same host sees the last commit after a
-kill or a segfault. It does not after a power loss, when the books of the host's workers are gone with the host.
+kill or a segfault. After a power loss it does not: the books of the host's workers are lost.
 
 A live writer may be read too: the reader starts over when another commit ended while it read. An update costs about 0.3
 microseconds.
@@ -50,7 +50,7 @@ from headrace.schemas.errors import write_error
 _WORDS = RING + 3 * WINDOW
 _STEPPED, _OPEN, _ENV_STEPS = (COUNTERS[name].word for name in ("stepped", "open", "env_steps"))
 _COUNTED = tuple((row.word, attrgetter(row.value or name)) for name, row in COUNTERS.items() if name != "stepped")
-"""Words and values of the counters that `totals` writes itself. `_commit` writes the other one."""
+"""Words and values of the counters that `totals` writes itself. `_commit` writes `stepped`."""
 _SETTLED_SEQ, _COMMITTED, _ACCEPTED = 9, 10, 13
 _DISCARDED = 16
 _DROPPED = _DISCARDED + 16
@@ -66,7 +66,7 @@ class Recorder:
         self.path = path
         try:
             if not path.is_symlink():  # which `opener` refuses
-                path.unlink(missing_ok=True)  # whoever has mapped the old file would die of SIGBUS if it were cut
+                path.unlink(missing_ok=True)  # a reader that has mapped the old file would die of SIGBUS if it were cut
             with open(path, "w+b", opener=opener) as file:
                 os.posix_fallocate(file.fileno(), 0, 8 * _WORDS)  # with a sparse file, a full disk would mean SIGBUS
                 self._map = mmap.mmap(file.fileno(), 8 * _WORDS)
@@ -108,7 +108,7 @@ class Recorder:
         self._commit(totals.stepped)
 
     def settled(self, settled: Settled, accepted: int) -> None:
-        """Record what the broker last said became of this incarnation's batches."""
+        """Record which batches of this incarnation are settled and accepted, as the broker last reported."""
         v = self._values
         v[_SETTLED_SEQ], v[_ACCEPTED] = settled.seq, accepted
         v[_COMMITTED], v[_COMMITTED + 1] = settled.committed

@@ -41,8 +41,8 @@ def read_words(path: Path, count: int) -> memoryview | None:
 
     None where there is no recorder of a known layout.
 
-    A writer that never pauses is read as it is, after a hundred attempts. Raises `OSError` for a file that this process
-    may not read.
+    After a hundred attempts the words of a writer that never pauses are returned as they are. Raises `OSError` for a
+    file that this process may not read.
     """
     try:
         with path.open("rb", buffering=0) as file:

@@ -15,10 +15,10 @@ CONTRACT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: `name` after the prefix, Redis type, unit, writer, meaning, and what the reference shows besides.
+    """One key: `name` after the prefix, Redis type, unit, writer, meaning, and further facts for the reference.
 
     - when: the moment at which it is written; "" for each report that has news of it.
-    - expires: when it goes by itself; "" if it stays until `headrace redis forget`.
+    - expires: when Redis deletes it; "" if it stays until `headrace redis forget`.
     - example: a field and its value, or the value of a string.
     """
 
@@ -471,8 +471,8 @@ def source_name(slot: int, incarnation: int) -> str:
 def labelled(name: str, label: str, value: str) -> str:
     """Return the field of a metric for one value of its label: name{label="value"}.
 
-    In the value, a backslash stands before each quote and backslash, and a line break stands as backslash and n. So
-    Prometheus writes it too.
+    As in Prometheus, a backslash escapes each quote and backslash in the value, and a line break is written as
+    backslash and n.
     """
     for plain, escaped in _ESCAPES:
         value = value.replace(plain, escaped)

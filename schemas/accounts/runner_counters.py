@@ -47,9 +47,9 @@ def read_counters(text: str) -> Counters:
 
 
 def larger(ours: Counters, theirs: Counters) -> Counters:
-    """Return the larger value of each counter, since none goes back, as far as they fit.
+    """Return the larger value of each counter, since no counter goes back, limited by `fitting`.
 
-    Where kinds differ, take `theirs`.
+    Where a counter is a number in one and a dict in the other, take `theirs`.
     """
     merged = dict(ours)
     for name, value in theirs.items():

@@ -50,7 +50,7 @@ _HttpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(http://{_HOST}:
 
 
 class Ports(BaseModel):
-    """Addresses at which a worker serves others, as they reach them; "" for those it does not serve."""
+    """Addresses at which peers reach a worker; "" for peers that it does not serve."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     envs: _TcpAddress = ""

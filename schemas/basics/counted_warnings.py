@@ -42,7 +42,7 @@ class CountedWarnings:
         self._log.warning("%s%s", text, more)
 
     def _forget(self, now: float) -> None:
-        """Forget kinds of which nothing is left to say."""
+        """Forget kinds without a count to log, whose last line is old enough."""
         for key, kind in list(self._kinds.items()):
             if now - kind.said_at >= INTERVAL_S and not kind.unsaid:
                 del self._kinds[key]

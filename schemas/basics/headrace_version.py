@@ -1,6 +1,6 @@
 """The version of Headrace that a process runs, as peers tell it each other in HELLO.
 
-People read it, nothing is decided by it: what peers understand is the version of the wire (`wire.py`).
+The version is for people, and no decision depends on it. Peers check the version of the wire (`wire.py`).
 """
 
 from __future__ import annotations

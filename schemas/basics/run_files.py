@@ -1,7 +1,7 @@
 """The files of a run: how they are opened for writing, and what peers of the fleet read in them.
 
-They are never opened through a symbolic link, and private ones are for their owner alone: a link that another user
-leaves in a folder would send what is written to a file of the user's own.
+Headrace never opens them through a symbolic link: a link that another user leaves in a folder would redirect a write to
+one of this user's own files. Private files are for their owner alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def user_state_folder() -> Path | None:
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open the file at `path`, by the flags of `os.open`, and return its descriptor.
 
-    Raises `OSError` for a symbolic link, and for what is no regular file.
+    Raises `OSError` for a symbolic link, and for any other file that is not regular.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -49,7 +49,7 @@ def opener(name: str, flags: int) -> int:
 def replace_private(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Replace the file at `path` in one step. Its owner alone can read it, whatever the umask. Raises `OSError`.
 
-    With another `mode`, whom that says can read it.
+    Another `mode` may let other users read the file.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)  # left by a process that was killed, or by someone else

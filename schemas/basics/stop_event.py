@@ -53,7 +53,7 @@ def sigterm_blocked(blocked: bool) -> Iterator[None]:
 def _is_shielded() -> bool:
     """Return whether this process was started with SIGTERM blocked, and let it ignore the signal from now on.
 
-    By a handler of its own: programs that envs start would inherit a signal that is blocked or ignored.
+    Install a handler for that: programs that envs start would inherit a signal that is blocked or ignored.
     """
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         signal.signal(signal.SIGTERM, _take_no_notice)

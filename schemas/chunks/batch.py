@@ -59,7 +59,7 @@ is what the policy would have given it, or NaN. Such a step is not a sample of t
 
 
 MOST_ABORTED = 1000
-"""Aborted episodes that one batch tells of at most, the newest."""
+"""Most aborted episodes in the header of one batch: the newest ones."""
 
 CONNECTOR_UPDATE = "_connectors/"
 """Prefix on the wire of the arrays of `ChunkBatch.connector_update`."""
@@ -319,7 +319,7 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = F
     if batch.infos:
         arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
     arrays |= {CONNECTOR_UPDATE + name: array for name, array in batch.connector_update.items()}
-    absent = {name for name in ("agent_returns", "aborted") if not getattr(header, name)}  # as most batches
+    absent = {name for name in ("agent_returns", "aborted") if not getattr(header, name)}  # most batches lack both
     return encode(MessageKind.BATCH, header.model_dump(exclude=absent or None), arrays, compressed=compressed)
 
 

@@ -64,7 +64,7 @@ class BatchReader:
         """Read the whole batch; its columns are views of the frames. `newest` is the version from which lag counts.
 
         Raises `DecodeError` when parts of the message contradict each other. The spaces fix names, dtypes and shapes,
-        which are checked. Values are the sampler's affair: a NaN in them passes.
+        which are checked. Values are not checked: a NaN passes.
         """
         header = unread.header
         arrays = decode_arrays(unread.raw_header, unread.frames, self._limits)

@@ -83,11 +83,11 @@ class EpisodeChunk:
     Arrays are views: of the sampler's buffers, or read-only ones of a received message.
 
     - obs: (T+1, *shape), in the nesting of the observation space.
-    - actions: (T, *shape), in the nesting of the module's action space and in its units, also where actions are
-      random. Random ones are drawn from that space and go the policy's way to the env.
+    - actions: (T, *shape), in the nesting of the module's action space and in its units, also where actions are random.
+      Random actions are drawn from that space, and reach the env in the same way as the policy's.
     - rewards: float64 (T,). weights_seq, env_t: int64 (T,).
-    - columns: further per-step arrays (T, ...) such as `logp` and `values`. `actions_for_env`, in the env's units, is
-      there where the module or its connectors make the env's action of `actions`; else the env got `actions`.
+    - columns: further per-step arrays (T, ...) such as `logp` and `values`. `actions_for_env`, in the env's units,
+      exists where the module or its connectors convert `actions` for the env; elsewhere the env got `actions`.
     - infos: T+1 dicts aligned with obs; empty when no info had any content.
     - state_in: a recurrent module's memory before the first step, by name, one row without a leading axis. Empty for
       other modules, and for a cut that begins within a chunk, where the memory is not known.

@@ -127,7 +127,7 @@ class EpisodeLog:
             self._descriptor = None
 
     def _write(self, record: bytes) -> None:
-        """Write what waits, then this record. A part of it in the file is torn, and written over the next time."""
+        """Write the waiting records, then this one. The next write overwrites a record that was written in part."""
         assert self._descriptor is not None
         waited, self._waiting = len(self._waiting), self._waiting + record
         try:
@@ -146,7 +146,7 @@ class EpisodeLog:
                 log.info("%s: the log of open episodes has room again, and nothing is lost", self.path)
 
     def _rewrite(self, settled: int) -> None:
-        """Replace the file by a shorter one. Where the disk has no room for it, the old one grows on."""
+        """Replace the file by a shorter one. If the disk has no room for that, keep the old file and let it grow."""
         records = list(_records(self.path))
         content = b"".join(record.encode() for record in _from(records, settled))
         aside = self.path.with_name(f".{self.path.name}")
@@ -207,7 +207,7 @@ def read_open_episodes(path: Path, settled: int) -> OpenEpisodes | None:
 
 
 def _from(records: list[_Record], settled: int) -> list[_Record]:
-    """Return the records after batch `settled`, behind those with the episodes that were open then."""
+    """Return records of the episodes that were open after batch `settled`, then the records after that batch."""
     return [*_opening(records, settled), *(record for record in records if record.seq > settled)]
 
 

@@ -59,7 +59,10 @@ class OpenEpisodes(BaseModel):
 def open_episodes(
     rows: NDArray[np.void], agents: list[str], modules: list[str], columns: dict[str, Any]
 ) -> OpenEpisodes:
-    """Return these rows of `OPEN_EPISODE` as a message carries them. Of too many, ended ones are left out first."""
+    """Return these rows of `OPEN_EPISODE` as a message carries them.
+
+    If there are too many, leave out ended ones first.
+    """
     kept = rows[np.argsort(rows["until"] > 0, kind="stable")][:MOST_OPEN]
     written = base64.b64encode(kept.tobytes()).decode()
     return OpenEpisodes(agents=agents, modules=modules, columns=columns, rows=written)

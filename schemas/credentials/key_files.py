@@ -115,7 +115,7 @@ def read_public_key(path: Path) -> PeerKey:
 def is_revoked_by(stems: Container[str], key: PeerKey) -> bool:
     """Return whether one of the .revoked files with these stems is about `key`, whatever the file holds.
 
-    So a file that was cut or damaged revokes its key too. One without a fingerprint in its name is about each key of
+    So a file that was cut or damaged revokes its key too. A file without a fingerprint in its name revokes each key of
     its role and group.
     """
     return f"{key.name}.{key.fingerprint}" in stems or key.name in stems

@@ -1,7 +1,7 @@
 """Key files of a fleet: CURVE key pairs, each of one role and one group on the fleet's sockets.
 
     DIR/ROLE.secret, DIR/ROLE.GROUP.secret     a peer that has it is of that role and group
-    DIR/ROLE.public, DIR/ROLE.GROUP.public     whom a server lets in
+    DIR/ROLE.public, DIR/ROLE.GROUP.public     a peer that a server lets in
 
 `key_files.py` describes the files. The broker needs broker.secret and a .public of every role that it lets in. Each
 other peer needs its own .secret and broker.public. `headrace keys init` makes those of the default group, `headrace
@@ -83,7 +83,7 @@ class BrokerKeys:
         return self.known.roles
 
     def judge(self, port: str, public: bytes) -> tuple[PeerKey | None, str]:
-        """Return what is known of the key that a peer shows at `port`, and why it is refused; "" if it is let in."""
+        """Return the known key that a peer shows at `port`, or None, and why it is refused; "" if it is let in."""
         key = self.known.find(public)
         if key is None:
             return None, "an unknown key"
@@ -133,9 +133,9 @@ def client_keys(
 ) -> PeerKeys | None:
     """Return the keys of `role` in a folder, or those given.
 
-    The folder may be a run directory, and in place of a folder a token's file may be named: then it is the token.
-    None: the folder in the environment's HEADRACE_KEYS__DIR. Without one, and with "": the token of the run in
-    `run_dir`, or None where its servers ask for none. `group` is as in `read_client_keys`. Raises `KeysError`.
+    `keys` may also name a run directory or the file of a token: then return the token. None: the folder in the
+    environment's HEADRACE_KEYS__DIR. If that is not set, and for "": return the token of the run in `run_dir`, or None
+    where its servers ask for none. `group` is as in `read_client_keys`. Raises `KeysError`.
     """
     if isinstance(keys, ClientKeys | LoopbackToken):
         return keys
@@ -160,7 +160,7 @@ def _keys_in(place: Path, role: str, group: str | None) -> PeerKeys:
 def check_fingerprint(keys: PeerKeys | None, role: str, published: str, where: str) -> None:
     """Raise `KeysError` unless these keys expect the broker whose key has the fingerprint `published`.
 
-    "" is a broker without keys, which nothing is asked of here. `where` is the rendezvous that has it.
+    "": the broker has no keys, and nothing is checked. `where` is the rendezvous that has the fingerprint.
     """
     if published and not isinstance(keys, ClientKeys):
         copy = f"copy {role}.secret and broker.public to this machine, and name their folder in keys.dir"

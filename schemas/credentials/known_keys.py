@@ -1,8 +1,8 @@
 """The public keys in a folder, which are read again while a server runs: new ones are admitted, revoked ones are not.
 
 A look costs one `stat` for each file. Only files that have changed are read. A file that cannot be read, such as one
-that is half written, changes nothing: what it held before stands. A .revoked file that cannot be read revokes the key
-that its name says.
+that is half written, changes nothing: its earlier content stays in force. A .revoked file that cannot be read revokes
+the key that its name says.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from headrace.schemas.errors import KeysError
 log = logging.getLogger(__name__)
 
 MOST_FILES = 4096
-"""Files of public keys in one folder. Those beyond are left out, and the log says so."""
+"""Files of public keys in one folder. Further files are left out, and the log says so."""
 
 LOOK_S = 2.0
 """Seconds between two looks."""
 
 _UNKNOWN_LOOK_S, _UNKNOWN_LOOK_RATIO = 0.05, 20
-"""The same where a peer shows an unknown key, which may have been added a moment ago. The pause is also at least this
-many times as long as the last look took, so that strangers do not keep the server busy with a large folder.
+"""Seconds between two looks where a peer shows an unknown key, which may have been added a moment ago. The pause is
+also at least this many times as long as the last look took, so that strangers do not keep the server busy with a large
+folder.
 """
 
 _Stamp = tuple[int, int, int]
@@ -60,7 +61,7 @@ class KnownKeys:
             read_public_key(folder / f"{role}.public")
 
     def find(self, public: bytes) -> PeerKey | None:
-        """Return what is known of this key, in Z85; it may be revoked. None for a stranger's."""
+        """Return the known key with this public half, in Z85; it may be revoked. None for an unknown one."""
         if public not in self._keys:
             self.look(min(LOOK_S, max(_UNKNOWN_LOOK_S, _UNKNOWN_LOOK_RATIO * self._look_took_s)))
         return self._keys.get(public)

@@ -1,4 +1,4 @@
-"""Tokens by which a peer shows that it is the one that began, or that it may read a file of its user's.
+"""Tokens by which a peer proves that it is the same peer as before, or that it may read its user's files.
 
 They are compared in constant time, and kept as digests.
 """
@@ -22,7 +22,7 @@ def same_token(one: str, other: str) -> bool:
 
 
 def digest_of(token: str) -> str:
-    """Return what may be kept of a token where others can read it: it cannot be used in the token's place."""
+    """Return a digest of a token, to keep where others can read it: it cannot be used in place of the token."""
     return hashlib.sha256(b"headrace token\n" + token.encode()).hexdigest()
 
 

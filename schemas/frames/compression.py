@@ -1,8 +1,8 @@
 """Compression of a message's payload, for peers on two hosts whose network is slower than lz4.
 
 A payload whose header says `"encoding": "lz4"` has frames that are lz4 blocks, as the package `lz4` writes them without
-a size. `raw_sizes` says the bytes of each frame before: 0 for a frame that is as it was. `sizes` and the checksum are
-those of the frames as they are sent, so a broker checks and forwards them as any others.
+a size. `raw_sizes` has the bytes of each frame before compression: 0 for a frame that is not compressed. `sizes` and
+the checksum are those of the frames as they are sent, so a broker checks and forwards them as any others.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _compress(frame: Buffer) -> tuple[Buffer, int]:
 
 
 def decompress(payload: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits) -> list[Buffer]:
-    """Return the frames that `compress` was given. `payload` is a message's header of them.
+    """Return the frames that `compress` was given. `payload` is their description in the message's header.
 
     Raises `DecodeError` for an unknown encoding, and for more bytes than `limits` allow, before it allocates any.
     """

@@ -12,7 +12,7 @@
 
 The two checksums chain: frame 0 covers the header, and the header names the checksum of the payload. So a broker checks
 all it reads (frames 0 and 1) without touching array bytes, and the receiver of the arrays checks the rest. xxh3
-protects against faults, not against forgery: forgery is what CURVE is for.
+protects against faults; CURVE protects against forgery.
 
 `decode` allocates nothing in proportion to what a header claims. It first compares sizes, counts and dtypes with the
 bytes at hand, and arrays are read-only views of the received frames. It does allocate the parsed header, about thirty

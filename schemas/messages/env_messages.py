@@ -50,7 +50,7 @@ class EnvHostHello(Message):
     KIND = MessageKind.HELLO
     role: Literal["env-host"] = "env-host"
     life: Life
-    """Random, one for each life; it tells apart what an earlier life left behind."""
+    """Random, one for each life. It distinguishes messages of this life from those of an earlier one."""
     num_envs: Annotated[int, Field(ge=1, le=MOST_ENVS)]
     spaces: dict[str, Any]
     """Spaces of each of its envs, as `schemas/chunks/spaces.py` writes them."""

@@ -36,7 +36,8 @@ MOST_WINDOW_STEPS = 1 << 40
 WindowSteps = Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] | None
 """Steps that all workers together may have under way: cut and not settled.
 
-0: as many as each worker's own window holds. None: the learner does not know yet, and what it told before holds.
+0: as many as each worker's own window holds. None: the learner does not know yet, and its earlier number stays in
+force.
 """
 
 
@@ -121,7 +122,7 @@ class Commit(Message):
     waiting: bool = False
     window_steps: WindowSteps = None
     figures: LearnerFigures | None = None
-    """Some times a second; None says that they are as before."""
+    """Sent some times a second; None: unchanged."""
 
 
 class LearnerRow(BaseModel):
@@ -207,4 +208,4 @@ class SourceEnd(Message):
     seq: Natural
     reason: str
     open_episodes: OpenEpisodes | None = None
-    """Episodes that were open, for a learner that began after this incarnation; None where nobody told of them."""
+    """Episodes that were open, for a learner that began after this incarnation; None where no peer reported them."""

@@ -14,9 +14,9 @@
     ACK             ◀─────────────────────────────      to these three
     REJECT          ◀─────────────────────────────      in place of any answer
 
-Steps of an episode are numbered from 0. A client sends one when the one before is answered. Requests are idempotent, so
-any message may be lost or come twice: a client without an answer sends the same request again and gets the same answer.
-It has then taken one step. `request` is the client's own number, repeated in the answer.
+Steps of an episode are numbered from 0. A client sends a step when the step before is answered. Requests are
+idempotent, so any message may be lost or come twice: a client without an answer sends the same request again and gets
+the same answer. The episode then takes one step only. `request` is the client's own number, repeated in the answer.
 
 A session needs neither an address nor a connection of its own. It is known by its name, and by a token that only its
 client knows.
@@ -203,8 +203,7 @@ class ClientAck(Message):
     KIND = MessageKind.ACK
     request: Natural = 0
     waiting_for: str = Field(default="", max_length=MOST_WAITING_FOR)
-    """In the answer to a heartbeat: what the worker waits for, so that it takes no steps. Left out while it takes them.
-    """
+    """In the answer to a heartbeat: what the worker waits for while it takes no steps; else left out."""
 
 
 class ClientReject(Message):

@@ -2,15 +2,15 @@
 
     /dev/shm/headrace-UID/FLEET/        mode 0700; FLEET is a hash of the fleet's id
         EPOCH-SEQ-DIGEST                one version, mode 0600; it appears whole, and never changes
-        .EPOCH-SEQ-DIGEST.PID           one that is being written
+        .EPOCH-SEQ-DIGEST.PID           a version that is being written
         puller                          the process that brings the next version from elsewhere holds a lock on it
         users                           each process that uses the folder holds a shared lock on it
 
     a version   count u64le | size of each frame u64le | the frames of its WEIGHTS message, each at 64 bytes' multiple
 
 The broker writes a version before it announces it. Workers of its machine find it by the version and digest of the
-announcement, map it, and pull nothing. On another machine one of them pulls the version and writes it for
-the others. Where there is no such file, or it is not what was announced, each pulls its own.
+announcement, map it, and pull nothing. On another machine one of them pulls the version and writes it for the others.
+Where there is no such file, or it is not the announced version, each worker pulls its own.
 
 The last process that leaves removes the folder. After a kill, the next that enters any such folder removes it, and so
 does a supervisor at the end of its fleet.
@@ -86,7 +86,7 @@ class SharedWeights:
     def read(self, version: Version, digest: str) -> Arrays | None:
         """Return the arrays of a version as views of the file's memory, which they keep. None where it is not there.
 
-        All bytes are checked by the checksums of the message, which its digest was checked with by the writer.
+        The checksums of the message are checked over all bytes. The writer's caller has checked the digest.
         """
         name = _name_of(version, digest)
         if not name or not self._enter():
@@ -103,7 +103,7 @@ class SharedWeights:
         return message.arrays if told and message.kind is MessageKind.WEIGHTS else None
 
     def claim(self) -> bool:
-        """Become the process that pulls the next version for this machine. Return False while another one is it.
+        """Become the process that pulls the next version for this machine. Return False while another has the claim.
 
         The claim ends with `release`, and with the process. Where memory cannot be shared, each process pulls.
         """
@@ -197,7 +197,7 @@ def _remove_if_unused(folder: Path) -> None:
 
 
 def _remove_unused(folder: Path, lock: int) -> None:
-    """Remove a folder if no other process holds its lock. The last one that tries finds itself alone."""
+    """Remove a folder if no other process holds its lock. The last process that tries removes it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -255,7 +255,7 @@ def _check_room(folder: Path, nbytes: int) -> None:
 
 
 def _name_of(version: Version, digest: str) -> str:
-    """Return the name of a version's file; "" for a digest that is none."""
+    """Return the name of a version's file; "" for an invalid digest."""
     name = f"{version[0]}-{version[1]}-{digest}"
     return name if _NAME.fullmatch(name) else ""
 
@@ -270,7 +270,7 @@ def _write(path: Path, frames: list[Buffer]) -> None:
 
 
 def _map(path: Path) -> list[Buffer]:
-    """Return the frames in a file, as views of its memory. Raises `OSError` and `ValueError` for what is none of ours.
+    """Return the frames in a file, as views of its memory. Raises `OSError` and `ValueError` for any other file.
 
     Its numbers are claims: nothing beyond the file's own bytes is touched.
     """

@@ -119,7 +119,7 @@ class Ack(Message):
     steps_share: Natural | None = None
     """As in the WELCOME, with the present value."""
     waiting_for: str = ""
-    """Peer that the fleet waits for without credit, or after a round: "", "learner", "broker", "worker 3"."""
+    """Peer that a worker waits for without credit, or after a round's share: "", "learner", "broker", "worker 3"."""
 
 
 class Skip(Message):

@@ -38,7 +38,9 @@ WRONG_BROKER_KEY, OTHER_MECHANISM = 0x11000001, 0x11000002
 _EVENT = struct.Struct("=HI")
 _SAY_AFTER = 3
 _OTHERWISE_AFTER = 2
-"""Broken-off handshakes after which a client with a token tries without it: a server that asks for none may look so."""
+"""Broken-off handshakes after which a client with a token tries without it: a server that asks for no token may break
+off too.
+"""
 _ATTEMPTS, _ATTEMPT_PAUSE_S, _SAY_AFTER_ATTEMPTS = 50, 0.1, 20
 """How often, and after which pause, a client on loopback tries again at a server that speaks another mechanism: one
 that has just started may not have listed its port yet.
@@ -158,7 +160,7 @@ class Handshakes:
         return listed
 
     def _finds_another(self) -> bool:
-        """Look for the token again. Return whether there is another one than before."""
+        """Look for the token again. Return whether a different one was found."""
         found = self._look()
         if found is None or found == self.keys:
             return False
@@ -166,7 +168,7 @@ class Handshakes:
         return True
 
     def _may_try_otherwise(self) -> bool:
-        """Try without the token next, or with it. Return False after enough attempts."""
+        """Wait, then switch between showing the token and not. Return False after enough attempts."""
         if self._port is None or isinstance(self.keys, ClientKeys) or self._attempts >= _ATTEMPTS:
             return False
         self._attempts += 1
@@ -177,7 +179,7 @@ class Handshakes:
         return True
 
     def _tries_otherwise(self) -> bool:
-        """Take back the token on loopback, or show it. Return whether there is one."""
+        """Switch between showing the token on loopback and not. Return whether that changes what is shown."""
         if isinstance(self.keys, ClientKeys):
             return False
         before, self.keys = self.keys, None if self.keys is not None else self._look()
@@ -234,7 +236,7 @@ class Handshakes:
 
 
 def _loopback_port(endpoint: str) -> int | None:
-    """Return the port of an address on loopback; None for another one, and for what is no address."""
+    """Return the port of an address on loopback; None for any other address, and for an invalid one."""
     with suppress(AttributeError, TypeError, ValueError):
         parts = urlsplit(endpoint)
         if is_loopback(parts.hostname or ""):

@@ -63,7 +63,7 @@ class PortListing:
             )
 
     def _add(self, path: Path, word: str) -> None:
-        """Write one entry, locked before it is to be seen."""
+        """Write one entry. It is locked before other processes can see it."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = _aside(path)
         lock = open_own(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -93,7 +93,7 @@ def _aside(path: Path) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the files of this user's servers on this machine that have ended without it: they were killed."""
+    """Remove the files of this user's servers on this machine that were killed before they could remove them."""
     own = re.compile(rf"\.?{re.escape(_host())}-\d+(\.\d+\.[0-9a-f]+)?")
     with os.scandir(folder) as entries:
         paths = [folder / entry.name for entry in islice(entries, _MOST_SWEPT) if own.fullmatch(entry.name)]
@@ -103,7 +103,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove a file that no server has locked. One by which a new server replaces it meanwhile is put back."""
+    """Remove a file that no server has locked. If a new server has replaced it meanwhile, put the new file back."""
     descriptor = open_own(path, os.O_RDONLY)
     try:
         about = os.fstat(descriptor)

@@ -8,9 +8,9 @@ looks at the connections from the side, at no cost to messages:
     the kernel (TCP_INFO) ── bytes that have come on it ──────────▶
     the port's own thread ── bytes of whole messages from it ─────▶
 
-What has come and is in no whole message is *held*. A peer is *known* once its HELLO, or what the port takes for one,
-was accepted; before that it is a *stranger*. A connection beyond the bounds is shut down: libzmq then frees what it
-holds. An honest peer connects again.
+Bytes that have come and are in no whole message are *held*. A peer is *known* once its HELLO, or what the port takes
+for one, was accepted; before that it is a *stranger*. A connection beyond the bounds is shut down: libzmq then frees
+what it holds. An honest peer connects again.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ UNFINISHED_S, SLOWEST_BYTES_S = 60.0, 100_000
 STRANGE_MESSAGES = 64
 """Messages of a stranger after which its connection ends."""
 STRANGERS = 1024
-"""Strangers at one port. Beyond that the one that came first goes. A few may stay: a fleet's supervisor is silent until
-it has something to say.
+"""Strangers at one port. Beyond that number the oldest is cut. A few may stay: a fleet's supervisor is silent until it
+has something to say.
 """
 
 _FAST_LOOK_S, _SLOW_LOOK_S = 0.05, 0.25
 """Seconds between two looks at strangers and at peers that hold much, and between two looks at all others."""
 _MUCH_BYTES = 1 << 20
 _FREE_BYTES_S = 256
-"""Bytes that a connection may receive in a second beside messages: heartbeats of the protocol."""
+"""Bytes that a connection may receive in a second in addition to messages: heartbeats of the protocol."""
 _GREETING_BYTES = 4096
 """Bytes that a connection may receive before its first message: the handshake."""
 _TINY_FRAMES_RATIO, _TINY_FRAMES_BYTES = 4, 64 << 20
@@ -67,11 +67,11 @@ _RECEIVED_AT = 128
 _RESET = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
 _PEER, _PROCESS = struct.Struct("3i"), "process "
-"""Linux's `struct ucred` (pid, uid, gid), and how the peer at a Unix socket is called."""
+"""Linux's `struct ucred` (pid, uid, gid), and the beginning of the name of a Unix socket's peer."""
 _SRCFD = 2
 """libzmq's property of a frame."""
 _OWN_FILES = 256
-"""Descriptors that a process needs beside connections."""
+"""Descriptors that a process needs in addition to connections."""
 _STATM = Path("/proc/self/statm")
 _FAMILY = socket.AF_INET6
 """Has room for the addresses of both families. The kernel knows the descriptor's own."""
@@ -87,7 +87,7 @@ class Frame(Protocol):
 def source_of(frame: Frame) -> int:
     """Return the descriptor of the connection on which a frame came; -1 for a peer of ZMTP 2 and before.
 
-    Headrace's own peers speak ZMTP 3. What came from an older one counts as held, so it ends after a while.
+    Headrace's own peers speak ZMTP 3. Bytes from an older peer count as held, so its connection ends after a while.
     """
     try:
         return int(frame.get(_SRCFD))
@@ -215,7 +215,10 @@ class PortWatch:
         self._thread.join()
 
     def end(self, fd: int, peer: tuple[str, int], why: str) -> None:
-        """End the connection with this peer, an answer of `peer_of`, if it still is at `fd`. It gets nothing more."""
+        """End the connection at `fd` if it still is that of `peer`, a result of `peer_of`.
+
+        The peer gets no further message.
+        """
         if _shut_down(fd, peer):
             self._to_count.append((fd, peer, why))
 
@@ -294,7 +297,7 @@ class PortWatch:
     def _measure(self, connection: _Connection, now: float, *, emptied: bool) -> None:
         """Read how much the connection holds.
 
-        A message was taken, and the port was empty: then everything that had come at the last look was taken too.
+        If a message was taken and the port was empty since, all bytes that had come at the last look were taken too.
         """
         account = self._accounts.get(connection.fd)
         taken = account.taken if account is not None else 0
@@ -327,7 +330,7 @@ class PortWatch:
         return ""
 
     def _judge_together(self, connections: Sequence[_Connection], most: int, who: str) -> None:
-        """Cut those that hold much, the one that began first before others, until the rest holds at most `most`."""
+        """Cut connections, the one that has held bytes longest first, until the rest holds at most `most`."""
         holders = sorted((c for c in connections if c.began and not c.cut), key=lambda c: c.began)
         held = sum(c.held for c in holders)
         if holders and held > _MUCH_BYTES and self._growth(holders[0]) > _TINY_FRAMES_BYTES + _TINY_FRAMES_RATIO * held:
@@ -344,7 +347,7 @@ class PortWatch:
         return _rss() - connection.began_rss - 2 * (self._taken_in_all - connection.began_taken)
 
     def _cut(self, connection: _Connection, why: str) -> None:
-        """Shut the connection down, unless its descriptor has become another one. Count that."""
+        """Shut the connection down and count that, unless its descriptor belongs to another connection now."""
         connection.cut = True
         self._strangers.pop(connection.fd, None)
         if _shut_down(connection.fd, connection.peer):
@@ -425,7 +428,7 @@ def _received(fd: int) -> int:
 def _shut_down(fd: int, peer: tuple[str, int]) -> bool:
     """Shut down the connection with `peer` at `fd`. Do nothing and return False if another one has the descriptor.
 
-    A copy of the descriptor is asked and shut down, since libzmq may close its own between the two.
+    Work on a copy of the descriptor, since libzmq may close its own between the check and the shutdown.
     """
     try:
         copy = socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=os.dup(fd))

@@ -19,7 +19,7 @@ class RefusalBudget:
     _at: float = 0.0
 
     def spend(self) -> bool:
-        """Count a refusal. Return False if there were too many; then it allows those of one second more."""
+        """Count a refusal. Return False if there were too many, and then allow those of one more second."""
         now = self.clock()
         since, self._at = self._at or now, now
         self._left = min(self._left + REFUSED_PER_S * (now - since), REFUSED_BURST) - 1

@@ -17,8 +17,8 @@ The content is JSON, and is replaced in one step:
                       worker's machine, the fingerprint of the worker's key, and whether it waits for env hosts
     expires_unix_s    Unix time, s, after which a broker that lives would have written it again
 
-It holds no secret. All of it is a claim: each number and name is bounded, and the broker that answers is asked for its
-fleet again.
+The content holds no secret. All of it is a claim: readers bound each number and name, and ask the broker that answers
+for its fleet again.
 """
 
 from __future__ import annotations

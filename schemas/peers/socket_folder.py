@@ -57,7 +57,7 @@ def make_socket_folder(run_dir: Path) -> Path:
 
 
 def lock_socket_folder(folder: Path) -> int:
-    """Take the folder for one broker. Return the descriptor, whose end gives it back.
+    """Lock the folder for one broker. Return the lock's descriptor; closing it releases the folder.
 
     A socket that is bound replaces an older one at its path, so the lock alone keeps a second broker out. Raises
     `PortInUseError` where another broker lives, and `SocketFolderError`.
@@ -80,8 +80,8 @@ def lock_socket_folder(folder: Path) -> int:
 def check_socket(endpoint: str) -> None:
     """Check that no other user can serve at the endpoint of a Unix socket. Do nothing for other endpoints.
 
-    The socket may be made later, and its folder too where nobody else could make it. Raises `ConfigError` for a path
-    that cannot be one, and `SocketFolderError`.
+    The socket may be created later. So may its folder, if no other user could create it. Raises `ConfigError` for a
+    path that cannot be one, and `SocketFolderError`.
     """
     if not is_socket(endpoint):
         return

@@ -27,11 +27,11 @@ class Verdict:
 
     frames: list[bytes]
     port: str
-    """The ZAP domain at which the peer knocked."""
+    """The ZAP domain of the port to which the peer connected."""
     why: str
     """The reason of a refusal; "" if the peer is let in."""
     seen: str
-    """Whom the log names."""
+    """The peer, as the log names it."""
 
 
 def judge(request: Sequence[bytes], keys: BrokerKeys | ServerToken) -> Verdict:

@@ -41,8 +41,8 @@ _MEANT = {
 def nearest_name(given: str, known: Collection[str], cutoff: float) -> str | None:
     """Return the known name that `given` means in another library, or else the one spelt most like it.
 
-    Names may be dotted: then the last part is what other libraries name. `cutoff` is that of `difflib`: 0 gives the
-    nearest of all, and above it None is possible.
+    Of a dotted name, only the last part is looked up among other libraries' names. `cutoff` is that of `difflib`: 0
+    gives the nearest of all, and above it None is possible.
     """
     for ours in _MEANT.get(given.rpartition(".")[2], ()):
         for name in known:

@@ -1,4 +1,4 @@
-"""The URL of Redis as settings name it: itself, or a private file that has it, since `ps` shows argv."""
+"""The URL of Redis in settings: the URL itself, or the path of a private file with it, since `ps` shows argv."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN_PARAMETERS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_c
 
 
 def read_redis_url(text: str) -> str:
-    """Return the URL that `text` is, or that stands in the file at this path; "" for "".
+    """Return `text` if it is a URL, else the URL in the file at the path `text`; "" for "".
 
     Files that the URL names get absolute paths. Raises `ValueError` with a sentence that has no password.
     """
@@ -36,7 +36,7 @@ def _read(path: Path) -> str:
                 raise ValueError(f"others may read {path} (mode {mode:04o}); chmod 600 {path}")
             text = file.read(_LARGEST_FILE).strip()
     except FileNotFoundError:
-        # What was given may be a URL without its beginning, with a password in it.
+        # The text may be a URL without its beginning, with a password in it.
         raise ValueError(
             f"should be {NOT_A_URL}; or the path of a file that has such a URL, and there is none"
         ) from None
@@ -48,7 +48,7 @@ def _read(path: Path) -> str:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for a writer, for which a pipe would wait."""
+    """Open a file without blocking: a plain open of a pipe would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -219,7 +219,7 @@ class SamplingSettings(ConfigSection):
 
     @property
     def steps_the_ready(self) -> bool:
-        """Return whether envs that are elsewhere are stepped each in its own time."""
+        """Return whether envs outside this process are stepped in parts, as they get ready, and not all together."""
         asked = self.double_buffering or self.remote_env_batch_wait_ms is not None
         return asked and self.env_placement != "inline"
 

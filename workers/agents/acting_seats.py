@@ -26,11 +26,11 @@ class SeatGroup:
     places: Rows | None
 
     def of(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return those of `values`, one for each seat of the list, that belong to this group."""
+        """Return the items of `values` that belong to this group. `values` has one item for each seat of the list."""
         return values if self.places is None else [values[i] for i in self.places.tolist()]
 
     def of_array(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the same of an array."""
+        """Return the rows of an array that belong to this group, as `of` does."""
         return values if self.places is None else values[self.places]
 
 
@@ -44,7 +44,7 @@ class ActingSeats:
     env_t: NDArray[np.int64]
 
     def by_lane(self, actions: Sequence[Any]) -> dict[int, AgentDict]:
-        """Return lane index -> what its agents do, from `actions`, which has one for each of `seats`."""
+        """Return lane index -> the actions of its agents, from `actions`, one for each of `seats`."""
         start, by_lane = 0, {}
         for lane, episode in self.lanes:
             stop = start + len(episode.agents)

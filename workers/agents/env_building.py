@@ -1,4 +1,4 @@
-"""Gives the object that a creator returns the dict protocol."""
+"""Adapts the object that a creator returns to the dict protocol."""
 
 from __future__ import annotations
 

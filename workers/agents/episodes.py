@@ -47,7 +47,7 @@ class Seat:
 
     @property
     def done(self) -> bool:
-        """Return whether the agent has come to its own end, and will not be observed in this episode again."""
+        """Return whether the agent has terminated or was truncated, so it is not observed again in the episode."""
         return self.end is not ChunkEnd.ONGOING
 
 
@@ -67,7 +67,7 @@ class MultiAgentEpisode(Episode):
     agents: list[Any] = field(default_factory=list)
     """The agent ids of `acting`."""
     under_way: bool = False
-    """True while they have acted and the env has not answered. An abandoned step does not count."""
+    """True while the agents have acted and the env has not answered. An abandoned step does not count."""
     is_plain: bool = False
     """True if an answer with observations and rewards of exactly these agents needs no bookkeeping."""
     trains: bool = True
@@ -76,7 +76,7 @@ class MultiAgentEpisode(Episode):
     """Env steps in a row after which no agent could act."""
 
     def let_act(self, seats: list[Seat]) -> None:
-        """Let `seats`, which have an observation, act next. All others wait or are done."""
+        """Set `seats`, which have an observation, to act next. All other seats wait or are done."""
         self.acting = seats
         self.agents = [seat.agent for seat in seats]
         self.idle_steps = 0 if seats else self.idle_steps + 1

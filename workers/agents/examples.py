@@ -47,7 +47,7 @@ class TwoCarts(MultiAgentEnv):
         return observations, rewards, terminateds, truncateds, {}
 
     def close(self) -> None:
-        """Close both."""
+        """Close both envs."""
         for cart in self._carts.values():
             cart.close()
 

@@ -72,7 +72,7 @@ class InlineAgents:
     # -- building -----------------------------------------------------------------------------------------------------
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
+        """Build all envs, after closing earlier ones. Raises if an env cannot be built."""
         check_inline(config)
         self._table.config = config
         self.stop()
@@ -93,7 +93,7 @@ class InlineAgents:
         return build_multi_agent_env(creator, context)
 
     def learn_spaces(self, first: Any) -> None:
-        """Take the agents of env 0 for those of all."""
+        """Use the agents of env 0 for all envs."""
         gym_spaces = gym_spaces_of(first)
         check_bounds = not self._table.config.disable_env_checking
         self._seating.learn(spaces_by_agent(gym_spaces), gym_spaces, check_bounds=check_bounds, makes_rows=False)
@@ -124,7 +124,7 @@ class InlineAgents:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def send(self, actions: Mapping[int, AgentDict]) -> None:
-        """Have lanes step, by index, with what their agents do."""
+        """Set the actions for the next `poll`: lane index -> the actions of its agents."""
         self._sent = actions
 
     def poll(self) -> Outcome:
@@ -139,7 +139,7 @@ class InlineAgents:
         return Outcome(_STEPPED.rewards, [], failures) if failures else _STEPPED
 
     def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
-        """Yield what each lane answered; failures go to `gathered` lane by lane, among those of answers."""
+        """Yield the reply of each lane. Add failures to `gathered` in the order of lanes."""
         failed = {failure.lane: failure for failure in outcome.failures}
         for lane, episode in acting.lanes:
             if lane.index in failed:
@@ -194,7 +194,7 @@ class InlineAgents:
         self._recovery.refresh()
 
     def _seat_newest(self, begun: Sequence[tuple[Lane, MultiAgentEpisode]], agents: Iterable[Any]) -> None:
-        """Seat the agents that the newest reset observed. After an error all that was begun is there to abandon."""
+        """Seat the agents that the newest reset observed. After an error, keep all begun episodes, to be abandoned."""
         _, newest = begun[-1]
         try:
             newest.let_act([self._seating.seat(newest, agent) for agent in agents])
@@ -211,14 +211,14 @@ class InlineAgents:
         """Forget the episodes of `lanes`: they are over, or abandoned."""
         self._recovery.end_episodes(lanes)
 
-    # -- when one fails -----------------------------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
-        """Take the lane out; `try_restart` decides what becomes of it."""
+        """Take the lane out. `try_restart` handles the failure."""
         self._table.failed.append(failure)
 
     def try_restart(self) -> None:
-        """Close and rebuild what failed, now or after its wait. Raises as `LaneRecovery.try_restart` does."""
+        """Close and rebuild the failed envs, now or after their wait. Raises as `LaneRecovery.try_restart` does."""
         self._recovery.try_restart(self.on_failure)
 
     def _take_down(self, lane: Lane) -> None:
@@ -242,7 +242,7 @@ class InlineAgents:
         self.try_reset([lane.index])
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Bring back the lanes whose wait is over. While no lane is up, sleep until the first is."""
+        """Rebuild the lanes whose wait is over. While no lane is up, sleep until the first is up."""
         is_up, pause = (lambda: bool(self._recovery.up)), self._table.sleep_until_due
         wait_for_one(is_up, lambda: self._recovery.revive(self.on_failure), pause, start_episodes, on_wait)
 

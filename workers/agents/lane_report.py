@@ -29,7 +29,7 @@ _PARTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
 
 @dataclass(slots=True, eq=False)
 class LaneReport:
-    """The meaning of one env's reply for its seats. Nothing of it has been applied yet; rewards are not checked."""
+    """The meaning of one env's reply for its seats. It is not applied yet, and its rewards are not checked."""
 
     episode: MultiAgentEpisode
     observed: list[Seat] = field(default_factory=list)
@@ -42,7 +42,7 @@ class LaneReport:
     """Seats of `answered` that are done and got no last observation."""
     ended: list[tuple[Seat, ChunkEnd]] = field(default_factory=list)
     dropped: list[Seat] = field(default_factory=list)
-    """Seats whose last action has no answer, and is left out."""
+    """Seats whose last action is dropped, because it has no answer."""
     repeated: int = 0
     infos: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     end: ChunkEnd = ChunkEnd.ONGOING
@@ -61,7 +61,7 @@ def is_plain(answer: Any, agents: list[Any]) -> bool:
             and not any(truncateds.values())
             and not any(infos.values())
         )
-    except Exception:  # noqa: BLE001 - what a user's env answers has methods of its own
+    except Exception:  # noqa: BLE001 - the methods of a user's objects may raise
         return False
 
 
@@ -88,7 +88,10 @@ def take_step_apart(answer: Any) -> tuple[AgentDict, AgentDict, AgentDict, Agent
 def read_step(
     episode: MultiAgentEpisode, answer: Any, known: Collection[Any], missing_final: MissingFinal
 ) -> LaneReport:
-    """Return what `answer` of a step means. Raises `EnvContractError`. Marks all seats that acted as pending."""
+    """Return the meaning of `answer`, the result of a step. Marks all seats that acted as pending.
+
+    Raises `EnvContractError`.
+    """
     observations, rewards, terminateds, truncateds, infos = take_step_apart(answer)
     for seat in episode.acting:
         seat.pending = True
@@ -105,7 +108,7 @@ def read_step(
 
 
 def check_idle(episode: MultiAgentEpisode, most: int) -> None:
-    """Raise `EnvContractError` if no agent acts for too long: such an episode would never end."""
+    """Raise `EnvContractError` if no agent has acted for too many steps: such an episode might never end."""
     if episode.idle_steps > most:
         raise EnvContractError(
             "env steps in a row in which no agent acts",
@@ -129,7 +132,7 @@ def _read_observations(
         seat = report.episode.seats.get(agent)
         if seat is None:
             check_known([agent], known)
-            if ends[agent] is ChunkEnd.ONGOING:  # else it appears and is done without an action
+            if ends[agent] is ChunkEnd.ONGOING:  # otherwise it is done before its first action
                 report.newcomers.append((agent, observation))
         elif seat.done:
             raise EnvContractError("observations", f"one of agent {agent!r}, which is done", "of agents that are not")
@@ -184,7 +187,7 @@ def check_known(agents: Iterable[Any], known: Collection[Any]) -> None:
 
 
 def with_content(infos: AgentDict) -> AgentDict:
-    """Return the infos that are not empty. Raises `EnvContractError` for one that is no dict."""
+    """Return the infos that are not empty. Raises `EnvContractError` for an info that is not a dict."""
     for agent, info in infos.items():
         if not isinstance(info, dict):
             raise EnvContractError("info", f"{brief(info)} ({type(info)}) of agent {agent!r}", "a dict")

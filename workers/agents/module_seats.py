@@ -1,6 +1,6 @@
-"""The seats that one module plays in all envs: which row is whose, and what each agent sees.
+"""The seats that one module plays in all envs: the row of each seat, and the observation of each agent.
 
-Seats stand agent by agent, and env by env within: row = place of the agent here * envs + env. Rows are added when an
+Rows are ordered by agent, then by env: row = place of the agent in this module * envs + env. Rows are added when an
 agent is first mapped to the module, so a seat's row never changes.
 """
 
@@ -22,7 +22,7 @@ from headrace.workers.randomness.seeds import NoiseUse, SeedTree
 
 
 class ModuleSeats:
-    """The seats of module number `index`, whose agents have `env_spaces`; `policy` is what acts for them."""
+    """The seats of module number `index`, whose agents have `env_spaces`. `policy` acts for them."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ModuleSeats:
         return list(self._places)
 
     def row_of(self, env_index: int, agent: int) -> int:
-        """Return the row of an agent of an env; makes room for the agent in all envs if it is its first time here.
+        """Return the row of an agent of an env. At an agent's first call, add rows for it in all envs.
 
         Raises `ConnectorError` when a connector cannot make room.
         """
@@ -96,11 +96,11 @@ class ModuleSeats:
         self.policy.widen()
 
     def rows_of(self, agents: Sequence[int]) -> NDArray[np.intp]:
-        """Return all rows of `agents`, agent by agent; makes room for those that are new."""
+        """Return all rows of `agents`, agent by agent. Add rows for new agents."""
         first = [self.row_of(0, agent) for agent in agents]
         return np.add.outer(np.array(first, np.intp), np.arange(self._num_envs)).reshape(-1)
 
     def blank(self, env_index: int) -> None:
-        """Show nothing to the seats of an env that is gone."""
+        """Clear the observations of the seats of an env that is gone."""
         for column in self.observations.columns.values():
             column[env_index :: self._num_envs] = 0

@@ -1,4 +1,4 @@
-"""Multi-agent envs in other processes, or on other hosts: packed there, and unpacked here into the dict protocol."""
+"""Multi-agent envs in other processes or on other hosts. They are packed there, and unpacked here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headrace.workers.envs.vector import EnvPlacement, EnvVector
 
 
 class MultiAgentEnvPlaceholder(MultiAgentEnv):
-    """A placeholder of a multi-agent env that lives in another process: it has its agents and spaces, and no steps."""
+    """A placeholder of a multi-agent env in another process. It has the agents and spaces, and cannot be stepped."""
 
     def __init__(self, index: int, spaces: Mapping[Any, tuple[Any, Any]]) -> None:
         self.possible_agents = list(spaces)
@@ -42,7 +42,7 @@ class MultiAgentEnvPlaceholder(MultiAgentEnv):
 
 
 class PackedAgents:
-    """An `AgentSource` of packed envs in an `EnvVector`, whose `EnvFacade` it is. Observations were checked there."""
+    """An `AgentSource` of packed envs, and the `EnvFacade` of their `EnvVector`, where observations are checked."""
 
     def __init__(self, table: LaneTable, placement: EnvPlacement, pace: Pace, seating: Seating) -> None:
         self._seating = seating
@@ -52,7 +52,7 @@ class PackedAgents:
     # -- as an `EnvFacade` --------------------------------------------------------------------------------------------
 
     def learn(self, backend: EnvBackend) -> None:
-        """Take the agents of packed envs that were just built."""
+        """Take over the agents of newly built packed envs."""
         self._packing = Packing.of(backend.spaces)
         by_agent = self._packing.by_agent
         gym_spaces = {agent: (to_gym(own.observation), to_gym(own.action)) for agent, own in by_agent.items()}
@@ -67,13 +67,13 @@ class PackedAgents:
         return MultiAgentEnvPlaceholder(lane, self._seating.agent_gym_spaces)
 
     def blank(self, lane: int) -> None:
-        """Show the modules nothing of the env in `lane`."""
+        """Clear the modules' observations of the env in `lane`."""
         self._seating.blank(lane)
 
     # -- as an `AgentSource` ------------------------------------------------------------------------------------------
 
     def send(self, actions: Mapping[int, AgentDict]) -> None:
-        """Have lanes step, by index, with what their agents do."""
+        """Step lanes, by index, with the actions of their agents."""
         for index, own in actions.items():
             self._packing.pack_actions(self._actions, index, own)
         if self.envs.pace is Pace.LOCK_STEP:
@@ -82,11 +82,11 @@ class PackedAgents:
             self.envs.send_actions_of(np.array(list(actions), np.intp), self._actions)
 
     def poll(self) -> Outcome:
-        """Return which lanes have stepped, or failed; of lanes in lock-step it waits for all."""
+        """Return the lanes that have stepped or failed. In lock-step it waits for all lanes."""
         return self.envs.poll()
 
     def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
-        """Yield what each lane of `acting` answered, unpacked; failures of envs go to `gathered` first."""
+        """Yield the unpacked reply of each lane of `acting`. Add failures of envs to `gathered` first."""
         gathered.failures += outcome.failures
         stepped = {failure.lane: failure.stepped for failure in outcome.failures}
         infos, columns = dict(outcome.infos), self.envs.observations.columns
@@ -97,9 +97,9 @@ class PackedAgents:
                 yield lane, episode, self._packing.unpack_step(columns, lane.index, infos.get(lane.index, {}))
 
     def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call, by index, whichever replied first.
+        """Return the lanes that began an episode since the last call, by index, in whatever order they replied.
 
-        The agents of each get their seats now. Raises as `Seating.seat` does.
+        Gives the agents of each lane their seats. Raises as `Seating.seat` does.
         """
         started = sorted(set(self.envs.take_started()))
         columns = self.envs.observations.columns

@@ -60,7 +60,10 @@ class PackedEnv(gym.Env[Any, Any]):
         return self._unseen | self.packing.pack_seen(observations, {}, {}), self.packing.pack_infos(infos)
 
     def step(self, action: Any) -> Any:
-        """Step the env, and return what yields a row and so on. A bad answer raises then, after the step was taken."""
+        """Step the env, and return an iterator over the parts of a step. The iterator raises for a bad answer.
+
+        So the env's step counts as taken even if its answer is bad.
+        """
         actions = self.packing.unpack_actions(action)
         return self._parts(actions, self._env.step(actions))
 

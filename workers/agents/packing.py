@@ -1,10 +1,10 @@
 """A multi-agent env as one row of columns, so that it can live where envs of one agent do: in a process, on a host.
 
-    observation   0 "red", 1 "blue", ...   what each agent sees, or any value of its space if it sees nothing
+    observation   0 "red", 1 "blue", ...   each agent's observation, or any value of its space if it has none
                   observed, rewarded       int32 (agents,): 0 for an agent that is not, else its place in the env's dict
                   rewards                  float64 (agents,)
                   ends                     int8 (agents + 1,): a `ChunkEnd` each, last that of the episode as a whole
-    action        0 "red", 1 "blue", ...   what each agent does
+    action        0 "red", 1 "blue", ...   each agent's action
                   acting                   int32 (agents,), as `observed`
 
 An agent has its index in possible_agents. Its id stands, as JSON, in the names of its columns, so equal spaces mean
@@ -33,7 +33,7 @@ _Key = TypeVar("_Key")
 
 
 class Packing:
-    """The agents of an env, and the part of a row that each has. `spaces` are those of the row.
+    """The agents of an env, and each agent's part of a row. `spaces` are the row's.
 
     Raises `EnvContractError` for an agent id that cannot be sent to another process.
     """
@@ -80,7 +80,7 @@ class Packing:
     def pack_seen(
         self, observations: AgentDict, rewards: Mapping[Any, float], ends: Mapping[Any, ChunkEnd]
     ) -> dict[str, Any]:
-        """Return a row's observation, without agents that see nothing. `ends`: of agents that are done, and of ALL."""
+        """Return a row's observation, without unobserved agents. `ends` are those of done agents, and of ALL."""
         row: dict[str, Any] = {self._keys[agent]: value for agent, value in observations.items()}
         row["observed"], row["rewarded"] = self._order(observations), self._order(rewards)
         row["rewards"], row["ends"] = np.zeros(self._count), np.zeros(self._count + 1, np.int8)
@@ -101,7 +101,7 @@ class Packing:
     # -- on the driver's side -----------------------------------------------------------------------------------------
 
     def unpack_observations(self, columns: Columns, row: int) -> AgentDict:
-        """Return the observations of the agents that see something, as views."""
+        """Return the observations of the observed agents, as views."""
         return {
             agent: _read(self.by_agent[agent].observation, columns, f"obs/{self._keys[agent]}", row)
             for agent in self._in_order(columns["obs/observed"][row])
@@ -148,7 +148,7 @@ def is_packed(spaces: Spaces) -> bool:
 
 
 def problem_of_kind(spaces: Spaces, several_agents: bool) -> str:
-    """Return why envs with `spaces` cannot be those of a worker whose envs are of several agents, or of one.
+    """Return why envs with `spaces` are of the wrong kind for a worker (`several_agents` or not); empty if they fit.
 
     Raises `DecodeError` for spaces of several agents that no multi-agent env can have.
     """

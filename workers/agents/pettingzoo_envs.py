@@ -11,7 +11,7 @@ from headrace.workers.agents.env import ALL, AgentDict
 
 
 def adapt(env: Any) -> Any:
-    """Return a PettingZoo env in the dict protocol, and anything else as it is."""
+    """Return a PettingZoo env in the dict protocol. Return any other object unchanged."""
     if isinstance(env, ParallelEnv):
         return Simultaneous(env)
     return TakingTurns(env) if isinstance(env, AECEnv) else env
@@ -38,7 +38,7 @@ class TakingTurns:
     """An AECEnv. Only the agent whose turn it is has an observation, with all its rewards since its last turn.
 
     So a transition runs from one turn of an agent to its next one, and no row is padded. Agents that are done take
-    their last turn here, which no policy sees.
+    their last turn inside the adapter, without the policy.
     """
 
     def __init__(self, env: Any) -> None:
@@ -50,7 +50,7 @@ class TakingTurns:
         self.close, self.render = env.close, env.render
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
-        """Reset, and return the first agent's observation. Rewards of turns before the first action come with that."""
+        """Reset, and return the first agent's observation. The first step has the rewards of turns before it."""
         self.env.reset(seed=seed, options=options)
         observations, self._early, terminateds, truncateds, infos = self._turns()
         if any(terminateds.values()) or any(truncateds.values()):
@@ -58,7 +58,7 @@ class TakingTurns:
         return observations, infos
 
     def step(self, actions: AgentDict) -> tuple[AgentDict, ...]:
-        """Take one action, and return what agents see at the turns that follow, until another action is needed."""
+        """Take one action. Return the observations of the following turns, until another action is needed."""
         (action,) = actions.values()
         self.env.step(action)
         observations, rewards, terminateds, truncateds, infos = self._turns()

@@ -16,10 +16,12 @@ Modules = Mapping[str, ModuleSeats]
 
 
 def read_seats(streams: SeatStreams, modules: Modules) -> dict[str, Any]:
-    """entropy: uint8, little-endian, and incarnation: the root from which streams of new seats grow.
+    """Return the state of all seats' streams.
 
-    keys: int64 (streams, 4), (env, use, module, agent) of those there are; streams: uint64 (streams, 6). modules: by
-    id, the agents that have seats, int64, and by use what was drawn for these, agent by agent and env by env within.
+    entropy: uint8, little-endian, and incarnation: the root for the streams of new seats.
+
+    keys: int64 (streams, 4), (env, use, module, agent) of each known stream; streams: uint64 (streams, 6). modules: by
+    id, the agents that have seats, int64, and by use the numbers drawn for them, ordered by agent, then by env.
     """
     entropy = streams.entropy
     return {
@@ -38,7 +40,7 @@ def read_seats(streams: SeatStreams, modules: Modules) -> dict[str, Any]:
 
 
 def write_seats(streams: SeatStreams, modules: Modules, state: Mapping[str, Any]) -> None:
-    """Go on as `read_seats` found it. Agents that have seats here and had none there begin as they would have there."""
+    """Continue from the state of `read_seats`. Agents with seats here only begin as they would have begun there."""
     streams.restart(int.from_bytes(state["entropy"].tobytes(), "little"), state["incarnation"])
     keys = [tuple(key) for key in state["keys"].tolist()]
     write_streams([streams.at(key) for key in keys], state["streams"])

@@ -1,4 +1,4 @@
-"""Seats and agents: the seats of agents in all envs, the modules that play them, and what the seats see."""
+"""Seats and agents: the seats of agents in all envs, the modules that play them, and their observations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from headrace.workers.randomness.seeds import SeedTree
 
 
 class Seating:
-    """The seats of `num_envs` envs. `policies` say which module plays an agent, and `modules` hold what seats see.
+    """The seats of `num_envs` envs. `policies` map agents to modules; `modules` hold the seats' observations.
 
-    `id_high`: the upper half of episode ids, which the mapping of the policies is told.
+    `id_high`: the upper half of episode ids, which the policies' mapping gets.
     """
 
     def __init__(self, policies: Policies, num_envs: int, seeds: SeedTree, id_high: int) -> None:
@@ -36,10 +36,10 @@ class Seating:
         check_bounds: bool,
         makes_rows: bool,
     ) -> None:
-        """Take the agents of envs that were just built, and make a module without seats for each policy.
+        """Take over the agents of newly built envs, and make a module without seats for each policy.
 
-        `makes_rows`: give each agent its rows now, as far as the mapping knows it before any episode. Where envs step
-        each in its own time, the width of a pass, and so how it rounds, would otherwise depend on which env was first.
+        `makes_rows`: add each agent's rows now, if the mapping knows the agent's module before any episode. Otherwise,
+        where each env has its own pace, the width and rounding of a pass would depend on which env is first.
         """
         self.agents: dict[Any, int] = {agent: i for i, agent in enumerate(spaces)}
         self.agent_spaces, self.agent_gym_spaces = dict(spaces), dict(gym_spaces)
@@ -86,7 +86,7 @@ class Seating:
         return Seat(agent, module, module.row_of(whole.env_index, self.agents[agent]), episode)
 
     def seat_first(self, begun: Iterable[tuple[MultiAgentEpisode, AgentDict]]) -> None:
-        """Seat the agents that are seen first in each of the episodes that have begun, and write what they see.
+        """Seat the agents that are observed first in each of the new episodes, and write their observations.
 
         Raises as `seat` does.
         """
@@ -100,7 +100,7 @@ class Seating:
         self.show(seats, seen)
 
     def show(self, seats: Sequence[Seat], observations: Sequence[Any]) -> dict[int, Exception]:
-        """Write what the seats see. Return what is wrong with an observation, by lane."""
+        """Write the observations of the seats. Return lane -> the error of a bad observation."""
         bad: dict[int, Exception] = {}
         for group in seat_groups(seats):
             for place, error in group.module.observations.put(group.rows, group.of(observations)):
@@ -108,6 +108,6 @@ class Seating:
         return bad
 
     def blank(self, lane: int) -> None:
-        """Show the modules nothing of the env in `lane`, because it is closed."""
+        """Clear the modules' observations of the env in `lane`, because it is closed."""
         for module in self.modules.values():
             module.blank(lane)

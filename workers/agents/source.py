@@ -40,15 +40,15 @@ class AgentSource(Protocol):
         """The lanes of the envs."""
 
     def send(self, actions: Mapping[int, AgentDict]) -> None:
-        """Have lanes step, by index, with what their agents do."""
+        """Step lanes, by index, with the actions of their agents."""
 
     def poll(self) -> Outcome:
-        """Return which lanes have stepped, or failed; of lanes in lock-step it waits for all."""
+        """Return the lanes that have stepped or failed. In lock-step it waits for all lanes."""
 
     def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
-        """Yield what each lane of `acting` answered that did; `gathered.failures` gets the failures in `outcome`.
+        """Yield the reply of each lane of `acting` that has one. Add the failures of `outcome` to `gathered.failures`.
 
-        A lane that was stepped and failed all the same has its `t` counted.
+        A failed lane whose env took the step has its `t` counted.
         """
 
     def take_started(self) -> list[int]:

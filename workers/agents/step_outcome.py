@@ -21,7 +21,7 @@ class StepOutcome:
 
     answered: list[Seat]
     rewards: NDArray[np.float64]
-    """One for each of `answered`: the sum since it acted."""
+    """One for each of `answered`: the sum since the agent acted."""
     failures: list[Failure]
     newcomers: list[Seat] = field(default_factory=list)
     ended: list[tuple[Seat, ChunkEnd]] = field(default_factory=list)
@@ -31,9 +31,9 @@ class StepOutcome:
     repeated: int = 0
     infos: list[tuple[Seat, dict[str, Any]]] = field(default_factory=list)
     begun: bool = False
-    """Never: an episode begins between two polls."""
+    """Always False: episodes begin between two polls."""
     over: dict[int, ChunkEnd] = field(default_factory=dict)
-    """Lane -> how its episode ended, for those that are over."""
+    """Lane -> how its episode ended, for lanes whose episode is over."""
 
 
 def apply_reports(

@@ -1,4 +1,4 @@
-"""The multi-agent vector: envs in the dict protocol, the seats of their agents, and what a step means for them."""
+"""The multi-agent vector: envs in the dict protocol, the seats of their agents, and the effect of a step on seats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from headrace.workers.policy.policies import Policies, PolicyMappingError
 
 
 def part_of(owner: str, name: str) -> Any:
-    """Return a property that reads and writes `self.<owner>.<name>`, so that nothing need be inherited."""
+    """Return a property that reads and writes `self.<owner>.<name>`, to be used instead of inheritance."""
 
     def write(whole: Any, value: Any) -> None:
         setattr(getattr(whole, owner), name, value)
@@ -43,8 +43,8 @@ def part_of(owner: str, name: str) -> Any:
 class MultiAgentVector:
     """Envs of several agents, from `source`, with the seats of their agents.
 
-    In lock-step a poll is `step`. Where envs step each in its own time, `send` has some lanes go on, and `take` gives
-    what came of any. `lanes`, `live`, `try_reset` and so on are those of the envs.
+    In lock-step call `step` once a poll. Where each env has its own pace, `send` steps some lanes, and `take` returns
+    the lanes that have replied. `lanes`, `live`, `try_reset` and so on are those of the envs.
     """
 
     def __init__(self, source: AgentSource, seating: Seating, table: LaneTable) -> None:
@@ -70,17 +70,17 @@ class MultiAgentVector:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def acting(self) -> ActingSeats:
-        """Return who acts in the next `step`."""
+        """Return the seats that act in the next `step`."""
         if self._acting is None:
             live = self._envs.live
             self._acting = acting_seats(self.lanes if live is None else [self.lanes[index] for index in live.tolist()])
         return self._acting
 
     def step(self, acting: ActingSeats, actions: Sequence[Any]) -> StepOutcome:
-        """Step every live lane with the actions of its seats (in the order of `acting.seats`) and take in the answers.
+        """Step every live lane with the actions of its seats, in the order of `acting.seats`. Return the outcome.
 
-        Raises `PolicyMappingError` for a newcomer that cannot be mapped, and `ConnectorError` for one that a connector
-        has no room for; nothing of the step counts then.
+        Raises `PolicyMappingError` for a newcomer that cannot be mapped, and `ConnectorError` for a newcomer that a
+        connector has no room for. After either error nothing of the step counts.
         """
         self._sent = acting.by_lane(actions)
         self._source.send(self._sent)
@@ -101,7 +101,7 @@ class MultiAgentVector:
         self._source.send(sent)
 
     def take(self) -> tuple[ActingSeats, StepOutcome]:
-        """Return who has answered, and what came of it; waits as `ReadyDriver.poll` does. Raises as `step` does."""
+        """Return the seats whose lanes have replied, and the outcome. Waits as `ReadyDriver.poll`, raises as `step`."""
         outcome = self._source.poll()
         assert outcome.lanes is not None, "a ReadyDriver says who has answered"
         acting = acting_seats([self.lanes[index] for index in outcome.lanes.tolist()])
@@ -110,7 +110,7 @@ class MultiAgentVector:
         return acting, self._conclude(acting, outcome, Gathered(self._sent))
 
     def _conclude(self, acting: ActingSeats, stepped: Outcome, gathered: Gathered) -> StepOutcome:
-        """Take in what the lanes of `acting` answered."""
+        """Return the outcome of the replies of the lanes of `acting`, and apply it to the seats."""
         self._gather(self._source.answers(acting, stepped, gathered), gathered)
         plain, owners = len(gathered.rewards), [seat.episode.env_index for seat in gathered.seats]
         try:
@@ -147,7 +147,7 @@ class MultiAgentVector:
             try:
                 check_idle(episode, config.max_idle_env_steps)
                 report = read_step(episode, answer, self.agents, config.missing_final_observation)
-            except Exception as error:  # noqa: BLE001 - what a user's env answers has methods of its own
+            except Exception as error:  # noqa: BLE001 - the methods of a user's objects may raise
                 gathered.failures.append(Failure(lane.index, take_apart(answer, error), stepped=True))
                 continue
             gathered.reports.append(report)
@@ -175,12 +175,12 @@ class MultiAgentVector:
     try_render_at: Callable[[int], NDArray[np.uint8] | None] = part_of("_envs", "try_render_at")
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
+        """Build all envs, after closing earlier ones. Raises if an env cannot be built."""
         self._acting = None
         self._envs.build(config)
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """Have an episode begin in each of `lanes`, now or with a later poll. Raises as `Seating.seat` does."""
+        """Begin an episode in each of `lanes`, now or with a later poll. Raises as `Seating.seat` does."""
         self._acting = None
         self._envs.try_reset(lanes)
 
@@ -198,12 +198,12 @@ class MultiAgentVector:
         self._envs.end_episodes(lanes)
 
     def try_restart(self) -> None:
-        """Close and rebuild what failed, now or after its wait. Raises as `LaneDriver.try_restart` does."""
+        """Close and rebuild the failed envs, now or after their wait. Raises as `LaneDriver.try_restart` does."""
         self._acting = None
         self._envs.try_restart()
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Bring back what failed and has waited long enough; sleep while nothing at all is up."""
+        """Rebuild the failed envs whose wait is over. Sleep while no env is up."""
         self._acting = None
         self._envs.wait_for_one(start_episodes, on_wait)
 
@@ -214,7 +214,7 @@ class MultiAgentVector:
 
 
 def _undo(acting: ActingSeats, gathered: Gathered) -> None:
-    """Count no step of the poll: no more actions are pending than before, and no episode is longer."""
+    """Undo the poll's counts: no action is pending because of it, and no episode is longer."""
     raised = {failure.lane for failure in gathered.failures if not failure.stepped}
     for lane, episode in acting.lanes:
         episode.t -= lane.index not in raised

@@ -133,11 +133,11 @@ class MeanStd(Connector):
         return columns
 
     def freeze(self) -> None:
-        """Scale by what is known and was seen so far, whatever comes."""
+        """Stop learning. Keep scaling by the state and the rows seen so far."""
         self._update = False
 
     def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
-        """Scale by what is known, and by nothing that was seen since."""
+        """Scale by the state alone, without the rows seen since it was set."""
         import torch
 
         scaled = dict(columns)

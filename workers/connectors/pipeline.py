@@ -76,7 +76,7 @@ class Pipeline:
         return columns
 
     def freeze(self) -> None:
-        """Let no piece learn from now on. Raises `ConnectorError`."""
+        """Stop all pieces from learning. Raises `ConnectorError`."""
         for i, piece in enumerate(self.pieces):
             with self._named(i, "nothing"):
                 if isinstance(piece, Freezable):

@@ -122,7 +122,7 @@ class VectorConnectors:
         return spread
 
     def freeze(self) -> None:
-        """Let no piece learn from now on, as a policy needs that is to stay as it is. Raises `ConnectorError`."""
+        """Stop all pieces from learning, for a policy that must not change. Raises `ConnectorError`."""
         for pipeline in self._pipelines:
             pipeline.freeze()
 
@@ -133,11 +133,11 @@ class VectorConnectors:
         return next((type(piece).__name__ for piece in pieces if not isinstance(piece, Exportable)), None)
 
     def torch_observations(self, columns: Tensors) -> Tensors:
-        """Return what `Exportable` pieces make of the env's observations, by torch operations."""
+        """Return the result of `Exportable` pieces for the env's observations, by torch operations."""
         return self._inward.torch_process(columns, {})
 
     def torch_actions(self, columns: Tensors, actions: Tensors) -> Tensors:
-        """Return what `Exportable` pieces make of actions for the env, given the policy's own `actions`."""
+        """Return the result of `Exportable` pieces for actions to the env, given the policy's own `actions`."""
         return self._outward.torch_process(columns, actions)
 
     # -- state that outlives episodes ---------------------------------------------------------------------------------

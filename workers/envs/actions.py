@@ -1,4 +1,4 @@
-"""Actions on their way to the envs: in columns, in each env's own form, and random ones from given numbers."""
+"""Actions on their way to the envs: in columns, in each env's own form, and at random from given numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def to_env_form(space: Space, columns: Mapping[str, NDArray[Any]], root: str = "
 
 
 def action_root(columns: Mapping[str, NDArray[Any]]) -> str:
-    """Return the name under which the policy's columns have the envs' actions: its own, where nothing changed them."""
+    """Return the name under which the policy's columns have the envs' actions: "actions_for_env", else "actions"."""
     for name in columns:  # a generator would cost twice as much, in each poll
         if name.startswith("actions_for_env"):
             return "actions_for_env"

@@ -1,7 +1,7 @@
 """The interface of the place where a vector's envs live: this process, other processes, or other hosts.
 
-A vector never waits for a certain env. It asks lanes to step, to reset and to be rebuilt, and reads the replies in
-`step_wait`, in whatever order they come:
+A vector never waits for one particular env. It asks lanes to step, to reset and to be rebuilt, and reads the replies in
+`step_wait`, in any order:
 
     rebuild ── built ── reset ── began ── begin ── step_async ── stepped, ended ── reset ...
 """
@@ -25,12 +25,12 @@ NextSeeds = Mapping[int, int | None]
 
 
 class EnvHostsHere(NamedTuple):
-    """The env hosts of some envs: how many are connected, how many it takes for all, and each version they tell."""
+    """The env hosts of some envs: number connected, number needed for all envs, and the versions that hosts report."""
 
     connected: int
     wanted: int
     versions: Sequence[str] = ()
-    """Versions of Headrace, each once; "" stands for those that do not tell it."""
+    """Versions of Headrace, each once; "" stands for hosts that report none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class Replies:
     built: list[int] = field(default_factory=list)
     """Lanes whose env was rebuilt."""
     failures: list[Failure] = field(default_factory=list)
-    """These lanes have no env now. A lane that is in `ended` too failed in the reset that followed."""
+    """Lanes that have no env now. A lane that is also in `ended` failed in the reset after its last step."""
     infos: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Infos of steps that are not empty."""
     pictures: list[tuple[int, NDArray[np.uint8] | None]] = field(default_factory=list)
@@ -104,9 +104,9 @@ class EnvBackend(Protocol):
         """
 
     def step_wait(self, timeout_s: float = ..., batch_wait_s: float = ...) -> Replies:
-        """Return what the envs have replied, as soon as there is anything, or nothing after `timeout_s`.
+        """Return the replies of envs as soon as there are any, or no replies after `timeout_s`.
 
-        Waits up to `batch_wait_s` more for steps and resets that are under way.
+        Waits up to `batch_wait_s` longer for steps and resets that are under way.
         """
 
     def keeps_env(self, lane: int) -> bool:

@@ -1,4 +1,4 @@
-"""Bounds of a leaf, element by element; how an action gets inside those of a Box; and the bounds of a reward."""
+"""Bounds of a leaf, element by element, maps of actions into the bounds of a Box, and the bounds of a reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unsound_rewards(rewards: NDArray[np.float64]) -> NDArray[np.intp]:
 
 
 def reward_due(seen: float) -> str:
-    """Return what a reward that is not sound should have been, in words."""
+    """Return in words the range of a reward, for an error about the reward `seen`."""
     return f"within {LARGEST_REWARD:.3g}" if np.isfinite(seen) else "finite scalar"
 
 
@@ -55,7 +55,7 @@ def bounded_box(low: NDArray[np.float64], high: NDArray[np.float64], dtype: str)
 
 
 class ActionBounds:
-    """Turns a policy's actions for a Box leaf, (rows, *shape) around 0, into what the env takes."""
+    """Maps a policy's actions for a Box leaf, (rows, *shape) around 0, to the env's actions."""
 
     def __init__(self, leaf: Box) -> None:
         self.dtype = column_dtype(leaf)

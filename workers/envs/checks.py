@@ -1,4 +1,4 @@
-"""Checks of what an env returns. Each raises `EnvContractError`, or returns it, with what was seen."""
+"""Checks of an env's return values. Each raises `EnvContractError`, or returns it, with the value that was seen."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BOOLS = (bool, np.bool_)
 def check_rewards(
     rewards: Sequence[Any], lanes: Sequence[int], actions: Sequence[Any]
 ) -> tuple[NDArray[np.float64], list[tuple[int, EnvContractError]]]:
-    """Return rewards as float64, and (position, error) for each that is no finite real scalar within `LARGEST_REWARD`.
+    """Return rewards as float64, and (position, error) for each bad one. A bad reward becomes 0.
 
-    A bad reward becomes 0.
+    A good reward is a finite real scalar within `LARGEST_REWARD`.
     """
     try:
         array = np.array(rewards)
@@ -51,7 +51,7 @@ def _check_each_reward(
 
 
 def _real_scalar(reward: Any) -> float:
-    """Return the number, or NaN for what is no real scalar."""
+    """Return the number, or NaN for a value that is not a real scalar."""
     if not isinstance(reward, bool | int | float | np.generic | np.ndarray):
         return math.nan
     array = np.asarray(reward)
@@ -65,7 +65,7 @@ def check_info(info: Any) -> None:
 
 
 def end_of(terminated: Any, truncated: Any) -> ChunkEnd:
-    """Return how an episode has ended, if it has. Terminated wins over truncated: it needs no bootstrapping."""
+    """Return the kind of end, ONGOING for none. Terminated wins over truncated: it needs no bootstrapping."""
     if not isinstance(terminated, _BOOLS) or not isinstance(truncated, _BOOLS):
         seen = f"{brief(terminated, 40)} ({type(terminated)}) and {brief(truncated, 40)} ({type(truncated)})"
         raise EnvContractError("terminated and truncated", seen, "bools")
@@ -75,7 +75,7 @@ def end_of(terminated: Any, truncated: Any) -> ChunkEnd:
 
 
 def take_apart(answer: Any, error: Exception) -> EnvContractError:
-    """Return what is wrong with an answer of `step` that raised `error` when it was read."""
+    """Return the error for a result of `step` that raised `error` when it was read."""
     if isinstance(error, EnvContractError):
         return error
     count = f"{len(answer)} values, " if isinstance(answer, tuple) else ""

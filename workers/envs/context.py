@@ -9,10 +9,9 @@ from typing import Any
 class EnvContext(dict[str, Any]):
     """The user's `env_config`, with attributes that say which env is built, so that each can have its own port or map.
 
-    `vector_index` is the env's place in its runner, from 0. `num_envs` is how many envs the runner has; a creator of a
-    whole vector makes one of that many. `recreated`: the env replaces one that failed. `seed` is for envs that are
-    seeded when they are made: it follows from the run's seed, and differs each time. Env i of a vector may take
-    seed + i.
+    `vector_index` is the env's place in its runner, from 0. `num_envs` is the runner's number of envs; a creator of a
+    whole vector makes one of that size. `recreated`: the env replaces a failed one. `seed` is for envs that are seeded
+    when they are made: it follows from the run's seed, and differs each time. Env i of a vector may take seed + i.
     """
 
     def __init__(
@@ -63,4 +62,4 @@ class EnvContext(dict[str, Any]):
 
 
 class StepFailedRecreateEnv(Exception):
-    """An env raises it from `step` or `reset` to be rebuilt without an error in the log."""
+    """Raised by an env from `step` or `reset` to be rebuilt without an error in the log."""

@@ -59,7 +59,7 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
 
 @contextmanager
 def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
-    """Turn what a creator raises within into an `EnvError` that names the env. Headrace's own errors pass through."""
+    """Turn a creator's error in this block into an `EnvError` that names the env. Headrace's own errors pass."""
     try:
         yield
     except HeadraceError:
@@ -70,7 +70,7 @@ def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
 
 
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
-    """Return one gymnasium env. Raises `EnvContractError` for another kind, and what the creator raises."""
+    """Return one gymnasium env. Raises `EnvContractError` for another kind, and the creator's own errors."""
     env = creator(context)
     if "dm_env" in sys.modules:
         # The creator has loaded it. dm_env is no dependency of Headrace.

@@ -14,7 +14,7 @@ from headrace.schemas.errors import EnvContractError
 
 
 def adapt(env: Any) -> Any:
-    """Return a `dm_env.Environment` as a gymnasium env, and anything else as it is."""
+    """Return a `dm_env.Environment` as a gymnasium env. Return any other object unchanged."""
     return DmEnv(env) if isinstance(env, dm_env.Environment) else env
 
 
@@ -52,7 +52,7 @@ class DmEnv(gym.Env[Any, Any]):
 
 
 def space_of(spec: Any, where: str) -> gym.Space[Any]:
-    """Return the space of what `spec` describes. Raises `EnvContractError` for strings and the like."""
+    """Return the space that `spec` describes. Raises `EnvContractError` for strings and the like."""
     match spec:
         case specs.DiscreteArray():
             return gym.spaces.Discrete(spec.num_values, dtype=spec.dtype.type)

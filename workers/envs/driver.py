@@ -24,11 +24,11 @@ from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.sequential_step import Outcome
 
 StartEpisodes = Callable[[Callable[[], None]], None]
-"""Called with what brings envs back, and may begin episodes by it."""
+"""Called with the function that rebuilds envs, which may begin episodes."""
 
 
 class LaneDriver(Protocol):
-    """Lanes of envs, and all that a sampler does with them but stepping. A lane is live while it has an episode.
+    """Lanes of envs, with all operations of a sampler on them except steps. A lane is live while it has an episode.
 
     Only `build`, `try_restart` and `wait_for_one` raise. Any other failure waits for `try_restart`.
     """
@@ -36,9 +36,9 @@ class LaneDriver(Protocol):
     lanes: list[Lane]
     pace: Pace
     halves: list[NDArray[np.intp]]
-    """Lanes that act together when all of them that are live can; none: each lane acts when it can."""
+    """Groups of lanes that act together once all live lanes of the group can. Empty: each lane acts when it can."""
     on_rebuild: Callable[[], None] | None
-    """Called before an env is rebuilt, which may take as long as the env likes."""
+    """Called before an env is rebuilt, which may take any time."""
     on_episode_created: Callable[[Lane, Episode], None] | None
     """Called before a reset. A `CallbackError` is a failure of the lane."""
     on_failure: Callable[[Lane, Failure], None] | None
@@ -56,7 +56,7 @@ class LaneDriver(Protocol):
 
     @property
     def repairing(self) -> bool:
-        """Return whether `wait_for_one` has something to do before the next poll."""
+        """Return whether `wait_for_one` has work before the next poll."""
 
     @property
     def replies_at_once(self) -> bool:
@@ -64,21 +64,21 @@ class LaneDriver(Protocol):
 
     @property
     def env_hosts(self) -> EnvHostsHere | None:
-        """Return how many env hosts are connected, and how many it takes for all lanes; None for envs elsewhere."""
+        """Return how many env hosts are connected, and how many all lanes need; None for envs elsewhere."""
 
     @property
     def seeds_every_episode(self) -> bool:
-        """Return whether each episode begins with a seed of its own, so that it can be begun again."""
+        """Return whether each episode begins with its own seed, so that it can be repeated."""
 
     @property
     def steps_to_reset(self) -> bool:
-        """Return whether a lane may need a poll without a step to begin its next episode, so that others get ahead."""
+        """Return whether a lane may need a poll without a step to begin its next episode, while other lanes step."""
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
+        """Build all envs, after closing earlier ones. Raises if an env cannot be built."""
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """Have an episode begin in each of `lanes`: now, or with a later poll where the envs reset themselves."""
+        """Begin an episode in each of `lanes`: now, or with a later poll if the envs reset themselves."""
 
     def take_started(self) -> list[int]:
         """Return the lanes that began an episode since the last call."""
@@ -87,19 +87,19 @@ class LaneDriver(Protocol):
         """Forget the episodes of `lanes`: they are over, or abandoned."""
 
     def fail(self, failure: Failure) -> None:
-        """Take the lane out; `try_restart` decides what becomes of it."""
+        """Take the lane out. `try_restart` handles the failure."""
 
     def try_restart(self) -> None:
-        """Close and rebuild what failed, now or after its wait.
+        """Close and rebuild the failed envs, now or after their wait.
 
         Raises `EnvRestartBudgetError` when an env has failed too often, and the env's own error when the config says
         that failed envs are not rebuilt.
         """
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Bring back what failed and has waited long enough. While nothing is up, sleep until the first env is.
+        """Rebuild the failed envs whose wait is over. While no env is up, sleep until the first is up.
 
-        Calls `start_episodes` with what brings back, and `on_wait` after every short sleep.
+        Calls `start_episodes` with the function that rebuilds, and `on_wait` after every short sleep.
         """
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
@@ -120,10 +120,10 @@ class EnvDriver(LaneDriver, Protocol):
     observations: Observations
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Have all live lanes act by their rows of the policy's columns, which have one for every lane."""
+        """Send all live lanes their actions: the policy's columns, with a row for every lane."""
 
     def poll(self) -> Outcome:
-        """Return what came of the actions sent. May block as long as an env takes to step."""
+        """Return the results of the actions sent. May block as long as an env takes to step."""
 
 
 class ReadyDriver(EnvDriver, Protocol):
@@ -134,11 +134,11 @@ class ReadyDriver(EnvDriver, Protocol):
     """
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Have `lanes`, live and not under way, act by their rows of the policy's columns. Returns at once."""
+        """Send `lanes`, live and not under way, their actions: their rows of the policy's columns. Does not block."""
 
     def poll(self) -> Outcome:
-        """Return what came of actions sent, of the lanes that are ready; `Outcome.lanes` has them.
+        """Return the results of actions of the lanes that are ready, which are `Outcome.lanes`.
 
-        Waits until a lane can act, and then `remote_env_batch_wait_ms` for more; or until there is something else to
-        see to.
+        Waits until a lane can act, then `remote_env_batch_wait_ms` for more lanes. Returns earlier if the caller has
+        other work, such as a rebuild.
         """

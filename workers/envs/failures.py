@@ -43,7 +43,7 @@ _REASONS: dict[type[BaseException], Discard] = {
 
 @dataclass(slots=True, eq=False)
 class Failure:
-    """A failure in one lane. `stepped`: `env.step` returned, but something that it must not return."""
+    """A failure in one lane. `stepped`: `env.step` returned, but with a bad value."""
 
     lane: int
     error: BaseException
@@ -54,7 +54,7 @@ class Failure:
     unbegun: Episode | None = None
     """The episode that was created for a reset that failed."""
     view: Any = None
-    """The sampler's view of the episode that was going on, if a callback is to see it."""
+    """The sampler's view of the open episode, if a callback is to see it."""
 
     @property
     def reason(self) -> Discard:
@@ -63,9 +63,9 @@ class Failure:
 
     @property
     def is_of_env(self) -> bool:
-        """Return whether the env caused it: the env did not ask to be rebuilt, and nothing else made it fail."""
+        """Return whether the env caused the failure. False for a request to be rebuilt, or another cause."""
         innocent = StepFailedRecreateEnv | CallbackError | EnvNeighbourError | EnvHostLostError | ClientLostError
-        innocent |= EpisodeAbortedError  # what `run()` of an external env was told, and did not catch
+        innocent |= EpisodeAbortedError  # raised in `run()` of an external env, which did not catch it
         return not isinstance(self.error, innocent)
 
     @property
@@ -79,7 +79,7 @@ class Failure:
         return isinstance(self.error, StepFailedRecreateEnv)
 
     def note(self, groups: FailureGroups, env: Any) -> None:
-        """Count it in its group. An env that asked to be rebuilt, or that a neighbour took down, has not failed."""
+        """Count it in its group. A request to be rebuilt, or a failure caused by a neighbour, does not count."""
         error = self.error
         if self.was_asked_for or isinstance(error, EnvNeighbourError):
             return
@@ -119,7 +119,7 @@ class Failure:
 
 
 def _name_of(env: Any) -> str:
-    """Return how people know an env that a config names: an id, an import path, or the name of a creator."""
+    """Return the name of an env in a config: an id, an import path, or the name of a creator."""
     if isinstance(env, str) or env is None:
         return env or ""
     named = env if hasattr(env, "__qualname__") else type(env)
@@ -127,7 +127,7 @@ def _name_of(env: Any) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """Return "FILE:LINE" where the error was raised, or its process stood; of bad data, what was bad."""
+    """Return "FILE:LINE" where the error was raised or its process hung. For bad data, return the kind of data."""
     if isinstance(error, EnvContractError):
         return error.what
     if isinstance(error, EnvRaisedError | EnvHangError | EnvCrashError):

@@ -39,19 +39,19 @@ class EnvSlot:
         self.env, self.step = env, env.step
 
     def release(self) -> Any:
-        """Return the env, which the slot has no more."""
+        """Return the env, and leave the slot empty."""
         env, self.env, self.step = self.env, None, None
         return env
 
 
 class EnvKind(Protocol):
-    """The kind of env that a vector has: it builds them, and checks what all of them must have in common."""
+    """The kind of env that a vector has: builds envs, and checks that all of them have the same spaces."""
 
     def make_env(self, creator: EnvCreator, context: EnvContext) -> Any:
-        """Return one env. Raises `EnvContractError` for another kind, and whatever the creator raises."""
+        """Return one env. Raises `EnvContractError` for another kind, and the creator's own errors."""
 
     def learn_spaces(self, first: Any) -> None:
-        """Take the spaces of env 0 for those of all."""
+        """Use the spaces of env 0 for all envs."""
 
     def check_spaces(self, env: Any, index: int) -> None:
         """Raise `EnvContractError` unless env `index` has the spaces of env 0."""
@@ -60,8 +60,8 @@ class EnvKind(Protocol):
 class BuiltEnvs:
     """One env of `kind` for each lane of `table`, in `slots`.
 
-    `first` is an env 0 that was built already, by the table's context of it. Building raises what the kind raises, as
-    an `EnvError` that names the env; then all envs are closed.
+    `first` is an env 0 that was built already, with the context in the table. Errors of the kind are raised as an
+    `EnvError` that names the env, after all envs are closed.
     """
 
     def __init__(self, table: LaneTable, kind: EnvKind, first: Any = None) -> None:
@@ -116,7 +116,7 @@ class EnvSource(Protocol):
         """The function to call before a step, with the slots and one action for each lane; None: no function."""
 
     def close(self, timeout_s: float) -> None:
-        """Close what the envs share, within `timeout_s` seconds."""
+        """Close the resources that the envs share, within `timeout_s` seconds."""
 
 
 class CreatedEnvs:
@@ -133,7 +133,7 @@ class CreatedEnvs:
 
 
 class InlineEnvs:
-    """An `InlineBackend` of envs that are objects of this process. `observations` has what each env saw last."""
+    """An `InlineBackend` of envs that are objects of this process. `observations` has each env's newest one."""
 
     replies_at_once = True
     env_hosts = None
@@ -165,7 +165,7 @@ class InlineEnvs:
         return self._source.make_env(creator, context)
 
     def learn_spaces(self, first: gym.Env[Any, Any]) -> None:
-        """Take the spaces of env 0 for those of all."""
+        """Use the spaces of env 0 for all envs."""
         self.spaces = spaces_of(first)
         self.gym_spaces = first.observation_space, first.action_space
         check_bounds = not self._table.config.disable_env_checking
@@ -194,20 +194,20 @@ class InlineEnvs:
         columns: Mapping[str, NDArray[Any]],
         next_seeds: NextSeeds | None = None,
     ) -> None:
-        """Have `lanes` (None: all) step in `step`. There are no `next_seeds`."""
+        """Set the actions of `lanes` (None: all) for the next `step`. There are no `next_seeds`."""
         slots = self._envs.slots
         self._asked = slots if lanes is None else [slots[lane] for lane in lanes]
         self._actions = to_env_form(self.spaces.action, columns, action_root(columns))
 
     def step(self) -> Outcome:
-        """Step the envs that were asked to step. Takes as long as they do."""
+        """Step the envs that have actions. Takes as long as they do."""
         asked, self._asked = self._asked, ()
         if self._before_step is not None:
             self._before_step(asked, self._actions)
         return step_all(asked, self._actions, self._seen, self.width)
 
     def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
-        """Return the replies to all calls but steps, at once."""
+        """Return the replies to all calls but steps, without waiting."""
         replies, self._told = self._told, Replies()
         if self._reset:
             self._show_first(replies)
@@ -228,7 +228,7 @@ class InlineEnvs:
         self._first_seen.append(observation)
 
     def _show_first(self, replies: Replies) -> None:
-        """Write the first observations, all at once, which costs less than one by one."""
+        """Write all first observations together, which costs less than one by one."""
         reset, self._reset = self._reset, []
         seen, self._first_seen = self._first_seen, []
         problems = dict(self._seen.put(np.array([lane for lane, _ in reset], np.intp), seen))
@@ -265,7 +265,7 @@ class InlineEnvs:
 
 
 class InlinePlacement:
-    """Envs in this process. `first`, if given, is env 0, which was built to learn what kind of env it is."""
+    """Envs in this process. `first`, if given, is env 0, which was built to find out its kind."""
 
     def __init__(self, source: EnvSource | None = None, first: Any = None) -> None:
         self._source = source or CreatedEnvs()
@@ -282,9 +282,9 @@ class InlinePlacement:
 
 
 def check_inline(config: EnvRunnerConfig) -> None:
-    """Raise `ConfigError` for a config of envs that cannot take the place of envs in this process.
+    """Raise `ConfigError` for a config of envs that cannot run in this process.
 
-    Raises also what `find_creator` does.
+    Raises the errors of `find_creator` too.
     """
     for key, here, whose in (
         ("gym_env_vectorize_mode", None, "a SingleAgentEnvRunner"),

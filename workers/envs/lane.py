@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One episode, and how much of it was already cut into chunks."""
+    """One episode, and the counts of the part that was already cut into chunks."""
 
     env_index: int
     number: int
@@ -73,7 +73,7 @@ class Lane:
     episodes_begun: int = 0
     failures: int = 0
     due_at: float | None = None
-    """Monotonic time in seconds at which the next rebuild may be tried; None while nothing is to be repaired."""
+    """Monotonic time in seconds from which the env may be rebuilt; None while no rebuild is due."""
 
     def is_due(self, now: float) -> bool:
         """Return whether the lane has waited long enough to be rebuilt; `now` is in monotonic seconds."""
@@ -84,7 +84,7 @@ class Lane:
         self.env, self.step = env, env.step
 
     def release(self) -> gym.Env[Any, Any] | None:
-        """Return the env, to be closed; the lane has none from now on, and no episode."""
+        """Return the env, to be closed. The lane has no env and no episode afterwards."""
         env, self.env, self.step, self.episode = self.env, None, None, None
         return env
 
@@ -94,7 +94,7 @@ class Lane:
         return kind(self.index, self.episodes_begun - 1, UNSEEDED if seed is None else seed, {})
 
     def begin_episode(self, episode: Episode, info: dict[str, Any]) -> None:
-        """Begin `episode`, for which the env was reset."""
+        """Set `episode`, for which the env was reset, as the lane's episode."""
         episode.reset_info = info
         self.episode = episode
 

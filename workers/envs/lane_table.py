@@ -1,4 +1,4 @@
-"""The lanes of a vector, with what has begun and failed in them: the bookkeeping that all vectors share."""
+"""The lanes of a vector, and its records of begun episodes and failures, which all vectors share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LaneTable:
         self._callbacks = callbacks
 
     def forget(self) -> None:
-        """Forget what has failed and what has begun, because all envs are closed."""
+        """Drop the records of failures and begun episodes, because all envs are closed."""
         self.failed.clear()
         self.started.clear()
 
@@ -83,7 +83,7 @@ class LaneTable:
         return context
 
     def making_seed(self, index: int, recreated: bool) -> int:
-        """Return the seed that the creator of env `index` is told: `new_context` for a pool, which makes its own."""
+        """Return the seed for the creator of env `index`, from a new context. For pools, which make their own."""
         seed = self.new_context(index, recreated=recreated).seed
         assert seed is not None, "a runner has seeds"
         return seed

@@ -1,7 +1,7 @@
 """The current observation of each env of a vector, in columns. Each is checked when it is written.
 
-A poll usually costs a handful of array operations: all envs' observations are joined and compared at once. Only when
-that finds something wrong, each env is checked by itself, to say which env it was and what was seen.
+A poll usually costs a handful of array operations: all envs' observations are joined and compared together. Only if
+this comparison fails, each env is checked alone, to name the env and the value that was seen.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Observations:
     def put_rows(self, batch: Any) -> list[tuple[int, EnvContractError]]:
         """Write one observation for every env, from arrays (envs, *shape) in the nesting of the space.
 
-        Return as `put` does. Raises `EnvContractError` for another batch, which is no single env's fault.
+        Return as `put` does. Raises `EnvContractError` for a bad batch that is no single env's fault.
         """
         columns = {leaf.name: leaf.rows_of(batch, len(self.columns[leaf.name])) for leaf in self._leaves}
         for name, rows in columns.items():
@@ -181,7 +181,7 @@ def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) 
         if scalars.ndim != 1 or scalars.dtype.kind not in ("iu" if leaf.dtype.kind in "iu" else "fiu"):
             return False
         target[...] = scalars
-    except Exception:  # noqa: BLE001 - what a user's env observes has methods of its own
+    except Exception:  # noqa: BLE001 - the methods of a user's objects may raise
         return False
     return True
 

@@ -11,6 +11,6 @@ class Pace(Enum):
     LOCK_STEP = "lock_step"
     """Each poll steps every env that is up, and waits for all of them."""
     READY = "ready"
-    """Each poll lets those envs act that are ready, and takes the answers that have come."""
+    """Each poll sends actions to the envs that are ready, and takes the answers that have come."""
     EXTERNAL = "external"
-    """Episodes drive themselves: each poll takes what came and answers it at once."""
+    """Episodes drive themselves: each poll takes their calls and answers them."""

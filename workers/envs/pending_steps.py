@@ -1,6 +1,6 @@
 """Steps under way in the envs of a backend: all envs together, or each in its own time.
 
-Replies to anything else that arrive meanwhile are set aside until there is a time for them.
+Other replies that arrive meanwhile are set aside for later.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SetAside:
 
 
 def hear(backend: EnvBackend, on_wait: OnWait) -> Replies:
-    """Return the next replies, of whatever lanes. Calls `on_wait` now and then until there are any."""
+    """Return the next replies, of any lanes. Calls `on_wait` from time to time until there are some."""
     while not (replies := backend.step_wait(WAIT_SLICE_S, batch_wait_s=WAIT_SLICE_S)):
         if on_wait is not None:
             on_wait()
@@ -66,10 +66,10 @@ def hear(backend: EnvBackend, on_wait: OnWait) -> Replies:
 
 
 class Steps(ABC):
-    """When the envs of a vector step, and how a poll waits for them. Here no step is under way between two polls."""
+    """Decides when the envs of a vector step, and how a poll waits. This base has no step under way between polls."""
 
     waits_for_resets = True
-    """True if a reset is waited for at once; else a later poll finds that the episode has begun."""
+    """True if a new reset is waited for; else a later poll finds that the episode has begun."""
 
     def __init__(self, backend: EnvBackend, table: LaneTable, recovery: LaneRecovery, aside: SetAside) -> None:
         self.halves: list[NDArray[np.intp]] = []
@@ -86,23 +86,23 @@ class Steps(ABC):
 
     @abstractmethod
     def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
-        """Have all live lanes step. `resets_ahead`: an env may be reset in the step that ends its episode."""
+        """Step all live lanes. `resets_ahead`: an env may be reset in the step that ends its episode."""
 
     @abstractmethod
     def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
-        """Have `lanes`, live and not under way, step; `resets_ahead` as above."""
+        """Step `lanes`, which are live and not under way. `resets_ahead` as above."""
 
     @abstractmethod
     def poll(self, on_wait: OnWait) -> Outcome:
-        """Return what came of the steps."""
+        """Return the results of the steps."""
 
     @property
     def under_way(self) -> set[int]:
-        """Live lanes whose action has no reply, or one that no poll has told."""
+        """Live lanes whose action has no reply, or whose reply no poll has returned."""
         return set()
 
     def is_stepping(self, lane: int) -> bool:
-        """Return whether a step of the lane is under way, wanted or not."""
+        """Return whether a step of the lane is under way, abandoned or not."""
         return False
 
     def keep(self, replies: Replies, but: Container[int] = ()) -> None:
@@ -113,7 +113,7 @@ class Steps(ABC):
         """Wait for steps whose outcome the sampler no longer needs."""
 
     def abandon(self, lanes: Iterable[int]) -> None:  # noqa: B027 - nothing is under way
-        """Count a step that is under way in one of `lanes` for none, because its episode is over."""
+        """Ignore a step that is under way in one of `lanes`, because its episode is over."""
 
     def show(self, lane: int) -> None:  # noqa: B027 - the backend's own columns are shown
         """Show the first observation of an episode in `lane`."""
@@ -125,12 +125,12 @@ class InlineSteps(Steps):
     _backend: InlineBackend
 
     def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
-        """Have all live lanes step in the next poll."""
+        """Step all live lanes in the next poll."""
         up = self._recovery
         self._backend.step_async(None if up.are_all_up else [lane.index for lane in up.up], columns)
 
     def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
-        """Have `lanes` step in the next poll."""
+        """Step `lanes` in the next poll."""
         self._backend.step_async(lanes, columns)
 
     def poll(self, on_wait: OnWait) -> Outcome:
@@ -145,12 +145,12 @@ class LockSteps(Steps):
     _sent: Sequence[int] = ()
 
     def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
-        """Have all live lanes step but those that have failed since."""
+        """Step all live lanes, except those that have failed since."""
         self.catch_up(on_wait)
         self.send([lane.index for lane in self._recovery.up], columns, resets_ahead=resets_ahead)
 
     def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
-        """Have all `lanes` step but those that have failed since."""
+        """Step all `lanes`, except those that have failed since."""
         lost = self._aside.lost
         self._sent = [lane for lane in lanes if lane not in lost] if lost else lanes
         seeds = None
@@ -160,7 +160,7 @@ class LockSteps(Steps):
         self._backend.step_async(None if everybody else self._sent, columns, seeds)
 
     def poll(self, on_wait: OnWait) -> Outcome:
-        """Wait for all lanes that were sent an action. An env that hangs takes as long as its deadline."""
+        """Wait for all lanes that were sent an action. An env that hangs is awaited until its deadline."""
         aside, failures = self._aside, list[Failure]()
         ended: list[tuple[int, ChunkEnd]] = []
         infos: list[tuple[int, dict[str, Any]]] = []
@@ -194,7 +194,7 @@ class LockSteps(Steps):
         return rewards
 
     def catch_up(self, on_wait: OnWait) -> None:
-        """Finish a poll that was broken off when `on_wait` raised. An episode that lost a step by it cannot go on."""
+        """Finish a poll that `on_wait` interrupted by raising. An episode that lost a step by it fails."""
         if self._sent:
             broken = [index for index in self._sent if self._table.lanes[index].episode is not None]
             lost = self._aside.lost
@@ -203,9 +203,9 @@ class LockSteps(Steps):
 
 
 class ReadySteps(Steps):
-    """Each lane steps in its own time. No step, reset or restart waits for another; an abandoned step is awaited.
+    """Each lane steps at its own pace. Steps, resets and restarts do not wait for other lanes, only abandoned steps.
 
-    A backend writes its columns while a policy acts, so observations are copied from there when a poll reports them.
+    A backend writes its columns while the policy acts, so a poll copies the observations that it reports.
     """
 
     _backend: PoolBackend
@@ -214,7 +214,7 @@ class ReadySteps(Steps):
     def __init__(self, backend: EnvBackend, table: LaneTable, recovery: LaneRecovery, aside: SetAside) -> None:
         super().__init__(backend, table, recovery, aside)
         every, config = np.arange(backend.width), table.config
-        # Of neighbours, who share a process or a host, one acts while the other is stepped.
+        # Neighbours share a process or a host, so one half acts while the other half is stepped.
         self.halves = [every[::2], every[1::2]] if config.double_buffering and len(every) > 1 else []
         self._batch_wait_s = (config.remote_env_batch_wait_ms or 0.0) / 1000.0
         self._waiting: set[int] = set()
@@ -234,16 +234,16 @@ class ReadySteps(Steps):
 
     @property
     def under_way(self) -> set[int]:
-        """Live lanes whose action has no reply, or one that no poll has told."""
+        """Live lanes whose action has no reply, or whose reply no poll has returned."""
         untold = {*self._stepped, *(failure.lane for failure in self._failed)}
         return (self._waiting - self._abandoned) | untold
 
     def send_all(self, columns: Columns, on_wait: OnWait, *, resets_ahead: bool) -> None:
-        """Have all live lanes step; none is under way."""
+        """Step all live lanes. No step may be under way."""
         self.send([lane.index for lane in self._recovery.up], columns, resets_ahead=resets_ahead)
 
     def send(self, lanes: Sequence[int], columns: Columns, *, resets_ahead: bool) -> None:
-        """Have `lanes`, live and not under way, step. Returns at once."""
+        """Step `lanes`, which are live and not under way. Does not block."""
         lost = self._aside.lost
         self._failed += [lost.pop(lane) for lane in lanes if lane in lost]
         failed = {failure.lane for failure in self._failed}
@@ -256,7 +256,7 @@ class ReadySteps(Steps):
             self._backend.step_async(sent, columns, seeds)
 
     def poll(self, on_wait: OnWait) -> Outcome:
-        """Wait until a lane can act, or there is something else to do."""
+        """Wait until a lane can act or the caller has other work, then return the results."""
         self._listen(0.0 if self._has_news else WAIT_SLICE_S)
         while not self._has_news:
             if on_wait is not None:
@@ -271,7 +271,7 @@ class ReadySteps(Steps):
 
     @property
     def _has_news(self) -> bool:
-        """Return whether a lane can act, or there is something else to do."""
+        """Return whether a lane can act, or the caller has other work, such as a rebuild."""
         table = self._table
         if self._aside.built or self._aside.arrived or table.failed or table.next_due_s() == 0.0:
             return True
@@ -294,7 +294,7 @@ class ReadySteps(Steps):
         return outcome
 
     def keep(self, replies: Replies, but: Container[int] = ()) -> None:
-        """Keep the replies that the next poll tells here, and the others aside."""
+        """Keep the replies that belong to the next poll, and set the others aside."""
         stepped = [lane for lane in replies.stepped if lane in self._waiting]
         self._waiting.difference_update(stepped)
         wanted = set(stepped) - self._abandoned
@@ -309,16 +309,16 @@ class ReadySteps(Steps):
         self._aside.keep(replies, but={failure.lane for failure in failed})
 
     def catch_up(self, on_wait: OnWait) -> None:
-        """Wait for abandoned steps: a lane is reset when it has nothing else to do."""
+        """Wait for abandoned steps, because a lane can be reset only when its step is done."""
         while self._abandoned:
             self.keep(hear(self._backend, on_wait))
 
     def is_stepping(self, lane: int) -> bool:
-        """Return whether a step of the lane is under way, wanted or not."""
+        """Return whether a step of the lane is under way, abandoned or not."""
         return lane in self._waiting
 
     def abandon(self, lanes: Iterable[int]) -> None:
-        """Count a step that is under way in one of `lanes` for none."""
+        """Ignore a step that is under way in one of `lanes`."""
         over = set(lanes)
         self._abandoned |= self._waiting & over
         if self._stepped or self._failed:

@@ -1,4 +1,4 @@
-"""Brings back envs that have failed: each lane by itself, or all lanes with the one env that they share."""
+"""Rebuilds envs that have failed: each lane alone, or all lanes together if they share one env."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wait_for_one(
     start_episodes: StartEpisodes,
     on_wait: Callable[[], None] | None,
 ) -> None:
-    """Bring back the envs whose wait is over. While no env is up, sleep until the first is.
+    """Rebuild the envs whose wait is over. While no env is up, sleep until the first is up.
 
     Calls `start_episodes` with `revive`, and `on_wait` after every short sleep.
     """
@@ -36,10 +36,10 @@ def wait_for_one(
 
 
 class LaneRecovery:
-    """Lanes whose envs fail, wait and come back each by itself, while the others go on.
+    """Lanes whose envs fail, wait and restart independently, while other lanes go on.
 
-    `rebuild` builds a lane's env and begins an episode there, at once or later; a failure of that goes to
-    `table.failed`. `take_down` closes a lane's env and blanks what it saw.
+    `rebuild` builds a lane's env and begins an episode there, now or later. If it fails, the failure goes to
+    `table.failed`. `take_down` closes a lane's env and clears its observation.
     """
 
     def __init__(self, table: LaneTable, rebuild: Callable[[Lane], None], take_down: Callable[[Lane], None]) -> None:
@@ -53,7 +53,7 @@ class LaneRecovery:
         self._take_down = take_down
 
     def refresh(self) -> None:
-        """Find out which lanes have an episode."""
+        """Update the list of lanes with an episode."""
         lanes = self._table.lanes
         self.up = [lane for lane in lanes if lane.episode is not None]
         self.are_all_up = len(self.up) == len(lanes)
@@ -73,7 +73,7 @@ class LaneRecovery:
         self.refresh()
 
     def try_restart(self, on_failure: OnFailure | None) -> None:
-        """Close and rebuild what failed, now or after its wait.
+        """Close and rebuild the failed envs, now or after their wait.
 
         Raises `EnvRestartBudgetError` when an env has failed too often, and the env's own error when the config says
         that failed envs are not rebuilt. The next `revive` tries that lane again.
@@ -101,9 +101,9 @@ class LaneRecovery:
 
 
 class SharedRecovery:
-    """Lanes that share one env, which fails, waits and comes back for all of them.
+    """Lanes that share one env, which fails, waits and restarts for all of them.
 
-    `rebuild` builds the env again; a failure of that goes to `table.failed`. `take_down` closes it.
+    `rebuild` builds the env again. If it fails, the failure goes to `table.failed`. `take_down` closes the env.
     """
 
     def __init__(self, table: LaneTable, rebuild: Callable[[], None], take_down: Callable[[], None]) -> None:
@@ -140,12 +140,12 @@ class SharedRecovery:
 
 
 def _is_mended_at_once(table: LaneTable, lane: Lane, failure: Failure, now: float) -> bool:
-    """Count the failure, and return whether the lane is rebuilt now, and not by a `revive` after its wait.
+    """Count the failure. Return True to rebuild the lane now, False to leave it to a `revive` after its wait.
 
-    Only the first failure in a row is mended at once: the worker can stop between two calls of `revive`, however long
-    the env goes on failing. Raises the env's error, or `EnvRestartBudgetError`, where it is not to be rebuilt.
+    Only the first failure in a row is rebuilt without a wait. So the worker can stop between two calls of `revive`,
+    however long the env goes on failing. Raises the env's error, or `EnvRestartBudgetError`, if it must not be rebuilt.
     """
-    lane.due_at = now  # where this raises, the next `revive` tries again
+    lane.due_at = now  # if this raises, the next `revive` tries again
     failure.note(table.totals.failure_groups, table.config.env)
     if failure.is_of_env:
         table.totals.env_failures += 1

@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
-    """Return what env `index` shows, rgb uint8 (height, width, 3); `env` is that env, or the vector it is part of.
+    """Return the picture of env `index`, rgb uint8 (height, width, 3). `env` is that env, or its vector.
 
-    None if it was not built with render_mode "rgb_array", or is down. A failure is logged, and gives None too.
+    Return None if it was not built with render_mode "rgb_array", or is down. After a failure log it and return None.
     """
     try:
         return picture_of(env, index)
@@ -27,7 +27,7 @@ def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
 
 
 def picture_of(env: Any, index: int) -> NDArray[np.uint8] | None:
-    """Return the same as `render_at`. Raises what the env raises."""
+    """Return the same as `render_at`. Raises the env's own errors."""
     if getattr(env, "render_mode", None) != "rgb_array":
         return None
     frame = env.render()

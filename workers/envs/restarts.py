@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # as in `creators`
 
 
 class RestartBudget:
-    """Counts the failures of one env. The first after a delivery is mended at once; the waits after it double."""
+    """Counts the failures of one env. The first after a delivery has no wait; the waits after it double."""
 
     def __init__(self, config: EnvRunnerConfig, env_index: int) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""One step of many envs of one agent, one after the other; what they return is checked at once."""
+"""One step of many envs of one agent, one after the other. Their results are checked together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Steppable(Protocol):
 class Outcome:
     """The outcome of one step of every live lane. `rewards` has one number for each in order, 0 where `step` failed.
 
-    Where envs step each in its own time, `lanes` are those that have stepped; they take the place of the live lanes.
+    Where each env has its own pace, `lanes` are the lanes that have stepped. They take the place of the live lanes.
     """
 
     rewards: NDArray[np.float64]
@@ -34,14 +34,14 @@ class Outcome:
     failures: list[Failure]
     infos: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     begun: bool = False
-    """True if episodes began with this step in lanes that were not live; `take_started` has these lanes."""
+    """True if this step began episodes in lanes that were not live. `take_started` returns these lanes."""
     resets: int = 0
-    """Number of lanes that did not step, because a vector that resets its envs itself used the step for a reset."""
+    """Number of lanes that did not step, because a self-resetting vector used the step for a reset."""
     lanes: NDArray[np.intp] | None = None
 
 
 def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observations, width: int) -> Outcome:
-    """Step each of `live` with the action at its index, and write what it sees into the `width` rows of `into`."""
+    """Step each of `live` with the action at its index. Write the observations into the `width` rows of `into`."""
     observations: list[Any] = []
     rewards: list[Any] = []
     infos: list[tuple[int, dict[str, Any]]] = []
@@ -65,7 +65,7 @@ def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observatio
                 end = end_of(terminated, truncated)
                 if end is not ChunkEnd.ONGOING:
                     ended.append((index, end))
-        except Exception as error:  # noqa: BLE001 - what a user's env answers has methods of its own
+        except Exception as error:  # noqa: BLE001 - the methods of a user's objects may raise
             failures.append(Failure(index, take_apart(answer, error), stepped=True))
             continue
         observations.append(observation)
@@ -82,7 +82,7 @@ def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observatio
 
 
 def _without_failed(outcome: Outcome, live: Sequence[Steppable], good: list[int]) -> Outcome:
-    """Remove the other reports of a lane that failed: it cannot be trusted."""
+    """Remove all other reports of failed lanes, because these envs cannot be trusted."""
     failed = {failure.lane for failure in outcome.failures}
     by_lane = dict(zip(good, outcome.rewards.tolist(), strict=True))
     outcome.rewards = np.array([by_lane.get(lane.index, 0.0) for lane in live])

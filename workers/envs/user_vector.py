@@ -1,4 +1,4 @@
-"""A user's own `VectorEnv` as a source of envs: it steps all envs together, and does all else env by env."""
+"""A user's own `VectorEnv` as a source of envs. It steps all envs together; all other calls are env by env."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.workers.envs.vector_env import VectorEnv
 
 
 class SubEnv(gym.Env[Any, Any]):
-    """One env of a vector, as its lane sees it. Its step is `row`: its part of a step that all envs have taken."""
+    """One env of a vector, as its lane sees it. Its step returns `row`, the env's part of a step of all envs."""
 
     render_mode = "rgb_array"
 
@@ -65,7 +65,7 @@ class UserVectorEnvs:
         return SubEnv(self._vector, context.vector_index)
 
     def before_step(self, slots: Sequence[EnvSlot], actions: Sequence[Any]) -> None:
-        """Step all envs at once, and give each of `slots` its part of the answer, or the error of all."""
+        """Step all envs together. Give each of `slots` its part of the answer, or the error of all."""
         assert self._vector is not None, "envs are built before they are stepped"
         live = {slot.index for slot in slots}
         width = len(actions)

@@ -1,4 +1,4 @@
-"""A vector of envs that fail, wait and come back each by itself, wherever they live and whenever they step."""
+"""A vector of envs that fail, wait and restart independently, in every placement and pace."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ _STEPS: dict[Pace, type[LockSteps] | type[ReadySteps]] = {Pace.LOCK_STEP: LockSt
 
 
 class EnvPlacement(Protocol):
-    """The place where a vector's envs live. Opens a backend each time that all envs are built."""
+    """The place where a vector's envs live. Opens a backend for each build of all envs."""
 
     def check(self, config: EnvRunnerConfig) -> None:
-        """Raise what is known to be wrong with `config` before the envs there are have to be closed for it."""
+        """Raise the errors of `config` that are known before the current envs must be closed for it."""
 
     def open(self, table: LaneTable) -> EnvBackend:
         """Build the envs that the table's config asks for. Raises where an env cannot be built."""
 
 
 class EnvFacade(Protocol):
-    """How an adapter of the envs, such as the one for several agents, presents each env, and what it keeps of it."""
+    """Presents the envs in another form, such as the one for several agents, and keeps data about them."""
 
     def learn(self, backend: EnvBackend) -> None:
-        """Take the spaces of envs that were just built."""
+        """Take over the spaces of newly built envs."""
 
     def env_at(self, lane: int) -> Any:
-        """Return what callers get for the env in `lane`."""
+        """Return the object that callers get for the env in `lane`."""
 
     def blank(self, lane: int) -> None:
-        """Forget what the env in `lane` showed, because it is closed."""
+        """Clear the observation of the env in `lane`, because it is closed."""
 
 
 class EnvVector:
     """Lanes with an env each, in the backend of `placement`: an `EnvDriver`, or a `ReadyDriver` if `pace` says so.
 
-    A backend may reset an env in the step that ends its episode, unless a callback is to be told before. Restarts wait
-    for nothing: while an env is rebuilt the others go on.
+    A backend may reset an env in the step that ends its episode, unless a callback must be called before the reset.
+    While an env is rebuilt the other envs go on.
     """
 
     seeds_every_episode = True
@@ -80,7 +80,7 @@ class EnvVector:
         self.build(table.config)
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build all envs, closing those there were. An env that cannot be built the first time is an error."""
+        """Build all envs, after closing earlier ones. Raises if an env cannot be built."""
         self._placement.check(config)
         self._table.config = config
         self.stop()
@@ -122,7 +122,7 @@ class EnvVector:
 
     @property
     def steps_to_reset(self) -> bool:
-        """Return whether a lane may need a poll without a step to begin its next episode, so that others get ahead."""
+        """Return whether a lane may need a poll without a step to begin its next episode, while other lanes step."""
         return self.pace is Pace.READY
 
     @property
@@ -137,7 +137,7 @@ class EnvVector:
 
     @property
     def env_hosts(self) -> EnvHostsHere | None:
-        """Return how many env hosts are connected, and how many it takes for all lanes; None for envs elsewhere."""
+        """Return how many env hosts are connected, and how many all lanes need; None for envs elsewhere."""
         return self._backend.env_hosts if self._backend is not None else None
 
     @property
@@ -148,21 +148,21 @@ class EnvVector:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Have all live lanes act by their rows of the policy's columns. Returns at once."""
+        """Send all live lanes their actions: their rows of the policy's columns. Does not wait for steps."""
         if self._resetting:
             self._await_resets()
         self._steps.send_all(columns, self.on_wait, resets_ahead=self.on_episode_created is None and self._resets_ahead)
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Have `lanes`, live and not under way, act by their rows of the policy's columns. Returns at once."""
+        """Send `lanes`, live and not under way, their actions: their rows of the policy's columns. Does not block."""
         self._steps.send(lanes.tolist(), columns, resets_ahead=self.on_episode_created is None and self._resets_ahead)
 
     def poll(self) -> Outcome:
-        """Return what came of the actions that were sent: of all lanes, or of those that have replied."""
+        """Return the results of the actions sent: of all lanes, or of the lanes that have replied."""
         return self._steps.poll(self.on_wait)
 
     def _catch_up(self) -> None:
-        """Hear to its end what was broken off, or abandoned."""
+        """Wait for the replies to resets that an exception interrupted, and to abandoned steps."""
         if self._resetting:
             self._await_resets()
         self._steps.catch_up(self.on_wait)
@@ -193,7 +193,7 @@ class EnvVector:
         self._recovery.refresh()
 
     def _create_episode(self, lane: Lane) -> Episode | None:
-        """Return the episode that a reset is to begin, or None if the lane has failed."""
+        """Return the episode for a reset of the lane, or None if the lane has failed."""
         episode = lane.create_episode(lane.seeds.next(), self._episode_kind)
         failure = self._aside.lost.pop(lane.index, None)
         if failure is None and self.on_episode_created is not None:
@@ -220,12 +220,12 @@ class EnvVector:
                 if index in resetting:
                     self._begin(self.lanes[index], resetting.pop(index), info)
             if self.replies_at_once:
-                resetting.clear()  # what an exception broke off before has no reply any more
+                resetting.clear()  # resets that an exception interrupted get no reply any more
 
     def _begin(self, lane: Lane, episode: Episode, info: dict[str, Any]) -> None:
         lane.begin_episode(episode, info)
         self._table.started.append(lane.index)
-        if not self.replies_at_once:  # else the observation is shown already
+        if not self.replies_at_once:  # otherwise the observation is in the columns already
             self._running.begin([lane.index])
             self._steps.show(lane.index)
 
@@ -234,18 +234,18 @@ class EnvVector:
         return self._table.take_started()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
-        """Forget the episodes of `lanes`: they are over, or abandoned. A step under way for one of them was none."""
+        """Forget the episodes of `lanes`: they are over, or abandoned. A step under way in them does not count."""
         self._steps.abandon(lanes)
         self._recovery.end_episodes(lanes)
 
-    # -- when one fails -----------------------------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
-        """Take the lane out; `try_restart` decides what becomes of it."""
+        """Take the lane out. `try_restart` handles the failure."""
         self._table.failed.append(failure)
 
     def try_restart(self) -> None:
-        """Close and rebuild what failed, now or after its wait.
+        """Close and rebuild the failed envs, now or after their wait.
 
         Raises `EnvRestartBudgetError` when an env has failed too often, and the env's own error when the config says
         that failed envs are not rebuilt.
@@ -253,7 +253,7 @@ class EnvVector:
         self._recovery.try_restart(self.on_failure)
 
     def _take_down(self, lane: Lane) -> None:
-        """Close the lane's env, and show the policy nothing of it."""
+        """Close the lane's env, and clear the policy's observation of it."""
         lane.release()
         self._running.close_env(lane.index)
         for column in self.observations.columns.values():
@@ -274,14 +274,14 @@ class EnvVector:
             self._settle(self._running.step_wait())
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Bring back the lanes whose wait is over. While no lane is up, sleep until the first is.
+        """Rebuild the lanes whose wait is over. While no lane is up, sleep until the first is up.
 
-        Calls `start_episodes` with what brings back, and `on_wait` after every short sleep.
+        Calls `start_episodes` with the function that rebuilds, and `on_wait` after every short sleep.
         """
         wait_for_one(lambda: bool(self._recovery.up), self._revive, self._pause, start_episodes, on_wait)
 
     def _revive(self) -> None:
-        """Begin an episode where an env is back, and rebuild lanes whose wait is over."""
+        """Begin an episode where an env was rebuilt, and rebuild lanes whose wait is over."""
         if self._aside.coming:
             self._settle(self._running.step_wait(0.0))
         self._recovery.revive(self.on_failure)
@@ -298,7 +298,7 @@ class EnvVector:
         built, self._aside.built = self._aside.built, []
         arrived, self._aside.arrived = self._aside.arrived, []
         for index in built:
-            if index in self._aside.coming:  # else its process was lost again since
+            if index in self._aside.coming:  # otherwise its process was lost again since
                 self._reset_rebuilt(self.lanes[index])
         for index, info in arrived:
             episode = self._aside.coming.pop(index, None)
@@ -321,12 +321,12 @@ class EnvVector:
             self._aside.coming[lane.index] = episode
             self._running.reset(lane.index, episode.reset_seed)
 
-    # -- what else one may ask ----------------------------------------------------------------------------------------
+    # -- rendering and closing ----------------------------------------------------------------------------------------
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none, or is being stepped.
 
-        Takes as long as the env does, and in a process of its own a step's deadline at most; then the process is lost.
+        Takes as long as the env does. An env in a process has the deadline of a step; after it the process is lost.
         """
         if not self._running.renders or self._steps.is_stepping(index):
             return None

@@ -47,7 +47,7 @@ class VectorEnv:
     def vector_reset(
         self, *, seeds: Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Reset all envs, and return (observations, infos). For your own loops: a runner resets each env by itself."""
+        """Reset all envs, and return (observations, infos). For your own loops: a runner resets each env alone."""
         given = [None] * self.num_envs if seeds is None else seeds
         answers = [self.reset_at(index, seed=seed, options=options) for index, seed in enumerate(given)]
         return [answer[0] for answer in answers], [answer[1] for answer in answers]
@@ -59,14 +59,14 @@ class VectorEnv:
         raise NotImplementedError
 
     def restart_at(self, index: int | None = None) -> None:
-        """Replace one env, which has failed, by a new one. The runner calls `reset_at` next."""
+        """Replace one failed env by a new one. The runner calls `reset_at` next."""
         raise NotImplementedError
 
     def vector_step(self, actions: Sequence[Any]) -> Answers:
         """Step all envs, and return (observations, rewards, terminateds, truncateds, infos), one of each for every env.
 
-        An action of None is for an env that has failed and waits: do not step it; its answer is not read. Where one
-        env fails, put the exception in place of its observation. An exception that is raised is a failure of all envs.
+        An action of None is for an env that has failed and waits: do not step it; its answer is not read. If one env
+        fails, put its exception in place of its observation. If this method raises, all envs have failed.
         """
         raise NotImplementedError
 

@@ -30,7 +30,7 @@ class Recording(BaseModel):
     folder: str = "videos"
     """Each life of an env has its own folder in this one, so that no video is overwritten."""
     every: int = Field(default=100, ge=1)
-    """Each env's first episode is recorded, and then one in so many."""
+    """Record each env's first episode, and then every n-th."""
     length: int = Field(default=0, ge=0)
     """Steps of a video; 0 is the whole episode. Pictures stay in memory until it is written."""
     lanes: list[int] = [0]

@@ -1,4 +1,4 @@
-"""External envs, which drive themselves: they ask for actions, and tell what came of them."""
+"""External envs, which drive themselves: they ask for actions and report the results."""
 
 from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv

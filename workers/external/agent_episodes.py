@@ -1,7 +1,7 @@
 """The table of open episodes of several agents.
 
-A call has the agents' observations; each of these agents that is not done acts. Between two calls, rewards, infos and
-ends gather by agent. All of it is checked when the driver tells it, so that the driver gets the error.
+A call has the agents' observations; each of these agents that is not done acts. Between two calls, the table collects
+rewards, infos and ends by agent. It checks each of them on arrival, so that the driver gets the error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AgentsCall(Call):
 
     seen: dict[Any, Any]
     rewards: dict[Any, float]
-    """Rewards of the agents that are observed, in their order, then of others."""
+    """Rewards of the observed agents, in their order, then of other agents."""
     done: dict[Any, ChunkEnd]
     logged: Mapping[Any, Row] | None = None
 
@@ -40,7 +40,7 @@ class AgentsCall(Call):
 
 @dataclass(slots=True, eq=False)
 class AgentsPlace(Place):
-    """The place of one episode, with what was told since the last call."""
+    """The place of one episode, with the rewards, infos and ends logged since the last call."""
 
     playing: set[Any] = field(default_factory=set)
     """Agents that have acted and are not done."""
@@ -49,10 +49,10 @@ class AgentsPlace(Place):
     rewards: dict[Any, float] = field(default_factory=dict)
     infos: dict[Any, dict[str, Any]] = field(default_factory=dict)
     done: dict[Any, ChunkEnd] = field(default_factory=dict)
-    """Agents that have ended, and how. Each may have a last observation with the next call, and not after it."""
+    """Agents that have ended, and how. An agent may have a last observation with the next call, not later."""
 
     def forget(self) -> None:
-        """Forget what was told since the last call."""
+        """Drop the rewards, infos and ends logged since the last call."""
         self.rewards, self.infos, self.done = {}, {}, {}
 
 
@@ -92,7 +92,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
     ) -> None:
         """Add `rewards` to those of this step. `infos` replace those of this step. An agent that is done stays done.
 
-        Raises `EnvContractError`, after which nothing of it counts, and `NoActionYetError`.
+        Raises `EnvContractError` and `NoActionYetError`. After an error nothing of the call counts.
         """
         with self._lock:
             self._note(self._find(episode_id), rewards, infos, terminateds, truncateds)
@@ -143,10 +143,10 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         action: Mapping[Any, Row] | None = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
-        """Do `log_returns` of `news`, and then `ask`, `log_action` or `end`, in one call. Raises as they do.
+        """Call `log_returns` with `news`, then `ask`, `log_action` or `end`, as one call. Raises the same errors.
 
-        Either all of it counts or nothing. The caller has checked that rows are in their spaces, and does not change
-        them any more.
+        After an error nothing of the call counts. The caller has checked that rows are in their spaces, and does not
+        change them afterwards.
         """
         if action is not None and not self._takes_logged:
             raise CannotLogError(episode_id)

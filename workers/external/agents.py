@@ -1,4 +1,4 @@
-"""External episodes of several agents: the agents that are observed act, by their policies."""
+"""External episodes of several agents: the policies act for the observed agents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ExternalAgentLanes(ExternalLanes):
         return self
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build the env, closing the one there was. One that cannot be built the first time is an error."""
+        """Build the env, after closing any earlier one. Raises if it cannot be built."""
         self._heard: dict[int, AgentsCall] = {}
         """Calls that are not yet taken in, by lane."""
         super().build(config)
@@ -79,7 +79,7 @@ class ExternalAgentLanes(ExternalLanes):
     # -- acting -------------------------------------------------------------------------------------------------------
 
     def logged(self, seats: Iterable[Seat]) -> dict[int, Row]:
-        """Return, of those `seats` that are to act and have acted already, what they did, by row."""
+        """Return the logged actions by row, of those `seats` whose driver logged one."""
         done = {}
         for seat in seats:
             call = self._places[seat.episode.env_index].call
@@ -88,7 +88,7 @@ class ExternalAgentLanes(ExternalLanes):
         return done
 
     def send(self, actions: Mapping[int, AgentDict]) -> None:
-        """Answer the drivers of lanes, by index, with what their agents do. They have it when this returns."""
+        """Send the drivers of lanes, by index, the actions of their agents. The answers are sent when this returns."""
         version = self.read_version()
         self._under_way.update(actions)
         self.episodes.answer((self._places[index], Answer(keep(own), version)) for index, own in actions.items())
@@ -97,7 +97,7 @@ class ExternalAgentLanes(ExternalLanes):
     # -- taking in ----------------------------------------------------------------------------------------------------
 
     def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
-        """Yield what the driver of each lane of `acting` told; failures go to `gathered` first."""
+        """Yield the report of each lane's driver. Add failures to `gathered` first."""
         gathered.failures += outcome.failures
         lost = {failure.lane for failure in outcome.failures}
         for lane, episode in acting.lanes:
@@ -118,7 +118,7 @@ class ExternalAgentLanes(ExternalLanes):
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call, by index; their agents get their seats now.
+        """Return the lanes that began an episode since the last call, by index. Gives their agents seats.
 
         Raises as `Seating.seat` does.
         """
@@ -130,7 +130,7 @@ class ExternalAgentLanes(ExternalLanes):
         return started
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
-        """Forget the episodes of `lanes`. The driver of one that is abandoned gets an error."""
+        """Drop the episodes of `lanes`. The driver of an abandoned episode gets an error."""
         for index in lanes:
             self._heard.pop(index, None)
         super().end_episodes(lanes)

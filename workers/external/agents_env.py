@@ -28,8 +28,8 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
                 self.end_episode(episode, observations)
 
     An agent that is observed acts, the others wait: agents may appear late, pause and return. Policies and their
-    mapping work as for envs that are stepped. For episodes and errors see `ExternalEnv`. `EnvContractError` is raised
-    also for an agent that is unknown, or done.
+    mapping work as for envs that are stepped. For episodes and errors see `ExternalEnv`. Unknown agents, and agents
+    that are done, raise `EnvContractError` too.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
         return actions
 
     def log_action(self, episode_id: str, observation_dict: AgentDict, action_dict: AgentDict) -> None:
-        """Tell actions that the policies did not choose, one for each observed agent that is not done.
+        """Log the actions that the caller chose, one for each observed agent that is not done.
 
         Blocks until the sampler has taken them in, at most `external_log_timeout_s`.
         """
@@ -70,16 +70,15 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
     ) -> None:
         """Add to each agent's reward since its last action, also if it was not observed since, or not yet.
 
-        Infos go with the agents' next observations, if those come with the next call. An agent that is done, or
-        truncated, may be observed once more by that call, and not after it. "__all__" cannot be done here: call
-        `end_episode`.
+        Infos belong to the agents' next observations, if the next call has them. The next call may observe an agent
+        that is done or truncated for the last time. "__all__" cannot be done here: call `end_episode`.
         """
         self.episodes.log_returns(episode_id, reward_dict, info_dict, multiagent_done_dict, multiagent_truncated_dict)
 
     def end_episode(self, episode_id: str, observation_dict: AgentDict, truncated: bool = False) -> None:
         """End the episode for all agents, with these observations. Does not block.
 
-        The last observation of an agent that is not among them is the one it acted on. A truncated agent needs its
-        final one, unless `missing_final_observation` says otherwise.
+        An agent without an observation here ends with the one it acted on. A truncated agent needs its final
+        observation, unless `missing_final_observation` says otherwise.
         """
         self._end(episode_id, observation_dict, truncated)

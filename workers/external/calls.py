@@ -33,8 +33,8 @@ class DriverLoop(Protocol):
 class Answer:
     """The answer to a call: an action in the nesting of the space, chosen by weights of a version; or an `error`.
 
-    With several agents, it has the actions of those that act, by agent. The answer to a logged action repeats that
-    action; the answer to the end of an episode has none.
+    With several agents, the action is a dict by agent, for the agents that act. The answer to a logged action repeats
+    that action. The answer to the end of an episode has no action.
     """
 
     action: Any = None
@@ -44,12 +44,12 @@ class Answer:
 
 
 OnAnswer = Callable[[Answer], None]
-"""Called once, in the sampler's thread. It must return at once."""
+"""Called once, in the sampler's thread. Must not block."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
-    """An observation, which an action or the end follows. `info` is of the action before."""
+    """An observation, answered by an action or by the end of the episode. `info` belongs to the previous action."""
 
     place: Place
     on_answer: OnAnswer
@@ -59,12 +59,12 @@ class Call:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SoloCall(Call):
-    """A call for one agent: the `row` that it sees, and its `reward` since the action before."""
+    """A call for one agent: its observation `row`, and its `reward` since the previous action."""
 
     row: Row
     reward: float
     logged: Row | None = None
-    """The action that was taken already, in columns "actions/..."."""
+    """The action that the driver took already, in columns "actions/..."."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,24 +78,24 @@ class Place:
     """The call without an answer."""
     has_acted: bool = False
     released: bool = False
-    """The episode is over, and another one may have the lane by now."""
+    """True once the episode is over. Another episode may have the lane by now."""
 
 
 @dataclass(slots=True, eq=False)
 class SoloPlace(Place):
-    """The place of one agent's episode, with what was told since its last action."""
+    """The place of one agent's episode, with the reward and info logged since its last action."""
 
     reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
 
     def earn(self, reward: Any) -> None:
-        """Add to the reward since the last action. Raises `EnvContractError` unless it and the sum are sound."""
+        """Add to the reward since the last action. Raises `EnvContractError` for a bad reward or a bad sum."""
         self.reward = add_reward(self.reward, reward)
 
 
 def add_reward(total: float, reward: Any) -> float:
-    """Return the sum. Raises `EnvContractError` unless it and `reward` are sound."""
-    if type(reward) is not float or not abs(reward) <= LARGEST_REWARD:  # else a plain float, as usual
+    """Return the sum. Raises `EnvContractError` unless the sum and `reward` are finite and in range."""
+    if type(reward) is not float or not abs(reward) <= LARGEST_REWARD:  # otherwise a plain float, the usual case
         checked, problems = check_rewards([reward], [0], ["not known here"])
         if problems:
             raise problems[0][1]
@@ -114,7 +114,7 @@ class RowReader:
         self._root, self._what = root, what
 
     def read(self, value: Any) -> dict[str, NDArray[Any]]:
-        """Return `value` as a row, which is a copy. Raises `EnvContractError` for what is not in the space."""
+        """Return `value` as a row, which is a copy. Raises `EnvContractError` for a value outside the space."""
         row = self._checker.row_of(value)
         if row is not None:
             return row if self._root == "obs" else {self._name(name): column for name, column in row.items()}

@@ -22,9 +22,10 @@ class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
                     self.log_returns(episode, reward)
                 self.end_episode(episode, observation)
 
-    At most `num_envs` episodes may be open at once, driven by any number of threads, but each episode by one thread at
-    a time. All methods raise an `EpisodeError` for an id that is unknown, over or busy, an `EnvContractError` for what
-    is not in its space, and `EpisodesClosedError` once the env is closed: let that end `run` and its threads.
+    At most `num_envs` episodes may be open at once. Any number of threads may drive them, but one thread at a time for
+    each episode. All methods raise an `EpisodeError` for an id that is unknown, over or busy, and an `EnvContractError`
+    for a value outside its space. They raise `EpisodesClosedError` once the env is closed: let it end `run` and its
+    threads.
     """
 
     def __init__(self, action_space: gym.Space[Any], observation_space: gym.Space[Any]) -> None:
@@ -32,11 +33,11 @@ class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
         self.observation_space = observation_space
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
-        """Return the current policy's action. Blocks until it is there, at most `external_action_timeout_s`."""
+        """Return the current policy's action. Blocks until it is computed, at most `external_action_timeout_s`."""
         return self._ask(episode_id, observation)
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
-        """Tell an action that the policy did not choose. Blocks until it is taken in: see `external_log_timeout_s`."""
+        """Log an action that the caller chose. Blocks until it is recorded, at most `external_log_timeout_s`."""
         self._log(episode_id, observation, action)
 
     def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
@@ -44,5 +45,5 @@ class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
         self.episodes.log_returns(episode_id, reward, info)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
-        """End the episode with this observation. Does not block. Its place is free once that was taken in."""
+        """End the episode with this observation. Does not block. Its place is free once the end is recorded."""
         self._end(episode_id, observation, truncated)

@@ -37,7 +37,7 @@ from headrace.schemas.errors.episodes import (
 from headrace.workers.external.calls import Answer, Call, DriverLoop, OnAnswer, Place
 
 REMEMBERED = 10_000
-"""Number of ended episodes whose ids are remembered, to name the mistake when one is used again."""
+"""Number of ended episodes whose ids are remembered, so that a call with such an id gets a precise error."""
 
 
 MAX_ID_LENGTH = 256
@@ -49,9 +49,9 @@ AnyPlace = TypeVar("AnyPlace", bound=Place)
 class EpisodeTable(ABC, Generic[AnyPlace]):
     """At most `capacity` open episodes.
 
-    The first group of methods is for drivers, on any thread. It never blocks; a refusal is a typed error and changes
-    nothing. `on_answer` is called exactly once for each accepted call, on the sampler's thread, and must return at
-    once. The second group is for the sampler.
+    The first group of methods is for drivers, on any thread. They never block, and a refusal is a typed error and
+    changes nothing. `on_answer` is called exactly once for each accepted call, on the sampler's thread, and must not
+    block. The second group is for the sampler.
     """
 
     def __init__(self, capacity: int, *, takes_logged: bool) -> None:
@@ -79,7 +79,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     # -- for drivers --------------------------------------------------------------------------------------------------
 
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
-        """Open an episode and return its id, a new one if none is given.
+        """Open an episode and return its id, or a new id if none is given.
 
         Raises `EpisodeStartedError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`, or an
         `EpisodeError` for an id that is no text, or longer than `MAX_ID_LENGTH`.
@@ -103,23 +103,24 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     def ask(self, episode_id: str, observation: Any, on_answer: OnAnswer) -> None:
         """Have the current policy choose an action.
 
-        Raises `EnvContractError` for an observation outside its space, else an `EpisodeError`.
+        Raises `EnvContractError` for an observation outside its space, and an `EpisodeError` if the episode cannot take
+        the call.
         """
         self._accept(episode_id, observation, on_answer)
 
     def log_action(self, episode_id: str, observation: Any, action: Any, on_answer: OnAnswer) -> None:
-        """Tell an action that the policy did not choose. It is answered when it is taken in. Raises as `ask` does."""
+        """Log an action that the driver chose. The sampler answers when it has recorded it. Raises as `ask` does."""
         if not self._takes_logged:
             raise CannotLogError(episode_id)
         self._accept(episode_id, observation, on_answer, action=(action,))
 
     def end(self, episode_id: str, observation: Any, on_answer: OnAnswer, *, truncated: bool = False) -> None:
-        """End the episode with this observation. It is answered when it is taken in. Raises as `ask` does."""
+        """End the episode with this observation. The sampler answers when it has recorded it. Raises as `ask` does."""
         end = ChunkEnd.TRUNCATED if truncated else ChunkEnd.TERMINATED
         self._accept(episode_id, observation, on_answer, end=end)
 
     def abort(self, episode_id: str, reason: str) -> None:
-        """Abort the episode, because its driver is gone. A call without an answer gets the error."""
+        """Abort the episode, because its driver is gone. A pending call gets the error as its answer."""
         with self._lock:
             place = self._find(episode_id, idle=False)
             error = ClientLostError(episode_id, reason)
@@ -135,12 +136,12 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
                 self.abort(episode_id, reason)
 
     def wait_for_place(self, timeout_s: float) -> bool:
-        """Block until a place is free or the table closed, at most `timeout_s`. Return whether that came true."""
+        """Block until a place is free or the table is closed, at most `timeout_s`. Return whether either happened."""
         with self._freed:
             return self._freed.wait_for(lambda: bool(self._free or self._closed or self._full), timeout_s)
 
     def counts(self) -> dict[str, int]:
-        """Return how many episodes are open, calls wait for an answer, places are free, and ids are remembered."""
+        """Return the numbers of open episodes, calls without an answer, free places, and remembered ids."""
         with self._lock:
             sizes = len(self._open), self._waiting, len(self._free), len(self._over)
         return dict(zip(("open", "waiting", "free", "remembered"), sizes, strict=True))
@@ -185,7 +186,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     def _new_call(
         self, place: AnyPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd
     ) -> Call:
-        """Return the call, with all that was told since the last. Raises `EnvContractError`, and then changes nothing.
+        """Return the call, with everything logged since the last. Changes nothing if it raises `EnvContractError`.
 
         `action` is in a tuple, because None may be an action.
         """
@@ -205,7 +206,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     # -- for the sampler ----------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float, batch_wait_s: float = 0.0) -> None:
-        """Block until there is something to `take`, at most `timeout_s`; then up to `batch_wait_s` for more.
+        """Block until `take` has something to return, at most `timeout_s`; then up to `batch_wait_s` for more calls.
 
         Returns earlier when every open episode waits for its answer.
         """
@@ -226,7 +227,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         return bool(self._calls or self._lost) or self._closed is not None
 
     def take(self) -> tuple[list[Call], list[tuple[AnyPlace, ClientLostError]]]:
-        """Return the calls, in the order in which they came, and the places of aborted episodes since the last time."""
+        """Return the calls in order of arrival, and the places of episodes aborted since the last `take`."""
         with self._lock:
             calls, self._calls = self._calls, []
             lost, self._lost = self._lost, []
@@ -246,14 +247,14 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             on_answer(answer)
 
     def deliver(self) -> None:
-        """Send answers that would otherwise be sent when the sampler waits again."""
+        """Send answers now that the loop would send when the sampler next waits."""
         if self.driver_loop is not None:
             self.driver_loop.flush()
 
     def release(self, place: Place, aborted: str | None = None) -> None:
         """Free the place of an episode that has ended, or was `aborted` for a reason.
 
-        Answers its call, with an error if it was aborted. An earlier reason wins over this one.
+        Answers its pending call, with an error if it was aborted. An earlier reason wins over `aborted`.
         """
         self._vacate(place, aborted)
         error = None
@@ -274,13 +275,13 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._freed.notify()
 
     def admit_no_more(self, reason: str) -> None:
-        """Open no episode from now on. Open ones go on."""
+        """Refuse new episodes from now on. Open episodes continue."""
         with self._lock:
             self._full = reason
             self._freed.notify_all()
 
     def close(self, reason: str) -> None:
-        """Accept nothing from now on. The sampler may still take what was accepted; `release` answers the rest."""
+        """Refuse all calls from now on. The sampler may still take accepted calls; `release` answers the others."""
         with self._lock:
             if self._closed is None:
                 self._closed = reason
@@ -288,7 +289,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._freed.notify_all()
 
     def release_all(self) -> None:
-        """Answer all calls with an error, because the sampler will not come again. Call it after `close`."""
+        """Answer all calls with an error, because the sampler has stopped. Call it after `close`."""
         with self._lock:
             places = [*self._open.values(), *(place for place, _ in self._lost)]
             reason = self._closed or "nobody samples any more"

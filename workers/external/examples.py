@@ -20,7 +20,7 @@ class CartPoles(ExternalEnv):
         self._seed = context.seed
 
     def run(self) -> None:
-        """Play until the env is closed. The end of one thread ends all of them."""
+        """Play until the env is closed. If one thread ends, all threads end."""
         self.run_in_threads(self._play, self._games)
 
     def _play(self, number: int) -> None:
@@ -46,7 +46,7 @@ class PairsOfCarts(ExternalMultiAgentEnv):
         self._seed = context.seed
 
     def run(self) -> None:
-        """Play until the env is closed. The end of one thread ends all of them."""
+        """Play until the env is closed. If one thread ends, all threads end."""
         self.run_in_threads(self._play, self._pairs)
 
     def _play(self, number: int) -> None:

@@ -56,7 +56,7 @@ class ExternalLanes(ABC):
     """Lanes of one external env, which is the env of each of them. A lane is a place for one open episode.
 
     A lane is live from its episode's first observation on. It is under way from the answer to one observation until the
-    next one, however long that takes. `first` is an env that was built to learn what kind of env it is.
+    next observation, however long that takes. `first` is an env that was built to find out its kind.
     """
 
     pace = Pace.EXTERNAL
@@ -83,14 +83,14 @@ class ExternalLanes(ABC):
         self._first = first
         self.build(table.config)
 
-    # -- what the kinds of external env do each in their own way ------------------------------------------------------
+    # -- what each kind of external env defines -----------------------------------------------------------------------
 
     _episode_kind: type[Any]
     """The class of the episodes, an `Episode` with `trains`."""
 
     @abstractmethod
     def _checked(self, env: Any) -> SelfDrivenEnv[Any]:
-        """Return `env`. Raise unless it is an external one of this kind, whose constructor was called."""
+        """Return `env`. Raises unless it is an external env of this kind whose constructor was called."""
 
     @abstractmethod
     def _learn_spaces(self, env: Any) -> None:
@@ -98,7 +98,7 @@ class ExternalLanes(ABC):
 
     @abstractmethod
     def _check_spaces(self, env: Any) -> None:
-        """Raise `EnvContractError` unless the env has the spaces of the one before it."""
+        """Raise `EnvContractError` unless the env has the spaces of the previous env."""
 
     @abstractmethod
     def _new_table(self) -> EpisodeTable[Any]:
@@ -110,12 +110,12 @@ class ExternalLanes(ABC):
 
     @abstractmethod
     def _hear(self, call: Call, outcome: Outcome) -> float:
-        """Take what came of the action under way; return its reward, or 0 where there are several."""
+        """Take in the result of the action under way. Return its reward, or 0 with several agents."""
 
     # -- one env after another ----------------------------------------------------------------------------------------
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build the env, closing the one there was. One that cannot be built the first time is an error."""
+        """Build the env, after closing any earlier one. Raises if it cannot be built."""
         self.heard_at = time.monotonic()
         """When a driver of an episode last said something, in monotonic seconds."""
         self._batch_wait_s = (config.remote_env_batch_wait_ms or 0.0) / 1000.0
@@ -135,7 +135,7 @@ class ExternalLanes(ABC):
             raise
 
     def _adopt(self, env: SelfDrivenEnv[Any]) -> None:
-        """Start `env`, with a table of its own: threads that still drive the env before it have a closed one."""
+        """Start `env` with its own table. Threads of the previous env find their table closed."""
         config = self._table.config
         self.episodes = self._new_table()
         deadlines = Deadlines(
@@ -184,7 +184,7 @@ class ExternalLanes(ABC):
 
     @property
     def under_way(self) -> set[int]:
-        """Live lanes that were given an action, and have not told what came of it."""
+        """Live lanes whose driver got an action and has not reported its result."""
         return set(self._under_way)
 
     @property
@@ -200,7 +200,7 @@ class ExternalLanes(ABC):
     # -- taking in ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> Outcome:
-        """Return what came of actions in the lanes that told it. Waits for a moment only: a driver may never come."""
+        """Return the results that drivers have reported. Waits only for a moment, because a driver may never come."""
         outcome = Outcome(_NOTHING, [], [], lanes=_NO_LANE)
         if self._run is None:
             self._table.sleep_until_due()
@@ -236,7 +236,7 @@ class ExternalLanes(ABC):
     def _begin(self, call: Call) -> None:
         """Begin the episode whose first observation is in `call`."""
         place, lane = call.place, self.lanes[call.place.lane]
-        if call.end is not ChunkEnd.ONGOING:  # it was over before an action: nothing to tell
+        if call.end is not ChunkEnd.ONGOING:  # the episode ended before its first action: it has no step
             self.episodes.release(place)
             return
         episode = lane.create_episode(None, self._episode_kind)
@@ -265,7 +265,7 @@ class ExternalLanes(ABC):
         return reward
 
     def _fail_all(self, error: BaseException) -> Outcome:
-        """Lose every open episode: `run()` has ended, and all that it said was taken in."""
+        """Lose every open episode, after `run()` has ended and all its calls were taken in."""
         lanes = [lane.index for lane in self.lanes if lane.episode is not None]
         failures = [Failure(lane, error) for lane in lanes]
         if not failures:
@@ -285,7 +285,7 @@ class ExternalLanes(ABC):
         return self._table.take_started()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
-        """Forget the episodes of `lanes`. The driver of one that is abandoned gets an error."""
+        """Drop the episodes of `lanes`. The driver of an abandoned episode gets an error."""
         for index in lanes:
             self.lanes[index].episode = None
             self._under_way.discard(index)
@@ -296,13 +296,13 @@ class ExternalLanes(ABC):
     # -- when it fails ------------------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
-        """Take the lane out; `try_restart` decides what becomes of it."""
+        """Take the lane out. `try_restart` handles the failure."""
         self._table.failed.append(failure)
 
     def try_restart(self) -> None:
-        """Bring back what has failed.
+        """Handle the failures, and rebuild the env if it failed.
 
-        A driver that is gone costs its own episode; the end of `run()` costs all of them.
+        A client that is gone costs only its own episode. The end of `run()` costs all episodes.
 
         Raises as `EnvDriver.try_restart` does.
         """
@@ -324,7 +324,7 @@ class ExternalLanes(ABC):
             self._recovery.restart(broken)
 
     def _charge(self, failure: Failure) -> None:
-        """Count an episode that a callback made fail. Nothing is rebuilt, but the budget limits how often that is."""
+        """Count an episode that a callback failed. Rebuilds nothing, but such failures use up the restart budget."""
         failure.note(self._table.totals.failure_groups, self._table.config.env)
         if not self._table.config.restart_failed_sub_environments:
             raise failure.error
@@ -338,7 +338,7 @@ class ExternalLanes(ABC):
         self.lanes[0].budget.spend(failure.error, time.monotonic())
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Bring back the env if its wait is over. Does not wait: `poll` sees whether a driver comes."""
+        """Rebuild the env if its wait is over. Does not block: `poll` notices new drivers."""
         start_episodes(self._revive)
 
     def _revive(self) -> None:

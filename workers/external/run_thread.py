@@ -38,12 +38,12 @@ class RunThread:
         except Exception as error:  # noqa: BLE001 - a user's env
             self._error = error
         finally:
-            # In this order: when the sampler sees the failure, the table has all that was told before it.
+            # Close first: when the sampler sees the failure, the table already has all earlier calls.
             self.env.episodes.close(f"run() of the env has ended ({type(self._error).__name__}: {self._error})")
             self._ended.set()
 
     def stop(self, timeout_s: float) -> None:
-        """Have `run()` end, and wait for that at most `timeout_s` seconds: a thread cannot be killed."""
+        """Close the env so that `run()` ends. Wait at most `timeout_s` seconds, because a thread cannot be killed."""
         deadline = time.monotonic() + timeout_s
         self.env.episodes.close("the env was closed")
         self.env.episodes.release_all()

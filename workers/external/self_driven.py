@@ -35,18 +35,18 @@ class SelfDrivenEnv(Generic[AnyTable]):
     # -- what users override ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Drive episodes for ever. To return or to raise is a failure, after which the env is rebuilt as usual."""
+        """Drive episodes for ever. If it returns or raises, that is a failure, and the env is rebuilt as usual."""
         raise NotImplementedError(f"{type(self).__name__} must override run(), which drives its episodes")
 
     def close(self) -> None:
-        """End what `run` waits for outside. Another thread calls it when the env is closed."""
+        """Unblock `run` if it waits for something outside the env. Another thread calls this when the env is closed."""
 
     # -- what `run` calls ---------------------------------------------------------------------------------------------
 
     def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
         """Open an episode and return its id. Waits for a free place, at most `external_start_timeout_s`.
 
-        Without `training_enabled`, the learner gets nothing of the episode. Raises `NoFreePlaceError` after the wait.
+        Without `training_enabled`, the learner gets no chunks of the episode. Raises `NoFreePlaceError` after the wait.
         """
         episodes, deadlines = self.episodes, self._deadlines
         until = time.monotonic() + deadlines.start_s
@@ -58,9 +58,9 @@ class SelfDrivenEnv(Generic[AnyTable]):
                     raise NoFreePlaceError(error.episode_id, error.capacity, deadlines.start_s) from error
 
     def run_in_threads(self, drive: Callable[[int], None], threads: int) -> NoReturn:
-        """Call drive(0), ... drive(threads - 1), each in a thread, and raise the error that ends the first of them.
+        """Call drive(0), ... drive(threads - 1), each in a thread. Raise the error of the first thread that ends.
 
-        The others end with their next call. Raises `RunReturnedError` for one that returned. Call it from `run`.
+        The other threads end with their next call. Raises `RunReturnedError` if a thread returned. Call it from `run`.
         """
         ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 

@@ -46,9 +46,9 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
         action: Row | None = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
-        """Do `log_returns` of `news`, and then `ask`, `log_action` or `end`, in one call. Raises as they do.
+        """Call `log_returns` with `news`, then `ask`, `log_action` or `end`, as one call. Raises the same errors.
 
-        The caller has checked that both rows are in their spaces, and does not change them any more.
+        The caller has checked that both rows are in their spaces, and does not change them afterwards.
         """
         reward, info = news or (0.0, None)
         if action is not None and not self._takes_logged:

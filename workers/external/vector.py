@@ -67,12 +67,12 @@ class ExternalVector(ExternalLanes):
     # -- acting -------------------------------------------------------------------------------------------------------
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Have all live lanes act by their rows of the policy's columns."""
+        """Send all live lanes their actions, from the rows of the policy's columns."""
         live = self.live
         self.send_actions_of(np.arange(len(self.lanes)) if live is None else live, columns)
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Have `lanes` act by their rows of the policy's columns. Their drivers have the answer when this returns."""
+        """Send `lanes` their actions, from the rows of the policy's columns. The answers are sent when this returns."""
         root = action_root(columns)
         rows = {name: columns[name][lanes] for name in self._action_names[root]}
         actions, version = to_env_form(self.spaces.action, rows, root), self.read_version()
@@ -83,7 +83,7 @@ class ExternalVector(ExternalLanes):
         self.episodes.deliver()
 
     def logged(self, lanes: NDArray[np.intp]) -> dict[int, Row]:
-        """Return, of those `lanes` that are to act and have acted already, what they did."""
+        """Return the logged actions by lane, of those `lanes` whose driver logged one."""
         done = {}
         for lane in lanes.tolist():
             call = self._places[lane].call

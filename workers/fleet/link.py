@@ -32,7 +32,7 @@ _CAPS = WireLimits(payload_bytes=1 << 30)
 
 
 class StoppedError(HeadraceError):
-    """The worker was told to stop before it got what it waited for."""
+    """The worker was told to stop before its wait was over."""
 
 
 class BrokerLink:
@@ -85,7 +85,7 @@ class BrokerLink:
         self._follow_broker()
 
     def join(self, timeout_s: float, stopping: threading.Event | None = None) -> None:
-        """Wait for the broker's WELCOME, and log now and then that it has not come.
+        """Wait for the broker's WELCOME. Log from time to time that the worker still waits.
 
         Raises `UnreachableError`, the error of the broker's refusal, or `StoppedError` once `stopping` is set.
         """
@@ -111,9 +111,9 @@ class BrokerLink:
         return condition()
 
     def fleet_has_stopped(self) -> bool:
-        """Return whether the broker is gone and the fleet says that it has stopped, so that nothing is taken any more.
+        """Return whether the broker is gone and the fleet says that it has stopped, so that no batch is taken any more.
 
-        A broker that is connected counts more than a file, which may be of an earlier run.
+        A connected broker counts more than a file, which may be of an earlier run.
         """
         return not self._handshakes.connected and self.place.has_stopped(time.monotonic())
 
@@ -127,7 +127,7 @@ class BrokerLink:
         self._context.destroy(linger=200)
 
     def _connect_again(self) -> None:
-        """Connect with another token. The subscriber, which was refused too, follows after the next WELCOME."""
+        """Connect with another token. The subscriber was refused too; it reconnects after the next WELCOME."""
         self._handshakes.connect_again(self._dealer)
         if self._subscriber is not None:
             self._poller.unregister(self._subscriber)
@@ -188,7 +188,7 @@ class BrokerLink:
             self._subscribe(welcome.weights_endpoint)
 
     def _subscribe(self, endpoint: str) -> None:
-        """Connect to the weights relay. Where its address is none, weights are pulled from the broker."""
+        """Connect to the weights relay. Without an address of a relay, the worker pulls weights from the broker."""
         endpoint = _reachable(endpoint, self.endpoint)
         subscriber = _socket(self._context, zmq.SUB, {**sockets.SUB, **self._handshakes.options()})
         subscriber.subscribe(MAGIC)

@@ -85,11 +85,11 @@ class Membership:
         log.info("joined fleet %s as slot %d incarnation %d", fleet_id, self.slot, self.incarnation)
 
     def expect_silence(self) -> None:
-        """Tell the recorder's readers to be patient, because envs are being built or waited for."""
+        """Tell the recorder's readers to expect silence, because the worker builds envs or waits for them."""
         self.recorder.touch(BUILD_SILENCE_S)
 
     def introduce(self, spaces: Mapping[str, Spaces], **built: Any) -> None:
-        """Tell the broker of the envs and modules, which are built now, and wait for its answer.
+        """Report the newly built envs and modules to the broker, and wait for its answer.
 
         `spaces`: those of chunks, by module. `built`: further fields of `WorkerHello`. Raises as the constructor does.
         """
@@ -113,9 +113,9 @@ class Membership:
             raise self.link.place.ended
 
     def compresses(self) -> bool:
-        """Return whether batches to the broker at hand are compressed: as `worker.compression` says, if it takes them.
+        """Return whether to compress batches for the current broker, as `worker.compression` says.
 
-        Whether it is on another machine is looked up once for each WELCOME.
+        The broker must be able to read them. Whether the broker is on another machine is checked once for each WELCOME.
         """
         welcome = self.session.welcome
         if welcome is not self._asked:
@@ -142,7 +142,7 @@ class Membership:
         self.recorder.settled(self.session.settled, self.session.accepted)
 
     def close(self) -> None:
-        """Close the link, the recorder and the log of open episodes, whose files stay. Leave the shared weights."""
+        """Close the link, the recorder and the log of open episodes. Keep their files and the shared weights."""
         self.link.close()
         self._shared.close()
         self.recorder.close()

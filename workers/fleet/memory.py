@@ -7,15 +7,15 @@ import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
-"""Arrays up to this size share the heap, and up to so much free memory at its end stays with the process."""
+"""Arrays up to this size share the heap. The process keeps up to this much free memory at the heap's end."""
 
 
 def keep_large_arrays() -> bool:
     """Let freed memory of large arrays serve the next ones; return whether the C library does so.
 
-    By default glibc returns it to the system with each batch, and takes new pages for the next one. To fault those in
-    costs more than to fill them. The process then stays as large as at its peak. What the user has set in the
-    environment holds. Other C libraries stay as they are.
+    By default glibc returns this memory to the system after each batch, and takes new pages for the next one. The page
+    faults cost more than filling the pages. With this setting the process stays as large as at its peak. Settings of
+    the user in the environment win. Other C libraries are not changed.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -1,9 +1,9 @@
 """The worker's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
 
 The session keeps every batch until it is settled. With `ack = "broker"` it keeps a batch's bytes only until the batch
-is accepted, and its counts until it is settled. It sends in order, as far as the broker's credit goes. It returns to
-the last accepted batch when the broker forgot or a connection broke. The caller checks `has_room` before it adds
-batches: a full window stops the sampling.
+is accepted, and its counts until it is settled. It sends in order, as far as the broker's credit goes. If the broker
+forgot batches or a connection broke, it sends again from the last accepted batch. The caller checks `has_room` before
+it adds batches: a full window stops the sampling.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class WorkerSession:
         return self.state in (SessionState.LEFT, SessionState.FENCED, SessionState.REFUSED)
 
     def has_room(self, batches: int = 1) -> bool:
-        """Return whether the window has room for that many batches, which one cut gives; see `Window.has_room`."""
+        """Return whether the window has room for the `batches` of one cut; see `Window.has_room`."""
         return self._window.has_room(batches)
 
     def may_step(self) -> bool:
@@ -150,7 +150,7 @@ class WorkerSession:
         """Take a batch for delivery. Its number must be `next_seq`."""
         self._window.add(shipment)
         self.totals = shipment.totals
-        if shipment.frames is not None:  # the others will not reach the learner
+        if shipment.frames is not None:  # batches without frames will not reach the learner
             self._shipped = (self.weights, self._shipped_now() + shipment.batch.steps)
 
     @property
@@ -181,7 +181,7 @@ class WorkerSession:
         return self.next_seq - 1 - self.accepted
 
     def introduce(self, **built: Any) -> None:
-        """Send what is known since envs and modules are built, in a second HELLO. The broker answers with a WELCOME.
+        """Send the facts known since envs and modules are built, in a second HELLO. The broker answers with a WELCOME.
 
         `built`: fields of `WorkerHello`.
         """
@@ -214,7 +214,7 @@ class WorkerSession:
             handler(message, now)
 
     def tick(self, now: float) -> None:
-        """Queue what is due: HELLO until welcomed, then heartbeats. Call it often.
+        """Queue the messages that are due: HELLO until welcomed, then heartbeats. Call it often.
 
         It also rejoins when the broker is silent for its lease. If no batch was accepted for 2 * `retry_s` seconds, it
         sends again from the last accepted batch.
@@ -250,7 +250,7 @@ class WorkerSession:
             self._next_send = now + self.limits.connect_retry_s
 
     def connected(self) -> None:
-        """Note that a connection has come up, so that a HELLO may be sent at once."""
+        """Note that a connection has come up, so that the next HELLO is sent without delay."""
         if self.state is SessionState.JOINING:
             self._next_send = 0.0
 
@@ -355,7 +355,7 @@ class WorkerSession:
             self._round = (told.weights, told.round_steps) if told.synchronous else None
 
     def _is_possible(self, accepted: int, settled: Settled) -> bool:
-        """Return whether a broker may know that of the batches. It cannot know of one that was not cut."""
+        """Return whether these numbers are possible. A broker cannot know of a batch that was not cut."""
         told = max(accepted, settled.seq)
         if told >= self.next_seq:
             text = f"ignored a message of the broker: it tells of batch {told}, and {self.next_seq - 1} were cut"

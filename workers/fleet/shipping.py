@@ -93,7 +93,7 @@ class Shipper:
         self.record()
 
     def step(self) -> None:
-        """Record what the runner has stepped. It is cheap enough for every poll."""
+        """Record the runner's step counts. This is cheap enough for every poll."""
         totals = self._runner
         self._recorder.step(totals.stepped, totals.open, totals.env_steps, totals.discarded)
 
@@ -130,7 +130,7 @@ class Shipper:
             env = f"env {int(batch.table['env_index'][0])}"
             return self._oversized(f"{env}, in {held.steps} steps in a row: {error}", held, totals)
         sent = sum(len(frame) for frame in frames)
-        nbytes = max(sent, batch.nbytes)  # a compressed one must fit a peer that takes none compressed, too
+        nbytes = max(sent, batch.nbytes)  # a compressed batch must also fit a peer without compression
         welcome = self._session.welcome
         limit = welcome.max_batch_bytes if welcome else nbytes
         if nbytes <= limit:

@@ -1,6 +1,6 @@
-"""Collects a worker's weights: broadcast whole when small; when large, mapped where this machine's memory has them.
+"""Collects a worker's weights: from broadcasts when small; when large, mapped from this machine's shared memory.
 
-Those that are not there, or that were missed, are pulled in pieces.
+Weights that are not in shared memory, and missed broadcasts, are pulled in pieces.
 
 A version is collected and checked before the sampler gets it. Versions that are not newer than the newest collected one
 are ignored, so the version in use never goes back.
@@ -25,7 +25,7 @@ from headrace.schemas.messages.weights_messages import PIECE_BYTES
 log = logging.getLogger(__name__)
 
 PIECES_IN_FLIGHT = 8
-"""Pieces that are asked for and have not come: they fill a fast link, and bound what waits at the broker."""
+"""Most pieces requested and not received. They fill a fast link, and bound the queue at the broker."""
 PULL_RETRY_S = 2.0
 OTHERS_PULL_S = 10.0
 """Seconds to wait for a version that another worker of this machine pulls, before the worker pulls it too."""
@@ -105,11 +105,11 @@ class WeightsReceiver:
     def _want(self, version: Version, ask_at: float) -> None:
         if version > max(self.newest, self._wanted):
             self._wanted = version
-            if not self.pulling:  # else the pieces asked for bring the newer version
+            if not self.pulling:  # otherwise the requested pieces bring the newer version
                 self._ask_at = ask_at if self._ask_at is None else min(self._ask_at, ask_at)
 
     def _expect(self, version: Version, ask_at: float) -> None:
-        """Pull an announced version at `ask_at`, whatever a heartbeat has said of it before."""
+        """Pull an announced version at `ask_at`, overriding a time set by an earlier heartbeat."""
         self._want(version, ask_at)
         if version == self._wanted and not self._asked:
             self._ask_at = ask_at
@@ -137,9 +137,9 @@ class WeightsReceiver:
             self._shared.release()
 
     def _seek(self, header: WeightsHeader, now: float) -> None:
-        """Take an announced version from this machine's memory, or pull it, unless another worker does it for all.
+        """Take an announced version from this machine's memory, or pull it, unless another worker pulls it for all.
 
-        If that one ends without having written it, this one pulls.
+        If the other worker ends without writing the version, this worker pulls it.
         """
         shared = self._shared
         arrays = shared.read(header.version, header.digest) if shared is not None else None

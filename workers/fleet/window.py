@@ -13,7 +13,7 @@ from headrace.schemas.frames.wire import Buffer, decompressed
 
 @dataclass(slots=True)
 class Shipment:
-    """A batch in the window. `frames` is None once its bytes are freed while its fate is still open."""
+    """A batch in the window. `frames` is None once its bytes are freed, even if the batch is not settled yet."""
 
     batch: HeldBatch
     nbytes: int
@@ -36,12 +36,12 @@ class SessionLimits:
     connect_retry_s: float = 0.02
     """Pause before a HELLO is tried again while there is no connection."""
     window_steps: int = 0
-    """While the batches have fewer steps than this together, there is room for more, whatever their number.
+    """Total steps below which the window has room for more batches, whatever their number.
 
     When envs are down, batches are small, and a learner that waits for steps needs more of them.
     """
     window_env_steps: int | None = None
-    """Env steps that a full window may have; None where batches vary."""
+    """Env steps in a full window; None where the size of batches varies."""
     follows_learner: bool = True
     """True if the learner's wanted steps under way replace the two limits above, once it has told them."""
 
@@ -69,7 +69,7 @@ class Window:
         return self._shipments[seq - self.first]
 
     def has_room(self, batches: int) -> bool:
-        """Return whether that many batches fit, which one cut gives. They always fit an empty window.
+        """Return whether the `batches` of one cut fit. They always fit an empty window.
 
         The batches of a later drain must still fit the recorder too.
         """
@@ -85,9 +85,9 @@ class Window:
         return not kept or (fits and self._nbytes < limits.window_bytes)
 
     def _fits_learner(self, awaited: list[int], batches: int) -> bool:
-        """Return whether at least half of another cut fits the learner's steps, if it is like those kept.
+        """Return whether at least half of another cut fits the learner's steps, if it is like the cuts in the window.
 
-        So the window holds the number of cuts nearest to what the learner wants. `awaited` are the steps of each batch.
+        So the window holds the number of cuts nearest to the learner's wish. `awaited` are the steps of each batch.
         """
         kept = len(awaited)
         return sum(awaited) * (2 * kept + batches) <= 2 * kept * self.learner_steps
@@ -111,7 +111,7 @@ class Window:
         self.first = max(self.first, seq + 1)
 
     def decompress(self) -> None:
-        """Unpack the batches that are kept, for a broker that takes none compressed."""
+        """Decompress the kept batches, for a broker that takes no compressed ones."""
         for shipment in self._shipments:
             if shipment.frames is not None:
                 shipment.frames = decompressed(shipment.frames)

@@ -113,7 +113,7 @@ def build_runner(
     """
 
     def between_looks_for_hosts(endpoint: str) -> None:
-        """Show the broker and the recorder's readers that this worker lives, and where. Raises `StoppedError`."""
+        """Show the broker and the recorder's readers that this worker lives, and its address. Raises `StoppedError`."""
         membership.session.ports = Ports(**advertised({"envs": endpoint}, host))
         membership.expect_silence()
         membership.pump()
@@ -121,7 +121,7 @@ def build_runner(
             raise StoppedError("stopped while waiting for a first env host")
 
     if config.sampling.env_placement == "remote":
-        membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner tells
+        membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner reports its own figures
     runner: EnvRunner[Any] = open_runner(
         served_config(config),
         membership.slot,
@@ -138,7 +138,7 @@ def build_runner(
 def host_of_ports(config: FleetConfig) -> str:
     """Return the name or address by which env hosts and clients reach this worker; "" if it serves none.
 
-    Raises `ConfigError` for a name that does not resolve, or that is none.
+    Raises `ConfigError` for a name that does not resolve, or that no peer can connect to.
     """
     bound = config.serving.host if config.serving.enabled else config.sampling.env_hosts_host
     if not config.serving.enabled and config.sampling.env_placement != "remote":
@@ -218,7 +218,7 @@ class Worker:
         self.session.read_env_errors = self.runner.totals.failure_groups.all
 
     def _read_figures(self) -> dict[str, Any]:
-        """Return what a heartbeat tells of this worker's time, envs and clients."""
+        """Return the figures for a heartbeat about this worker's time, envs and clients."""
         runner, serving = self.runner, self._served.figures() if self._served is not None else None
         hosts = runner.env_hosts
         return {
@@ -232,7 +232,7 @@ class Worker:
         }
 
     def _read_metrics(self) -> dict[str, LoggedMetric]:
-        """Return what callbacks have logged, as far as it may be reported. Log once what may not."""
+        """Return the metrics that callbacks have logged, without those that a worker may not report. Log that once."""
         logged = self.runner.get_logged_metrics()
         fitting = fitting_metrics(logged)
         if len(fitting) < len(logged) and not self._left_out:
@@ -274,7 +274,7 @@ class Worker:
         return self._may_begin()
 
     def _wait_for_steps(self, stopping: threading.Event) -> None:
-        """Wait until the fleet may take more steps. Log at once that it may take none any more."""
+        """Wait until the fleet may take more steps. Log it if the fleet has reached its bound."""
         told = "the broker to count all steps"
         self._wait(told, lambda: self.session.steps_share == 0 or self._may_begin(), stopping)
         if not self._may_begin() and not stopping.is_set():
@@ -320,7 +320,7 @@ class Worker:
         return cut
 
     def ship(self, cut: Cut) -> None:
-        """Hand all batches of a cut to the session, and tell callbacks of its chunks."""
+        """Hand all batches of a cut to the session, and call callbacks for its chunks."""
         with self._budget.spent_on(SERIALISE):
             self._shipper.ship(cut)
             self._pump()
@@ -329,11 +329,10 @@ class Worker:
                 self.runner.callbacks.call("on_chunk_sent", chunk=chunk)
 
     def _between_polls(self, stopping: threading.Event) -> None:
-        """Record steps, and every `PUMP_INTERVAL_S` pump, apply weights and ship what clients cut.
+        """Record steps. Every `PUMP_INTERVAL_S`, pump, apply weights and ship the chunks that clients cut.
 
-        The runner calls this after every poll, and while it waits for envs. Raises `StoppedError` where the fragment is
-        not full soon after the worker was stopped. Envs that fail or are waited for may take for ever, and whole
-        episodes as long as they like.
+        The runner calls this after every poll, and while it waits for envs. Raises `StoppedError` if the fragment is
+        not full soon after the worker was stopped: waits for envs, and whole episodes, may last for ever.
         """
         self._shipper.step()
         now = time.monotonic()
@@ -351,7 +350,7 @@ class Worker:
                     raise StoppedError("stopped before the fragment was full")
 
     def _note_answers(self, now: float) -> None:
-        """Note for how long no env has answered. Clients of served envs may be silent as long as they like."""
+        """Note how long no env has answered. Clients of served envs may be silent for any time."""
         totals = self.runner.totals
         answers = (totals.env_steps, totals.env_failures, totals.env_rebuilds)
         if answers != self._answers:
@@ -359,7 +358,7 @@ class Worker:
         self.session.env_silence_s = now - self._answered_at if self._served is None else 0.0
 
     def _ship_of_clients(self) -> None:
-        """Ship what clients have cut, as long as there is also room for the runner's own cut.
+        """Ship the chunks that clients cut, as long as there is also room for the runner's own cut.
 
         Clients wait for more room.
         """
@@ -381,9 +380,9 @@ class Worker:
         delivery.done()
 
     def _apply_weights(self) -> bool:
-        """Put the newest weights collected into use. Return whether any are in use.
+        """Use the newest collected weights. Return whether any weights are in use.
 
-        Weights that do not fit are refused: the learner is told, and those in use stay.
+        The worker refuses weights that do not fit, reports that to the learner, and keeps its own.
         """
         newer = self.weights.take()
         if newer is not None and newer.version > self.session.weights:
@@ -410,10 +409,10 @@ class Worker:
     def _wait(
         self, what: str, condition: Callable[[], bool], stopping: threading.Event, *, whom: str = "broker"
     ) -> None:
-        """Pump until `condition` holds or the worker is stopped. Log from time to time what holds it up; tell clients.
+        """Pump until `condition` holds or the worker is stopped. Log the cause from time to time; tell clients.
 
-        `whom` it is while the broker has taken all batches and names no other. Raises `StoppedError` where the worker
-        ends with its fleet.
+        `whom` is the cause if the broker has taken all batches and names no other cause. Raises `StoppedError` if the
+        worker ends with its fleet.
         """
         with self._budget.spent_on(WAIT):
             self._wait_for(what, condition, stopping, whom)
@@ -464,7 +463,7 @@ class Worker:
         self.membership.leave(max(1.0, deadline - time.monotonic()))
 
     def give_up(self, reason: Discard) -> None:
-        """Count open steps as discarded, because another incarnation took this place.
+        """Discard the open steps and count them, because another incarnation took this worker's place.
 
         Batches that were not accepted stay in the recorder.
         """

@@ -18,7 +18,7 @@ class FailureGroups:
     def note(
         self, kind: str, env: str, exception: str, where: str, message: str, read_traceback: Callable[[], str]
     ) -> None:
-        """Count a failure. Only that of a new group has its traceback read."""
+        """Count a failure. Read the traceback only for a new group."""
         env, exception, where, now = env[:200], exception[:200], where[-300:], time.time()
         name = fingerprint_of(kind, env, exception, where)
         if name not in self._groups and len(self._groups) >= MOST_GROUPS:
@@ -33,7 +33,7 @@ class FailureGroups:
         self._groups[name] = known.model_copy(update={"message": message[:500], "last_unix_s": now})
 
     def next(self) -> EnvErrorGroup | None:
-        """Return the groups one after another, again and again; None without any."""
+        """Return the next group in turn, for ever; None without any."""
         groups = self.all()
         if not groups:
             return None

@@ -31,7 +31,7 @@ _ELSEWHERE = {
     "get_state": "runner.get_state(), which has all lifetime counters",
     "set_state": "runner.set_state(state)",
 }
-"""Names that RLlib's logger has and this one lacks -> what to take instead."""
+"""Names that RLlib's logger has and this one lacks -> the replacement."""
 _OLDER = {
     "env_runners": "the figures themselves, which have no dict around them",
     "sampler_results": "the figures themselves, which have no dict around them",
@@ -46,7 +46,7 @@ _OLDER = {
     "timesteps_total": "num_env_steps_sampled_lifetime",
     "num_env_steps_sampled_this_iter": "num_env_steps_sampled",
 }
-"""Names of RLlib's older reports -> what to take instead. Newer names are the same here."""
+"""Names of RLlib's older reports -> the replacement. Newer names are the same here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class MetricsLogger:
     - sum: since the last report
     - lifetime_sum: since the runner was built
 
-    `log_value`, `log_dict`, `log_time` and `peek` are as in RLlib. For another of its names, or an argument that has no
-    meaning here, the error says what to take.
+    `log_value`, `log_dict`, `log_time` and `peek` are as in RLlib. For other names of RLlib's logger, and arguments
+    without a meaning here, the error names the replacement.
     """
 
     def __init__(self, window: int, reserved: Iterable[str] = ()) -> None:
@@ -129,7 +129,7 @@ class MetricsLogger:
                 self.log_value((*above, name), value, **how)
 
     def peek(self, name: str | Path, default: Any = _NO_DEFAULT) -> Any:
-        """Return the figure of `name` as a report would have it now; `default` if nothing was logged, or `KeyError`."""
+        """Return the current figure of `name`. Without values return `default`, or raise `KeyError`."""
         path = _path(name)
         if path in self._sums:
             return self._sums[path][1]
@@ -171,9 +171,9 @@ class MetricsLogger:
         return sums
 
     def cumulative(self) -> dict[str, LoggedMetric]:
-        """Return what was logged so far, by joined name, in a form that merges over workers. Changes nothing.
+        """Return all logged figures by joined name, in a form that merges over workers. Changes nothing.
 
-        Sums of both kinds are since this logger was made. Of items and percentiles the fleet shows the mean of all
+        Sums of both kinds count since this logger was made. For items and percentiles the fleet shows the mean of all
         workers.
         """
         windows = {

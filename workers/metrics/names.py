@@ -19,7 +19,9 @@ LOSS_COUNTERS = (
     "num_final_steps_dropped_lifetime",
     "num_untrained_episodes_lifetime",
 )
-"""Lifetime counters of failures, and of what failures and clients withheld. Each life of a runner counts these from 0.
+"""Lifetime counters of failures, and of steps and episodes lost by them or withheld by clients.
+
+Each life of a runner counts these from 0.
 """
 NAMED_COUNTERS = (
     "num_agent_steps_sampled_lifetime",

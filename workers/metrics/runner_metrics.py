@@ -24,7 +24,7 @@ MOST_FINISHED = 10_000
 
 
 class RunnerMetrics:
-    """Steps and episodes as they are delivered. The totals count what a failure took away, by reason.
+    """Steps and episodes as they are delivered. The totals count the lost steps, by reason.
 
     An episode counts when its last chunk is delivered, with the sums of all its chunks. Figures of episodes are over
     the newest `metrics_num_episodes_for_smoothing`, divided among the runners of the fleet.
@@ -86,7 +86,7 @@ class RunnerMetrics:
         self._add_episodes([earned for earned, _ in episodes], [length for _, length in episodes])
 
     def add_untrained(self, episode_return: float, length: int) -> None:
-        """Count an ended episode that is not trained on. It is in no other figure."""
+        """Count an ended episode that is excluded from training. It is in no other figure."""
         self._untrained += 1
         self._untrained_finished.append((episode_return, length))
         self._untrained_returns.append(episode_return)
@@ -138,9 +138,9 @@ class RunnerMetrics:
         return self._by_name[path]
 
     def take_finished(self) -> list[tuple[float, int]]:
-        """Return (return, length) of each whole episode delivered since the last call; of very many, the newest.
+        """Return (return, length) of each whole episode delivered since the last call.
 
-        At most `MOST_FINISHED` are kept.
+        Only the newest `MOST_FINISHED` are kept.
         """
         finished = list(self._finished)
         self._finished.clear()

@@ -17,7 +17,7 @@ SAMPLING = len(TIME_PARTS)
 ENV, INFERENCE, CONNECTORS, SERIALISE, WAIT, OTHER = range(SAMPLING)
 _DIVIDED = (ENV, INFERENCE, CONNECTORS)
 _KEPT = 0.9
-"""Part of what is known of polls that `seconds` keeps for its next call, so that rare slow polls are in the shares."""
+"""Share of the sums over polls that `seconds` keeps for its next call, so that rare slow polls still count."""
 _MOST_S = 1.0
 """The most seconds that one poll stands for."""
 
@@ -25,8 +25,9 @@ _MOST_S = 1.0
 class TimeBudget:
     """A stopwatch that counts each moment for one part, so the parts sum to the whole.
 
-    The clock is read where a part begins. A poll of small envs has no time for that: sampling is divided by the polls
-    that `Timers` timed. Waiting for envs elsewhere, resets and repairs are never divided.
+    The clock is read where a part begins. That costs too much within a poll of small envs, so the time of sampling is
+    divided in the proportions of the polls that `Timers` timed. Waiting for envs elsewhere, resets and repairs are
+    never divided.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class TimeBudget:
             self.switch(before)
 
     def of_envs(self, call: Callable[[], R]) -> R:
-        """Return what `call` returns, and count its time as the envs'."""
+        """Return the result of `call`, and count its time as the envs' time."""
         before = self.switch(self.env_part)
         try:
             return call()
@@ -82,7 +83,7 @@ class TimeBudget:
         self._timed = [known + weight * part for known, part in zip(self._timed, parts_s, strict=True)]
 
     def seconds(self) -> dict[TimePart, float]:
-        """Return the seconds by part so far. None of them ever goes down."""
+        """Return the seconds by part so far. No part ever decreases."""
         self.switch(self._part)
         if self._timed_s > 0.0:
             self._shares = [part / self._timed_s for part in self._timed]

@@ -41,15 +41,15 @@ class RunnerTotals:
     episodes: int = 0
     env_failures: int = _reported("num_env_step_failures_lifetime")
     newest_env_failure: str = field(default="", compare=False)
-    """The newest of them in words: its kind, env, place and error."""
+    """The newest env failure in words: its kind, env, place and error."""
     failure_groups: FailureGroups = field(default_factory=FailureGroups, compare=False)
     env_rebuilds: int = _reported("num_env_rebuilds_lifetime")
     aborted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_ABORTED), compare=False)
-    """(return, env steps) of episodes that were given up before their end and are in no batch header yet."""
+    """(return, env steps) of episodes that were aborted and are in no batch header yet."""
     timers: Timers = field(default_factory=Timers, compare=False)
 
     def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
-        """Count `steps`, open or never opened, that will not become a chunk. `env_steps` None: each was an env step."""
+        """Count `steps` that will not become a chunk, open or never opened. `env_steps` None: each was an env step."""
         self.env_steps_discarded += steps if env_steps is None else env_steps
         if steps:
             self.discarded[reason.value] = self.discarded.get(reason.value, 0) + steps

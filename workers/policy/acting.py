@@ -115,7 +115,7 @@ class Actor:
 
 
 class BlockActor:
-    """Passes over `blocks` of lanes, which are disjoint and cover all lanes: half the lanes cost half a pass.
+    """Acts for disjoint `blocks` of lanes, which together are all lanes. Half the lanes cost half a pass.
 
     The rounding of a pass depends on its number of rows. So a block always passes whole, whichever of its lanes can
     act. The episodes of a lane then do not depend on which lanes are ready when.
@@ -137,7 +137,7 @@ class BlockActor:
             self._block_of[lanes] = block
 
     def __call__(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None) -> Columns:
-        """Return columns (width, ...) as `Actor` does. Only the rows of `acting` (None: all) have a meaning."""
+        """Return columns (width, ...) as `Actor` does. Only the rows of `acting` (None: all) are valid."""
         columns: Columns = {}
         acting = np.arange(self._width) if acting is None else acting
         for block in np.unique(self._block_of[acting]).tolist():

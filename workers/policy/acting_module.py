@@ -1,4 +1,4 @@
-"""One module and all that it acts by: its connectors, its memory, its random numbers. The one owner of "who acts"."""
+"""One module with its connectors, memory and random numbers: it chooses the actions of all its rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RandomSource(Protocol):
 
 
 class ActingModule:
-    """Chooses actions for rows: a row is an env of one agent, or the seat of one agent of several in one env.
+    """Chooses actions for rows. A row is an env of one agent, or one agent's seat in one env.
 
     `env_spaces` are the rows' own, before connectors. Without a `module` only random actions can be chosen. Every
     forward pass covers all rows, even those that do not act, because rounding depends on the number of rows. With
@@ -76,7 +76,7 @@ class ActingModule:
         return len(next(iter(self.connectors.columns.values())))
 
     def use(self, module: Any, count_steps: Callable[[], int]) -> None:
-        """Act with `module` from now on; None leaves random actions. `count_steps` gives the fleet's steps so far.
+        """Act with `module` from now on; with None only random actions. `count_steps` returns the fleet's steps so far.
 
         A recurrent module begins with an empty memory. Raises `ModuleError` for a bad initial state.
         """
@@ -90,7 +90,7 @@ class ActingModule:
         self.noise.begin("policy", module.noise_size, module.noise_kind)
 
     def widen(self) -> None:
-        """Act for the connectors' new rows too; each earlier row goes on with what was remembered for it."""
+        """Act for the connectors' new rows too. Earlier rows keep their memory."""
         before = self.memory
         if self.module is None:
             return
@@ -115,7 +115,7 @@ class ActingModule:
         return self.connectors.for_env(columns, some)
 
     def _draw(self, acting: NDArray[np.intp] | None) -> Columns:
-        """Return random actions, and beside them what the module would send for them if it maps its actions itself."""
+        """Return random actions, and the module's own actions for them if the module maps its actions to the env's."""
         drawn = self._random(self.noise.draw("random_actions", acting), acting)
         if not self._module_maps():
             return drawn
@@ -124,7 +124,7 @@ class ActingModule:
         return {**policy_actions(drawn), **sent}
 
     def _module_maps(self) -> bool:
-        """Return whether the module answers "actions_for_env", found by one pass whose result is not used."""
+        """Return whether the module returns "actions_for_env". Takes one forward pass and drops its result."""
         module: Any = self.module
         if self._maps is None and module is not None:
             actor = Actor(module, self.spaces, self.connectors.columns, lambda: 0)
@@ -161,13 +161,13 @@ class ActingModule:
         self.connectors.check_state(states)
 
     def write(self, weights: Mapping[str, NDArray[Any]] | None, states: Mapping[str, State]) -> None:
-        """Take over what `check` let pass."""
+        """Write weights and states that `check` has accepted."""
         self.connectors.set_state(states)
         if weights is not None and self.module is not None:
             write_weights(self.module, weights)
 
     def take_connectors_of(self, earlier: ActingModule) -> None:
-        """Go on with what the connectors of `earlier` know, if it fits."""
+        """Take over the state of the connectors of `earlier`, if it fits."""
         known = earlier.connectors.get_state()
         if self.connectors.fits(known):
             self.connectors.set_state(known)

@@ -56,7 +56,7 @@ def export_policy(
 ) -> Path:
     """Write the policy of `module` and its frozen `connectors` to `path`; return the path.
 
-    The file is kept only if it does what `act` does with random batches of the env's observations. Raises
+    The file is kept only if its actions for random batches of the env's observations are those of `act`. Raises
     `ExportError`.
     """
     write = _WRITERS.get(path.suffix)
@@ -91,7 +91,7 @@ def export_policy(
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Keep back what torch says about parts of its own, and about sizes, which `_check` tries."""
+    """Suppress torch's warnings about its own parts, and about sizes, which `_check` tests."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.ERROR)

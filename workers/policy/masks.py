@@ -17,7 +17,7 @@ _COLUMN = f"obs/{MASK}"
 
 
 class LegalRandomActions:
-    """`RandomActions` of the space `action`, limited to the legal ones where the env says which they are.
+    """`RandomActions` of the space `action`, limited to the legal actions if the env sends masks.
 
     `spaces` and `observations` are the env's own, before any connector; rows are those of `observations`. The masks
     apply to the env's actions. They are ignored where `action` is another space, which a connector maps to the env's.
@@ -67,7 +67,7 @@ class LegalRandomActions:
         counts = legal.sum(1)
         choice = np.floor(noise[:, 0].astype(np.float64) * counts)
         picked = (legal.cumsum(1) > choice[:, None]).argmax(1) + self._discrete.start
-        actions = np.where(counts > 0, picked, columns["actions"])  # where no action is legal, any will do
+        actions = np.where(counts > 0, picked, columns["actions"])  # if no action is legal, keep the random one
         columns["actions"] = actions.astype(columns["actions"].dtype)
         if self._told is not None:
             self._told[slice(None) if acting is None else acting] = True

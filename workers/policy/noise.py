@@ -17,7 +17,7 @@ StreamsOf = Callable[[NoiseUse], Iterable[np.random.Generator]]
 
 
 class RowNoise:
-    """Numbers for rows that act each in its own time: float32 (rows, size) for one forward pass after another.
+    """Numbers for rows with a pace of their own: float32 (rows, size) for one forward pass after another.
 
     A row's numbers depend on how often the row acted before, and not on how often its neighbours did.
     """
@@ -32,7 +32,7 @@ class RowNoise:
         """No row can be used up before so many passes."""
 
     def add(self, streams: Iterable[np.random.Generator]) -> None:
-        """Add rows below those there are."""
+        """Add rows after the existing ones."""
         new = list(streams)
         self.streams += new
         block = np.empty((len(self.streams), *self._block.shape[1:]), np.float32)
@@ -43,10 +43,10 @@ class RowNoise:
         self._refill()
 
     def next(self, acting: NDArray[np.intp]) -> NDArray[np.float32]:
-        """Return numbers in [0, 1), or standard normal ones, for all rows; those of the rows `acting` are used up."""
+        """Return numbers in [0, 1), or standard normal ones, for all rows. Only the rows `acting` use theirs up."""
         numbers: NDArray[np.float32] = self._block[self._every, self._at]
         if len(acting) == len(self._at):
-            self._at += 1  # twice as fast, and all that one lane has to do
+            self._at += 1  # the usual case with one lane, and twice as fast
         else:
             self._at[acting] += 1
         self._polls_left -= 1
@@ -59,7 +59,7 @@ class RowNoise:
         return {"numbers": self._block.copy(), "used": self._at.astype(np.int64)}
 
     def write(self, rows: NDArray[np.intp], numbers: NDArray[np.float32], used: NDArray[np.int64]) -> None:
-        """Let `rows` go on as `read` found them."""
+        """Continue `rows` from the state of `read`."""
         self._block[rows], self._at[rows] = numbers, used
         self._polls_left = BLOCK - int(self._at.max(initial=0))
 
@@ -76,7 +76,8 @@ class RowNoise:
 class ActionNoise:
     """The numbers of one module's rows by use: its own policy's, and those of random actions.
 
-    With `in_step` all rows act in every pass. Otherwise each acts in its own time, and there may come more of them.
+    With `in_step` all rows act in every pass, and their number is fixed. Otherwise each row has its own pace, and rows
+    may be added.
     """
 
     def __init__(self, streams_of: StreamsOf, *, in_step: bool) -> None:
@@ -86,7 +87,7 @@ class ActionNoise:
 
     @property
     def rows(self) -> dict[NoiseUse, RowNoise]:
-        """The numbers of rows that act each in its own time, by use."""
+        """The numbers of rows with a pace of their own, by use."""
         return {use: noise for use, noise in self.by_use.items() if isinstance(noise, RowNoise)}
 
     def begin(self, use: NoiseUse, size: int, kind: NoiseKind) -> None:
@@ -99,16 +100,16 @@ class ActionNoise:
         noise.add(streams)
 
     def begin_again(self) -> None:
-        """Draw all numbers once more from the streams, which stand elsewhere now."""
+        """Draw all numbers again, after the streams were set to another state."""
         for use, noise in list(self.by_use.items()):
             self.begin(use, noise.size, noise.kind)
 
     def forget(self, use: NoiseUse) -> None:
-        """Draw no more for `use`."""
+        """Stop drawing for `use`."""
         self.by_use.pop(use, None)
 
     def add(self, streams_of: StreamsOf) -> None:
-        """Add rows, each with its streams, below those there are."""
+        """Add rows, each with its streams, after the existing ones."""
         for use, noise in self.by_use.items():
             assert isinstance(noise, RowNoise), "rows that act in step are all there from the beginning"
             noise.add(streams_of(use))
@@ -124,20 +125,20 @@ class ActionNoise:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def read(self) -> dict[str, Any]:
-        """Return by use where the numbers stand.
+        """Return the state of the numbers by use.
 
-        streams: uint64 (rows, 6). ahead: float32 (passes, rows, size), drawn and not used yet; of rows that act each
-        in its own time, what `RowNoise.read` gives stands in its place.
+        streams: uint64 (rows, 6). ahead: float32 (passes, rows, size), drawn and not used yet. For rows with a pace of
+        their own, the result of `RowNoise.read` takes the place of `ahead`.
         """
         return {use: _read(noise) for use, noise in self.by_use.items()}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise `StateError` unless `write` can take `state`."""
-        for use, noise in sorted(self.by_use.items()):  # in one order, whichever use began first
+        for use, noise in sorted(self.by_use.items()):  # in an order that does not depend on which use began first
             _check(noise, use, state.get(use))
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Go on as `read` found it."""
+        """Continue from the state of `read`."""
         for use, noise in self.by_use.items():
             _write(noise, state[use])
 

@@ -1,4 +1,4 @@
-"""A policy as it was trained, for programs that act by it: observations in, actions in the env's units out."""
+"""A trained policy for use in other programs: observations in, actions in the env's units out."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class _Player:
 
 
 def _read(space: Space, observation: Any) -> tuple[dict[str, NDArray[Any]], bool]:
-    """Return (columns (rows, ...), whether they are those of a batch). Raises `PolicyCallError`."""
+    """Return (columns (rows, ...), whether the observation is a batch). Raises `PolicyCallError`."""
     columns: dict[str, NDArray[Any]] = {}
     sizes: set[int | None] = set()
     for (name, leaf), value in zip(leaves(space, "obs"), _values(space, observation), strict=True):

@@ -3,7 +3,7 @@
     root entropy ── (worker_index, incarnation, env_index) ──┬── reset seeds, one an episode
                                                              ├── numbers a policy samples from
                                                              ├── numbers random actions are made from
-                                                             └── seeds for what is seeded when it is made
+                                                             └── seeds for objects that are seeded when they are made
 
 The episodes of an env therefore depend on its own streams and the weights. They never depend on its neighbours, the
 size of the vector or which env was ready first. Nothing here touches the global state of python, numpy or torch.
@@ -88,7 +88,7 @@ class EnvSeeds:
         """True if the next reset gets a seed."""
 
     def renew(self) -> None:
-        """Have the next reset get a seed, because the env is a new one, or is to begin as a new one would."""
+        """Give the next reset a seed, because the env is new, or must begin as a new one would."""
         self._is_due = True
 
     def next(self) -> int | None:
@@ -102,7 +102,7 @@ class EnvSeeds:
         return self.ahead.pop()
 
     def peek(self) -> int | None:
-        """Return what `next` will return."""
+        """Return the result of the next call of `next`."""
         if not self._is_due:
             return None
         if not self.ahead:

@@ -1,4 +1,4 @@
-"""Saves and restores random streams as arrays, so that a restored runner goes on as the first would have."""
+"""Saves and restores random streams as arrays, so that a restored runner continues the same numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_streams(streams: Sequence[np.random.Generator]) -> NDArray[np.uint64]:
 
 
 def write_streams(streams: Sequence[np.random.Generator], rows: NDArray[np.uint64]) -> None:
-    """Let `streams` go on from where `read_streams` found them."""
+    """Set `streams` to the state of `read_streams`."""
     for stream, row in zip(streams, rows.tolist(), strict=True):
         stream.bit_generator.state = {
             "bit_generator": "PCG64",

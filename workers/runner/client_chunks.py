@@ -17,7 +17,7 @@ Episodes = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class ClientChunks:
-    """A batch, if there is one, and further counts."""
+    """A batch (or None) from clients, and further counts."""
 
     batch: ChunkBatch | None = None
     discarded: Mapping[Discard, int] = field(default_factory=dict)

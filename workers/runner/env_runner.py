@@ -43,7 +43,7 @@ Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])
 """The result of one cut."""
 
 _OWN_SETTINGS = ("env_config", "module_config", "env_to_module", "module_to_env")
-"""Values that a runner copies, so that neither it nor its caller sees later changes of the other."""
+"""Values that a runner copies, so that later changes by the runner or its caller do not affect the other."""
 
 
 class EnvRunner(ABC, Generic[Batch]):
@@ -85,15 +85,15 @@ class EnvRunner(ABC, Generic[Batch]):
 
     @abstractmethod
     def _open_sampler(self) -> Sampler[Any, Any]:
-        """Build all envs from the config for the first time, with what samples them."""
+        """Build all envs and their sampler from the config, for the first time."""
 
     @abstractmethod
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
-        """Return what builds a module, as `EnvRunnerConfig.module` has it, and its keyword arguments."""
+        """Return the builder of a module, as in `EnvRunnerConfig.module`, and its keyword arguments."""
 
     @abstractmethod
     def _cut(self, stamp: Stamp, keep_open: bool) -> Batch:
-        """Cut what was sampled, and count it; `keep_open`: whole episodes only."""
+        """Cut and count the sampled steps. `keep_open`: whole episodes only."""
 
     @abstractmethod
     def get_metrics(self) -> dict[str, Any]:
@@ -109,10 +109,10 @@ class EnvRunner(ABC, Generic[Batch]):
 
     @abstractmethod
     def running_episodes(self) -> Sequence[Any]:
-        """Return the episodes that are going on, by env: how long they last already, their length and return so far."""
+        """Return the open episodes, by env, with their age, length and return so far."""
 
     def _env_spaces(self, observation: gym.Space[Any], action: gym.Space[Any]) -> dict[str, tuple[Any, Any]]:
-        """Return the spaces that `get_spaces` has beside those of modules; given are those of one env."""
+        """Return the spaces that `get_spaces` has in addition to the modules'. The arguments are those of one env."""
         width = self.config.num_envs
         whole = batch_space(observation, width), batch_space(action, width)
         return {"__env__": whole, "__env_single__": (observation, action)}
@@ -126,7 +126,8 @@ class EnvRunner(ABC, Generic[Batch]):
     def make_env(self) -> None:
         """Build all envs again from the config, closing what was there. Open episodes are over.
 
-        Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error; without envs then.
+        Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error. Then the runner has no
+        envs.
         """
         self.callbacks.check_at_rest("make_env()")
         self._stopped = True
@@ -142,7 +143,7 @@ class EnvRunner(ABC, Generic[Batch]):
     def make_module(self) -> None:
         """Build all modules again from the config. A builder that raises NotImplementedError leaves random actions.
 
-        Raises `ModuleError` for a module that cannot be built or used; the runner has none then.
+        Raises `ModuleError` for a module that cannot be built or used. Then the runner has no modules.
         """
         self.callbacks.check_at_rest("make_module()")
         policies = self._policies
@@ -161,7 +162,7 @@ class EnvRunner(ABC, Generic[Batch]):
         return module
 
     def _make_parts(self) -> None:
-        """Make envs and modules, if there are envs to make. If that fails, no env and no process of envs stays."""
+        """Make envs, if the config has any, and modules. If that fails, close all envs and their processes."""
         if self.config.env is not None or self.config.env_placement == "remote":
             try:
                 self.make_env()
@@ -208,14 +209,14 @@ class EnvRunner(ABC, Generic[Batch]):
         return {module_id: policy.spaces for module_id, policy in self._policies.items()}
 
     def weight_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Return the shapes of weights that `set_weights` takes, by module and name. A runner without modules: none."""
+        """Return the shapes of weights that `set_weights` takes, by module and name; empty without modules."""
         shapes = {module_id: policy.weight_shapes() for module_id, policy in self._policies.items()}
         return shapes if all(shapes.values()) else {}
 
     def policy_columns(self) -> dict[str, PolicyColumns]:
-        """Return by module what batches of external envs have here, to compare with it what others have cut.
+        """Return by module the columns of batches of external envs here, to check the batches that clients cut.
 
-        Raises `ModuleError` where there is no module to ask.
+        Raises `ModuleError` without a module.
         """
         self._check_can_act()
         return {
@@ -286,17 +287,17 @@ class EnvRunner(ABC, Generic[Batch]):
         on_wait: Callable[[], None] | None = None,
         most_steps: int | None = None,
     ) -> Batch:
-        """Return what a worker ships: `rollout_fragment_length` polls, then everything open is cut.
+        """Return the fragment that a worker ships: `rollout_fragment_length` polls, then a cut of all open episodes.
 
-        With `most_steps` the cut comes as soon as so many steps were taken, if episodes may be cut.
+        With `most_steps` the cut comes as soon as this many steps were taken, if episodes may be cut.
 
         With batch_mode "complete_episodes": polls until `num_envs` episodes have finished, which are delivered; the
         others stay open. With external envs it returns what arrived within `external_fragment_max_age_s`.
 
         Calls `on_poll` after every poll. Calls `on_wait` (default: `on_poll`) from time to time while it waits for
-        remote or failed envs. Either may raise to break this off; then the next call continues, or `cut_fragment`
-        returns what is there. A batch carries what the connectors of its module learnt; `take_connector_update` does
-        not return that again.
+        remote or failed envs. Either may raise to interrupt the call. Then the next call continues, or `cut_fragment`
+        returns the steps so far. A batch carries the updates that the connectors of its module learnt;
+        `take_connector_update` does not return them again.
         """
         self.callbacks.check_at_rest("sample_fragment()")
         whole = self.config.batch_mode == "complete_episodes"
@@ -319,12 +320,12 @@ class EnvRunner(ABC, Generic[Batch]):
         return self.cut_fragment()
 
     def cut_fragment(self) -> Batch:
-        """Return the fragment as it stands, after a `sample_fragment` that was broken off, without a step under way."""
+        """Return the steps of an interrupted `sample_fragment`, without steps under way."""
         whole = self.config.batch_mode == "complete_episodes"
         return self._end_sample(self._attach_updates(self._deliver(keep_open=whole)))
 
     def discard_open(self, reason: Discard) -> Batch:
-        """End sampling. Return what finished since the last cut, and end markers for episodes given out in part.
+        """End sampling. Return the chunks finished since the last cut, and end markers for episodes delivered in part.
 
         Unfinished steps are lost under `reason`. The next sampling resets all envs.
         """
@@ -371,14 +372,14 @@ class EnvRunner(ABC, Generic[Batch]):
         return enough_steps(steps, self._existing_sampler, self.config, self.totals)
 
     def _deliver(self, keep_open: bool, end_markers: bool = True) -> Batch:
-        """Cut, and then let the weights act that waited for it."""
+        """Cut, and then apply the weights that waited for the cut."""
         with self.totals.timers.budget.spent_on(SERIALISE):
             return self._cut_samples(keep_open, end_markers)
 
     def _cut_samples(self, keep_open: bool, end_markers: bool) -> Batch:
         sampler, state = self._existing_sampler, self._state
         if state.waiting is not None and (keep_open or sampler.steps.has_pending):
-            sampler.abandon(Discard.RESET)  # steps of one batch that were chosen under two epochs
+            sampler.abandon(Discard.RESET)  # one batch cannot hold steps of two epochs
             keep_open = False
         version = state.version
         stamp = Stamp(
@@ -441,9 +442,9 @@ class EnvRunner(ABC, Generic[Batch]):
         | "env_to_module", "module_to_env" | state of the connectors |
         | "random_streams" | seeds, numbers and episode ids to come |
 
-        Lifetime counters are always there. "rl_module/p0" is a part: a module's, which in a runner of one module is
-        "default_policy". There "env_to_module/0.MeanStd" is a single connector's. Components that the runner does not
-        have are left out. `state_to_arrays` flattens a state for sending.
+        Lifetime counters are always included. "rl_module/p0" is a part: the state of module p0. A runner of one module
+        calls it "default_policy". There "env_to_module/0.MeanStd" is a single connector's state. Components that the
+        runner does not have are left out. `state_to_arrays` flattens a state for sending.
 
         Raises `StateError` for an unknown component, or a part that is not there.
         """
@@ -452,19 +453,19 @@ class EnvRunner(ABC, Generic[Batch]):
     def set_state(self, state: Mapping[str, Any], *, force: bool = False) -> None:
         """Take over the parts of `state`; weights only if (learner_epoch, weights_seq_no) is newer, or `force`.
 
-        Connector state that comes with weights is taken or left together with them. "random_streams" are taken if they
-        are of the same worker_index, so that no two workers get the same episodes. This runner then abandons its open
-        episodes; the other runner's open episodes are not restored.
+        Connector state that comes with weights is taken or left together with them. "random_streams" are taken only
+        with the same worker_index, so that no two workers get the same episodes. This runner then abandons its open
+        episodes. The other runner's open episodes are not restored.
         Raises `StateError`, `ModuleError` or `ConnectorError` for what does not fit.
         """
         self._state.set(state, force=force)
 
     def get_counters(self) -> dict[str, Any]:
-        """Return lifetime counters, as they are in every state."""
+        """Return the lifetime counters, which every state includes."""
         return self._metrics.read_counters()
 
     def time_by_part(self) -> dict[TimePart, float]:
-        """Return the seconds of this runner's life by what it did; they sum to the time since it was made."""
+        """Return the seconds of this runner's life by part of its work. They sum to the time since it was made."""
         return self.totals.timers.budget.seconds()
 
     def get_logged_metrics(self) -> dict[str, LoggedMetric]:
@@ -472,7 +473,7 @@ class EnvRunner(ABC, Generic[Batch]):
         return self._metrics.logger.cumulative()
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Go on counting from those that are there. Raises `StateError` for what is no counter."""
+        """Continue counting from `counters`. Raises `StateError` for a value that is not a counter."""
         self._metrics.write_counters(counters)
 
     def take_connector_update(self) -> dict[str, Any]:
@@ -485,13 +486,13 @@ class EnvRunner(ABC, Generic[Batch]):
     def merge_connector_updates(self, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge the `updates` of all runners into `state`, the previous result or {}, and return it. Changes no runner.
 
-        Give it, beside new weights in one mapping, to `set_weights` of every runner. Of several modules both are by
-        module id.
+        Pass the result, together with new weights in one mapping, to `set_weights` of every runner. With several
+        modules both are by module id.
         """
         return self._names.merge(self._policies, state, updates)
 
     def freeze_connectors(self) -> None:
-        """Let connectors learn nothing from now on, as where a trained policy is evaluated. `make_env` undoes it."""
+        """Stop connectors from learning, for example to evaluate a trained policy. `make_env` undoes it."""
         for policy in self._policies.values():
             policy.connectors.freeze()
 
@@ -511,10 +512,11 @@ class EnvRunner(ABC, Generic[Batch]):
 
     @property
     def fleet_steps(self) -> int:
-        """Env steps of the whole fleet, for schedules: what modules get as batch["t"]. It never goes back.
+        """Env steps of the whole fleet, for schedules: modules get it as batch["t"]. It never decreases.
 
-        In a fleet those of all others that the broker has accepted, and all of this runner's life, discarded ones
-        too. Without a fleet, all `num_workers` runners are taken to have made as many steps as this one.
+        In a fleet it counts the steps of other workers that the broker has accepted, and all steps of this runner's
+        life, discarded ones too. Without a fleet, all `num_workers` runners are assumed to have made as many steps as
+        this one.
         """
         if self.steps_elsewhere is not None:
             return self.steps_elsewhere + self.totals.env_steps
@@ -525,11 +527,11 @@ class EnvRunner(ABC, Generic[Batch]):
         return self._metrics.take_finished()
 
     def take_untrained_episodes(self, most: int) -> list[tuple[float, int]]:
-        """Return (return, length) of external episodes that ended and are not to be trained on, the oldest first."""
+        """Return (return, length) of ended external episodes that are excluded from training, the oldest first."""
         return self._metrics.take_untrained(most)
 
     def take_over(self, taken: ClientChunks) -> None:
-        """Count what clients sampled and cut in this runner's totals and metrics. Its worker ships the batch."""
+        """Count the chunks that clients cut in this runner's totals and metrics. Its worker ships the batch."""
         take_over(taken, self.totals, self._metrics, several_agents=self.config.is_multi_agent)
 
     def assert_healthy(self) -> None:

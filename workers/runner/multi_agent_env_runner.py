@@ -27,10 +27,10 @@ from headrace.workers.sampling.seat_steps import SeatSteps
 class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     """Samples `config.num_envs` multi-agent envs with one forward pass a poll for each module.
 
-    A chunk is a part of one agent's episode, and `sample` gives a `ModuleBatches`. A failing env costs only what its
-    own agents had open; what its siblings live through is the same to the bit as without the fault. `totals` count
-    agent steps, and env steps beside them. Weights are mappings by module id; a module that is left out is frozen: it
-    goes on acting with those it has. Each module has connectors of its own.
+    A chunk is a part of one agent's episode, and `sample` gives a `ModuleBatches`. A failing env costs only the open
+    steps of its own agents. The episodes of other envs are bit-identical to those without the fault. `totals` count
+    agent steps, and also env steps. Weights are mappings by module id. A module that is left out is frozen: it keeps
+    its weights. Each module has its own connectors.
 
     `on_wait`: see `SingleAgentEnvRunner`. Raises `NotMultiAgentError` for a config without policies, and
     `EnvContractError` for a single-agent env.
@@ -118,9 +118,9 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`. Figures that have no value are absent, and steps without an answer are not counted yet.
 
-        There are also: agent steps that were discarded; rewards for which there was no step, because their agents
-        never acted or their last step was dropped, by agents concerned and, of this life only, in sum; final
-        observations that were repeated, and final steps that were dropped.
+        Further figures: discarded agent steps; rewards without a step, because their agents never acted or their last
+        step was dropped (as a count of agents, and as a sum for this life only); repeated final observations; dropped
+        final steps.
         """
         report = self._metrics.report(self._state.version.seq)
         if self._steps is not None:
@@ -139,7 +139,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         }
 
     def get_spaces(self) -> dict[str, tuple[Any, Any]]:
-        """See `EnvRunner`; a policy that was given spaces has those."""
+        """See `EnvRunner`. A policy whose spaces are in the config has those spaces."""
         envs = self._seat_steps.envs
         by_kind = {own.model_dump_json(): envs.agent_gym_spaces[agent] for agent, own in envs.agent_spaces.items()}
         given = {module_id: policy.gym_spaces for module_id, policy in self._specs.specs.items()}

@@ -1,4 +1,4 @@
-"""Names the weights and connector state of a runner's policy: of one module as they are, of several by id."""
+"""Names the weights and connector state of a runner's policy: plain names for one module, by id for several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PolicyNames(Protocol[Batch]):
     """Arguments and results of a runner's methods, in the runner's own names."""
 
     def split(self, policies: Policies, state: Mapping[str, Any]) -> Parts:
-        """Return the parts of what `set_weights` was given. Raises `ModuleError` for a module that is not there."""
+        """Return the parts of the argument of `set_weights`. Raises `ModuleError` for an unknown module."""
 
     def join(self, policies: Policies, weights: Mapping[str, Any], connectors: Mapping[str, State]) -> dict[str, Any]:
         """Return both parts of a state as `set_weights` takes them. Raises `StateError`."""
@@ -43,7 +43,7 @@ class PolicyNames(Protocol[Batch]):
         """Return the connectors' state by pipeline."""
 
     def connectors_by_module(self, policies: Policies, states: Mapping[str, State]) -> ByModule:
-        """Return what `read_connectors` gave, or a part of it, by module id. Raises `ConnectorError`."""
+        """Return the result of `read_connectors`, or a part of it, by module id. Raises `ConnectorError`."""
 
     def take_update(self, policies: Policies) -> dict[str, Any]:
         """Return what connectors have learnt since the last call."""
@@ -51,10 +51,10 @@ class PolicyNames(Protocol[Batch]):
     def merge(
         self, policies: Policies, state: Mapping[str, Any], updates: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return `state`, which this method gave before or {}, with the `updates` of all runners."""
+        """Return `state`, the previous result or {}, merged with the `updates` of all runners."""
 
     def attach_update(self, policies: Policies, batch: Batch) -> Batch:
-        """Return `batch` with what connectors have learnt; they keep it while the batch has no chunks."""
+        """Return `batch` with the connectors' updates. The connectors keep their updates if the batch has no chunks."""
 
 
 class OneModuleNames:
@@ -161,7 +161,7 @@ class ModuleIdNames:
 
 
 def _by_module(states: Mapping[str, State]) -> ByModule:
-    """Return pipelines of names with module ids by module again; a pipeline without names is left out."""
+    """Split pipelines, whose names begin with module ids, by module. Leave out pipelines without names."""
     modules: ByModule = {}
     for key, state in states.items():
         for name, array in state.items():

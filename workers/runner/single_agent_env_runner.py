@@ -28,11 +28,11 @@ from headrace.workers.sampling.sampler import Sampler
 class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     """Samples `config.num_envs` single-agent envs in this process.
 
-    A failing env costs only its own unfinished fragment; what its siblings live through is the same to the bit as
-    without the fault. `totals` is true after every poll. `incarnation` and `run_uid` make episode ids and random
-    numbers unlike those of any other runner of the run; with `config.seed` and `run_uid` given, both repeat. `on_wait`
-    is called, with the address for env hosts, now and then while envs on other hosts have no host yet. Unknown keyword
-    arguments are accepted.
+    A failing env costs only its own unfinished fragment. The episodes of other envs are bit-identical to those without
+    the fault. `totals` is true after every poll. `incarnation` and `run_uid` make episode ids and random numbers unlike
+    those of any other runner of the run; with `config.seed` and `run_uid` given, both repeat. While envs on other hosts
+    have no host yet, `on_wait` is called from time to time with the address for env hosts. Unknown keyword arguments
+    are accepted.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A runner's state: the weights in use, and what another runner, or its own next life, goes on from."""
+"""A runner's state: the weights in use, and the state from which another runner can continue."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _MOST_DIGESTS = 64
 
 
 class RunnerState:
-    """The weights that a runner acts with, and its state as others see it."""
+    """The weights that a runner acts with, and the state that it saves and restores."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class RunnerState:
         self._callbacks.call("on_weights_applied", version=self.weights_version)
 
     def note_version(self, version: Version) -> None:
-        """Take over the version of the weights that act from now on."""
+        """Set the version of the weights in use."""
         if version.learner_epoch != self.version.learner_epoch:
             self._digests.clear()
         elif len(self._digests) >= _MOST_DIGESTS:
@@ -146,11 +146,11 @@ class RunnerState:
         self.version, self._digests[version.seq] = version, version.digest
 
     def digest_of(self, seqs: NDArray[np.int64]) -> str:
-        """Return the digest of the newest of these versions; without any, of that in use. "" if it is not known."""
+        """Return the digest of the newest of these versions, or of the one in use without any; "" if unknown."""
         return self._digests.get(int(seqs.max()), "") if len(seqs) else self.version.digest
 
     def _set_connectors(self, states: Mapping[str, State]) -> None:
-        """Take over all of `states` or, with a `ConnectorError`, nothing."""
+        """Set all of `states`, or raise `ConnectorError` and set none."""
         if not (policies := self._policies):
             raise MissingEnvError
         by_module = self._names.connectors_by_module(policies, states)

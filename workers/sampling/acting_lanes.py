@@ -11,7 +11,7 @@ Rows = NDArray[np.intp]
 
 
 def next_to_act(envs: LaneDriver, width: int) -> Rows:
-    """Return lanes with an episode and nothing under way, in order; with halves, all of the one that waited longer."""
+    """Return the lanes that can act, in order. With halves, return the whole half that waited longest, or no lane."""
     live, halves = np.zeros(width, np.bool_), envs.halves
     live[slice(None) if envs.live is None else envs.live] = True
     idle = live.copy()

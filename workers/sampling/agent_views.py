@@ -1,4 +1,4 @@
-"""An episode of several agents as callbacks and curious people see it: as a whole, and agent by agent when asked."""
+"""Views of an episode of several agents for callbacks: the whole episode, and each agent's part of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from headrace.workers.sampling.seat_fragment import SeatFragment
 
 @dataclass(frozen=True, slots=True)
 class AgentView(EpisodeView):
-    """One agent's part of an episode. Its steps are those that were answered; `end` is its own, from then on.
+    """One agent's part of an episode. It has the agent's answered steps, and the agent's own `end` once it is done.
 
-    `action` is its newest also when that is not answered yet; `reward` is that of its newest step. Of an agent that was
-    done before the last cut only its length and return are left.
+    `action` is the agent's newest action, answered or not. `reward` is the reward of its newest step. If the agent was
+    done before the last cut, the view has only its length and return.
     """
 
     seat: Seat = field(kw_only=True)
@@ -33,7 +33,7 @@ class AgentView(EpisodeView):
 
     @property
     def episode_return(self) -> float:
-        """Sum of all rewards since it appeared, and of those given before; also for what is not answered yet."""
+        """Sum of the agent's rewards, with those before its first observation and those of a pending step."""
         return self.episode.episode_return + float(self.rewards.sum()) + self.seat.reward
 
 
@@ -41,17 +41,17 @@ class AgentView(EpisodeView):
 class MultiAgentEpisodeView(AnyEpisodeView):
     """One episode of several agents as it stands now; do not keep it beyond the callback that got it.
 
-    Agents go by the ids that the env gives them. Before the reset there are none.
+    Agents have the ids that the env gives them. Before the reset there are no agents.
     """
 
     episode: MultiAgentEpisode
     fragments: Mapping[str, SeatFragment] = field(default_factory=dict)
     """Fragments with the agents' open rows, by module id."""
     taken: dict[Any, AgentView] | None = None
-    """Views that were taken before the buffers forget the episode."""
+    """Views of all agents, made before the buffers drop the episode; None while the buffers have it."""
 
     def lasting(self) -> MultiAgentEpisodeView:
-        """Return the same view, readable when the episode's rows were given up, until others are written over them."""
+        """Return a view that stays readable after the episode's rows are dropped, until other rows overwrite them."""
         return replace(self, taken=self.agents)
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class MultiAgentEpisodeView(AnyEpisodeView):
 
     @property
     def agents_done(self) -> list[Any]:
-        """Agents that have come to their own end."""
+        """Agents that have terminated or were truncated."""
         return [agent for agent, seat in self.episode.seats.items() if seat.done]
 
     @property

@@ -59,7 +59,8 @@ def cut(
     else:
         columns = _take(fragment, chunks, starts, lengths)
     for name, leaf in leaves(spaces.action, "actions"):
-        # A fragment makes its action columns at the first step; markers alone travel in one that never had any.
+        # A fragment adds its action columns at the first step. A fragment with end markers only may never have had a
+        # step.
         columns.setdefault(name, np.empty((0, *leaf_shape(leaf)), column_dtype(leaf)))
     looks_back: list[int] = []
     if stamp.lookback_horizon:
@@ -142,7 +143,7 @@ def _fill_markers(table: NDArray[np.void], markers: Sequence[Marker]) -> None:
 
 
 def _fill_episodes(table: NDArray[np.void], episodes: Sequence[Episode]) -> None:
-    """Fill in ids, and counts as of what was delivered before."""
+    """Fill in ids, and the counts of each episode before this delivery."""
     table["id_low"] = [episode.id_low for episode in episodes]
     table["seed"] = [episode.seed for episode in episodes]
     table["env_index"] = [episode.env_index for episode in episodes]

@@ -20,8 +20,8 @@ Look = Callable[[Lane, Any], AnyEpisodeView]
 class EpisodeEvents:
     """Calls back for one vector.
 
-    While an episode goes on, a callback's error is returned, not raised: it is the episode's failure. After the end of
-    an episode it is logged.
+    While an episode goes on, a callback's error is returned, not raised, because it fails that episode. After the end
+    of an episode the error is logged.
     """
 
     def __init__(self, callbacks: CallbackList, look: Look) -> None:

@@ -14,8 +14,8 @@ from headrace.workers.sampling.episode_events import EpisodeEvents
 class EpisodeStarts:
     """Starts episodes: called with the function that restarts failed envs and may begin episodes.
 
-    It calls `open_chunks` with the lanes that have begun an episode, even when the restart raises. It calls `abort`
-    with the failure of a lane whose new episode a callback has refused. This lane then restarts.
+    It calls `open_chunks` with the lanes that have begun an episode, even when the restart raises. If a callback fails
+    a new episode, it calls `abort` with that failure, and the lane restarts.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class EpisodeStarts:
             try:
                 bring_back()
             finally:
-                # A lane that failed in between may have begun twice; its observation is from the last beginning.
+                # A lane that failed in between may have begun twice; its observation is from the second reset.
                 begun = [self._envs.lanes[index] for index in dict.fromkeys(self._envs.take_started())]
                 started = [lane for lane in begun if lane.episode is not None]
                 if started:

@@ -54,7 +54,7 @@ _ELSEWHERE = {
 class OpenRows:
     """The part of an episode that is not cut yet: rows `start:stop` of lane `lane` in a fragment's columns.
 
-    If `hangs`, row `stop` has an action that no step has answered yet.
+    If `pending`, row `stop` has an action without an answer.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -70,9 +70,9 @@ class OpenRows:
 class AnyEpisodeView(ABC):
     """Base of the views of an episode of one or several agents.
 
-    `end` is ONGOING until the last step: on_episode_step and on_episode_end of that step say how the episode ends.
-    Where RLlib's episodes have the same thing, a view has it by RLlib's name too. For another of their names the
-    AttributeError says what to take.
+    `end` is ONGOING until the last step. During on_episode_step and on_episode_end of that step, `end` says how the
+    episode ends. Where RLlib's episodes have the same attribute, a view also has it under RLlib's name. For other RLlib
+    names the AttributeError names the replacement.
     """
 
     episode: Episode
@@ -186,7 +186,7 @@ class EpisodeView(AnyEpisodeView):
 
     @property
     def reward(self) -> float | None:
-        """Reward of the newest step; None if there was no step since the last cut."""
+        """Reward of the newest step; None without a step since the last cut."""
         rewards = self.rewards
         return float(rewards[-1]) if len(rewards) else None
 
@@ -197,7 +197,7 @@ class EpisodeView(AnyEpisodeView):
 
     @property
     def action(self) -> Any:
-        """Copy of the policy's newest action, nested as the space is; None if there was none since the last cut."""
+        """Copy of the policy's newest action, nested as the space is; None without an action since the last cut."""
         return self._action_at(self._open_actions - 1) if self._open_actions else None
 
     @property
@@ -210,9 +210,9 @@ class EpisodeView(AnyEpisodeView):
         return self.rewards if indices is None else self.rewards[indices]
 
     def get_observations(self, indices: Indices = None) -> Any:
-        """Return a list of the observations since the last cut, or that of one index: as the module sees them, copied.
+        """Return a list of the observations since the last cut, or the observation at one index.
 
-        There is one more than steps.
+        They are copies, as the module sees them. The list has one more item than there are steps.
         """
         return _pick(self._observation_at, self._open_observations, indices)
 
@@ -238,7 +238,7 @@ class EpisodeView(AnyEpisodeView):
         return 0 if self.open_rows is None else self._open_steps + self.open_rows.pending
 
     def _observation_at(self, at: int) -> Any:
-        """Return the observation before the step `at`, counted from the last cut; the newest one has no step yet."""
+        """Return the observation before step `at`, counted from the last cut. The newest has no step yet."""
         rows = self.open_rows
         assert rows is not None, "callers ask for steps that are there"
         if at == self._open_steps:

@@ -28,7 +28,7 @@ class ExternalWait:
     def is_overdue(self) -> bool:
         """Return whether to ship the collected steps, because further ones may come late or never.
 
-        Not before the first poll: a busy machine may take as long to come to it.
+        False before the first poll, because a busy machine may take longer than the limit to start it.
         """
         return self._has_polled and time.monotonic() - self._begun_at >= self._max_age_s
 

@@ -42,14 +42,15 @@ _NO_STATE: dict[str, NDArray[Any]] = {}
 
 
 class LaneSteps:
-    """`SampledSteps` of one agent in each env of `envs`, which go on at their own pace.
+    """`SampledSteps` of one agent in each env of `envs`, in lock-step or with each lane at its own pace.
 
     In lock-step all live lanes act in each poll, and their rows are written without index arrays while all lanes stand
     at the same row. At other paces, an action without a reply at a cut is the first step of the lane's next chunk.
     If its episode is abandoned, it is not counted.
 
-    Chunks of external episodes have the column "off_policy", bool (T,): True where the action was logged. There,
-    `actions` has what was done, and `logp` what the policy would have given for it, or NaN where it cannot tell.
+    Chunks of external episodes have the column "off_policy", bool (T,): True where the client logged the action. For
+    those steps `actions` has the logged action. `logp` is its log-probability under the policy, or NaN if the module
+    cannot compute it.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class LaneSteps:
             self._fragment = kind(self._width, capacity, self._policy.connectors.columns)
 
     def begin(self, started: Sequence[Lane]) -> None:
-        self._is_spoilt = True  # until all is done: a connector that fails has seen some lanes and not others
+        self._is_spoilt = True  # reset below: a connector that raises has already seen some of the lanes
         self._policy.start([lane.index for lane in started])
         for lane in started:
             assert lane.episode is not None, "only lanes with an episode have started"
@@ -176,7 +177,7 @@ class LaneSteps:
         self._is_spoilt = False
 
     def _state_in(self, lane: int) -> Mapping[str, NDArray[Any]]:
-        """Return what a recurrent module, if there is one and it acts, remembers of the lane."""
+        """Return a recurrent module's state for the lane; empty without one, or for random actions."""
         if self._policy.memory is None or self.mode.random_actions:
             return _NO_STATE
         pending = self._pace is not Pace.LOCK_STEP and lane in self._ready_envs.under_way
@@ -213,17 +214,17 @@ class LaneSteps:
         try:
             return act(acting, explore=mode.explore, random_actions=mode.random_actions)
         except ConnectorError:
-            self._is_spoilt = self._policy.memory is not None  # it remembers a step that will not be taken
+            self._is_spoilt = self._policy.memory is not None  # the memory holds a step that will not be taken
             raise
 
     def _answer_callers(self, acting: Rows, columns: Columns) -> None:
-        """Send the actions first: the caller who asked need not wait until its step is recorded."""
+        """Send the actions before recording the step, so that the caller does not wait for the record."""
         envs = cast(ExternalVector, self.envs)
         columns = {**columns, OFF_POLICY: self._on_policy}
         logged = envs.logged(acting)
         if logged:
             columns = put_logged(columns, logged, self._policy.module, envs.spaces.action)
-        self._is_spoilt = True  # an action that was sent and is not recorded is no step
+        self._is_spoilt = True  # reset below: an action that was sent must also be recorded
         envs.send_actions_of(acting, columns)
         self._pending_fragment.act(acting, columns, self._weights_seq)
         self._is_spoilt = False
@@ -247,7 +248,7 @@ class LaneSteps:
         return outcome
 
     def _spread(self, lanes: Rows) -> Columns:
-        """Return the actions of `lanes` that are answered now, in columns with a row for every lane."""
+        """Return the answered actions of `lanes`, in columns with a row for every lane."""
         chosen = {}
         for name, rows in self._pending_fragment.chosen(lanes, self._policy.connectors.actions).items():
             chosen[name] = np.zeros((self._width, *rows.shape[1:]), rows.dtype)
@@ -269,7 +270,7 @@ class LaneSteps:
     def record(self, outcome: Outcome) -> None:
         if self._policy.connectors.sees:
             show = self._show if self.timers is None else self.timers.timed("env_to_module_timer", self._show)
-            self._is_spoilt = True  # until all is done, as in `begin`
+            self._is_spoilt = True  # reset below, as in `begin`
             show(outcome)
             self._is_spoilt = False
         if self._keeps_infos:
@@ -277,7 +278,7 @@ class LaneSteps:
                 self.fragment.add_info(lane, info)
 
     def _show(self, outcome: Outcome) -> None:
-        """Let the observations that have arrived pass env_to_module, those of episodes that end with them too."""
+        """Pass the new observations through env_to_module, including the last ones of episodes that end."""
         lanes, rewards = self._stepped_lanes(outcome), outcome.rewards
         if outcome.failures:
             sound = ~np.isin(lanes, [failure.lane for failure in outcome.failures])
@@ -350,7 +351,7 @@ class LaneSteps:
     # -- the end of a fragment ----------------------------------------------------------------------------------------
 
     def cut(self, stamp: Stamp, *, keep_open: bool) -> tuple[Sequence[OpenChunk], ChunkBatch]:
-        """Return what is to be delivered: chunks, and the batch whose first rows they are; then come end markers."""
+        """Return the chunks to deliver, and a batch with those chunks as its first rows and then the end markers."""
         fragment, markers = self.fragment, self._markers
         chunks, self._fragment = self._take_chunks(keep_open)
         self._markers = []
@@ -377,7 +378,7 @@ class LaneSteps:
         return [chunk for chunk in chunks if _trains(chunk.episode)], moved
 
     def _keep_back(self, chunk: OpenChunk, rewards: NDArray[np.float64]) -> None:
-        """Count a chunk that is not to be trained on."""
+        """Count a chunk that is excluded from training."""
         episode, steps = chunk.episode, len(rewards)
         episode.steps += steps
         episode.episode_return += float(rewards.sum())
@@ -398,7 +399,7 @@ class LaneSteps:
         lanes = self.envs.lanes
         unstepped = [not len(self.look(lane, lane.episode)) if lane.episode else False for lane in lanes]
         if not self.envs.seeds_every_episode:
-            unstepped = [False] * len(unstepped)  # what a vector began by itself cannot be begun again
+            unstepped = [False] * len(unstepped)  # such a vector cannot repeat an episode that it began
         return {"lanes": read_lanes(lanes, unstepped), **self._policy.noise.read()}
 
     def accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:

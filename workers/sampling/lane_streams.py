@@ -16,8 +16,8 @@ def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, An
 
     Its number is used again.
 
-    streams: uint64 (lanes, 6). seeds: int64, those drawn and not used, lane after lane, each lane's next one last;
-    `ahead`, int64 (lanes,), says how many of them each lane has. episodes: int64 (lanes,), numbers used up.
+    streams: uint64 (lanes, 6). seeds: int64, drawn but unused, lane after lane; each lane's next seed comes last.
+    `ahead`, int64 (lanes,), is the number of these seeds for each lane. episodes: int64 (lanes,), numbers used up.
     """
     ahead, numbers = [], []
     for lane, is_unstepped in zip(lanes, unstepped, strict=True):
@@ -33,7 +33,7 @@ def read_lanes(lanes: Sequence[Lane], unstepped: Sequence[bool]) -> dict[str, An
 
 
 def write_lanes(lanes: Sequence[Lane], state: Mapping[str, Any]) -> None:
-    """Let `lanes` go on as `read_lanes` found it; episode numbers never go back, since ids are unique for ever.
+    """Continue `lanes` from the state of `read_lanes`. Episode numbers never decrease, because ids must stay unique.
 
     The next reset of each env gets a seed, since the env's own random numbers are not part of the state.
     """

@@ -19,10 +19,10 @@ from headrace.workers.policy.acting import Columns
 def put_logged(columns: Columns, logged: Mapping[int, Row], module: Any, space: Space) -> Columns:
     """Return the policy's `columns` (width, ...) with the logged actions of the lanes `logged`, in new arrays.
 
-    - "actions" is in the policy's own terms. Where the policy sends the env something else ("actions_for_env"), the
-      module's `policy_actions(env_actions)` computes its choice. Without that method they are the env's actions.
-    - "logp" is that of the logged actions, by `module.logp` and the column "action_dist_inputs"; NaN where it is not
-      available.
+    - "actions" are the policy's actions. Where the env gets another column ("actions_for_env"), the module's
+      `policy_actions(env_actions)` converts the logged actions. Without that method "actions" has the env's actions.
+    - "logp" is the log-probability of the logged actions, by `module.logp` and the column "action_dist_inputs";
+      NaN where it is not available.
     - "off_policy" marks the lanes with logged actions.
 
     `module` may be None.

@@ -22,8 +22,8 @@ def look_back(
     """Return how many steps each chunk looks back, and the lookback columns for all of them.
 
     `columns` are the step and observation columns of exactly these chunks, one after another. Episodes that continue
-    keep copies of their last `horizon` steps for the next cut. If the columns differ from those of the steps before, a
-    chunk looks back on nothing. For example, random actions have no "logp".
+    keep copies of their last `horizon` steps for the next cut. A chunk has no lookback if its columns differ from those
+    of the steps before. For example, random actions have no "logp".
     """
     kept: list[Columns] = []
     start = 0

@@ -1,4 +1,4 @@
-"""Steps that are in no chunk: steps that are given up under a reason, and rewards that belong to no step."""
+"""Steps that are in no chunk because they were discarded, and rewards that belong to no step."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def lose_episode(
     markers: Mapping[str, list[Marker]],
     unrecorded: Sequence[Seat] = (),
 ) -> int:
-    """Give up all open chunks of the episode, with a marker where the learner knows a part. Return the steps lost.
+    """Discard all open chunks of the episode, with a marker for each part already delivered. Return the steps lost.
 
-    These are the steps in rows and the pending ones, without those of the seats `unrecorded`, which acted in the poll
-    that goes wrong. Steps of agents that were done before are still delivered.
+    The lost steps are those in rows and the pending ones. Steps of the seats `unrecorded`, which acted in the failing
+    poll, do not count. Steps of agents that were done before are still delivered.
     """
     acting = set(map(id, unrecorded))
     lost = 0
@@ -58,7 +58,7 @@ def lose_episode(
 def lose_ended(
     fragment: SeatFragment, goes_on: Callable[[OpenChunk], bool], reason: Discard, markers: list[Marker]
 ) -> int:
-    """Give up the chunks of agents that were done in episodes that go on. Return the steps in them."""
+    """Discard the chunks of agents that are done in episodes that continue. Return the number of steps in them."""
     lost = [chunk for chunk in fragment.ended if goes_on(chunk)]
     gone = set(map(id, lost))
     fragment.ended = [chunk for chunk in fragment.ended if id(chunk) not in gone]

@@ -28,7 +28,7 @@ class ModuleBatches(Sequence[EpisodeChunk]):
     def _places(self) -> list[tuple[ChunkBatch, int]]:
         """Batch and index of each chunk, in order.
 
-        Computed on first access, so that a worker that only ships does not pay for it.
+        Computed on first access, because a worker that only ships batches never needs it.
         """
         places = []
         for batch in self.batches.values():

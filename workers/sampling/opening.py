@@ -44,10 +44,10 @@ OnWait = Callable[[str], None] | None
 
 
 def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
-    """Build the envs of one agent that the table's config asks for. Raises what their `build` does.
+    """Build the envs of one agent for the table's config. Raises what the `build` of their driver raises.
 
-    The creator of envs in this process is called once before their kind is known. `on_wait` is called now and then,
-    with the address for env hosts, while none has come yet.
+    The creator of envs in this process is called once before their kind is known. While no env host has connected,
+    `on_wait` is called from time to time with the address for env hosts.
     """
     config = table.config
     if config.env_placement != "inline":
@@ -74,7 +74,7 @@ def open_agents(
     callbacks: CallbackList,
     on_wait: OnWait = None,
 ) -> MultiAgentVector:
-    """Build the envs of several agents that `config` asks for; for `on_wait` and errors see `open_envs`."""
+    """Build the envs of several agents for `config`. See `open_envs` for `on_wait` and errors."""
     table = LaneTable(config, worker_index, seeds, totals, callbacks)
     seating = Seating(policies, config.num_envs, seeds, id_high)
     if config.env_placement != "inline":
@@ -103,14 +103,14 @@ def _pace(config: EnvRunnerConfig) -> Pace:
 
 
 def _first_env(table: LaneTable, limit: AbstractContextManager[None] | None = None) -> Any:
-    """Return what the creator gives for env 0, within `limit`. The table has its context from now on."""
+    """Return the creator's result for env 0, built within `limit`. Stores the context in the table."""
     creator, context = find_creator(table.config.env), table.new_context(0)
     with naming_what_failed(table.config, 0), limit or nullcontext():
         return creator(context)
 
 
 def _check_batch_wait(config: EnvRunnerConfig, *, is_external: bool) -> None:
-    """Raise `ConfigError` where a sampler should wait for envs of this process, which step one after the other."""
+    """Raise `ConfigError` if a batch wait is set for envs of this process: these step one after the other."""
     if config.remote_env_batch_wait_ms is not None and not is_external:
         message = "is for envs in processes and external ones; leave it out, or take env_placement = 'process'"
         raise ConfigError(message, key="remote_env_batch_wait_ms")

@@ -1,8 +1,8 @@
-"""Buffers for lanes whose actions are not answered at once: a cursor goes on when an answer comes, some polls later.
+"""Buffers for lanes whose actions are answered some polls later. A lane's cursor advances when its answer comes.
 
-Row r of a lane holds what it saw, what it did and, once that is answered, what it got for it. An action that is pending
-at a cut is not part of the chunk that is cut: its observation is that chunk's last one, and the row goes on into the
-next fragment as its first.
+Row r of a lane holds the observation and the action of step r and, once the action is answered, the reward. An action
+that is pending at a cut is not part of that chunk: its observation is the chunk's last one, and the row becomes the
+first row of the next fragment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rows = NDArray[np.intp]
 
 
 class PendingFragment(Fragment):
-    """A `Fragment` whose lanes act and are answered each in its own time."""
+    """A `Fragment` whose lanes act and get their answers at different times."""
 
     def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
         super().__init__(width, capacity, observations)
@@ -30,13 +30,13 @@ class PendingFragment(Fragment):
     # -- one poll -----------------------------------------------------------------------------------------------------
 
     def act(self, rows: Rows, columns: Mapping[str, NDArray[Any]], weights_seq: int) -> None:
-        """Write what the lanes `rows` do: `columns` have a row for every lane."""
+        """Write the actions of the lanes `rows`. `columns` have a row for every lane."""
         self.aim(None if len(rows) == self.width else rows)
         self.put(columns)
         self.columns["weights_seq"][self._where] = weights_seq
 
     def chosen(self, rows: Rows, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Return the newest actions of `rows`, not answered yet, in the columns `names`."""
+        """Return the newest, unanswered actions of `rows`, in the columns `names`."""
         at = self._level if self._level is not None else self._cursor[rows]
         return {name: self.columns[name][rows, at] for name in names}
 
@@ -74,10 +74,10 @@ class PendingFragment(Fragment):
     def take(
         self, pending: Sequence[int], unfinished: Sequence[OpenChunk], *, keep_open: bool
     ) -> tuple[list[OpenChunk], Self | None]:
-        """Return the chunks to be cut, by row and time, and the fragment in which others go on, if there are any.
+        """Return the chunks to cut, by row and time, and the next fragment, or None if nothing continues in it.
 
-        Rows of `pending` lanes go on; with `keep_open` so do all open chunks, and those of `ended` that are
-        `unfinished` because others still play.
+        Rows of `pending` lanes continue there. With `keep_open` all open chunks continue too, and the `unfinished`
+        chunks of `ended`, whose episodes go on with other agents.
         """
         kept = [chunk for chunk in self.open if chunk is not None] + list(unfinished) if keep_open else []
         moved = None

@@ -23,7 +23,7 @@ def poll_until(
     on_wait: Callable[[], None] | None = None,
     stop_at_episodes: int | None = None,
 ) -> None:
-    """Poll until `enough`; `on_poll` is called after each poll, `on_wait`, or `on_poll`, while envs are awaited."""
+    """Poll until `enough`. Call `on_poll` after each poll, and `on_wait` (default: `on_poll`) in waits for envs."""
     while not enough():
         sampler.poll(read_weights_seq(), on_wait=on_wait or on_poll, stop_at_episodes=stop_at_episodes)
         if on_poll is not None:
@@ -31,11 +31,11 @@ def poll_until(
 
 
 def enough_steps(steps: int, sampler: Sampler[Any, Any], config: EnvRunnerConfig, totals: RunnerTotals) -> Enough:
-    """Return what says that `steps` more were taken.
+    """Return a function that says whether `steps` more steps were taken.
 
-    In lock-step polls are counted, and not the steps that a failure takes away, so that no cut depends on a neighbour's
-    fault; a poll that a native vector needs to reset a lane is no step. Where each lane has its own time, answers are
-    counted. Agent steps cannot be known from polls: they are counted as they are taken.
+    In lock-step it counts polls and includes steps lost by failures, so that no cut depends on another env's failure.
+    It leaves out the polls that a native vector uses to reset a lane. Where each lane has its own pace it counts
+    answers. Agent steps are counted as they are taken, because polls do not tell their number.
     """
     if config.count_steps_by == "agent_steps":
         goal = totals.stepped + steps
@@ -49,5 +49,5 @@ def enough_steps(steps: int, sampler: Sampler[Any, Any], config: EnvRunnerConfig
 
 
 def enough_episodes(episodes: int, sampler: Sampler[Any, Any]) -> Enough:
-    """Return what says that so many episodes have finished since the last cut."""
+    """Return a function that says whether `episodes` episodes have finished since the last cut."""
     return lambda: sampler.steps.episodes_ended >= episodes

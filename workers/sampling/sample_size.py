@@ -12,7 +12,7 @@ class SampleSizeError(ConfigError, AssertionError):
 
 
 def check_size(num_timesteps: int | None, num_episodes: int | None) -> None:
-    """Raise `SampleSizeError` for two sizes at once, a negative size, or one that is not a whole number."""
+    """Raise `SampleSizeError` if both sizes are given, or one is negative or not a whole number."""
     if num_timesteps is not None and num_episodes is not None:
         raise SampleSizeError(
             f"num_timesteps = {num_timesteps} and num_episodes = {num_episodes}: give only one of them"

@@ -78,13 +78,13 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
         """Make fragments where there are none."""
 
     def begin(self, started: Sequence[Lane]) -> None:
-        """Begin the chunks of the episodes that have begun in these lanes."""
+        """Begin the chunks of the new episodes in these lanes."""
 
     def act(self, weights_seq: int) -> None:
-        """Choose actions where some can act, and send them."""
+        """Choose and send the actions of all lanes or seats that can act."""
 
     def take(self) -> AnyOutcome | None:
-        """Return what came of actions; None if nothing did. May wait for envs, as `EnvDriver.poll` does."""
+        """Return the results of the actions, or None if there are none. May wait for envs, as `EnvDriver.poll` does."""
 
     def is_spoilt_by(self, error: BaseException) -> bool:
         """Return whether the open steps cannot be continued after `error`, raised by any of these or by `begin`."""
@@ -93,7 +93,7 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
         """Count the steps that were taken."""
 
     def record(self, outcome: AnyOutcome) -> None:
-        """Keep what the poll brought, and show it to connectors."""
+        """Store the results of the poll, and pass its observations to connectors."""
 
     def stepped(self, outcome: AnyOutcome) -> Iterable[tuple[Lane, Any]]:
         """Return the lanes that have stepped, each with its episode."""
@@ -102,31 +102,31 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
         """Return how episodes have ended, by lane."""
 
     def withdraw(self, outcome: AnyOutcome, lane: Lane) -> None:
-        """Take out the end of the lane's episode: a callback has failed there."""
+        """Remove the end of the lane's episode from `outcome`, because a callback failed there."""
 
     def end(self, outcome: AnyOutcome) -> None:
         """End the chunks of the episodes, or agents, that are over."""
 
     def lose(self, failure: Failure, *, recorded: bool) -> None:
-        """Give up the open steps of a failed lane, counted by its reason. `recorded`: the last step is one of them."""
+        """Discard the open steps of a failed lane under its reason. `recorded`: the last step is among them."""
 
     def lose_open(self, reason: Discard) -> None:
-        """Give up all open steps of episodes that have not ended; delivered parts get an end marker."""
+        """Discard all open steps of unfinished episodes. Episodes delivered in part get an end marker."""
 
     def lose_ended(self, reason: Discard) -> None:
-        """Give up what ended since the last cut, and the fragments, when no episode goes on any more."""
+        """Discard all steps of ended episodes since the last cut, and the fragments, when no episode goes on."""
 
     def drop_markers(self) -> None:
-        """Forget the end markers that the next cut would give."""
+        """Drop the end markers that wait for the next cut."""
 
     def rebuild(self, config: EnvRunnerConfig) -> None:
         """Rebuild all envs and the policy. Connector state is kept where spaces still match."""
 
     def cut(self, stamp: Stamp, *, keep_open: bool) -> Cut_co:
-        """Return what is to be delivered; with `keep_open` whole episodes only."""
+        """Return the chunks to deliver; with `keep_open` only those of whole episodes."""
 
     def read_streams(self) -> dict[str, Any]:
-        """Return where random streams stand: plain values and arrays."""
+        """Return the state of the random streams: plain values and arrays."""
 
     def accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Return what puts `state` in place. Raises `StateError` if it does not fit."""
+        """Return a function that restores `state`. Raises `StateError` if `state` does not fit."""

@@ -1,4 +1,4 @@
-"""The life of episodes, written once: they begin, are stepped, end, fail, are abandoned and cut."""
+"""The sampler: begins, steps, ends, aborts and cuts the episodes of a vector."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     def use(self, modules: Mapping[str, Any], count_steps: Callable[[], int]) -> None:
         """Act with `modules`; see `ActingModule.use`.
 
-        Steps that were not cut yet are lost where any module remembers, since its memory begins empty.
+        If a module is recurrent, open steps are lost, because its memory starts empty.
         """
         policies = self.steps.policies
         remembers = any(policy.memory is not None for policy in policies.values())
@@ -86,7 +86,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     def begin(self, mode: ActionMode, capacity: int, *, force_reset: bool) -> None:
         """Open fragments for `mode`, and start an episode in every env that has none. Raises `PolicyMappingError`."""
         if mode != self.steps.mode and self.steps.is_open:
-            self._drop_steps()  # columns and flags of a batch are of one mode
+            self._drop_steps()  # all steps of a batch have one mode
         self.steps.resume(mode, capacity)
         if force_reset or self.needs_reset:
             self.abandon(Discard.RESET)
@@ -105,11 +105,11 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     def poll(
         self, weights_seq: int, *, on_wait: Callable[[], None] | None = None, stop_at_episodes: int | None = None
     ) -> None:
-        """Let the envs that can act do so, record the results, and start the next episode where one ended.
+        """Step the envs that can act, record the results, and start the next episode where one ended.
 
-        After `stop_at_episodes` episodes have ended, it starts no more. May sleep while no env is up. Raises the errors
-        of `EnvDriver.try_restart` and `ExternalWait.check`, `ModuleError`, `ConnectorError` and `PolicyMappingError`.
-        Counts stay correct after an error, and the next poll goes on.
+        After `stop_at_episodes` ended episodes it starts no more. May sleep while no env is up. Raises the errors of
+        `EnvDriver.try_restart` and `ExternalWait.check`, `ModuleError`, `ConnectorError` and `PolicyMappingError`.
+        After an error the counts are correct, and the caller may poll again.
         """
         timers = self._totals.timers
         self.steps.timers = None
@@ -144,7 +144,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         return self.envs.env_hosts is not None and not self.envs.env_hosts.connected
 
     def _clear_up(self, error: BaseException) -> None:
-        """Give up open steps that `error` spoilt: it came after some lanes were stepped and before others."""
+        """Discard the open steps that `error` spoilt, because only some lanes were stepped before it."""
         if isinstance(error, PolicyMappingError):
             self.abandon(Discard.RESET)
         elif self.steps.is_spoilt_by(error):
@@ -184,7 +184,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             self.envs.try_restart()
 
     def _tell_steps(self, outcome: AnyOutcome) -> None:
-        """Call back for steps and ends. A callback that raises makes a failure of its lane."""
+        """Call the callbacks for steps and ends. If a callback raises, the lane's episode fails."""
         over, watches_steps = dict(self.steps.over(outcome)), self._events.watches_steps
         for lane, episode in self.steps.stepped(outcome):
             end = over.get(lane.index, ChunkEnd.ONGOING)
@@ -216,7 +216,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             timers.budget.of_envs(lambda: timers.timed("env_reset_timer", self.envs.try_reset)(list(over)))
 
     def _abort(self, failure: Failure, *, recorded: bool = False) -> None:
-        """Give up the open steps of a lane whose env or callback failed, under the failure's reason, and its episode.
+        """Discard the open steps of a lane whose env or callback failed, under the failure's reason, and its episode.
 
         `recorded` says that the last step was recorded already.
         """
@@ -245,7 +245,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self.needs_reset = True
 
     def _note_aborted(self, episode: Episode, view: AnyEpisodeView) -> None:
-        """Note the return and length of an episode that is given up, unless it has no step or is not trained on."""
+        """Note the return and length of an aborted episode, unless it has no step or is excluded from training."""
         earned = view.episode_return
         if len(view) and math.isfinite(earned) and getattr(episode, "trains", True):
             self._totals.aborted.append((float(earned), len(view)))
@@ -262,11 +262,11 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     # -- cut, rebuild, close ------------------------------------------------------------------------------------------
 
     def cut(self, stamp: Stamp, *, keep_open: bool) -> Cut_co:
-        """Return what is to be delivered; with `keep_open` whole episodes only."""
+        """Return the chunks to deliver; with `keep_open` only those of whole episodes."""
         return self.steps.cut(stamp, keep_open=keep_open)
 
     def rebuild(self, config: EnvRunnerConfig) -> None:
-        """Build all envs again; steps that were not cut yet are lost, since spaces may be others now."""
+        """Rebuild all envs. Open steps are lost, because the spaces may differ."""
         self._drop_steps()
         self.steps.rebuild(config)
 

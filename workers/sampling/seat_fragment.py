@@ -42,7 +42,7 @@ class SeatFragment(PendingFragment):
         self.columns["env_t"][rows, at] = env_t
 
     def rows_of(self, row: int, episode: Episode, *, pending: bool) -> OpenRows | None:
-        """Return a seat's rows of `episode` that are not cut yet, for callbacks; None if it has none."""
+        """Return the open rows of a seat's `episode`, for callbacks; None if it has none."""
         chunk = self.open[row]
         if chunk is None or chunk.episode is not episode:
             chunk = next((chunk for chunk in reversed(self.ended) if chunk.episode is episode), None)

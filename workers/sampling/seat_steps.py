@@ -1,4 +1,4 @@
-"""The steps of several agents in each env: each module acts for its seats, and a fragment of its own keeps their rows.
+"""The steps of several agents in each env. Each module acts for its seats and has its own fragment for their rows.
 
 An agent step counts when the env has taken the action. It stands open, pending or in a row, until it is cut or lost.
 """
@@ -50,10 +50,11 @@ Taken = tuple[list[MultiAgentEpisode], ModuleBatches]
 
 
 class SeatSteps:
-    """`SampledSteps` of the agents of `envs`, which go on at their own pace; each module's seats have one fragment.
+    """`SampledSteps` of the agents of `envs`, in lock-step or with each env at its own pace.
 
-    `observed_more`, of the last cut: (agent, module) -> how many more observations than actions it delivered.
-    Chunks of external episodes have the column "off_policy": see `LaneSteps`.
+    The seats of a module share one fragment. `observed_more` is for the last cut: (agent, module) -> number of
+    observations delivered minus number of actions. Chunks of external episodes have the column "off_policy": see
+    `LaneSteps`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class SeatSteps:
 
     @property
     def episodes(self) -> Iterator[MultiAgentEpisode]:
-        """The episodes that go on, by env."""
+        """The open episodes, by env."""
         return (lane.episode for lane in self.envs.lanes if isinstance(lane.episode, MultiAgentEpisode))
 
     @property
@@ -137,7 +138,7 @@ class SeatSteps:
     # -- fragments and chunks that begin ------------------------------------------------------------------------------
 
     def resume(self, mode: ActionMode, capacity: int) -> None:
-        """Let agents go on in new fragments; the info of the observation at the seam belongs to both chunks."""
+        """Continue agents in new fragments. Both chunks get the info of the observation between them."""
         self.mode = mode
         self.open_fragments(capacity)
         for episode in self.episodes:
@@ -163,7 +164,7 @@ class SeatSteps:
                     self._take_info(seat, episode.reset_info[seat.agent])
 
     def _begin_seats(self, seats: Sequence[Seat]) -> None:
-        """Begin the chunks of agents that have appeared, whose first observations have arrived."""
+        """Begin the chunks of new agents, whose first observations have arrived."""
         for group in seat_groups(seats):
             group.module.policy.start(group.rows)
         for seat in seats:
@@ -206,7 +207,7 @@ class SeatSteps:
         return actions
 
     def _columns_of(self, acting: ActingSeats, group: SeatGroup) -> Columns:
-        """Return what the module of `group` has its seats do, in columns with a row for each of its seats."""
+        """Return the actions of a group's module, in columns with a row for each seat of the module."""
         policy = group.module.policy
         columns = policy.act(group.rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
         if self._pace is not Pace.EXTERNAL:
@@ -233,7 +234,7 @@ class SeatSteps:
         return outcome
 
     def is_spoilt_by(self, error: BaseException) -> bool:
-        """See `SampledSteps`. A module's error spoils steps where a memory may hold one that will not be taken."""
+        """See `SampledSteps`. A module's error spoils steps only if a recurrent memory may hold a step not taken."""
         remembers = any(policy.memory is not None for policy in self.policies.values())
         return isinstance(error, ConnectorError) or (isinstance(error, ModuleError) and remembers)
 
@@ -252,7 +253,7 @@ class SeatSteps:
         return self._acting
 
     def record(self, outcome: StepOutcome) -> None:
-        """Write what the last step brought for the seats, as far as they go on or have just begun."""
+        """Write the results of the last step for all seats that continue or have just begun."""
         for group in seat_groups(outcome.answered):
             unseen = [seat.row for seat in outcome.unseen if seat.module is group.module] if outcome.unseen else ()
             self._answer(group, group.of_array(outcome.rewards), unseen)
@@ -269,7 +270,7 @@ class SeatSteps:
         self.lost_rewards.final_observations_repeated += outcome.repeated
 
     def _answer(self, group: SeatGroup, rewards: NDArray[np.float64], unseen: Sequence[int]) -> None:
-        """Complete the last steps of a module's seats by what these see now; `unseen` rows see nothing new."""
+        """Complete the last steps of a module's seats with their new observations. `unseen` rows have no new one."""
         fragment, connectors, rows = self._fragments[group.module.module_id], group.module.policy.connectors, group.rows
         if connectors.sees:
             new = ~np.isin(rows, unseen) if unseen else slice(None)
@@ -280,7 +281,7 @@ class SeatSteps:
         fragment.answer(rows, rewards)
 
     def _take_info(self, seat: Seat, info: dict[str, Any]) -> None:
-        """Keep the info that came with what the seat sees now. An info without an observation belongs to no step."""
+        """Keep the info of the seat's current observation. An info without an observation belongs to no step."""
         if seat.pending:
             return
         if MASK in info and not seat.done:
@@ -313,7 +314,7 @@ class SeatSteps:
         for seat, _ in ended:
             chunk = fragment.open[seat.row]
             is_empty = chunk is not None and fragment.cursor(seat.row) == chunk.start
-            if is_empty and seat.episode.chunks:  # its last step was dropped, and it was the only one
+            if is_empty and seat.episode.chunks:  # its only step was dropped
                 self._markers[module_id].append(Marker(seat.episode, Discard.ENV_BAD_DATA))
         fragment.end([(seat.row, end) for seat, end in ended])
 
@@ -331,7 +332,7 @@ class SeatSteps:
         self._totals.discard(failure.reason, lost, episode.t - episode.t_cut)
 
     def lose_open(self, reason: Discard) -> None:
-        """See `SampledSteps`. Agents that were done in an episode that goes on lose their steps too."""
+        """See `SampledSteps`. In episodes that continue, agents that are done lose their steps too."""
         lost = sum(lose_episode(episode, reason, self._fragments, self._markers) for episode in self.episodes)
         for module_id, fragment in self._fragments.items():
             lost += lose_ended(fragment, self._goes_on, reason, self._markers[module_id])
@@ -407,7 +408,7 @@ class SeatSteps:
         return batch
 
     def _to_deliver(self, fragment: SeatFragment, chunks: Sequence[OpenChunk]) -> list[OpenChunk]:
-        """Return those of `chunks` that a learner is to have; the steps of the others are counted."""
+        """Return the chunks to deliver, and count the steps of chunks excluded from training."""
         delivered = []
         for chunk in chunks:
             episode = cast(AgentEpisode, chunk.episode)
@@ -429,7 +430,7 @@ class SeatSteps:
             episode.observed_more = 0
 
     def _goes_on(self, chunk: OpenChunk) -> bool:
-        """Return whether others still play in the chunk's episode."""
+        """Return whether other agents still play in the chunk's episode."""
         episode = cast(AgentEpisode, chunk.episode)
         return self.envs.lanes[episode.env_index].episode is episode.whole
 

@@ -135,7 +135,7 @@ class ActingChannel:
             self._deliveries.append(Delivery(chunks, done))
 
     def lost(self, owner: object) -> None:
-        """End the unfinished episodes of `owner`, who is gone, by end markers."""
+        """End the unfinished episodes of `owner`, a client that is gone, by end markers."""
         with self._lock:
             markers = self._episodes.lost(owner, Discard.CLIENT_LOST) if self._episodes is not None else []
             if self._readers:

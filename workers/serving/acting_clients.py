@@ -18,7 +18,7 @@ GetReply = Callable[[], tuple[Address, Reply] | None]
 
 
 class ActingClients:
-    """Serves them weights and takes their chunks. Only the thread that runs the dispatcher's loop calls it.
+    """Serves weights to these clients and takes their chunks. Only the thread of the dispatcher's loop calls it.
 
     `post` lets another thread have a reply sent by the loop.
     """

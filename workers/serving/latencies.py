@@ -18,12 +18,12 @@ class Latencies:
         self._steps = 0
 
     def begin(self) -> float:
-        """Return the time at which a step came that is to be measured; 0 for any other."""
+        """Return the current time if this step is measured, else 0."""
         self._steps += 1
         return time.monotonic() if self._steps % EVERY == 1 else 0.0
 
     def end(self, begun: float) -> None:
-        """Note that a step is answered, of which `begin` returned `begun`."""
+        """Note the answer to a step. `begun` is the result of `begin` for that step."""
         if begun:
             self._ring[self._count % SIZE] = time.monotonic() - begun
             self._count += 1

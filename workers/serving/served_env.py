@@ -51,7 +51,7 @@ def served_config(config: FleetConfig) -> EnvRunnerConfig:
 
 
 class ServedEnvs:
-    """Creates the env of one worker, as often as needed. Each env gets the ports of the one before it.
+    """Creates the env of one worker, as often as needed. Each env gets the ports of the previous one.
 
     `like` names an env, or anything else with both spaces that a runner's config may name. It is built only to read its
     spaces. With `several_agents`, it is a multi-agent env, and the clients' episodes have several agents.

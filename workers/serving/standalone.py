@@ -133,7 +133,7 @@ class StandaloneServer:
         self._runner.discard_open(Discard.SHUTDOWN)
 
     def close(self) -> None:
-        """Stop serving. Clients that wait are told."""
+        """Stop serving. Waiting clients get an error."""
         self._runner.stop()
 
 

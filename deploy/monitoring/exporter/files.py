@@ -20,11 +20,11 @@ class MonitoringFile(StrEnum):
 
     @property
     def path(self) -> Path:
-        """Return where it lies."""
+        """Return the path of the file."""
         return _DEPLOY / _PLACES[self]
 
     def text(self) -> str:
-        """Return its content."""
+        """Return the text of the file."""
         return self.path.read_text(encoding="utf-8")
 
 

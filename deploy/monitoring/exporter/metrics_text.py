@@ -63,15 +63,15 @@ _LOGGED = ("callback_metric", "as logged: what callbacks logged under this name,
 def metrics_text(fleets: Mapping[str, Facts | None], accept: str = "") -> tuple[bytes, str]:
     """Return all metrics of these fleets, by their names, and the content type. Reads nothing.
 
-    None stands for a fleet of which nothing could be read. `accept` is the header of the request: it chooses between
-    Prometheus' text and OpenMetrics.
+    A fleet is None if its facts could not be read. `accept` is the request's Accept header. It chooses between the text
+    formats of Prometheus and OpenMetrics.
     """
     families = _Families()
     for fleet_id, facts in fleets.items():
         _add_fleet(families, facts, {"fleet": fleet_id})
     try:
         encode, content_type = choose_encoder(accept)
-    except (TypeError, ValueError):  # a version that is no version
+    except (TypeError, ValueError):  # the Accept header has a malformed version
         encode, content_type = generate_latest, CONTENT_TYPE_PLAIN_0_0_4
     return encode(families), content_type
 
@@ -105,7 +105,7 @@ class _Families:
         family.add_sample(name + suffix, dict(labels), float(value))
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families, as an encoder of the library asks."""
+        """Yield the families. The encoders of `prometheus_client` call this method."""
         yield from self.by_name.values()
 
 
@@ -139,9 +139,9 @@ def _has_ended(facts: Facts) -> bool:
 
 
 def _add_counters(families: _Families, totals: Mapping[str, int], labels: Mapping[str, str]) -> None:
-    """Add the counters. One that Redis does not have yet is 0, so that its first step counts as an increase.
+    """Add the counters. A counter that Redis does not have yet is 0, so that its first step counts as an increase.
 
-    Without any the fleet is new, or Redis has lost them: zeros would look as if all counters had begun again.
+    Add nothing if Redis has no counters: the fleet is new, or Redis lost them. Zeros would look like a counter reset.
     """
     if not totals:
         return

@@ -119,7 +119,7 @@ def make_app(hub: Hub) -> Starlette:
 def published(run_dir: Path | None, config: FleetConfig | None) -> bytes:
     """Return what the broker of this run publishes. Raises `OSError` and `ValueError`.
 
-    Only the fields of a rendezvous leave this process, whatever the file has.
+    Only the fields of a rendezvous leave this process, even if the file has more.
     """
     if run_dir is None:
         raise ValueError("the fleet's run directory is not on this machine")

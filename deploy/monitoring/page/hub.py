@@ -25,7 +25,7 @@ _OLD_S = 2.0
 class Hub:
     """Passes states from the thread that reads Redis to the event loop that serves viewers.
 
-    `publish`, `wait` and `end` are for the reading thread, coroutines for the loop, all else for both.
+    The reading thread calls `publish`, `wait` and `end`. The event loop runs the coroutines. Both may call the rest.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Hub:
         self._tell(text)
 
     def take_series(self, readers: Iterable[tuple[int, SeriesReader]]) -> None:
-        """Serve the curves of these readers, which are by the interval of their ring."""
+        """Serve the curves of these (interval of the ring in s, reader) pairs from now on."""
         self._readers = dict(readers)
 
     def end(self) -> None:
@@ -63,7 +63,7 @@ class Hub:
         self._tell(self.newest)
 
     def wait(self, stopping: threading.Event, shortest_s: float, longest_s: float) -> None:
-        """Wait until the next read is due: after `shortest_s` while somebody looks, else after `longest_s`."""
+        """Wait until the next read is due: after `shortest_s` while a viewer looks, else after `longest_s`."""
         began = time.monotonic()
         while not stopping.is_set():
             now = time.monotonic()
@@ -89,7 +89,7 @@ class Hub:
     # The event loop.
 
     async def newer_than(self, number: int, timeout_s: float) -> int:
-        """Wait for a state newer than this. Return the number of the newest one, which may be the same."""
+        """Wait for a state newer than `number`. Return the newest state's number, which is `number` after a timeout."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._news is None:
             self._loop, self._news = loop, asyncio.Event()
@@ -110,14 +110,14 @@ class Hub:
             await self.newer_than(self.number, timeout_s)
 
     def want(self) -> None:
-        """Note that somebody looks. Wake the reading thread if its newest state is old."""
+        """Note that a viewer looks. Wake the reading thread if its newest state is old."""
         now = time.monotonic()
         self._wanted_at = now
         if now - self._published_at > _OLD_S:
             self.wake()
 
     def series(self, interval_s: int, after_unix_s: float, names: Iterable[str] | None) -> Series:
-        """Return curves after a time. Takes some ms, in which the reading thread may wait."""
+        """Return curves after a time. Takes some ms, and the reading thread may wait for it."""
         with self.series_lock:
             reader = self._readers.get(interval_s)
             return reader.series(after_unix_s, names) if reader is not None else Series(interval_s, [], {})

@@ -61,7 +61,7 @@ def _read_until(stopping: threading.Event, hub: Hub, reader: FactsReader) -> Non
 
 
 class _Curves:
-    """Reads the curves of all rings every few seconds. They stay while Redis is away."""
+    """Reads the curves of all rings every few seconds. Keeps the last ones while Redis does not answer."""
 
     def __init__(self) -> None:
         self.readers: dict[int, SeriesReader] = {}
@@ -70,7 +70,7 @@ class _Curves:
         self._read_at = 0.0
 
     def read(self, address: tuple[str, str], *, is_last: bool) -> None:
-        """Read what is new, if it is time for it."""
+        """Read the new entries if a read is due."""
         if address != self._address:
             if self._view is not None:
                 self._view.close()

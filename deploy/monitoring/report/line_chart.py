@@ -23,7 +23,7 @@ _TICKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line. Of a band (x, low, high) the area is drawn, in the colour of the line."""
+    """One line. A band of (x, low, high) is drawn as an area in the colour of the line."""
 
     name: str
     points: Points

@@ -1,4 +1,4 @@
-"""`headrace report`: writes what is known of a run into one HTML file, and its curves into others."""
+"""`headrace report`: writes all facts about a run into one HTML file, and its curves into other files."""
 
 from __future__ import annotations
 

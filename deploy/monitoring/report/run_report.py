@@ -1,7 +1,7 @@
-"""All that is known of a run, during or after it: from its folder, and from Redis where that answers.
+"""All facts about a run, during or after it: from its folder, and from Redis if that answers.
 
-What a source lacks comes from the next: the books in Redis (a stopped fleet's own server is started for a moment), then
-`summary.json`, which `up` wrote at its end, then the last row of `metrics.jsonl`.
+Facts come from the first source that has them: the books in Redis (a stopped fleet's own server is started for a
+moment), then `summary.json`, which `up` wrote at its end, then the last row of `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _state(run_dir: Path, page: FleetFile, told: Mapping[str, Any]) -> str:
 
 
 def _seen_now(run_dir: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return what is wrong with a fleet that runs, the worst first, and the line that page and `top` begin with."""
+    """Return the findings of a running fleet, the worst first, and the verdict line that the page and `top` show."""
     try:
         with FactsReader(run_dir) as reader:
             seen = reader.read()
@@ -138,7 +138,7 @@ def _books(run_dir: Path, told: Mapping[str, Any]) -> tuple[Snapshot | None, dic
 
 
 def rows_of(run_dir: Path) -> Iterator[Row]:
-    """Yield the rows that `up` logged; without any, those that the history in Redis gives."""
+    """Yield the rows that `up` logged; if there are none, rows made from the history in Redis."""
     rows = JsonlFile(run_dir / "metrics.jsonl").rows()
     first = next(rows, None)
     if first is None:
@@ -209,7 +209,7 @@ def _numbers(told: Mapping[str, Any], series: RunSeries) -> dict[str, Any]:
 
 
 def _ledger(snapshot: Snapshot | None, told: Mapping[str, Any], series: RunSeries) -> dict[str, Any] | None:
-    """Return the books of the fleet in agent steps, and from where they are."""
+    """Return the books of the fleet in agent steps, with the name of their source."""
     if snapshot is not None and snapshot.reported_unix_s is not None:
         return {**_plain_ledger(snapshot.fleet), "source": "Redis"}
     with suppress(ValidationError):

@@ -55,7 +55,7 @@ class RunSeries:
         return self.columns[name].points() if name in self.columns else []
 
     def names(self, prefix: str) -> list[str]:
-        """Return the columns whose names begin so, in the order in which they came up."""
+        """Return the columns whose names begin with `prefix`, in order of first appearance."""
         return [name for name in self.columns if name.startswith(prefix)]
 
     def _add(self, row: Row) -> None:

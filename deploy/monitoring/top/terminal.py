@@ -1,7 +1,7 @@
-"""A whole terminal for a view with keys: its other screen, keys as they are pressed, and its old state at the end.
+"""A full-screen terminal view with keys: the alternate screen, single key presses, and the old state at the end.
 
-The terminal is as before after every end that a process can notice: return, exception, Ctrl-C, SIGTERM, SIGHUP. Ctrl-Z
-gives it back until `fg`.
+The terminal is restored after every end that a process can notice: return, exception, Ctrl-C, SIGTERM, SIGHUP. Ctrl-Z
+restores it until `fg`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KEYS = {
 
 
 class KeyParser:
-    """Turns what a terminal sends into names of keys. A character that can be printed is its own name."""
+    """Turns the bytes from a terminal into names of keys. A printable character is its own name."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -59,7 +59,7 @@ class KeyParser:
 
     @property
     def waits(self) -> bool:
-        """Return whether a sequence has begun, which may also be the escape key alone."""
+        """Return whether an escape sequence has begun. It may also be the escape key alone."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[str]:
@@ -77,7 +77,7 @@ class KeyParser:
         return keys
 
     def flush(self) -> list[str]:
-        """Return the key of a sequence that nothing more came of."""
+        """Return the escape key if a sequence has begun and was not completed."""
         rest, self._rest = self._rest, ""
         return [KEYS["\x1b"]] if rest else []
 
@@ -136,7 +136,7 @@ class Terminal:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Return the columns and lines of now."""
+        """Return the present (columns, lines)."""
         try:
             columns, lines = os.get_terminal_size(self._out)
         except OSError:
@@ -148,12 +148,12 @@ class Terminal:
         try:
             self._writer.send(b"\0")
         except OSError:
-            return  # it has news already, or is closed
+            return  # the socket is full, so `read_keys` returns soon, or it is closed
 
     def read_keys(self, timeout_s: float) -> list[str] | None:
-        """Return the keys that were pressed: at once if there are some, or at a notice, a new size, or the timeout.
+        """Return the pressed keys. Wait until a key, a call of `notify`, a new size or the timeout comes.
 
-        None once the terminal is gone.
+        Return None once the terminal is gone.
         """
         timeout_s = _ESCAPE_S if self._keys.waits else timeout_s
         ready, _, _ = select.select([self._in, self._reader], [], [], timeout_s)
@@ -168,7 +168,7 @@ class Terminal:
         return self._keys.feed(data) if data else None
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Show these lines, which must fit the size; only those that differ from before are written."""
+        """Show these lines, which must fit the size. Write only lines that have changed."""
         parts = []
         if len(lines) != len(self._shown):
             self._shown = ()
@@ -192,7 +192,7 @@ class Terminal:
             return  # the terminal is gone
 
     def _write(self, text: str) -> None:
-        """Write all of it: a slow line may take only a part at a time."""
+        """Write all of the text. A slow connection may take only a part at a time."""
         data = memoryview(text.encode(sys.stdout.encoding or "utf-8", errors="replace"))
         while data and not self._is_closed:
             try:
@@ -203,22 +203,22 @@ class Terminal:
                 self._is_closed = True
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        """Give the terminal back here already: the signal may come before the `with` block has begun."""
+        """Restore the terminal and raise: a signal before the `with` block begins would skip `__exit__`."""
         self._give_back()
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
-        """Give the terminal back, stop as Ctrl-Z wants it, and take the terminal again when we go on."""
+        """Restore the terminal, stop this process, and take the terminal again after SIGCONT."""
         self._give_back()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        # Here the process stands still until SIGCONT.
+        # The process is stopped here until SIGCONT.
         signal.signal(signal.SIGTSTP, self._pause)
         self._old = termios.tcgetattr(self._in)
         self._take()
 
     def _forget(self, number: int, frame: FrameType | None) -> None:
-        """Draw everything again: the size is another, or the shell wrote to the screen."""
+        """Redraw everything at the next `draw`: the size changed, or the shell wrote to the screen."""
         self._shown = ()
 
     def _empty(self) -> None:

@@ -51,13 +51,13 @@ class StateSource:
                 self._series.read()
                 self.curves = self._series.series(names=SHOWN_CURVES).curves
             except RedisUnavailableError:
-                return document  # the next read tells of it
+                return document  # the next read reports the failure
         self._reads += 1
         return document
 
 
 class StateThread:
-    """Reads the state each second in a thread of its own: a Redis that hangs must not hold up the keys."""
+    """Reads the state each second in a thread of its own: a Redis that hangs must not delay key presses."""
 
     def __init__(self, source: StateSource, terminal: Terminal) -> None:
         self._source, self._terminal = source, terminal
@@ -84,7 +84,7 @@ class StateThread:
 
 
 def top(reader: FactsReader, *, once: bool, as_json: bool) -> None:
-    """Show the fleet until q or Ctrl-C; once, where asked or where stdin and stdout are no terminal.
+    """Show the fleet until q or Ctrl-C. Show it once if `once` is set, or if stdin or stdout is no terminal.
 
     Raises `RedisContractError`, and `RunDirError` once the run directory was removed.
     """
@@ -116,7 +116,7 @@ def _show(source: StateSource) -> None:
 
 
 def _turn(terminal: Terminal, thread: StateThread, state: TopState, blocks: str) -> None:
-    """Draw what is new and take keys, until one of them quits or the terminal is gone."""
+    """Draw new states and take keys, until a key quits or the terminal is gone."""
     while True:
         width, height = terminal.size
         if thread.error is not None:
@@ -137,7 +137,7 @@ def _press(state: TopState, key: str, newest: tuple[Document, Curves] | None) ->
 
 
 def _rendered(lines: Sequence[Text], width: int, *, is_terminal: bool) -> list[str]:
-    """Return the lines with the colours that this terminal has; without any for a pipe, and as NO_COLOR wants it."""
+    """Return the lines with this terminal's colours; without colours for a pipe or if NO_COLOR is set."""
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=is_terminal, legacy_windows=False, highlight=False)
     for line in lines:

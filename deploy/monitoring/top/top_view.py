@@ -80,7 +80,7 @@ def _state(worker: Document) -> str:
         return f"waits: {worker['blocked']}" if isinstance(worker["blocked"], str) else "waits for room"
     doing = worker.get("doing")
     if doing and (doing == "rebuilding" or not worker.get("is_connected")):
-        return f"{state}, {doing}"  # what it did before it joined may be seconds old
+        return f"{state}, {doing}"  # the activity before it joined may be seconds old
     return state
 
 
@@ -126,7 +126,7 @@ class TopState:
     """Lines of the table that were shown last."""
 
     def chosen(self, workers: Sequence[Document]) -> int:
-        """Return the place of the chosen worker among those shown; 0 if it is not there any more."""
+        """Return the index of the chosen worker among those shown; 0 if it is not shown any more."""
         return next((place for place, worker in enumerate(workers) if worker["slot"] == self.slot), 0)
 
 
@@ -148,7 +148,7 @@ def press(state: TopState, key: str, document: Document) -> bool:
     elif key in ("s", "S"):
         state.sort = (state.sort + (1 if key == "s" else -1)) % len(COLUMNS)
         state.is_reversed = state.sort > 0 and not COLUMNS[state.sort].is_text
-        state.slot = None  # the first one is what it is sorted for
+        state.slot = None  # choose the first row of the new order
     elif key == "r":
         state.is_reversed, state.slot = not state.is_reversed, None
     elif key == "/":
@@ -422,7 +422,7 @@ def _fields(facts: Document, indent: str = "  ") -> Iterator[Text]:
 
 
 def _plain(name: str, value: Any) -> str:
-    """Return a value of a worker, by what its name says that it is."""
+    """Return a worker's value as text. The end of its name decides the format."""
     if not _is_number(value) or name == "pid":
         return "-" if value is None else str(value)
     if name.endswith("unix_s"):
@@ -460,7 +460,7 @@ def sparkline(values: Sequence[float | None], width: int, blocks: str) -> str:
 
 
 def blocks_for(encoding: str | None) -> str:
-    """Return the characters of small charts that an encoding has."""
+    """Return the characters for small charts that `encoding` supports."""
     try:
         _BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

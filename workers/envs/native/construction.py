@@ -1,4 +1,4 @@
-"""Time limits for the construction of an AsyncVectorEnv, which waits for each of its processes for ever."""
+"""Time limits for the construction of an AsyncVectorEnv, which by itself waits for ever for its processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LOOK_EVERY_S = 0.25
 
 @contextmanager
 def limited_construction(timeout_s: float) -> Iterator[None]:
-    """Raise `EnvHangError` if this thread makes an AsyncVectorEnv within, and an env's process takes too long.
+    """Raise `EnvHangError` if this thread makes an AsyncVectorEnv in the block and an env's process takes too long.
 
-    All processes of the vector are killed then. Anything else within may take any time.
+    Then all processes of the vector are killed. Other code in the block may take any time.
     """
     maker, made, late = threading.get_ident(), threading.Event(), list[tuple[Any, int]]()
 
@@ -35,7 +35,7 @@ def limited_construction(timeout_s: float) -> Iterator[None]:
             if vector is not None and vector.__dict__.get("parent_pipes"):
                 late.append((vector, hanging(vector)))
                 for process in vector.processes:
-                    if process.pid is not None:  # else it is about to start, and ends with the vector
+                    if process.pid is not None:  # otherwise it is about to start, and ends with the vector
                         process.kill()
             elif made.wait(_LOOK_EVERY_S):
                 return
@@ -70,9 +70,9 @@ def _vector_in_the_making(thread: int) -> AsyncVectorEnv | None:
 
 
 def build_in_time(builder: Callable[[], Any], timeout_s: float, process: int) -> Any:
-    """Return what `builder` builds. In `process`, where AsyncVectorEnv builds env 0 for its spaces, limit the time.
+    """Return the result of `builder`. Limit its time in `process`, where AsyncVectorEnv builds env 0 for its spaces.
 
-    Raises `EnvHangError` when it takes longer. The thread that builds cannot be ended, and is left alone.
+    Raises `EnvHangError` when it takes longer. The building thread cannot be stopped, and is abandoned.
     """
     if os.getpid() != process:
         return builder()

@@ -18,7 +18,7 @@ from headrace.workers.envs.native.construction import build_in_time
 
 
 def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
-    """Return what builds the whole vector when it is called with the context of env 0.
+    """Return a function that builds the whole vector from the context of env 0.
 
     "sync" and "async" take any `config.env`, and reset each env with a seed of its own. "vector_entry_point" takes a
     gymnasium id that has one; for another it raises `ConfigError`.

@@ -15,7 +15,7 @@ def lanes_with_info(infos: Mapping[str, Any]) -> list[int]:
 
 
 def info_of(infos: Mapping[str, Any], lane: int, *, within: bool = False) -> dict[str, Any]:
-    """Return one lane's part. A key without a mask is the vector's own, and left out, but not `within` a masked one."""
+    """Return one lane's part. Without a mask, keep a key only `within` a masked one: else it is the vector's own."""
     own = {}
     for key, values in infos.items():
         mask = infos.get(f"_{key}")
@@ -25,5 +25,5 @@ def info_of(infos: Mapping[str, Any], lane: int, *, within: bool = False) -> dic
 
 
 def _own(value: Any) -> Any:
-    """Copy a row, because the vector may write the next one over it."""
+    """Copy a row, because the vector may overwrite it later."""
     return value.copy() if isinstance(value, np.ndarray) else value

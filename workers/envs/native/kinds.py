@@ -1,4 +1,4 @@
-"""The kinds of native vector: when it resets its envs, and which seeds it takes."""
+"""The kinds of native vector: the time of its resets, and the seeds that it accepts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def seeding_of(env: Any) -> Seeding:
 
 
 def autoreset_of(env: Any) -> AutoresetMode:
-    """Return when the vector resets an env whose episode has ended. Raises `EnvContractError` if it does not say."""
+    """Return when the vector resets an env whose episode has ended. Raises `EnvContractError` if that is unknown."""
     mode = (env.metadata or {}).get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):
         raise EnvContractError(f"{_name(env)}.metadata['autoreset_mode']", repr(mode), "a gymnasium AutoresetMode")

@@ -1,4 +1,4 @@
-"""The lanes of a native vector: it is built, watched, closed, and built again when it has failed."""
+"""The lanes of a native vector. The vector is built, watched, closed, and rebuilt after a failure."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from headrace.workers.envs.spaces import spaces_of_vector
 
 
 class NativeLanes(ABC):
-    """Lanes of one `gymnasium.vector.VectorEnv`, which is the env of each of them, and fails for all of them.
+    """Lanes that share one `gymnasium.vector.VectorEnv`. If the vector fails, all lanes fail.
 
-    `first` is a vector that was built to learn what kind of env it is.
+    `first` is a vector that was built to find out its kind.
     """
 
     on_rebuild: Callable[[], None] | None = None
@@ -58,7 +58,7 @@ class NativeLanes(ABC):
     # -- the vector ---------------------------------------------------------------------------------------------------
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build the vector, closing the one there was. One that cannot be built the first time is an error."""
+        """Build the vector, after closing any earlier one. Raises if it cannot be built."""
         table = self._table
         table.config = config
         self._creator = vector_creator(config)
@@ -96,7 +96,7 @@ class NativeLanes(ABC):
             lane.env = env
 
     def _limited(self, phase: str, setting: str) -> AbstractContextManager[None]:
-        """Kill the vector's processes where what is done within takes longer than `setting` says."""
+        """Kill the vector's processes if the block takes longer than `setting` says."""
         if self._watchdog is None:
             return nullcontext()
         return self._watchdog.limited(phase, getattr(self._table.config, setting), setting)
@@ -120,7 +120,7 @@ class NativeLanes(ABC):
             lane.release()
 
     def _take_down_failed(self) -> None:
-        """Close the vector, and show the policy nothing of it."""
+        """Close the vector, and clear the policy's observations of it."""
         self._take_down()
         for column in self.observations.columns.values():
             column[...] = 0
@@ -157,10 +157,10 @@ class NativeLanes(ABC):
             self.lanes[index].episode = None
         self._idle[list(lanes)] = True
 
-    # -- when it fails ------------------------------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
-        """Take all lanes out: the failure of one is the whole vector's."""
+        """Take all lanes out: a failure of one lane fails the whole vector."""
         self._table.failed.append(failure)
         if self._broken is None:
             self._broken = failure.error
@@ -168,7 +168,7 @@ class NativeLanes(ABC):
     def try_restart(self) -> None:
         """Close and rebuild the vector if it has failed, now or after its wait.
 
-        While episodes are open nothing is done: they are lost with the next poll, each with its own failure. Raises
+        Does nothing while episodes are open: the next poll reports each of them lost, with its own failure. Raises
         `EnvRestartBudgetError` when the vector has failed too often, and its own error when the config says that
         failed envs are not rebuilt.
         """
@@ -181,9 +181,9 @@ class NativeLanes(ABC):
             self._recovery.restart(failures)
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
-        """Bring back the vector if its wait is over. While nothing is up, sleep until it is.
+        """Rebuild the vector if its wait is over. While it is not up, sleep.
 
-        Calls `start_episodes` with what brings back, and `on_wait` after every short sleep.
+        Calls `start_episodes` with the function that rebuilds, and `on_wait` after every short sleep.
         """
         wait_for_one(lambda: self._is_up, self._revive, self._pause, start_episodes, on_wait)
 

@@ -1,7 +1,7 @@
-"""EnvPool with a batch_size below its num_envs: it answers for the envs that are ready, while others go on.
+"""EnvPool with a batch_size below its num_envs: it answers for the envs that are ready, while other envs step.
 
-An answer has `batch_size` envs, and comes when that many are ready. So that it always comes, all envs are at work
-whenever the driver asks: they step or reset. An env whose episode was abandoned finishes its step, and is reset then.
+An answer has `batch_size` envs, and comes when that many are ready. To ensure that it always comes, all envs step or
+reset whenever the driver asks. An env whose episode was abandoned finishes its step, and is reset then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_partial(env: Any) -> bool:
 
 
 class PartialNativeVector(NativeLanes):
-    """Native lanes that each step in their own time: a `ReadyDriver`. Its seeds are those it was made with.
+    """Native lanes with a pace of their own: a `ReadyDriver`. Its seeds are those of the vector's construction.
 
     `poll` may block as long as the slowest env of a batch takes, without a call of `on_wait`.
     """
@@ -45,7 +45,7 @@ class PartialNativeVector(NativeLanes):
     seeds_every_episode = False
 
     def build(self, config: EnvRunnerConfig) -> None:
-        """Build the vector, closing the one there was. One that cannot be built the first time is an error."""
+        """Build the vector, after closing any earlier one. Raises if it cannot be built."""
         super().build(config)
         if not is_partial(self._env):
             self.stop()
@@ -75,7 +75,7 @@ class PartialNativeVector(NativeLanes):
 
     @property
     def repairing(self) -> bool:
-        """Return whether `wait_for_one` has something to do before the next poll."""
+        """Return whether `wait_for_one` has work before the next poll."""
         return self._env is None or bool(self._arrived) or not self._is_up
 
     @property
@@ -84,7 +84,7 @@ class PartialNativeVector(NativeLanes):
         return not self._idle.all()
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
-        """Forget the episodes of `lanes`. A step that is under way for one of them was none."""
+        """Forget the episodes of `lanes`. A step that is under way for one of them does not count."""
         super().end_episodes(lanes)
         self._stale |= self._awaited.intersection(lanes)
         self._awaited.difference_update(lanes)
@@ -92,18 +92,18 @@ class PartialNativeVector(NativeLanes):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Have all live lanes act by their rows of the policy's columns."""
+        """Send all live lanes their actions: their rows of the policy's columns."""
         self.send_actions_of(np.flatnonzero(~self._idle), columns)
 
     def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Have `lanes`, live and not under way, act by their rows of the policy's columns. Returns at once."""
+        """Send `lanes`, live and not under way, their actions: their rows of the policy's columns. Does not block."""
         rows = {name: column[lanes] for name, column in columns.items()}
         actions = nest(self.spaces.action, rows, action_root(rows))
         self._awaited.update(lanes.tolist())
         self._try(lambda: self._env.send(actions, lanes.astype(np.int32)))
 
     def poll(self) -> Outcome:
-        """Return what came of actions of the lanes that have answered. Waits for a batch."""
+        """Return the results of the actions of the lanes that have answered. Waits for a batch."""
         received = self._receive()
         if received is None:
             return self._lost({}, [], {})
@@ -121,7 +121,7 @@ class PartialNativeVector(NativeLanes):
         return Outcome(np.array([rewards[lane] for lane in answered.tolist()]), ended, [], lanes=answered)
 
     def _receive(self) -> tuple[NDArray[np.intp], VectorStep, dict[int, Exception]] | None:
-        """Return the lanes of the next answer, their step, and what is wrong by lane. None if the vector is broken."""
+        """Return the lanes of the next answer, their step, and errors by lane. Return None if the vector is broken."""
         answer = self._try(self._env.recv)
         if answer is None:
             return None
@@ -141,7 +141,7 @@ class PartialNativeVector(NativeLanes):
         return lanes, step, {lane: error for lane, error in problems.items() if lane not in stale}
 
     def _try(self, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns. If it raises, the vector is broken; return None for a broken vector."""
+        """Return the result of `call`. If it raises, mark the vector as broken; for a broken vector return None."""
         if self._broken is not None:
             return None
         try:
@@ -151,7 +151,7 @@ class PartialNativeVector(NativeLanes):
             return None
 
     def _lost(self, bad: dict[int, Exception], ended: list[tuple[int, ChunkEnd]], rewards: dict[int, float]) -> Outcome:
-        """Lose the vector, and with it all open episodes but those in `ended`. The lanes in `bad` made it fail.
+        """Lose the vector and all open episodes except those in `ended`. The lanes in `bad` caused the failure.
 
         `rewards`: of the lanes that have stepped. All live lanes were sent an action.
         """
@@ -170,7 +170,7 @@ class PartialNativeVector(NativeLanes):
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """Have an episode begin in each of `lanes` with a later poll, if none is about to."""
+        """Begin an episode in each of `lanes` with a later poll, unless one is about to begin there."""
         if self._env is None or self._broken is not None:
             return
         lanes = [index for index in lanes if index not in self._coming]

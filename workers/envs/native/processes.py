@@ -1,7 +1,7 @@
-"""The processes of an AsyncVectorEnv, which are killed when they do not answer or do not end.
+"""Watches the processes of an AsyncVectorEnv, and kills them if they do not answer or do not end.
 
-Such a vector waits for its envs for ever, in `step` and in `close`. A killed process closes its pipe, and the vector
-gets an error at once. So a watchdog thread only needs to know when to kill.
+By itself such a vector waits for ever for its envs, in `step` and in `close`. When a process is killed, its pipe
+closes, and the vector gets an error. So a watchdog thread only needs to know when to kill.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Watchdog:
 
     @contextmanager
     def limited(self, phase: str, timeout_s: float, setting: str) -> Iterator[None]:
-        """Raise `EnvHangError` if what is done within takes longer than `timeout_s`, and fails because of that."""
+        """Raise `EnvHangError` if the block takes longer than `timeout_s`, and fails because of that."""
         self._deadline = time.monotonic() + timeout_s
         try:
             yield
@@ -69,10 +69,11 @@ def processes_of(env: Any) -> Sequence[Any]:
 
 
 def hanging(env: Any) -> int:
-    """Return an env that has certainly not answered, when some have not.
+    """Return an env that has certainly not answered, when some envs have not.
 
-    The vector reads answers in order. So all pipes before the one it waits for are empty because they were read, and
-    from there on an empty pipe has brought nothing. The last pipe before the first full one is such a pipe.
+    The vector reads answers in order. The pipes before the one that it waits for are empty, because it has read them.
+    From there on, an empty pipe means that its env has not answered. The last pipe before the first full one is such a
+    pipe.
     """
     pipes = env.unwrapped.parent_pipes
     full = (i for i, pipe in enumerate(pipes) if pipe is not None and not pipe.closed and pipe.poll(0))
@@ -86,9 +87,9 @@ def kill(env: Any) -> None:
 
 
 def close_vector(env: Any, timeout_s: float, *, broken: bool) -> None:
-    """Close `env` within `timeout_s` seconds. Kill the processes of one that is `broken`, or takes longer.
+    """Close `env` within `timeout_s` seconds. Kill the processes of a `broken` vector, or of one that takes longer.
 
-    A broken vector of processes is not asked to close, because it would wait for the env that does not answer.
+    A broken vector with processes is not asked to close, because it would wait for the env that does not answer.
     """
     processes = processes_of(env)
     if not (broken and processes):
@@ -101,4 +102,4 @@ def close_vector(env: Any, timeout_s: float, *, broken: bool) -> None:
         for pipe in env.unwrapped.parent_pipes:
             if pipe is not None:
                 pipe.close()
-        env.unwrapped.closed = True  # or its `__del__` closes it once more
+        env.unwrapped.closed = True  # otherwise its `__del__` closes it again

@@ -1,15 +1,15 @@
 """A native vector as a driver: actions go in as one array, and rewards and observations come out as arrays.
 
-The vector fails as a whole. A failure in one lane, of its env, an observation or a callback, ends all lanes' open
-episodes, and the vector is rebuilt. Episodes that had finished in the same step are kept.
+The vector fails as a whole. A failure in one lane (its env, an observation or a callback) ends the open episodes of all
+lanes, and the vector is rebuilt. Episodes that had finished in the same step are kept.
 
-Where an episode's first observation comes from depends on the vector's autoreset mode:
+The source of an episode's first observation depends on the vector's autoreset mode:
 
     DISABLED    from a reset by the driver, with a seed of the lane's own
-    SAME_STEP   with the step that ends the episode before, whose last observation is in the infos
-    NEXT_STEP   with the step after; the lane's action and reward in it mean nothing
+    SAME_STEP   from the step that ends the previous episode, whose last observation is in the infos
+    NEXT_STEP   from the next step; the lane's action and reward in it mean nothing
 
-Where all lanes begin at once, the driver resets them with seeds, in each mode.
+When all lanes begin together, the driver resets them with seeds, in each mode.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class NativeVector(NativeLanes):
 
     pace = Pace.LOCK_STEP
     _pending: VectorStep | None = None
-    """The step that has brought first observations of episodes which are not begun yet."""
+    """The step with the first observations of episodes that have not begun yet."""
 
     @property
     def seeds_every_episode(self) -> bool:
-        """Return whether each episode begins with a seed of its own, so that it can be begun again."""
+        """Return whether each episode begins with its own seed, so that it can be repeated."""
         return self._mode is AutoresetMode.DISABLED and self._seeding is Seeding.EACH
 
     @property
@@ -74,7 +74,7 @@ class NativeVector(NativeLanes):
         self._actions = nest(self.spaces.action, columns, action_root(columns))
 
     def poll(self) -> Outcome:
-        """Step all envs, and return what came of it."""
+        """Step all envs, and return the results."""
         live, self._pending = self.live, None
         if self._broken is not None:
             return self._lost(live, {}, self._broken, stepped=False)
@@ -91,7 +91,7 @@ class NativeVector(NativeLanes):
             return self._lost(live, {}, error)
 
     def _take_in(self, step: VectorStep, live: NDArray[np.intp] | None, bad: dict[int, Any]) -> Outcome:
-        """Take in a step. `bad`: what is wrong, by lane, with the observations that are in the columns."""
+        """Take in a step. `bad`: lane -> the error of its observation in the columns."""
         done = step.terminated | step.truncated
         ended = np.flatnonzero(done & ~self._idle).tolist() if done.any() else []
         error = next(iter(bad.values()), None)
@@ -121,7 +121,7 @@ class NativeVector(NativeLanes):
         return outcome
 
     def _step_infos(self, step: VectorStep, done: NDArray[np.bool_]) -> list[tuple[int, dict[str, Any]]]:
-        """Return the infos of lanes that stepped. A lane that this step only reset has none."""
+        """Return the infos of lanes that stepped. A lane that this step only reset has no info."""
         same = self._mode is AutoresetMode.SAME_STEP
         infos = [
             (lane, step_info(step.infos, lane, was_reset=same and bool(done[lane])))
@@ -140,7 +140,7 @@ class NativeVector(NativeLanes):
         rewards: NDArray[np.float64] | None = None,
         ended: Sequence[tuple[int, ChunkEnd]] = (),
     ) -> Outcome:
-        """Lose the vector, and with it all open episodes but those in `ended`. The lanes in `bad` made it fail."""
+        """Lose the vector and all open episodes except those in `ended`. The lanes in `bad` caused the failure."""
         self._broken = error
         lanes = np.arange(len(self.lanes)) if live is None else live
         spared = {lane for lane, _ in ended}
@@ -155,7 +155,7 @@ class NativeVector(NativeLanes):
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none.
 
-        Where the envs are in processes, a picture that never comes costs the vector.
+        If the envs are in processes and the picture does not come in time, the vector is lost.
         """
         try:
             with self._limited("render", "env_step_timeout_s"):
@@ -169,7 +169,7 @@ class NativeVector(NativeLanes):
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def try_reset(self, lanes: Sequence[int]) -> None:
-        """Begin an episode in each of `lanes`. Where all lanes begin at once they are reset with seeds."""
+        """Begin an episode in each of `lanes`. If all lanes begin together, reset them with seeds."""
         if self._env is None or self._broken is not None:
             return
         if len(lanes) == len(self.lanes):
@@ -204,7 +204,7 @@ class NativeVector(NativeLanes):
             self._begin(episode, infos)
 
     def _seeds_for(self, lanes: Sequence[int]) -> tuple[Sequence[int | None], dict[str, Any]]:
-        """Return the seeds of the episodes that begin in `lanes`, and the arguments that tell the vector."""
+        """Return the seeds for the next episodes in `lanes`, and the arguments of `reset` that pass them."""
         if self._seeding is Seeding.NONE:
             return [None] * len(lanes), {}
         if self._seeding is Seeding.ONE:
@@ -215,7 +215,7 @@ class NativeVector(NativeLanes):
         return seeds, {"seed": [by_lane.get(i) for i in range(len(self.lanes))]}
 
     def _begin_unseeded(self, lanes: Sequence[int], step: VectorStep) -> None:
-        """Begin the episodes that the vector has begun by itself."""
+        """Begin the episodes whose envs the vector has reset by itself."""
         for index in lanes:
             lane = self.lanes[index]
             episode = lane.create_episode(None, Episode)

@@ -32,7 +32,7 @@ class VectorStep:
 
 
 def read_step(answer: Any, width: int) -> VectorStep:
-    """Read an answer of `step`. Rewards may not be finite yet: lanes that were reset may have any."""
+    """Read the result of `step`. Rewards are not checked yet: lanes that were reset may have any."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise EnvContractError("answer of step", f"{answer!r:.120}", "(obs, rewards, terminateds, truncateds, infos)")
     observations, rewards, terminated, truncated, infos = answer
@@ -57,7 +57,7 @@ def _flags(name: str, values: Any, width: int) -> NDArray[np.bool_]:
 
 
 def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -> dict[int, EnvContractError]:
-    """Return what is wrong, by lane, with rewards of lanes that stepped, and set these to 0. `actions` may be None."""
+    """Return the errors, by lane, of rewards of lanes that stepped, and set these to 0. `actions` may be None."""
     lanes = unsound_rewards(step.rewards)
     bad: dict[int, EnvContractError] = {}
     if not len(lanes):
@@ -67,7 +67,7 @@ def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -
             did = f". Actions={_row(actions, lane)!r:.200}" if actions is not None else ""
             seen = f"{step.rewards[lane]} ({step.rewards.dtype}){did}"
             bad[lane] = EnvContractError("Reward", seen, reward_due(step.rewards[lane]))
-    step.rewards = step.rewards.copy()  # it may be the vector's own
+    step.rewards = step.rewards.copy()  # the array may belong to the vector
     step.rewards[lanes] = 0.0
     return bad
 
@@ -87,9 +87,10 @@ def _row(batch: Any, lane: int) -> Any:
 
 
 def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[str, Any]:
-    """Return the lane's info of the step. Of a lane that was reset in it, return the info of its last step.
+    """Return the lane's info of the step. If the lane was reset in the step, return the info of its last step.
 
-    Entries that a vector's wrappers add for such a lane stay in the info of its reset: the two cannot be told apart.
+    Entries that a vector's wrappers add for such a lane stay in the info of its reset, because they cannot be told
+    apart.
     """
     if was_reset:
         final = infos.get("final_info")

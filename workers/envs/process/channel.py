@@ -1,6 +1,6 @@
 """Bells and a socket between a driver and one process of envs.
 
-    to the process     `bell`, an eventfd: each order that was written adds RING, STOP asks for the end
+    to the process     `bell`, an eventfd: each order that was written adds RING; STOP means that the process must end
     from the process   `told`, an eventfd: each order that was obeyed adds one, in order; then the latch counts down
                        a socket, for replies in JSON that do not fit their place in shared memory:
                        their length, uint32, little-endian; then the JSON, all of it before `told` is rung
@@ -43,7 +43,7 @@ class DriverEnd:
         return self._sock.fileno()
 
     def send(self, signal: int) -> None:
-        """Send RING or STOP. A process that has ended is no error: its pidfd tells of its end."""
+        """Send RING or STOP. Ignore a process that has ended, because its pidfd reports that."""
         os.eventfd_write(self._bell, signal)
 
     def replies(self) -> int:
@@ -66,7 +66,7 @@ class DriverEnd:
             self.is_over = True
 
     def message(self) -> bytes:
-        """Return the next message that came by the socket. Call it for an order that was obeyed: then it is there."""
+        """Return the next message from the socket. Call it only for an obeyed order: then it is there."""
         self.listen()
         (size,) = _LENGTH.unpack_from(self._buffer)
         body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + size])
@@ -91,11 +91,11 @@ class ProcessEnd:
         os.set_blocking(bell, False)
 
     def wait(self) -> int:
-        """Return how many more orders there are, or 0 for STOP. A driver that has died kills the process.
+        """Return how many more orders there are, or 0 for STOP. The process dies with its driver.
 
-        Waking up takes longer than a cheap env's step. So if the last order came within `_MOMENT_NS`, the process spins
-        that long for the next one; else it sleeps at once. While it spins, it yields the core to other processes. If
-        one used the core, the process sleeps for the next `_NAP` orders: the kernel runs sleepers first.
+        Waking up takes longer than a cheap env's step. If the last order came within `_MOMENT_NS`, the process spins
+        that long for the next one; otherwise it sleeps. While it spins, it yields the core to other processes. If
+        another process used the core, this one sleeps for the next `_NAP` orders: the kernel runs sleepers first.
         """
         began = now = time.perf_counter_ns()
         rung = self._rung()
@@ -119,10 +119,10 @@ class ProcessEnd:
             return 0
 
     def send(self, body: bytes) -> None:
-        """Send what is told with the next reply."""
+        """Send a body that belongs to the next reply."""
         self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
     def reply(self) -> None:
-        """Tell that one more order was obeyed."""
+        """Report that one more order was obeyed."""
         os.eventfd_write(self._told, 1)
         count_down(*self._latch)

@@ -2,8 +2,8 @@
 
 The descriptor is of a `ProcessJob` as JSON.
 
-A driver starts it, with stdin empty and stdout and stderr drained. It does what the driver orders, and ends when it is
-told to, or with its driver.
+A driver starts it, with stdin empty and stdout and stderr drained. The process obeys the driver's orders, and ends on
+the order STOP or when its driver dies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # to look through what stays takes a fifth of the time of all imports
+    gc.disable()  # scanning objects that stay takes a fifth of the import time
 
 import faulthandler
 import itertools
@@ -39,7 +39,7 @@ SOLO_CHILD = "headrace.workers.envs.process.child"
 
 
 def main(build_env: BuildEnv) -> NoReturn:
-    """Serve the job that the command line names until told to stop, and end the process."""
+    """Serve the job that the command line names until the driver stops it, then end the process."""
     gc.freeze()
     gc.enable()
     serve(int(sys.argv[1]), build_env)
@@ -49,12 +49,12 @@ def main(build_env: BuildEnv) -> NoReturn:
 
 
 def serve(job_descriptor: int, build_env: BuildEnv) -> None:
-    """Serve the job until told to stop."""
+    """Serve the job until the driver stops it."""
     with open(job_descriptor, "rb") as file:
         job = ProcessJob.model_validate_json(file.read())
     tie_group(job.lifeline, os.getpgid(0))
     for descriptor in job.descriptors:
-        os.set_inheritable(descriptor, False)  # none of an env's own children is to hold them
+        os.set_inheritable(descriptor, False)  # an env's own child processes must not inherit them
     faulthandler.enable(job.last_words)
     faulthandler.register(STACK_SIGNAL, job.last_words)
     sys.path[:] = job.import_path
@@ -63,7 +63,7 @@ def serve(job_descriptor: int, build_env: BuildEnv) -> None:
     host = ProcessEnvs(job, control, build_env)
     channel = ProcessEnd(socket.socket(fileno=job.socket), job.bell, job.told, (job.latch_tokens, job.latch_bell))
     memory = _Memory(control)
-    control.rest()  # the driver has noted that it starts
+    control.rest()  # the driver had set the note START
     slots = itertools.cycle(control.slots)
     while posted := channel.wait():
         for slot in itertools.islice(slots, posted):
@@ -74,7 +74,7 @@ def serve(job_descriptor: int, build_env: BuildEnv) -> None:
 
 
 class _Memory:
-    """Notes now and then how much memory the process uses."""
+    """Notes the process's memory use from time to time."""
 
     def __init__(self, control: Control) -> None:
         self._control = control

@@ -1,12 +1,12 @@
 """Orders to a process of envs, its replies, and its notes of what it is doing, all in shared memory.
 
-The process obeys one order after the other. An order, with a command for every lane, stands in a slot, and so does its
+The process obeys one order after the other. An order has a command for every lane. Each slot holds an order and its
 reply. The driver may write the next order while the process is busy, so the process need not wait for it.
 
     slot 0   commands ▮▮▮▮  seeds ▮▮▮▮  outcomes ▮▮▮▮  words "..."     order 0, SLOTS, 2 * SLOTS, ...
     slot 1   commands ▮▮▮▮  seeds ▮▮▮▮  outcomes ▮▮▮▮  words "..."     order 1, ...
 
-The driver may read the notes at any time. When the process replies no more, they say which env did not return.
+The driver may read the notes at any time. When the process stops replying, they name the env that did not return.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 from headrace.workers.envs.process.shared_arrays import Layout, map_arrays
 
 NO_SEED, WITHOUT_SEED = -1, -2
-"""In an order: no reset follows the step, or no seed for a creator; a reset without a seed."""
+"""Seeds in an order. NO_SEED: no reset after the step, or no seed for a creator. WITHOUT_SEED: an unseeded reset."""
 SLOTS = 8
 """Number of orders of a process that can be under way at once."""
 ENDS, BEGAN = 0x0F, 0x10
-"""In an outcome: the bits of the `ChunkEnd` of a step that ended the episode, and the bit of a reset."""
+"""Bits of an outcome: the `ChunkEnd` of a step that ended the episode, and the flag of a reset."""
 
 _WORDS = 4096
 """Bytes of JSON that fit in a slot; longer ones go by the socket."""
 
 
 def order_seed(seed: int | None) -> int:
-    """Return what an order has for a reset with `seed`."""
+    """Return the number that stands for `seed` in a reset order."""
     return WITHOUT_SEED if seed is None else seed
 
 
@@ -51,11 +51,11 @@ class Command(IntEnum):
     BUILD = 1
     """The seed is for the env's creator."""
     REBUILD = 2
-    """The same, in place of an env that failed."""
+    """Build an env, as for BUILD, in place of a failed one."""
     RESET = 3
     """With the seed, or without one."""
     STEP = 4
-    """With the lane's action. If that ends the episode, the env is reset at once, as for RESET, unless NO_SEED."""
+    """Step with the lane's action. If that ends the episode, reset the env too, as for RESET, unless NO_SEED."""
     CLOSE = 5
     """The lane has moved to another process, or failed."""
     RENDER = 6
@@ -71,7 +71,7 @@ class Phase(IntEnum):
     CLOSE = 4
     RENDER = 5
     START = 6
-    """The process itself starts, and obeys no order yet."""
+    """The process starts, and does not obey orders yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,14 +114,14 @@ class Control:
         self._is_copied = False
 
     def end_copies(self) -> None:
-        """End a copy of this process that an env has forked, as soon as the env's call returns: it has no driver."""
+        """End a copy of this process that an env has forked when the env's call returns, because it has no driver."""
         os.register_at_fork(after_in_child=self._note_copy)
 
     def _note_copy(self) -> None:
         self._is_copied = True
 
     def begin(self, lane: int, phase: Phase) -> None:
-        """Note that a call begins that may not return; `lane` -1 means no certain lane."""
+        """Note the start of a call that may not return; `lane` -1 means no particular lane."""
         notes = self._notes
         notes[0], notes[2] = lane, time.monotonic_ns()
         notes[1] = phase
@@ -138,7 +138,7 @@ class Control:
 
     @contextmanager
     def during(self, lane: int, phase: Phase) -> Iterator[None]:
-        """Note a call, from its begin to its end. The deadline of what comes next counts from the end."""
+        """Note a call, from its begin to its end. The deadline of the next call counts from that end."""
         self.begin(lane, phase)
         try:
             yield

@@ -54,7 +54,7 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_json(told: Mapping[str, Any]) -> Exception:
-    """Return Headrace's errors as they were, and an env's own as `EnvRaisedError`: its class may not exist here."""
+    """Return Headrace's errors as they were, and other errors as `EnvRaisedError`: their class may not exist here."""
     match told["is"]:
         case "contract":
             return EnvContractError(told["what"], told["seen"], told["expected"])

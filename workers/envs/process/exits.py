@@ -1,4 +1,4 @@
-"""The end of a process of envs: how it ended, its last call, and what that means for each of its envs."""
+"""The end of a process of envs: its cause, its last call, and the failures of its envs."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def read_stack(pipe: int) -> str:
 
 
 def failures_of(ending: ProcessExit, lanes: Iterable[int], limits: Mapping[Phase, float]) -> list[Failure]:
-    """Return one failure for each of `lanes`. The first is of the env whose call did not return, if there is one.
+    """Return one failure for each of `lanes`. The env whose call did not return comes first, if there is one.
 
-    The others are then `EnvNeighbourError`. This first env may not be among `lanes`: it was being closed.
+    All other lanes then fail with `EnvNeighbourError`. That env may be missing from `lanes`, because it was being
+    closed.
     """
     lanes = sorted(lanes, key=lambda lane: (lane != ending.call.lane, lane))
     culprit = ending.call.lane if ending.call.phase is not Phase.IDLE else None

@@ -40,7 +40,7 @@ class ProcessState(Enum):
 
     SERVING = auto()
     CONDEMNED = auto()
-    """It was late. It was asked for its stack, and is killed a moment later."""
+    """It missed a deadline and was asked for its stack. It is killed a moment later."""
     KILLED = auto()
     STOPPING = auto()
     """It has no more orders, and closes its envs."""
@@ -57,7 +57,7 @@ class ProcessOrder:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReply:
-    """The reply to one order: what is in the slot, and what was told as JSON."""
+    """The reply to one order: the slot, and the part sent as JSON."""
 
     order: ProcessOrder
     slot: Slot
@@ -153,11 +153,11 @@ class ProcessHandle:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def ask(self, lane: int, command: Command, seed: int = NO_SEED) -> None:
-        """Have the lane do `command` with the next `flush`."""
+        """Add `command` for the lane to the next `flush`."""
         self._queue[lane] = command, seed
 
     def step_all(self, seeds: NDArray[np.int64]) -> None:
-        """Have every lane step, now if possible. `seeds` (lanes,): see `Command.STEP`."""
+        """Step every lane, now if possible. `seeds` (lanes,): see `Command.STEP`."""
         if self._queue or not self._takes_orders:
             for lane, seed in zip(self._step_all.stepping, seeds.tolist(), strict=True):
                 self.ask(lane, Command.STEP, seed)
@@ -167,7 +167,7 @@ class ProcessHandle:
         self._post(self._step_all)
 
     def flush(self) -> None:
-        """Send what was asked as one order. If too many orders are under way, a later call sends it after a reply."""
+        """Send the queued commands as one order. If too many are under way, a later call sends it after a reply."""
         if not self._queue or not self._takes_orders:
             return
         commands, seeds = [int(Command.NONE)] * self.lanes, [NO_SEED] * self.lanes
@@ -211,30 +211,30 @@ class ProcessHandle:
         return answers
 
     def listen(self) -> None:
-        """Read what comes by the socket. A long reply takes time, which does not count against the env."""
+        """Read from the socket. The time for a long reply does not count against the env."""
         self.channel.listen()
         self._asked_at = time.monotonic()
 
     def stop(self, deadline: float) -> None:
-        """Have the process close its envs and end. It is killed at `deadline`, in monotonic seconds."""
+        """Stop the process after it has closed its envs. It is killed at `deadline`, in monotonic seconds."""
         if self.state is ProcessState.SERVING:
             self.state, self.check_at = ProcessState.STOPPING, deadline
             self.channel.send(STOP)
 
     @property
     def is_busy(self) -> bool:
-        """Return whether it was asked for something and has not replied."""
+        """Return whether the process has commands without a reply."""
         return self.state is not ProcessState.STOPPING and bool(self._asked or self._queue)
 
     @property
     def is_trusted(self) -> bool:
-        """Return whether its replies still count. Once it is condemned, they do not."""
+        """Return whether the process's replies still count: not once it is condemned."""
         return self.state is ProcessState.SERVING
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
     def enforce(self, now: float) -> None:
-        """Condemn the process if it is late, and kill it if it was condemned."""
+        """Condemn the process if it misses its deadline, and kill it if it was condemned before."""
         if now < self.check_at:
             return
         if self.state is not ProcessState.SERVING:
@@ -251,7 +251,7 @@ class ProcessHandle:
             self._signal(STACK_SIGNAL)
 
     def kill(self, fate: str = "") -> None:
-        """Kill the process and all that it started. Its pidfd tells when it has ended."""
+        """Kill the process and its process group. Its pidfd reports when it has ended."""
         self.fate = fate or self.fate
         self.state, self.check_at = ProcessState.KILLED, math.inf
         self._signal(signal.SIGKILL)
@@ -263,7 +263,7 @@ class ProcessHandle:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def bury(self) -> ProcessExit:
-        """Reap the process, whose `pidfd` is readable, kill what it left behind, and return how it ended."""
+        """Reap the ended process, kill the rest of its group, and return how it ended. Its `pidfd` must be readable."""
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)  # not reaped yet, so the group is still its own
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from headrace.workers.envs.process.control import Command, Phase
 def name_env(env: str | Callable[..., Any] | None) -> str:
     """Return the gymnasium id or "package.module:name" by which another process finds `env`.
 
-    Raises `ConfigError` for what has no such name: a lambda, a closure, a bound object, an object of `__main__`.
+    Raises `ConfigError` for an env without such a name: a lambda, a closure, a bound object, an object of `__main__`.
     """
     if env is None:
         raise MissingEnvError
@@ -34,7 +34,7 @@ def name_env(env: str | Callable[..., Any] | None) -> str:
 
 
 def env_config_json(env_config: Mapping[str, Any]) -> bytes:
-    """Return `env_config` as JSON for another process. Raises `ConfigError` for what JSON cannot hold."""
+    """Return `env_config` as JSON for another process. Raises `ConfigError` for values that JSON cannot hold."""
     try:
         return orjson.dumps(env_config, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
@@ -68,7 +68,7 @@ SETTINGS = {
 
 
 def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
-    """Return what the jobs of all processes have in common. Raises `ConfigError` for what cannot be sent."""
+    """Return the settings that the jobs of all processes share. Raises `ConfigError` for values that cannot be sent."""
     return {
         "env": name_env(config.env),
         "env_config": orjson.loads(env_config_json(config.env_config)),
@@ -95,10 +95,10 @@ def limits_of(config: EnvRunnerConfig) -> dict[Phase, float]:
 
 
 def answer_limits(config: EnvRunnerConfig) -> Mapping[Command, float]:
-    """Return how long an env host that lives may take for the answer to each command, in seconds.
+    """Return how long a live env host may take to answer each command, in seconds.
 
-    A host has deadlines of its own, kills an env that hangs, and answers with that failure. So these limits end only
-    the wait for a host that does not: its own deadlines are longer, or it is broken.
+    A host has deadlines of its own, kills an env that hangs, and answers with that failure. These limits only end the
+    wait for a host that fails to do so: its own deadlines are longer, or it is broken.
 
     Envs that share a process take turns, so an order may wait for those of its neighbours. A step may include the reset
     after it.

@@ -1,4 +1,4 @@
-"""The process of each lane's env, and the lane's new place when its process is replaced."""
+"""The process of each lane's env, and the lane's move to a new process when the old one is replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATIENCE = 1.25
 
 
 SeedFor = Callable[[int, bool], int]
-"""(lane, whether its env replaces one that failed) -> the seed that the env's creator is told."""
+"""(lane, whether its env replaces one that failed) -> the seed for the env's creator."""
 
 
 class LaneHomes:
@@ -41,11 +41,11 @@ class LaneHomes:
         return self._homes[lane] is self._newest.get(lane - lane % self._config.envs_per_process)
 
     def is_whole(self, handle: ProcessHandle) -> bool:
-        """Return whether all lanes of the process have their env there, and may stay."""
+        """Return whether all lanes of the process have their env there, and need not move."""
         return len(handle.members) == handle.lanes and self._is_newest(handle)
 
     def build(self, lane: int, command: Command) -> None:
-        """Have an env built for the lane in its newest process. Close the env that the lane has in another one."""
+        """Build an env for the lane in its newest process. Close the lane's env in an older process."""
         first = lane - lane % self._config.envs_per_process
         if first not in self._newest:
             self._start(first)
@@ -58,7 +58,7 @@ class LaneHomes:
         newest.ask(lane, command, NO_SEED if self._seed_for is None else self._seed_for(lane, recreated))
 
     def leave(self, lane: int) -> None:
-        """Have the lane's process close its env, or end if no lane needs it any more."""
+        """Close the lane's env in its process. Stop the process if no lane needs it any more."""
         home, self._homes[lane] = self._homes[lane], None
         if home is None:
             return

@@ -19,7 +19,8 @@ _F_SETSIG = 10
 def tie_group(lifeline: int, group: int) -> None:
     """Tie a process group to `lifeline`, the reading end of the pipe, which a process of the group holds.
 
-    The parent calls it, in case the process stops as it starts; and so does the process, in case its parent is gone.
+    The parent calls it, in case the process is stopped as it starts. The process calls it too, in case its parent is
+    gone.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
     fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)

@@ -12,7 +12,7 @@ _READ = 1 << 16
 
 
 class Tail:
-    """The end of what was read from one pipe."""
+    """The end of the output from one pipe."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -24,7 +24,7 @@ class Tail:
         self._kept = (self._kept + data)[-_KEPT:]
 
     def text(self) -> str:
-        """Return what was read so far, without a first line that is not whole."""
+        """Return the last output, without an incomplete first line."""
         kept = self._kept
         if len(kept) == _KEPT:
             kept = kept.partition(b"\n")[2] or kept
@@ -32,7 +32,7 @@ class Tail:
 
 
 class OutputDrain:
-    """A thread that reads any number of pipes, and sleeps while nothing comes."""
+    """A thread that reads any number of pipes, and sleeps while none has output."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -53,7 +53,7 @@ class OutputDrain:
         return tail
 
     def stop(self) -> None:
-        """End the thread, and close what is still open: a process that was not killed may hold the other end."""
+        """Stop the thread, and close the open pipes: a process that was not killed may hold the other end."""
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         for pipe in list(self._tails):

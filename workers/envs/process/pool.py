@@ -1,4 +1,4 @@
-"""Envs in processes of their own. Their driver never waits for a certain one of them."""
+"""Envs in processes of their own. Their driver never waits for one particular process."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class EnvProcessPool:
     """A `PoolBackend` of `config.num_envs` lanes in processes of `config.envs_per_process` envs each, for one thread.
 
     Only the constructor, `step_wait` and `close` take time. Columns are views of memory that the processes write, so
-    nothing is copied when they reply. A lane's row is valid from its reply until the lane is stepped or reset again. A
-    lane that has failed has no env until it is rebuilt. After n episodes, or when it grows too large, a process is
-    replaced by a new one; each lane moves there when its episode is over.
+    replies need no copy. A lane's row is valid from its reply until the lane is stepped or reset again. A lane that has
+    failed has no env until it is rebuilt. After n episodes, or when it grows too large, a process is replaced by a new
+    one; each lane moves there when its episode is over.
     """
 
     replies_at_once = False
@@ -64,12 +64,12 @@ class EnvProcessPool:
         child: str = SOLO_CHILD,
         **told: Any,
     ) -> None:
-        """Start all processes and build all envs. `seed_for` gives what their creators are told as `context.seed`.
+        """Start all processes and build all envs. `seed_for` returns the `context.seed` of their creators.
 
-        `child`: the module that each process runs. `told`: parts of its `ProcessJob` that the config does not say.
+        `child`: the module that each process runs. `told`: fields of its `ProcessJob` that the config does not have.
 
         Raises `ConfigError` for an env that has no name in another process, `UnknownEnvError`, `EnvContractError` where
-        spaces differ, `EnvHangError`, `EnvCrashError`, and `EnvError` caused by what else an env raised.
+        spaces differ, `EnvHangError`, `EnvCrashError`, and `EnvError` caused by any other error of an env.
         """
         self.width = config.num_envs
         """Number of lanes."""
@@ -114,7 +114,7 @@ class EnvProcessPool:
         """Return a placeholder for the lane's env. Every lane has one, or there would be no pool."""
         return EnvPlaceholder(lane, self.gym_spaces)
 
-    # -- what lanes are to do -----------------------------------------------------------------------------------------
+    # -- orders to lanes ----------------------------------------------------------------------------------------------
 
     def step_async(
         self,
@@ -150,11 +150,11 @@ class EnvProcessPool:
         self._homes.home(lane).ask(lane, Command.STEP, order_seed(seed))
 
     def keeps_env(self, lane: int) -> bool:
-        """Return whether `reset` resets the env that the lane has now; else the lane moves to a new process."""
+        """Return whether `reset` resets the lane's current env. Otherwise the lane moves to a new process."""
         return self._homes.may_stay(lane)
 
     def reset(self, lane: int, seed: int | None) -> None:
-        """Have the lane's env reset, without a seed if that is None. The reply is in `began`, or a failure."""
+        """Reset the lane's env, without a seed if that is None. The reply is in `began`, or a failure."""
         if self._homes.may_stay(lane):
             self._homes.home(lane).ask(lane, Command.RESET, order_seed(seed))
         else:
@@ -162,14 +162,14 @@ class EnvProcessPool:
             self._moving[lane] = order_seed(seed)
 
     def rebuild(self, lane: int) -> None:
-        """Have the lane's env built again, in a new process if need be. The reply is in `built`, or a failure."""
+        """Rebuild the lane's env, in a new process if need be. The reply is in `built`, or a failure."""
         self._build(lane, Command.REBUILD)
 
     def close_env(self, lane: int) -> None:
-        """Do nothing: a lane that has failed lost its env with that, or when `rebuild` builds another."""
+        """Do nothing: a failed lane lost its env when it failed, or loses it when `rebuild` builds another."""
 
     def render(self, lane: int) -> None:
-        """Have the lane's env, which has nothing else to do, show itself. The reply is in `pictures`."""
+        """Render the lane's env, which must be idle. The reply is in `pictures`."""
         self._homes.home(lane).ask(lane, Command.RENDER)
 
     def begin(self, lanes: Sequence[int]) -> None:
@@ -177,13 +177,13 @@ class EnvProcessPool:
         for name, column in self.observations.items():
             column[lanes] = self.first[name][lanes]
 
-    # -- what they reply ----------------------------------------------------------------------------------------------
+    # -- replies ------------------------------------------------------------------------------------------------------
 
     def step_wait(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Replies:
         """Return all replies, as soon as there is one.
 
-        Then waits up to `batch_wait_s` for the steps and resets that are under way. Sleeps `timeout_s` at most, and
-        returns at once when nothing was asked.
+        Then waits up to `batch_wait_s` for the steps and resets that are under way. Sleeps `timeout_s` at most. Does
+        not wait if no order is under way.
         """
         replies, until = Replies(), time.monotonic() + timeout_s
         together = batch_wait_s >= timeout_s  # then the driver has nothing to do before the last reply
@@ -214,11 +214,11 @@ class EnvProcessPool:
         speaking, ended = self._processes.wait(until, awaited)
         for handle in speaking:
             self._hear(handle, replies)
-        if not replies:  # else the next poll tells of it, so that no lane both replies and is lost in one
+        if not replies:  # else the next call reports it, so that no lane both replies and is lost in one
             for handle in ended:
                 self._lose(handle, replies)
         self._processes.enforce()
-        if speaking or ended:  # a process that has replied can take what was asked meanwhile
+        if speaking or ended:  # a process that has replied can take new orders
             self._flush()
         return bool(ended)
 
@@ -248,7 +248,7 @@ class EnvProcessPool:
     def _read(
         self, handle: ProcessHandle, told: dict[str, Any], stepped: Sequence[int], replies: Replies
     ) -> Sequence[int]:
-        """Take in what was told as JSON, and return the lanes of `stepped` that did not fail."""
+        """Take in the JSON part of a reply. Return the lanes of `stepped` that did not fail."""
         first = handle.first_lane
         for index, at, returned, error in told.get("failures", ()):
             self._fail(Failure(first + index, error_from_json(error), stepped=returned, at=at), replies)
@@ -265,7 +265,7 @@ class EnvProcessPool:
         replies.failures.append(failure)
 
     def _welcome(self, lane: int, spaces: Spaces, replies: Replies) -> None:
-        """Take in that a lane was built, and check its spaces."""
+        """Note that a lane's env was built, and check its spaces."""
         if self._layout_of is None:
             self._layout_of = lane
             self._map(spaces)
@@ -294,13 +294,13 @@ class EnvProcessPool:
             self._moving.pop(lane, None)
         lanes, call = set(handle.members), ending.call
         if call.phase is Phase.CLOSE and call.lane is not None and call.lane in lanes:
-            # It died of the env that was closed to make room, and the env to come pays nothing for that.
+            # The process died while it closed this env to make room. The lane's next env does not pay for that failure.
             lanes.discard(call.lane)
             self._build(call.lane, Command.REBUILD)
         replies.failures += failures_of(ending, lanes, self._limits)
 
     def _build(self, lane: int, command: Command) -> None:
-        """Have an env built for the lane, in the process where it is to live now."""
+        """Build an env for the lane, in the lane's newest process."""
         self._homes.build(lane, command)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ BuildEnv = Callable[[EnvCreator, EnvContext, bool | None], tuple[Any, Spaces]]
 
 
 def build_solo_env(creator: EnvCreator, context: EnvContext, several_agents: bool | None) -> tuple[Any, Spaces]:
-    """Return one env of one agent, and its spaces: a `BuildEnv` that knows no other kind."""
+    """Return one env of one agent, and its spaces: a `BuildEnv` for single-agent envs only."""
     env = build_env(creator, context)
     return env, spaces_of(env)
 
@@ -46,7 +46,7 @@ class ProcessJob(BaseModel):
     worker_index: int
     num_workers: int
     num_envs: int
-    """Number of envs of the runner. Creators of envs are told it, like the two numbers above."""
+    """Number of envs of the runner. Creators of envs get it, like the two numbers above."""
     first_lane: int
     """The first of the process' lanes, which are consecutive."""
     lanes: int
@@ -77,7 +77,7 @@ class ProcessJob(BaseModel):
 
 
 class Sends(Protocol):
-    """Sends a body that is told with the next reply."""
+    """Sends bodies that belong to the next reply."""
 
     def send(self, body: bytes) -> None:
         """Send `body`."""
@@ -104,7 +104,7 @@ class _Reply:
     pictures: list[tuple[int, Any]] = field(default_factory=list)
 
     def mark(self, lane: int, outcome: int) -> None:
-        """Add an outcome to those that the lane already has."""
+        """Add an outcome to the lane's outcomes."""
         self.slot.counts[0] += not self.slot.outcomes[lane]
         self.slot.outcomes[lane] |= outcome
 
@@ -125,7 +125,7 @@ class _Reply:
 
 
 class ProcessEnvs:
-    """The envs of one process. `obey` does what an order says, and tells all failures of the user's envs."""
+    """The envs of one process. `obey` executes an order, and reports all failures of the user's envs."""
 
     def __init__(self, job: ProcessJob, control: Control, build_env: BuildEnv) -> None:
         self._job = job
@@ -136,7 +136,7 @@ class ProcessEnvs:
         self._rewards: NDArray[np.float64] | None = None
 
     def obey(self, slot: Slot, socket: Sends) -> None:
-        """Do what each lane is commanded, and write the reply."""
+        """Execute each lane's command, and write the reply."""
         if slot.counts[0]:
             slot.outcomes[:] = 0
         slot.counts[0] = slot.counts[1] = 0
@@ -234,7 +234,7 @@ class ProcessEnvs:
                     reply.began.append((index, written))
 
     def _map(self, place: _LaneEnv) -> None:
-        """Map the columns, by the spaces of the env that is reset first. The driver has compared those of all envs."""
+        """Map the columns, by the spaces of the first env that is reset. The driver has compared all envs' spaces."""
         spaces, job = place.spaces, self._job
         assert spaces is not None, "only an env that was built is reset"
         arrays = map_arrays(job.columns, columns_layout(spaces, job.width), create=False)
@@ -272,7 +272,7 @@ class ProcessEnvs:
             self._reset(again, reply)
 
     def _tell_infos(self, infos: Sequence[tuple[int, dict[str, Any]]], reply: _Reply) -> set[int]:
-        """Tell the infos, and return the lanes whose info cannot be told, which have failed with that."""
+        """Add the infos to the reply. Return the lanes whose info cannot be sent, and report these as failed."""
         spoilt = set()
         for lane, info in infos:
             try:
@@ -284,7 +284,7 @@ class ProcessEnvs:
 
 
 def _info_json(info: dict[str, Any]) -> orjson.Fragment | None:
-    """Return an info as JSON, or None if it is empty. Raises `EnvContractError` for what JSON cannot hold."""
+    """Return an info as JSON, or None if it is empty. Raises `EnvContractError` for values that JSON cannot hold."""
     if not info:
         return None
     try:

@@ -1,4 +1,4 @@
-"""All processes of a pool: they are started, heard, killed when they are late, and reaped."""
+"""All processes of a pool: starts them, waits for them, kills those that miss a deadline, and reaps them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Processes:
     """The processes of a pool.
 
-    `memory` is where all lanes' columns will be. `child`: the module that each process runs.
+    `memory` will hold all lanes' columns. `child`: the module that each process runs.
     """
 
     def __init__(self, job: Mapping[str, Any], limits: Mapping[Phase, float], child: str) -> None:
@@ -47,11 +47,11 @@ class Processes:
         return iter(self._handles.values())
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `wait` would return at once, but for deadlines."""
+        """Return a descriptor that is readable when `wait` would not block. It does not show deadlines."""
         return self._epoll.fileno()
 
     def start(self, first_lane: int, lanes: int) -> ProcessHandle:
-        """Start a process for these lanes, and return its handle. It imports what it needs in the background.
+        """Start a process for these lanes, and return its handle. The process imports its modules in the background.
 
         Raises `EnvError` where the system has no room for it.
         """
@@ -91,26 +91,26 @@ class Processes:
         return [self._by_descriptor[descriptor] for descriptor, _ in self._told.poll(0)], ended
 
     def _sleep(self, timeout_s: float, replies: int) -> list[int]:
-        """Sleep, and return the descriptors that have woken the driver. From now on each reply rings."""
+        """Sleep, and return the descriptors that have woken the driver. Afterwards each reply rings the bell."""
         if timeout_s:
             self._latch.arm(replies)
         try:
             woken = [descriptor for descriptor, _ in self._epoll.poll(timeout_s if timeout_s != math.inf else None)]
         except BaseException:  # a signal's handler has raised
             self._latch.disarm()
-            self._latch.ring()  # for those who have answered in silence
+            self._latch.ring()  # for processes that replied without ringing
             raise
         self._latch.disarm()
         return woken
 
     def enforce(self) -> None:
-        """Kill processes that are late. Call it after all replies that `wait` gave were read."""
+        """Kill processes that missed a deadline. Call it after reading all replies that `wait` returned."""
         now = time.monotonic()
         for handle in self:
             handle.enforce(now)
 
     def _hush(self, handle: ProcessHandle) -> None:
-        """Stop listening to the process's socket, which is closed. Only its end is waited for."""
+        """Stop listening to the process's closed socket. Wait only for the end of the process."""
         del self._by_descriptor[handle.channel.fileno()]
         self._epoll.unregister(handle.channel.fileno())
 
@@ -125,7 +125,7 @@ class Processes:
         return handle.bury()
 
     def stop(self, timeout_s: float) -> None:
-        """Have all processes close their envs within `timeout_s` seconds, kill the others, and release everything."""
+        """Stop all processes. Kill those whose envs do not close within `timeout_s` seconds. Release all resources."""
         deadline = time.monotonic() + timeout_s
         for handle in self:
             handle.stop(deadline)

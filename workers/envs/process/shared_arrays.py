@@ -1,4 +1,4 @@
-"""Arrays in memory that two processes share. The memory has no name, so none is left behind."""
+"""Arrays in memory that two processes share. The memory has no name, so none stays behind after a crash."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def map_arrays(descriptor: int, layout: Layout, *, create: bool) -> dict[str, ND
 
 
 def columns_layout(spaces: Spaces, width: int) -> Layout:
-    """Return the layout of what passes between envs and their driver: one row for each of `width` lanes.
+    """Return the layout of the columns between envs and their driver: one row for each of `width` lanes.
 
     obs/...      the newest observation of the episode that goes on, or its last
     first/...    the first observation of the next episode
-    actions/...  what each lane is to do
+    actions/...  the next action of each lane
     rewards      float64, of the last step
     """
     layout: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {"rewards": (np.dtype(np.float64), (width,))}

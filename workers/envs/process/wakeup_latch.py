@@ -3,8 +3,8 @@
     tokens   an eventfd that counts the processes which need not wake the driver; each that replies takes one
     bell     an eventfd for which the driver sleeps; a process that finds no token rings it
 
-While the driver does not sleep there are no tokens, so that no reply goes unheard: a process either rings the bell, or
-took a token of a driver that looks for replies after it has taken the tokens back.
+While the driver does not sleep there are no tokens. So no reply is missed: a process either rings the bell, or took a
+token before the driver took all tokens back. After that the driver looks for replies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _drain(counter: int, times: int) -> None:
 
 
 def count_down(tokens: int, bell: int) -> None:
-    """Tell the latch that a process has replied."""
+    """Record one reply in the latch: take a token, or ring the bell if there is none."""
     try:
         os.eventfd_read(tokens)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Envs on other hosts, which come and go, each by `headrace env-host`: the worker's side.
+"""Envs on other hosts, which `headrace env-host` starts and which may come and go: the worker's side.
 
-`pool.py` is the backend of a vector, `peer.py` what is known of one host, `router_port.py` the port for hosts.
+`pool.py` is the backend of a vector, `peer.py` the record of one host, `router_port.py` the port for hosts.
 """

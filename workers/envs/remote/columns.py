@@ -1,4 +1,4 @@
-"""The columns of lanes on other hosts, and the rows of them that messages carry."""
+"""The columns of lanes on other hosts, and their rows in messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RemoteColumns:
         return {name: column[lanes] for name, column in self.actions.items()}
 
     def check(self, told: EnvAnswers, arrays: Mapping[str, NDArray[Any]]) -> Rows:
-        """Return the arrays of a message as rows of the columns. Raises `DecodeError` for what does not fit."""
+        """Return the arrays of a message as rows of the columns. Raises `DecodeError` for arrays that do not fit."""
         began = [place for place, _ in told.began]
         rows: Rows = []
         expected = {"rewards": (self.rewards, told.stepped)} if told.stepped else {}

@@ -1,4 +1,4 @@
-"""The hosts that are here, and the place on one of them where each lane's env lives. Does no I/O."""
+"""The connected hosts, and each lane's place on one of them. Does no I/O."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class HostPlaces:
 
     @property
     def hosts_wanted(self) -> int:
-        """Return how many hosts it takes for all lanes: those here, and more of their size for lanes without a place.
+        """Return how many hosts all lanes need: those connected, and more of their size for lanes without a place.
 
-        Without a host here it is one: the size of the next is not known.
+        Without a connected host it is one, because the size of the next host is not known.
         """
         sizes = [len(host.lanes) for host in self.hosts.values()]
         return len(sizes) - (-len(self._wanting) // max(sizes)) if sizes else 1
 
     @property
     def has_losses(self) -> bool:
-        """Return whether `bury` has something to tell."""
+        """Return whether `bury` has failures to return."""
         return bool(self._gone)
 
     @property
     def is_busy(self) -> bool:
-        """Return whether an answer is to come, a lane waits for a place, or `bury` has something to tell."""
+        """Return whether an answer is pending, a lane waits for a place, or `bury` has failures to return."""
         return bool(self._wanting or self._gone) or self.has_orders
 
     @property
@@ -66,13 +66,13 @@ class HostPlaces:
         return any(host.is_awaited for host in self.hosts.values())
 
     def ask(self, lane: int, command: Command, seed: int) -> None:
-        """Have the lane's place do `command`."""
+        """Queue `command` for the lane's place."""
         home = self._homes[lane]
         assert home is not None, "a lane that has failed is restarted before it is reset or stepped"
         home[0].ask(home[1], command, seed)
 
     def restart(self, lane: int) -> None:
-        """Have the lane's env built again, in its place or, if it has none, in the next free one."""
+        """Rebuild the lane's env in its place. Without a place, the lane waits for the next free one."""
         if self.has_home(lane):
             self.ask(lane, Command.REBUILD, self._seed_for(lane, True))
         else:

@@ -1,4 +1,4 @@
-"""The wait for env hosts while none is there: how long it lasts, and the log lines that say so."""
+"""The wait for env hosts while none is connected: its time limit and its log lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAUSE_S = 5.0
 
 
 class HostWait:
-    """Counts the time for which a worker waits at `endpoint` and no host is there."""
+    """Measures how long a worker at `endpoint` has waited without any host."""
 
     def __init__(self, config: EnvRunnerConfig, endpoint: str) -> None:
         self._timeout_s = config.env_hosts_timeout_s
@@ -46,6 +46,6 @@ class HostWait:
 
 
 def _address(endpoint: str) -> str:
-    """Return the endpoint as another machine calls it: with this machine's name, if it listens at all addresses."""
+    """Return the endpoint as other machines reach it: with this machine's name if it listens at all addresses."""
     url = urlsplit(endpoint)
     return f"tcp://{platform.node()}:{url.port}" if url.hostname in ("0.0.0.0", "::") else endpoint

@@ -28,7 +28,7 @@ def encode_orders(host: EnvHostPeer, places: Sequence[int], columns: RemoteColum
         orders.append((place, order.number, int(order.command), order.seed, lane))
         if order.command is Command.STEP:
             stepping.append(lane)
-    header = {"life": host.life, "orders": orders}  # an `EnvOrders`; to check it would cost time in each step
+    header = {"life": host.life, "orders": orders}  # an `EnvOrders`, not validated, because that costs time each step
     return encode(MessageKind.ENV_ORDERS, header, columns.action_rows(stepping) if stepping else None)
 
 
@@ -39,7 +39,7 @@ def take_replies(
     columns: RemoteColumns,
     replies: Replies,
 ) -> None:
-    """Add the answers to orders under way to `replies`. Other answers came before, and are ignored.
+    """Add the answers to orders under way to `replies`. Ignore other answers, which are repeats.
 
     Raises `DecodeError` for a bad message. Some of the host's orders may then count as answered.
     """

@@ -46,7 +46,7 @@ class EnvHostPeer:
         return self.lanes.index(None) if None in self.lanes else None
 
     def ask(self, place: int, command: Command, seed: int = NO_SEED) -> None:
-        """Have the place do `command` once it has answered its order."""
+        """Queue `command` for the place. It is sent once the place has answered its current order."""
         self._queue[place] = command, seed
 
     def hear(self, route: bytes, now: float) -> None:
@@ -65,7 +65,7 @@ class EnvHostPeer:
         return due
 
     def settle(self, place: int, number: int) -> HostOrder | None:
-        """Return the order that is answered; None if it was answered before, or never given."""
+        """Return the order that is answered; None if it was answered before, or never sent."""
         order = self.under_way.get(place)
         if order is None or order.number != number:
             return None
@@ -74,8 +74,8 @@ class EnvHostPeer:
     def to_repeat(self, at_work_on: Iterable[tuple[int, int]], now: float, patience_s: float) -> list[int]:
         """Return the places whose order, or its answer, seems lost, because the host does not work on it.
 
-        An order seems lost `patience_s` after it was sent, or when the host has come by another route. A needless
-        repeat does no harm.
+        An order seems lost `patience_s` after it was sent, or when the host has come by another route. Repeating an
+        order needlessly does no harm.
         """
         known = dict(at_work_on)
         lost = [
@@ -88,16 +88,16 @@ class EnvHostPeer:
         return lost
 
     def overdue(self, limits: Mapping[Command, float], now: float) -> HostOrder | None:
-        """Return an order that has gone without an answer for longer than its command may take, if there is one."""
+        """Return an order without an answer for longer than its command may take, or None."""
         late = (order for order in self.under_way.values() if now - order.since > limits[order.command])
         return next(late, None)
 
     @property
     def is_busy(self) -> bool:
-        """Return whether an answer is to come."""
+        """Return whether an answer is pending."""
         return bool(self.under_way or self._queue)
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether an answer to a step or a reset is to come."""
+        """Return whether an answer to a step or a reset is pending."""
         return any(order.command in (Command.STEP, Command.RESET) for order in self.under_way.values())

@@ -18,9 +18,9 @@ _HIGHEST_PORT = 65_535
 class RemotePlacement:
     """Envs on the hosts that connect to the worker's port.
 
-    The worker in slot n listens on `env_hosts_port` + n; where that is 0, on one free port for as long as it lives.
-    `kind_problem` says which envs are of the wrong kind. `on_wait` is called now and then, with the address of the
-    port, while the worker waits for its first host.
+    The worker in slot n listens on `env_hosts_port` + n. If that setting is 0, it listens on one free port for its
+    whole life. `kind_problem` says which envs are of the wrong kind. While the worker waits for its first host,
+    `on_wait` is called from time to time with the address of the port.
     """
 
     def __init__(self, kind_problem: KindProblem, on_wait: Callable[[str], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Envs on other hosts. Their driver never waits for a certain one of them."""
+"""Envs on other hosts. Their driver never waits for one particular host."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _MOST_BYTES = 1 << 36
 class RemotePool:
     """A `PoolBackend` of `config.num_envs` lanes on the hosts that come to `router_port`, for one thread.
 
-    A lane without a host is built as soon as a host with a free place comes. Hosts that are not needed are spare. A
-    lane whose host is lost fails with `EnvHostLostError`, once for each life of a host.
+    A lane without a host is built as soon as a host with a free place comes. Hosts without lanes are spare. If a host
+    is lost, its lanes fail with `EnvHostLostError`, once for each life of the host.
     """
 
     replies_at_once = False
@@ -141,7 +141,7 @@ class RemotePool:
 
     @property
     def hosts(self) -> list[str]:
-        """The names of the hosts that are here, spare ones too."""
+        """The names of the connected hosts, spare ones too."""
         return [host.name for host in self._places.hosts.values()]
 
     @property
@@ -156,7 +156,7 @@ class RemotePool:
         return to_gym(self.spaces.observation), to_gym(self.spaces.action)
 
     def env_at(self, lane: int) -> Any:
-        """Return a placeholder for the lane's env; None before a host has built it, which `built` tells unasked."""
+        """Return a placeholder for the lane's env; None before a host has built it, which `built` reports."""
         return EnvPlaceholder(lane, self.gym_spaces) if self._places.has_home(lane) else None
 
     def step_async(
@@ -167,7 +167,7 @@ class RemotePool:
     ) -> None:
         """Have `lanes` (None: all) step, as `EnvBackend` says.
 
-        A row stands until its lane has replied, because it may have to be sent again.
+        The rows of the actions stay until the lanes have replied, because they may have to be sent again.
         """
         self._arrays.write_actions(lanes, columns, action_root(columns))
         for lane in range(self.width) if lanes is None else lanes:
@@ -176,22 +176,22 @@ class RemotePool:
         self._flush()
 
     def keeps_env(self, lane: int) -> bool:
-        """Return True: only `rebuild` builds another env, as far as the worker knows."""
+        """Return True: as far as the worker knows, only `rebuild` builds another env."""
         return True
 
     def reset(self, lane: int, seed: int | None) -> None:
-        """Have the lane's env reset, without a seed if that is None. The reply is in `began`, or a failure.
+        """Reset the lane's env, without a seed if that is None. The reply is in `began`, or a failure.
 
-        A host that replaces its processes may build a new env for it, which then begins without a seed too.
+        A host that replaces its processes may build a new env for the reset. Then that env begins without a seed too.
         """
         self._places.ask(lane, Command.RESET, order_seed(seed))
 
     def rebuild(self, lane: int) -> None:
-        """Have the lane's env built again, on a host that has a place. The reply is in `built`, or a failure."""
+        """Rebuild the lane's env, on a host with a free place. The reply is in `built`, or a failure."""
         self._places.restart(lane)
 
     def close_env(self, lane: int) -> None:
-        """Do nothing: a lane that has failed lost its env with that, or when `rebuild` builds another."""
+        """Do nothing: a failed lane lost its env when it failed, or loses it when `rebuild` builds another."""
 
     def render(self, lane: int) -> None:
         """Raise NotImplementedError: pictures do not travel between hosts."""
@@ -202,16 +202,16 @@ class RemotePool:
         for name, column in self.observations.items():
             column[lanes] = self.first[name][lanes]
 
-    # -- what they reply ----------------------------------------------------------------------------------------------
+    # -- replies ------------------------------------------------------------------------------------------------------
 
     def step_wait(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Replies:
-        """Return all replies, as `EnvBackend` says. A lane that waits for a host is due to reply.
+        """Return all replies, as `EnvBackend` says. A lane that waits for a host counts as awaited.
 
         Raises `NoEnvHostError` when no host was there for `env_hosts_timeout_s` of repeated calls.
         """
         replies, now = Replies(), time.monotonic()
         until = now + timeout_s
-        if now - self._polled_at > self._interval_s:  # no call has listened; messages of that time may still come in
+        if now - self._polled_at > self._interval_s:  # no call has listened; read waiting messages before judging
             self._judge_at = now + self._interval_s
         while True:
             self._places.settle_in()
@@ -230,7 +230,7 @@ class RemotePool:
                 return replies
 
     def _listen(self, replies: Replies, timeout_s: float) -> None:
-        if not replies and self._places.has_losses:  # else the next round tells: no lane replies and is lost in one
+        if not replies and self._places.has_losses:  # else report them next round: no lane replies and is lost in one
             replies.failures += self._places.bury()
             return
         for route, frames in self._router_port.receive() if self._router_port.wait(timeout_s) else ():
@@ -279,7 +279,7 @@ class RemotePool:
                 self._places.part(host, f"has left ({read(EnvHostBye, message.header).reason})")
 
     def _greet(self, route: bytes, hello: EnvHostHello) -> None:
-        """Welcome a host that begins a life, or whose welcome was lost. Refuse one with other spaces than the first."""
+        """Welcome a host that begins a life, or whose welcome was lost. Refuse a host whose spaces differ."""
         host = self._places.hosts.get(hello.life)
         if host is not None:
             host.hear(route, time.monotonic())
@@ -340,7 +340,7 @@ class RemotePool:
             self._send_orders(host, host.take_due(now))
 
     def _send_orders(self, host: EnvHostPeer, places: Sequence[int]) -> None:
-        """Send, or repeat, the orders under way at `places`. One that cannot be sent is repeated after a heartbeat."""
+        """Send or repeat the orders under way at `places`. An order not sent is repeated after a heartbeat."""
         if not places:
             return
         self._send(host.route, encode_orders(host, places, self._arrays))
@@ -352,7 +352,7 @@ class RemotePool:
         self._router_port.send(route, frames)
 
     def close(self) -> None:
-        """Let all hosts go. They close their envs themselves. May be called twice."""
+        """Release all hosts. They close their envs themselves. May be called twice."""
         for host in self._places.hosts.values():
             self._say(host.route, Fenced(detail="the worker has stopped, or builds its envs again"))
         self._places.hosts.clear()

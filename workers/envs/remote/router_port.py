@@ -1,7 +1,7 @@
 """The port of a worker to which env hosts, or clients, connect: one ROUTER socket, with keys, with a token, or without.
 
-The worker answers libzmq's question whether to let a peer in (`schemas/peers/zap.py`) when it next looks at the port.
-So a handshake takes until the next poll of the envs; a peer retries one that takes too long.
+The worker answers libzmq's question whether to admit a peer (`schemas/peers/zap.py`) when it next looks at the port. So
+a handshake takes until the next poll of the envs. A peer retries a handshake that takes too long.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class RouterPort:
     def receive(self, most: int = _BURST) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield (route, frames) of each message that waits, at most `most` or a burst.
 
-        Say `know` of a peer whose message was accepted, and `refuse` of one whose message was not, before the next.
+        Before the next message, call `know` if the message was accepted, or `refuse` if it was not.
         """
         watch = self._watch
         assert watch is not None

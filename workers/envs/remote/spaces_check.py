@@ -9,14 +9,14 @@ from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, lea
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
 
 KindProblem = Callable[[Spaces], str]
-"""Says in words why envs with these spaces are of the wrong kind for the worker, or nothing.
+"""Returns in words why envs with these spaces are of the wrong kind for the worker; empty if they fit.
 
 Raises `DecodeError` for spaces that no env can have.
 """
 
 
 def problem_of(spaces: Spaces, kind_problem: KindProblem, first: Spaces | None) -> str:
-    """Return why envs with `spaces` are not taken, in words, or nothing; `first` are those of the first host.
+    """Return in words why envs with `spaces` are refused; empty if they fit. `first` are the first host's spaces.
 
     Raises `DecodeError` for spaces that no env can have.
     """

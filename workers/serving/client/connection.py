@@ -35,13 +35,13 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
 _LOOK_S = 0.5
 """Seconds between two looks whether a server that does not answer has moved."""
 _LAST_HEARTBEAT_S = 2.0
-"""Seconds that a server may take to confirm a heartbeat. By that it shows that it lives and only its worker waits."""
+"""Seconds that a server may take to confirm a heartbeat. This shows that it lives and only its worker waits."""
 _SLOW_BYTES_S = 10_000_000
 """The slowest expected transfer. A retry that comes before the first message has arrived makes everything slower.
 After a broken connection, the event of the new one triggers the retry, not this time."""
 _OPTIONS = sockets.DEALER | {"IMMEDIATE": 0, "MAXMSGSIZE": DEFAULT_LIMITS.payload_bytes}
-"""With IMMEDIATE libzmq drops what has come and is not yet read when a connection ends, such as the last word of a
-server that leaves. Instead, nothing is sent before the monitor says that there is a connection.
+"""With IMMEDIATE, libzmq drops received but unread messages when a connection ends, such as the last message of a
+leaving server. Instead, the client sends nothing before the monitor reports a connection.
 """
 _numbers = itertools.count(1)
 AnyRequest = TypeVar("AnyRequest", bound=ClientRequest)
@@ -96,8 +96,8 @@ class Connection:
     ) -> tuple[Message, dict[str, NDArray[Any]]]:
         """Send a request, several times if needed, and return its answer, (message, arrays).
 
-        Raises the error with which the server refuses it, `KeysRefusedError`, and `UnreachableError` after `timeout_s`:
-        a `WorkerWaitsError` where the server lives, which it has two more seconds to show.
+        Raises the error with which the server refuses it, `KeysRefusedError`, and `UnreachableError` after `timeout_s`.
+        The latter is a `WorkerWaitsError` if the server confirms a heartbeat within two more seconds.
         Raises `MessageTooLargeError` before it sends a message that is too large: the server would close the
         connection, and the client would send it for ever.
         """
@@ -117,13 +117,13 @@ class Connection:
                     self._socket.send_multipart(frames, zmq.NOBLOCK)
                     retry_at, retry_s = now + retry_s, max(retry_s, min(2 * retry_s, _LONGEST_RETRY_S))
                 else:
-                    retry_at = until  # or as soon as there is a connection
+                    retry_at = until  # or once connected
             for socket, _ in self._poller.poll(max(1, math.ceil((min(until, retry_at, now + look_s) - now) * 1000))):
                 if socket is self._monitor:
                     event = self._monitor.recv_multipart()
                     if self._handshakes.observe(event):
                         self._handshakes.connect_again(self._socket)
-                    if read_event(event)[0] == SUCCEEDED:  # repeat at once what the old connection may have lost
+                    if read_event(event)[0] == SUCCEEDED:  # repeat a request that the old connection may have lost
                         retry_at = 0.0
                 else:
                     answer = self._read(self._socket.recv_multipart(), number)

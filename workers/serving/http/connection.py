@@ -189,11 +189,11 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def holds_since(self) -> float | None:
-        """The time at which the unfinished request began that this connection holds; None if it holds none."""
+        """Time at which the current unfinished request began; None if the connection holds none."""
         return self._request_began if self._held else None
 
     def give_up(self, error: HeadraceError) -> None:
-        """Refuse the unfinished request, and drop what has come of it."""
+        """Refuse the unfinished request, and drop its bytes."""
         self._refuse(error)
         self._body, self._body_bytes = [], 0
         self._count_held()
@@ -215,7 +215,7 @@ class HttpConnection(asyncio.Protocol):
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        """Refuse a request whose head is enough to know that it will be refused."""
+        """Refuse a request as soon as its head shows that the server does not take it."""
         self._in_head = False
         length = self._headers.get(b"content-length", b"")
         refusal = self._handler.refuse_head(self._target, self._headers)

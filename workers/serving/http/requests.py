@@ -101,8 +101,8 @@ def body_of(request: HttpRequest) -> dict[str, Any]:
 def check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
     """Raise `BadRequestError` for a field that `kind` does not have.
 
-    Otherwise a misspelt reward would be lost without a word. Over ZeroMQ, unknown fields are ignored: there they come
-    from newer versions of our own clients.
+    Otherwise a misspelt reward would be lost silently. Over ZeroMQ, unknown fields are ignored, because they come from
+    newer versions of our own clients.
     """
     fields = _fields(kind)
     if not body.keys() <= fields:

@@ -169,7 +169,7 @@ class HttpServer:
             self._all_gone.set()
 
     def hold(self, nbytes: int) -> None:
-        """Count bytes of unfinished requests. Beyond the bound, the request that began first is given up."""
+        """Count bytes of unfinished requests. Beyond the bound, refuse the oldest unfinished request."""
         self._held_bytes += nbytes
         if nbytes > 0 and self._held_bytes > self._max_held_bytes:
             holders = [connection for connection in self._connections if connection.holds_since is not None]
@@ -179,10 +179,10 @@ class HttpServer:
                 first.give_up(ServerFullError("unfinished requests take all the memory there is for them"))
 
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
-        """Refuse a request without the server's token, and one that means another server.
+        """Refuse a request without the server's token. Without a token, refuse a request for another host name.
 
-        Its body is not read, so that it cannot fill the memory. A page that has a browser call here knows no token, so
-        the name it calls matters only where none is asked for.
+        The body is not read, so that it cannot fill the memory. The host name matters only without a token, because a
+        web page in a browser does not know the token.
         """
         if self._token is None:
             return None if names_host(headers, self._hosts) else BadRequestError(_OTHER_HOST)

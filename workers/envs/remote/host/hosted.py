@@ -1,4 +1,4 @@
-"""The envs of one life of a host. Each order is obeyed once, and answered as often as it comes."""
+"""The envs of one life of a host. Each order is executed once. A repeated order gets the same answer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.shared_arrays import columns_layout
 
 _INFO_DEPTH = DEFAULT_LIMITS.header_depth - 3
-"""Most levels of an info, which is three levels down in the header."""
+"""Most levels of an info. An info lies three levels deep in the header."""
 
 
 class PlacedPool(EnvProcessPool):
-    """A pool whose lanes are built on order, each as a certain env of the worker. `child`: see `EnvProcessPool`."""
+    """A pool whose lanes are built on order, each as a given env of the worker. `child`: see `EnvProcessPool`."""
 
     def __init__(self, config: EnvRunnerConfig, welcome: EnvHostWelcome, child: str) -> None:
         self._seeds: dict[int, int] = {}
@@ -44,14 +44,14 @@ class PlacedPool(EnvProcessPool):
         )
 
     def _build_all(self) -> None:
-        """Build nothing yet."""
+        """Do nothing: lanes are built on order."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `step_wait` has something to take in."""
+        """Return a descriptor that is readable when `step_wait` has replies."""
         return self._processes.fileno()
 
     def build(self, lane: int, seed: int, index: int, *, again: bool) -> None:
-        """Have the lane's env built as the worker's env `index`. The reply is in `built`, or a failure.
+        """Build the lane's env as the worker's env `index`. The reply is in `built`, or a failure.
 
         An env that moves later, or loses its process before it is built, is made with the same seed.
         """
@@ -85,7 +85,7 @@ class _Place:
     """A failure while no order was under way: the answer to the next step or reset."""
 
     def begin(self, number: int) -> None:
-        """Begin another order."""
+        """Reset the record for another order."""
         self.number, self.answered, self.stepped, self.built = number, False, False, False
         self.ended = self.began = self.info = None
         self.failures = []
@@ -113,7 +113,7 @@ class HostedEnvs:
 
     @property
     def is_spare(self) -> bool:
-        """Return whether the worker has not wanted any env of this life."""
+        """Return whether the worker has sent no order to any env of this life."""
         return all(not own.number for own in self._places)
 
     def under_way(self) -> list[tuple[int, int]]:
@@ -121,9 +121,9 @@ class HostedEnvs:
         return [(place, own.number) for place, own in enumerate(self._places) if not own.answered]
 
     def obey(self, told: EnvOrders, arrays: Mapping[str, NDArray[Any]]) -> list[list[Buffer]]:
-        """Begin new orders, and return the messages of orders that can be answered at once.
+        """Execute new orders, and return the messages for orders that have an answer already.
 
-        Raises `DecodeError` for an order that cannot be obeyed.
+        Raises `DecodeError` for a bad order.
         """
         self._check(told, arrays)
         at_once: list[int] = []
@@ -135,7 +135,7 @@ class HostedEnvs:
             here, row = row, row + (command is Command.STEP)
             own = self._places[place]
             if number == own.number and own.answered:
-                at_once.append(place)  # that answer was lost
+                at_once.append(place)  # the worker did not get that answer
             if number <= own.number:
                 continue
             own.begin(number)
@@ -174,7 +174,7 @@ class HostedEnvs:
                 raise DecodeError("bad_message", f"array {name!r} of {steps} steps is {seen}")
 
     def poll(self) -> list[list[Buffer]]:
-        """Take in what the envs have done since, and return the messages of orders that are answered by it."""
+        """Take in the envs' replies, and return the messages with the answers to orders."""
         replies = self._pool.step_wait(0.0)
         return self._compose(self._note(replies)) if replies else []
 
@@ -204,7 +204,7 @@ class HostedEnvs:
         return sorted(places)
 
     def _compose(self, places: Sequence[int]) -> list[list[Buffer]]:
-        """Return one message, or several if it would be too large. An env whose own answer is too large has failed."""
+        """Return one message, or several if it would be too large. If one env's answer is too large, that env fails."""
         if not places:
             return []
         try:
@@ -260,7 +260,7 @@ class HostedEnvs:
         return told
 
     def _rows(self, stepped: list[int], began: list[int]) -> dict[str, NDArray[Any]]:
-        """Return what these places saw. The pool's columns have it until their next order."""
+        """Return the observations and rewards of these places. The pool keeps them until the places' next order."""
         rows: dict[str, NDArray[Any]] = {}
         if stepped:
             rows["rewards"] = self._pool.rewards[stepped]

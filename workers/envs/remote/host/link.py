@@ -43,7 +43,7 @@ class WorkerLink:
         self._poller.unregister(what.fileno())
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until something comes, and return whether it is a new connection.
+        """Sleep until a message or an event arrives. Return whether it is a new connection.
 
         Raises `KeysRefusedError` when the worker does not let this host in.
         """
@@ -59,7 +59,7 @@ class WorkerLink:
         return is_new
 
     def why_silent(self, waited_s: float) -> str:
-        """Return what is known about a worker from which nothing came for so long, in words."""
+        """Return in words the known reason why the worker has been silent for `waited_s` seconds."""
         if not self.is_connected:
             return str(self._handshakes.why_silent(waited_s))
         return (
@@ -68,7 +68,7 @@ class WorkerLink:
         )
 
     def receive(self) -> Iterator[list[bytes]]:
-        """Yield the messages that wait."""
+        """Yield the received messages."""
         while True:
             try:
                 yield self._socket.recv_multipart(zmq.NOBLOCK)
@@ -80,7 +80,10 @@ class WorkerLink:
         return self.send(message.frames())
 
     def send(self, frames: list[Buffer]) -> bool:
-        """Send without waiting. Return False without a connection: the message is lost, and the worker asks again."""
+        """Send without waiting. Return False without a connection.
+
+        Then the message is lost, and the worker repeats its order.
+        """
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -88,5 +91,5 @@ class WorkerLink:
         return True
 
     def close(self) -> None:
-        """Close the socket. Messages that were sent have a moment to leave."""
+        """Close the socket. Sent messages have a moment to leave."""
         self._context.destroy(linger=500)

@@ -1,4 +1,4 @@
-"""The env host: it lends its envs to a worker until it is told to stop, or refused for good."""
+"""The env host: it lends its envs to a worker until it is stopped, or refused for good."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LONGEST_WAIT_S = 0.1
 """The longest sleep: deadlines of envs and SIGTERM are checked this often, in seconds."""
 _SAY_WAITING_S = 10.0
 _SPARE_S = 5.0
-"""Seconds that a host waits for a first order of its worker, before it looks for another one that needs it."""
+"""Seconds that a host waits for its worker's first order, before it looks for another worker."""
 
 
 def run_env_host(
@@ -47,13 +47,16 @@ def run_env_host(
 ) -> None:
     """Serve `config.num_envs` envs to the worker at `endpoint` until SIGTERM.
 
-    `on_turn` is called ten times a second or more once the envs can be had, but not while those of one life are closed;
-    `on_answer` when envs have answered.
-    `child` is the module that the processes of the envs run, and says what kinds of env there can be. `place` says how
-    the host finds a worker that has moved, and how long it waits for one that is gone; without it, for ever at
-    `endpoint`. `elsewhere` returns the address of another worker that waits for hosts, or "": a host whose envs are not
-    wanted goes there. Raises `EnvError` for an env that cannot be built here, `RefusedError` when the worker does not
-    want it, and the error of `place` for a worker that is gone for too long.
+    `on_turn` is called at least ten times a second once the envs are available, but not while the host closes the envs
+    of a life. `on_answer` is called when envs have answered. `child` is the module that the env processes run; it
+    decides which kinds of env are possible.
+
+    `place` says how the host finds a worker that has moved, and how long it waits for one that is gone. Without it the
+    host waits for ever at `endpoint`. `elsewhere` returns the address of another worker that waits for hosts, or "". A
+    host whose envs are not used goes there.
+
+    Raises `EnvError` for an env that cannot be built here, `RefusedError` when the worker refuses the host, and the
+    error of `place` for a worker that is gone for too long.
     """
     with stop_event() as stopping:
         place = place or FleetPlace(endpoint, server="worker")
@@ -65,7 +68,7 @@ def run_env_host(
 
 
 def learn_spaces(config: EnvRunnerConfig, child: str = SOLO_CHILD) -> Spaces:
-    """Return the spaces of the envs. Builds one env for it, and closes it. Raises as `EnvProcessPool` does."""
+    """Return the spaces of the envs. Builds and closes one env. Raises as `EnvProcessPool` does."""
     with EnvProcessPool(config.model_copy(update={"num_envs": 1}), child=child, several_agents=None) as pool:
         return pool.spaces
 
@@ -107,12 +110,12 @@ class EnvHost:
         self._say_waiting_at = self._heard_at + _SAY_WAITING_S
 
     def serve(self, stopping: threading.Event, on_turn: Callable[[], None]) -> None:
-        """Obey the worker, whenever there is one."""
+        """Execute the worker's orders until `stopping` is set."""
         while not stopping.is_set():
             on_turn()
             self._speak(time.monotonic())
             if self._link.wait(min(max(self._speak_at - time.monotonic(), 0.0), _LONGEST_WAIT_S)):
-                self._speak_at = 0.0  # so that the worker repeats at once what was lost with the old connection
+                self._speak_at = 0.0  # so that the worker repeats orders lost with the old connection
             if self._envs is not None:
                 self._answer(self._envs.poll())
             for frames in self._link.receive():
@@ -130,7 +133,7 @@ class EnvHost:
             raise self._place.ended
 
     def _leaves(self, now: float) -> bool:
-        """Return whether this host goes to another worker, since the one here has not wanted its envs for a while."""
+        """Return whether this host goes to another worker, because this one has not used its envs for a while."""
         if self._envs is None or not self._envs.is_spare:
             self._look_elsewhere_at = now + _SPARE_S
         if now < self._look_elsewhere_at:
