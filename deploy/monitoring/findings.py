@@ -107,7 +107,8 @@ def _observations(facts: Facts) -> Iterator[Observation]:
     yield from process_checks.lost_elsewhere(facts)
     if facts.snapshot.garbage:
         many = len(facts.snapshot.garbage)
-        sentence = f"Redis has {many:,} values that cannot be read; the first: {facts.snapshot.garbage[0]}"
+        values = "1 value" if many == 1 else f"{many:,} values"
+        sentence = f"Redis has {values} that cannot be read; the first: {facts.snapshot.garbage[0]}"
         yield observe(facts, "redis_garbage", "Redis", sentence)
 
 

@@ -145,7 +145,6 @@ _VERBS = {
     "again": "joined again",
     "lost": "lost the connection",
     "fenced": "fenced",
-    "quarantined": "gave an env up",
 }
 
 

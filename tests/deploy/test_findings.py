@@ -125,7 +125,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         r"waiting for Redis at \S*, silent for 12 s \(Connection refused\)",
         "",
     ),
-    "Redis garbage": (told(garbage=("totals: field x",)), "redis_garbage", "1 values that cannot be read", ""),
+    "Redis garbage": (told(garbage=("totals: field x",)), "redis_garbage", "1 value that cannot be read", ""),
     "disk full": (healthy(disk_free_bytes=1 << 20), "disk_full", "is full: 1.0 MiB are left", "df -h /runs/a"),
     "a worker stopped": (
         having("worker-1", is_stopped=True, pid=71, silent_s=12.0),

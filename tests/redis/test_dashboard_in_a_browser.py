@@ -120,6 +120,35 @@ def test_the_page_shows_the_numbers_of_redis_and_peer_strings_as_plain_text(
         assert {url for url in browser.requests if not url.startswith((dashboard.address, "about:"))} == set()
 
 
+def test_a_range_chosen_during_a_request_is_loaded_and_a_refused_stream_is_opened_again(
+    tmp_path: Path, url: str, client: Any, fleet_id: str, make_row: MakeRow
+) -> None:
+    still_fleet(client, fleet_id, make_row)
+    with (
+        Dashboard(tmp_path, "--redis-url", url, "--fleet-id", fleet_id) as dashboard,
+        Browser(tmp_path / "profile") as browser,
+    ):
+        browser.open(dashboard.address)
+        browser.wait("document.querySelectorAll('#workers tbody tr').length === 3 && !loading")
+        browser.ask(
+            "window.taken = []; window.release = null; window.real = fetch; window.take = Charts.take;"
+            " Charts.take = (series, limit_s) => { taken.push(series.interval_s); take(series, limit_s); };"
+            " window.fetch = (address) => address.includes('interval_s=5&')"
+            " ? new Promise((go) => { release = () => go(real(address)); }) : real(address); loadSeries(); 0"
+        )
+        browser.wait("release !== null")
+        browser.ask("document.querySelector('[data-range=\"86400\"]').click(); release(); 0")
+        browser.wait("taken.length > 0")
+        assert browser.ask("taken.join()") == "60"
+        # The browser does not open a stream of events again that the server has refused.
+        browser.ask(
+            "window.opened = 0; window.later = setTimeout; window.setTimeout = (call) => later(call, 10);"
+            " window.EventSource = class { static CLOSED = 2; readyState = 2; addEventListener() {}"
+            " constructor() { opened += 1; if (opened < 3) later(() => this.onerror(), 10); } }; listen(); 0"
+        )
+        browser.wait("opened === 3")
+
+
 @pytest.mark.thorough
 def test_the_page_follows_a_fleet_and_reports_an_outage_of_redis(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING.replace("EVIL", EVIL))

@@ -414,19 +414,25 @@ function listen() {
     showFreshness();
     setTimeout(listen, 10000); /* the dashboard may come back at the same address */
   });
+  events.onerror = () => { /* the browser tries again by itself, but not after a refusal, such as too many viewers */
+    if (events.readyState === EventSource.CLOSED) setTimeout(listen, 10000);
+  };
 }
 
 async function loadSeries() {
   if (loading) return;
   loading = true;
+  const asked = ring;
   try {
     const newest = Charts.newest();
-    const answer = await fetch(`/series.json?interval_s=${ring}&after=${Math.max(0, newest - 2.5 * ring)}`);
-    if (answer.ok) {
-      Charts.take(await answer.json(), ring === 5 ? 3600 : 86400);
+    const answer = await fetch(`/series.json?interval_s=${asked}&after=${Math.max(0, newest - 2.5 * asked)}`);
+    const series = answer.ok ? await answer.json() : null;
+    if (series && ring === asked) {
+      Charts.take(series, asked === 5 ? 3600 : 86400);
       showMarks();
     }
   } catch (_) { /* the next state tries again */ } finally { loading = false; }
+  if (ring !== asked) loadSeries(); /* another range was chosen meanwhile */
 }
 
 function setTheme(name) {
