@@ -65,7 +65,8 @@ def advertised_checks(config: FleetConfig) -> Iterator[Check]:
     if broker.transport == "tcp":
         yield advertised_check("broker address", broker.host, broker.advertise, "broker.advertise")
     if sampling.env_placement == "remote":
-        yield advertised_check("envs' address", sampling.env_hosts_host, "", "sampling.env_hosts_host")
+        advertise = config.worker.advertise
+        yield advertised_check("envs' address", sampling.env_hosts_host, advertise, "worker.advertise")
 
 
 def reachability_check(what: str, endpoint: str) -> Check:

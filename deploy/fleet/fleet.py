@@ -375,7 +375,7 @@ class Fleet:
         endpoints, bound = env_endpoints(self.config), self.config.sampling.env_hosts_host
         if not endpoints or is_loopback(bound):
             return endpoints
-        return advertised(endpoints, host_to_advertise(bound, self.config.broker.advertise))
+        return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))
 
     def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
         """Turn the loop until `done()`, a failure, the first signal or the deadline. Return False for the deadline."""

@@ -20,7 +20,7 @@ from headrace.deploy.doctor.connected import judge_versions
 from headrace.deploy.doctor.key_checks import key_checks
 from headrace.deploy.doctor.limits import Needs, core_check, limit_checks, memory_check, shared_memory_check, task_check
 from headrace.deploy.doctor.meeting import meeting_checks
-from headrace.deploy.doctor.network import advertised_check, reachability_check
+from headrace.deploy.doctor.network import advertised_check, advertised_checks, reachability_check
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.credentials.key_files import read_public_key
@@ -252,6 +252,17 @@ def test_an_advertised_name_that_others_cannot_use_is_named() -> None:
     assert advertised_check("broker", "[::]", "192.0.2.7", "broker.advertise").seen == "192.0.2.7"
     for bound, advertise in (("0.0.0.0", "no-such-host.invalid"), ("no-such-host.invalid", "")):
         assert "does not resolve" in advertised_check("broker", bound, advertise, "broker.advertise").seen
+
+
+def test_the_address_for_env_hosts_is_checked_by_the_name_that_workers_advertise() -> None:
+    config = FleetConfig.model_validate(
+        {
+            "sampling": {"env_placement": "remote", "env_hosts_host": "0.0.0.0"},
+            "worker": {"advertise": "192.0.2.7"},
+        }
+    )
+    (check,) = [one for one in advertised_checks(config) if one.name == "envs' address"]
+    assert (check.verdict, check.seen) == (Verdict.OK, "192.0.2.7")
 
 
 def test_a_rendezvous_is_checked_with_its_addresses_and_the_key_of_its_broker(tmp_path: Path, free_port: int) -> None:
