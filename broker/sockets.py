@@ -17,6 +17,7 @@ from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
 from headrace.schemas.peers import sockets
+from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.port_listing import PortListing
 from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortBounds, PortWatch, connection_limit
 from headrace.schemas.peers.ports import ports_to_try
@@ -152,7 +153,7 @@ def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endp
     endpoint, earlier = "", getattr(before, role, "")
     port_before = int(earlier.rpartition(":")[2]) if earlier.startswith("tcp:") else 0
     for port in ports_to_try(getattr(config, f"{role}_port") or port_before):
-        endpoint = f"tcp://{_bracketed(config.host)}:{port}"
+        endpoint = f"tcp://{in_url(config.host)}:{port}"
         try:
             socket.bind(endpoint)
             return
@@ -160,10 +161,6 @@ def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endp
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"{config.host!r} cannot be bound: {error}", key="broker.host") from error
     raise PortInUseError(endpoint)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _check_host(config: BrokerSection, keys: BrokerKeys | ServerToken | None) -> None:

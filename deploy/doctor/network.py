@@ -47,7 +47,7 @@ def advertised_check(what: str, bound: str, advertise: str, setting: str) -> Che
     if is_loopback(bound) and not advertise:
         return Check(what, Verdict.OK, f"{bound}, for this machine alone")
     try:
-        name = host_to_advertise(bound, advertise)
+        name = host_to_advertise(bound, advertise, setting)
         found = sorted({str(row[4][0]) for row in socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)})
     except (ConfigError, OSError) as error:
         advice = f"give this machine a name that others resolve, or set {setting} to its address"

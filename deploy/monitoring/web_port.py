@@ -17,6 +17,7 @@ from headrace.deploy.monitoring.access import Guard
 from headrace.deploy.process.service_manager import service_manager
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.settings.config import is_loopback
 
 MOST_CONNECTIONS = 256
@@ -42,8 +43,7 @@ class WebPort:
         self._token = read_token(token_file) if token_file is not None else None
         self._socket = _listen(host, port)
         self._thread: threading.Thread | None = None
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self.url = f"http://{in_url(host)}:{self._socket.getsockname()[1]}"
 
     def serve(self, app: ASGIApp, stopping: threading.Event) -> None:
         """Serve `app` until the event is set; then end within seconds."""

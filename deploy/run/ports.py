@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.broker.state_file import Endpoints
 from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.ports import HIGHEST, LOWEST, quiet_ports
 from headrace.schemas.peers.socket_folder import endpoint_of, make_socket_folder
 from headrace.schemas.settings.config import BrokerSection, FleetConfig, is_loopback
@@ -18,7 +19,7 @@ _ROOM = 2000
 """Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
 _TRIES = 64
 _ROLES = ("worker", "learner", "weights")
-"""Of the broker's ports."""
+"""The broker serves each of these at a port of its own."""
 
 
 def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0) -> int:
@@ -80,7 +81,7 @@ def first_endpoints(broker: BrokerSection, run_dir: Path) -> Endpoints:
         first = first_of_free(broker.host, len(_ROLES), "the broker", "broker.host")
         if configured.isdisjoint(range(first, first + len(_ROLES))):
             ports = {role: port or first + place for place, (role, port) in enumerate(ports.items())}
-    return Endpoints(**{role: f"tcp://{_in_url(broker.host)}:{port}" for role, port in ports.items()})
+    return Endpoints(**{role: f"tcp://{in_url(broker.host)}:{port}" for role, port in ports.items()})
 
 
 def with_env_ports(config: FleetConfig) -> FleetConfig:
@@ -101,7 +102,7 @@ def env_endpoints(config: FleetConfig) -> dict[str, str]:
     sampling = config.sampling
     if sampling.env_placement != "remote":
         return {}
-    host = _in_url(sampling.env_hosts_host)
+    host = in_url(sampling.env_hosts_host)
     return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in range(config.fleet.workers)}
 
 
@@ -144,7 +145,7 @@ def client_endpoints(config: FleetConfig) -> dict[str, str]:
     serving = config.serving
     if not serving.enabled:
         return {}
-    host = _in_url(serving.host)
+    host = in_url(serving.host)
     ways = {"clients": ("tcp", serving.port), "http": ("http", serving.http_port)}
     return {
         f"{name}-{slot}": f"{scheme}://{host}:{port + slot}"
@@ -152,8 +153,3 @@ def client_endpoints(config: FleetConfig) -> dict[str, str]:
         for name, (scheme, port) in ways.items()
         if port
     }
-
-
-def _in_url(host: str) -> str:
-    """Return the host as a URL has it: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -77,7 +77,7 @@ class Drop(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Counter:
+class CounterRow:
     """The row of a counter: all facts about a field of `WorkerTotals` except its type, which has its bounds.
 
     Recorder, folded lives, judge of claims, Redis, exporter and reference pages read these rows. Two values of one life
@@ -107,22 +107,22 @@ class WorkerTotals(BaseModel):
     """
 
     model_config = _MODEL
-    seq: Annotated[Natural, Counter(1, "batches_total", "batches", "cut by workers")] = 0
+    seq: Annotated[Natural, CounterRow(1, "batches_total", "batches", "cut by workers")] = 0
     stepped: Annotated[
-        Natural, Counter(2, "agent_steps_total", "agent steps", "taken by workers; the ledger counts these")
+        Natural, CounterRow(2, "agent_steps_total", "agent steps", "taken by workers; the ledger counts these")
     ] = 0
-    open: Annotated[OpenSteps, Counter(3, falls=True)] = 0
-    shipped: Annotated[Natural, Counter(4)] = 0
-    shipped_chunks: Annotated[Natural, Counter(5)] = 0
+    open: Annotated[OpenSteps, CounterRow(3, falls=True)] = 0
+    shipped: Annotated[Natural, CounterRow(4)] = 0
+    shipped_chunks: Annotated[Natural, CounterRow(5)] = 0
     discarded: dict[str, Natural] = {}
     dropped: dict[str, Count] = {}
     """Dropped by the worker itself before the batch got a number, such as the last cut of a fenced worker."""
-    episodes: Annotated[Natural, Counter(6, "episodes_total", "episodes", "finished")] = 0
-    env_failures: Annotated[Natural, Counter(7, "env_failures_total", "failures", "of sub-environments")] = 0
-    env_rebuilds: Annotated[Natural, Counter(8, "env_rebuilds_total", "rebuilds", "of sub-environments")] = 0
+    episodes: Annotated[Natural, CounterRow(6, "episodes_total", "episodes", "finished")] = 0
+    env_failures: Annotated[Natural, CounterRow(7, "env_failures_total", "failures", "of sub-environments")] = 0
+    env_rebuilds: Annotated[Natural, CounterRow(8, "env_rebuilds_total", "rebuilds", "of sub-environments")] = 0
     env_steps: Annotated[
         Natural | None,
-        Counter(
+        CounterRow(
             14,
             "env_steps_total",
             "env steps",
@@ -150,12 +150,12 @@ class WorkerTotals(BaseModel):
         return largest
 
 
-COUNTERS: Mapping[str, Counter] = MappingProxyType(
+COUNTERS: Mapping[str, CounterRow] = MappingProxyType(
     {
         name: row
         for name, field in WorkerTotals.model_fields.items()
         for row in field.metadata
-        if isinstance(row, Counter)
+        if isinstance(row, CounterRow)
     }
 )
 """The rows of all counters, by their fields of `WorkerTotals`."""

@@ -14,13 +14,17 @@ from headrace.schemas.settings.config import is_loopback
 Name = TypeVar("Name", bound=str)
 
 
+def in_url(host: str) -> str:
+    """Return the host as a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def advertised(endpoints: Mapping[Name, str], host: str) -> dict[Name, str]:
     """Return endpoints with `host` in place of the address that was bound; Unix sockets as they are."""
-    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return {
         role: endpoint
         if endpoint.startswith("ipc://")
-        else f"{endpoint.partition('://')[0]}://{shown}:{endpoint.rpartition(':')[2]}"
+        else f"{endpoint.partition('://')[0]}://{in_url(host)}:{endpoint.rpartition(':')[2]}"
         for role, endpoint in endpoints.items()
     }
 

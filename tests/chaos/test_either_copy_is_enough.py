@@ -49,7 +49,7 @@ def in_redis(url: str) -> Snapshot:
 
 
 def told_by(run_dir: Path) -> dict[str, Any]:
-    """What the newest checkpoint says of its learner."""
+    """Return the header of the newest checkpoint."""
     told = read_told(run_dir / CHECKPOINT)
     assert told is not None
     return told

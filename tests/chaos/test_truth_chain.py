@@ -42,7 +42,7 @@ class Witness:
         return reading is not None and reading.totals.stepped > 0
 
     def left(self, slot: int, incarnation: int) -> bool:
-        """Whether the recorder stands in the run directory."""
+        """Return whether the recorder stands in the run directory."""
         return (self._run_dir / "recorders" / f"worker-{slot}-{incarnation}.rec").exists()
 
     def accepted(self, slot: int, incarnation: int) -> int:

@@ -89,7 +89,7 @@ class Schedule:
         self._said = said
         self._has_lied = self._is_to_end = False
         self._knows_spaces = seed % 3 > 0
-        """Whether the stream hears the spaces before the lies."""
+        """Return whether the stream hears the spaces before the lies."""
 
     def play(self) -> None:
         """Read the stream until all of the honest worker's batches have come, or the stream ends with its error."""

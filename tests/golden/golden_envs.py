@@ -83,7 +83,7 @@ ANY = ("raise", "wrong shape", "recreate", "nan reward", "list info", "wrong dty
 
 
 class Faults:
-    """What one life of one env does wrong, and when."""
+    """The fault of one life of one env, and its time."""
 
     def __init__(self, context: Mapping[str, Any]) -> None:
         table = context.get("again" if getattr(context, "recreated", False) else "faults", {})

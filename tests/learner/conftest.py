@@ -63,7 +63,7 @@ def make_batch() -> MakeBatch:
 
 @pytest.fixture
 def spaces() -> Spaces:
-    """Of the guessing world and of `make_batch`."""
+    """The spaces of the guessing world and of `make_batch`."""
     return SPACES
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from golden_samples import message_classes, sample_model
@@ -25,15 +25,35 @@ from headrace.schemas.messages import (
     LearnerHello,
     Message,
     WorkerHello,
+    messages_to,
     read,
     read_hello,
 )
+from headrace.schemas.messages.message_base import Receiver
 
 KINDS = sorted(message_classes(), key=lambda cls: cls.__name__)
 
 
 def test_each_kind_except_batch_has_a_message_class() -> None:
     assert {cls.KIND for cls in KINDS} == set(MessageKind) - {MessageKind.BATCH}
+
+
+RECEIVERS: tuple[Receiver, ...] = get_args(Receiver)
+FLEET_MESSAGES = [
+    cls for cls in KINDS if cls.__module__.rpartition(".")[2] in ("message_base", "learner_messages", "worker_messages")
+]
+
+
+@pytest.mark.parametrize("receiver", RECEIVERS)
+def test_a_receiver_takes_one_message_of_each_kind(receiver: Receiver) -> None:
+    taken = [cls for cls in KINDS if receiver in cls.TO]
+    assert messages_to(receiver) == {cls.KIND: cls for cls in taken}
+    assert len({cls.KIND for cls in taken}) == len(taken) > 0
+
+
+@pytest.mark.parametrize("cls", FLEET_MESSAGES, ids=lambda cls: cls.__name__)
+def test_each_message_of_the_fleet_but_a_hello_has_a_receiver(cls: type[Message]) -> None:
+    assert bool(cls.TO) is (cls.KIND is not MessageKind.HELLO)
 
 
 @pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)

@@ -60,7 +60,7 @@ def one_by_one(values: SpaceCodec, told: list[Any]) -> list[Any]:
 
 
 def plain(rows: list[Any]) -> list[Any]:
-    """What can be compared."""
+    """Return the rows as values that `==` compares: arrays by dtype, shape and bytes, errors by their text."""
     return [
         str(row)
         if isinstance(row, EnvContractError)

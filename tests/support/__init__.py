@@ -1,1 +1,1 @@
-"""What several tests use. No test module imports another one."""
+"""Helpers of several tests. No test module imports another one."""

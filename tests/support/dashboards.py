@@ -43,7 +43,7 @@ class Dashboard:
 
 
 class Answer:
-    """What came back for one request."""
+    """The answer to one request."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self.status = response.status

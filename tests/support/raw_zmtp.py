@@ -49,7 +49,7 @@ class RawZmtp:
         return True
 
     def is_cut(self) -> bool:
-        """Whether the server has ended the connection. Reads what it has sent."""
+        """Return whether the server has ended the connection. Reads what it has sent."""
         self.sock.setblocking(False)
         try:
             while self.sock.recv(1 << 16):

@@ -76,7 +76,7 @@ def _openssl(*words: str) -> None:
 
 
 def has_tls(program: str) -> bool:
-    """Whether this server can serve by TLS: then it ends with a word on the certificate that it lacks."""
+    """Return whether this server can serve by TLS: then it ends with a word on the certificate that it lacks."""
     refused = subprocess.run(
         [program, "--port", "0", "--tls-port", "1", "--save", ""], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""What only `make test-long` runs: breadth that a change seldom needs. `make test` runs a fixed sample of it."""
+"""Breadth that a change seldom needs, for `make test-long` alone. `make test` runs a fixed sample of it."""
 
 from __future__ import annotations
 

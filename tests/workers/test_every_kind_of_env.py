@@ -255,13 +255,13 @@ def test_an_env_that_always_fails_ends_sampling_with_a_typed_error(kind: str) ->
 
 
 def _seeded_first(chunks: list[Any]) -> bool:
-    """Whether only the first episode of each env began with a seed."""
+    """Return whether only the first episode of each env began with a seed."""
     first = {index: min(c.episode_id for c in chunks if c.env_index == index) for index in range(4)}
     return all((c.seed is not None) == (c.episode_id == first[c.env_index]) for c in chunks)
 
 
 def _shows_its_seeds(chunks: list[Any]) -> bool:
-    """Whether the seeds of chunks are true of `Drawing`."""
+    """Return whether the seeds of chunks are true of `Drawing`."""
     return all((chunk.obs[:, 0] == (chunk.seed is not None)).all() for chunk in chunks if len(chunk))
 
 

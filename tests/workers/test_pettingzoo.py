@@ -74,7 +74,7 @@ def _by_episode(chunks: Any) -> dict[int, dict[str, EpisodeChunk]]:
 
 
 class _Life:
-    """What a plain loop saw of one agent."""
+    """The observations, actions and rewards of one agent in a plain loop."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

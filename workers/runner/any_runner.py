@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
@@ -11,7 +11,14 @@ from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
 AnyRunner = SingleAgentEnvRunner | MultiAgentEnvRunner
 
 
-def open_runner(config: EnvRunnerConfig, worker_index: int = 0, **identity: Any) -> AnyRunner:
+def open_runner(
+    config: EnvRunnerConfig,
+    worker_index: int = 0,
+    *,
+    incarnation: int = 0,
+    run_uid: str = "",
+    on_wait: Callable[[str], None] | None = None,
+) -> AnyRunner:
     """Build the runner for `config`. It takes and raises what `SingleAgentEnvRunner` or `MultiAgentEnvRunner` does."""
     kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
-    return kind(config, worker_index, **identity)
+    return kind(config, worker_index, incarnation=incarnation, run_uid=run_uid, on_wait=on_wait)

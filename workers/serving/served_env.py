@@ -77,7 +77,7 @@ class ServedEnvs:
         """The channel to clients that act by themselves, if the config allows them. It outlives each env."""
         self._server: Server | None = None
         self.waiting_for = ""
-        """What the worker waits for while it takes no steps of clients. The worker sets it, for them to be told."""
+        """The peer or event that the worker waits for while it takes no steps of clients. The worker sets it."""
 
     def __call__(self, context: EnvContext) -> ServedEnv | ServedMultiAgentEnv:
         """Bind the ports and return the env.

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.acting_channel import ActingChannel
@@ -44,8 +45,7 @@ class Server:
         self.endpoint = router_port.endpoint
         http_port = http_socket.getsockname()[1] if http_socket is not None else 0
         self.ports = int(router_port.endpoint.rsplit(":", 1)[1]), int(http_port)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{host}:{http_port}" if http_socket is not None else ""
+        self.url = f"http://{in_url(settings.host)}:{http_port}" if http_socket is not None else ""
         """Address for HTTP clients; empty without HTTP."""
         log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
 

@@ -47,7 +47,7 @@ def pieced_as_far(sampler: SingleAgentEnvRunner, chunks: Iterable[EpisodeChunk])
 
 
 def life(parts: list[EpisodeChunk]) -> list[tuple[Any, ...]]:
-    """Of an episode, every step."""
+    """Every step of an episode."""
     steps = []
     for chunk in parts:
         for t in range(len(chunk)):

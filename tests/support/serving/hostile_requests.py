@@ -41,7 +41,7 @@ class Hostile:
         self._steps: dict[str, int] = {}
 
     def heard(self, answer: dict[str, Any]) -> None:
-        """What the server said."""
+        """The server's answer."""
         if "next_step" in answer:
             self._steps[answer["episode"]] = answer["next_step"]
 

@@ -36,7 +36,7 @@ class PlainEpisode:
 
     training_enabled: bool
     rows: list[Any] = field(default_factory=list)
-    """What was seen, by columns."""
+    """The observations, by column."""
     actions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     infos: list[dict[str, Any]] = field(default_factory=list)

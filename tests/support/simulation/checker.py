@@ -32,7 +32,7 @@ class History:
         self.batches: dict[Key, dict[int, HeldBatch]] = defaultdict(dict)
         self.rows: dict[Key, LedgerRow] = {}
         self.stepped: dict[Key, int] = {}
-        """What each life had stepped when it ended."""
+        """The steps of each life at its end."""
         self.problems: list[str] = []
         self.folds = 0
         """Lives that were folded at the end."""

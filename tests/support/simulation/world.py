@@ -669,7 +669,7 @@ class World:
                 self.redis = {key: row for key, row in self.redis.items() if not self.is_folded(key)}
 
     def is_folded(self, key: tuple[int, int]) -> bool:
-        """Whether Redis has the life in a sum."""
+        """Return whether Redis has the life in a sum."""
         return key[0] in self.redis_folded and key[1] in self.redis_folded[key[0]]
 
     def _report(self, row: LedgerRow) -> None:

@@ -20,6 +20,7 @@ from headrace.schemas.credentials.loopback_token import ServerToken, token_for_p
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
+from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.port_listing import PortListing
 from headrace.schemas.peers.port_watch import (
     WATCH_EVENTS,
@@ -113,9 +114,8 @@ class RouterPort:
         bounds = PortBounds(connection_limit(settings.connections, ports=2), most, _MESSAGES_HELD * most)
         self._socket = socket  # before the watch begins: `_end` must find it
         self._watch = PortWatch(settings.who, socket.get_monitor_socket(WATCH_EVENTS), bounds)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
         for candidate in ports_to_try(settings.port):
-            endpoint = f"tcp://{host}:{candidate}"
+            endpoint = f"tcp://{in_url(settings.host)}:{candidate}"
             try:
                 socket.bind(endpoint)
                 break
