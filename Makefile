@@ -50,7 +50,7 @@ fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, env hosts, poli
 lint: $(READY) ## format, lint, types, spelling and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 	$(BIN)/codespell
 	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
 

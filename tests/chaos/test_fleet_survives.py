@@ -72,6 +72,7 @@ def test_the_fleets_own_learner_is_back_after_another_came_and_left(tmp_path: Pa
     assert "learner starts again: no learner was connected for" in result["stderr"]
 
 
+@pytest.mark.thorough
 def test_a_fleet_survives_kills_of_every_role_one_after_another(tmp_path: Path) -> None:
     with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000", "--set", "learner.epochs=1") as fleet:
         reached = 5_000

@@ -15,8 +15,8 @@ PAGES = sorted(
     if "_build" not in page.relative_to(ROOT).parts
 )
 RUN = [page for page in PAGES if any(block.is_run for block in blocks_of(ROOT / page))]
-FIRST = {"README.md", "docs/guides/learner.md"}
-"""Of the pages that start processes, `make test` runs these: a new user reads them."""
+FIRST = {"README.md"}
+"""Of the pages that start processes, `make test` runs these: a new user reads it first."""
 
 
 def _marks(page: Path) -> list[pytest.MarkDecorator]:

@@ -15,11 +15,12 @@ from headrace.schemas.accounts.recorder import Reading, Recorder, read_recorder
 from headrace.schemas.accounts.recorder_file import AREA
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.errors import RunDirError
+from support.thorough import schedules
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
-KILLS = 150
+KILLS = 240
 
 
 def _work_forever(path: Path) -> None:
@@ -93,10 +94,11 @@ def test_a_new_recorder_does_not_truncate_a_live_one_of_the_same_name(tmp_path: 
     newer.close()
 
 
-def test_a_kill_at_any_moment_leaves_a_consistent_recorder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "numbers"), schedules({"kills": KILLS}))
+def test_a_kill_at_any_moment_leaves_a_consistent_recorder(name: str, numbers: range, tmp_path: Path) -> None:
     """Real processes, really killed: whatever the moment, the books in the file balance, the window included."""
-    rng, moment, progress = random.Random(1), threading.Event(), 0
-    for number in range(KILLS):
+    rng, moment, progress = random.Random(f"{name} from {numbers.start}"), threading.Event(), 0
+    for number in numbers:
         path = tmp_path / f"{number}.rec"
         pid = _start(path)
         try:
@@ -113,7 +115,7 @@ def test_a_kill_at_any_moment_leaves_a_consistent_recorder(tmp_path: Path) -> No
         _assert_consistent(reading)
         progress += reading.totals.seq
         path.unlink()
-    assert progress > KILLS
+    assert progress > len(numbers)
 
 
 def test_a_live_recorder_is_read_as_of_one_commit(tmp_path: Path) -> None:

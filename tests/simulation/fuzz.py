@@ -68,30 +68,35 @@ def play(seed: int) -> tuple[list[str], Counter[str]]:
     return problems + ([] if progressed else ["no progress"]), world.liars.said
 
 
-def fuzz(seconds: float, seed: int = 0) -> tuple[int, Counter[str]]:
-    """Play schedules from `seed` on until the time is over. Return how many, and the lies told.
+def play_honestly(seed: int) -> Counter[str]:
+    """Play one schedule, and return the lies told.
 
-    Raises `AssertionError` with the seed of the first whose honest peers suffered. An exception that leaves the core
-    goes on to the caller, with a note of the seed.
+    Raises `AssertionError` with the seed when honest peers suffered. An exception that leaves the core goes on to the
+    caller, with a note of the seed.
     """
+    try:
+        problems, said = play(seed)
+    except Exception as error:
+        error.add_note(f"seed {seed}: python tests/simulation/fuzz.py 0 {seed} plays it")
+        raise
+    assert not problems, f"seed {seed}: {problems[:3]}"
+    return said
+
+
+def fuzz(seconds: float, seed: int = 0) -> tuple[int, Counter[str]]:
+    """Play schedules from `seed` on until the time is over, at least one. Return how many, and the lies told."""
     said: Counter[str] = Counter()
-    end, first = time.monotonic() + seconds, seed
-    while time.monotonic() < end:
-        try:
-            problems, lies = play(seed)
-        except Exception as error:
-            error.add_note(f"seed {seed}: python tests/simulation/fuzz.py 0 {seed} plays it")
-            raise
-        assert not problems, f"seed {seed}: {problems[:3]}"
-        said += lies
-        seed += 1
-    return seed - first, said
+    schedules, end = 0, time.monotonic() + seconds
+    while not schedules or time.monotonic() < end:
+        said += play_honestly(seed + schedules)
+        schedules += 1
+    return schedules, said
 
 
 def main(minutes: float, seed: int) -> None:
     """Fuzz, and print what was tried."""
     logging.disable(logging.CRITICAL)
-    schedules, said = fuzz(max(60.0 * minutes, 1e-3), seed)
+    schedules, said = fuzz(60.0 * minutes, seed)
     lines = [f"{schedules:,} schedules from seed {seed}, {sum(said.values()):,} lies; honest books exact in all"]
     lines += [f"{count:12,}  {kind}" for kind, count in sorted(said.items())]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
-from simulation.fuzz import fuzz, play
+from simulation.fuzz import play, play_honestly
 
 from headrace.broker import waiting_ends
 from headrace.broker.claims import MOST_FORGOTTEN, MOST_UNHEARD, STEPS_AT_ONCE, STEPS_PER_S
@@ -34,9 +35,11 @@ from headrace.schemas.messages import (
     WorkerWelcome,
 )
 from support.simulation.even_batches import settled, totals, window
+from support.thorough import schedules
 
 FLEET, WORKER, LEARNER, SUPERVISOR, STRANGER = "fleet", b"w1", b"l1", b"w2", b"w3"
-SECONDS = 10
+LIARS = 240
+"""How many schedules with lying peers are played."""
 
 
 class Broker:
@@ -321,9 +324,9 @@ def test_the_limit_of_claimed_steps_grows_with_time() -> None:
 
 
 @pytest.mark.long
-def test_no_lie_reaches_the_books_of_honest_peers_or_raises_in_the_core() -> None:
-    schedules, said = fuzz(SECONDS)
-    assert schedules > 20
+@pytest.mark.parametrize(("name", "seeds"), schedules({"liars": LIARS}))
+def test_no_lie_reaches_the_books_of_honest_peers_or_raises_in_the_core(name: str, seeds: range) -> None:
+    said = sum((play_honestly(seed) for seed in seeds), Counter[str]())
     assert {"Heartbeat read", "Commit read", "BatchHeader read", "Obituary read", "WorkerHello read"} <= said.keys()
 
 
