@@ -33,7 +33,7 @@ PROGRAMS = ("prometheus", "promtool", "prometheus-alertmanager")
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 pytestmark = [
     pytest.mark.prometheus,
-    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} is not on PATH"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not on PATH: {', '.join(MISSING)}"),
 ]
 
 RULES = MonitoringFile.ALERT_RULES

@@ -16,7 +16,7 @@ from support.waiting import PATIENCE, wait_until
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol")
 _LACKING = [name for name in PROGRAMS if shutil.which(name) is None]
 _ROOT = 0
-MISSING = f"{' and '.join(_LACKING)} is not on PATH" if _LACKING else ""
+MISSING = f"not on PATH: {', '.join(_LACKING)}" if _LACKING else ""
 MISSING = MISSING or ("" if os.geteuid() == _ROOT else "slurmd and munged with a key of their own need root")
 """Why no Slurm can be started here; "" where one can."""
 
