@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
 from headrace.schemas.basics.run_files import opener
-from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error
+from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error, writing
 from headrace.schemas.frames.manifest import Buffer
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules
@@ -140,11 +140,9 @@ def hold_checkpoint(path: Path, at: Path) -> Checkpoint | None:
 
 def keep_best(held: Path, best: Path) -> None:
     """Move the checkpoint that `hold_checkpoint` kept at `held` to `best`, in one step. Raises `RunDirError`."""
-    try:
+    with writing(best.parent, "the best checkpoint"):
         held.replace(best)
         _sync_folder(best.parent)
-    except OSError as error:
-        raise write_error(str(best.parent), error, "the best checkpoint") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint | None:

@@ -47,7 +47,7 @@ from headrace.schemas.errors import (
     ModuleError,
     RendezvousError,
     UnknownEnvError,
-    write_error,
+    writing,
 )
 from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses
 from headrace.schemas.peers.fleet_place import FleetPlace
@@ -341,8 +341,6 @@ def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
 
 
 def _folder(path: Path) -> Path:
-    try:
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(str(path), error) from error
     return path

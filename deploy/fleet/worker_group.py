@@ -39,7 +39,7 @@ from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.chunks.episode_log import log_path
 from headrace.schemas.credentials.keys import client_keys
-from headrace.schemas.errors import ExitCode, HeadraceError, write_error
+from headrace.schemas.errors import ExitCode, HeadraceError, writing
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.fleet_address import AddressSource
 from headrace.schemas.settings.config import FleetConfig
@@ -253,12 +253,10 @@ class WorkerGroup:
     # Its folder.
 
     def _make_folder(self) -> None:
-        try:
+        with writing(self.folder):
             for folder in (self.recorders, self.logs):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(self._config_json, orjson.dumps(self._config.model_dump(mode="json")))
-        except OSError as error:
-            raise write_error(str(self.folder), error) from error
 
     def _sweep(self) -> None:
         """Move logs, and recorders whose books are not final, from the scratch folder to the run directory.

@@ -18,7 +18,7 @@ from headrace.deploy.process.parent_death import bound_to_us
 from headrace.deploy.terminal.log_rotation import rotated_path, was_rotated_since
 from headrace.schemas.basics.run_files import opener
 from headrace.schemas.basics.signal_names import signal_name
-from headrace.schemas.errors import ExitCode, write_error
+from headrace.schemas.errors import ExitCode, writing
 
 _TAIL_BYTES = 16 * 1024
 _SENTENCE = 1000
@@ -136,10 +136,8 @@ def _tail(path: Path, start: int) -> bytes:
 
 
 def _open(log_path: Path) -> BinaryIO:
-    try:
+    with writing(log_path.parent):
         return open(log_path, "ab", opener=opener)
-    except OSError as error:
-        raise write_error(str(log_path.parent), error) from error
 
 
 def describe_end(returncode: int) -> str:

@@ -27,7 +27,7 @@ from headrace.broker.redis.client import MAKE_USERS, REDIS_FAILURES, RedisReader
 from headrace.broker.redis.commands import Lacking, lacking_rights
 from headrace.schemas.accounts.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract
 from headrace.schemas.basics.run_files import replace_private
-from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, write_error
+from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, writing
 from headrace.schemas.peers.ports import quiet_ports
 from headrace.schemas.settings.redis_url import without_password
 
@@ -89,14 +89,12 @@ def prepare_redis(run_dir: Path) -> RedisLaunch:
     """
     program = find_server()
     directory = (run_dir / "redis").resolve()
-    try:
+    with writing(run_dir):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)
         port, password = _port_and_password(directory / "server.json")
         config = _CONFIG.format(port=port, password=password, directory=_quoted(directory))
         replace_private(directory / "server.conf", config.encode())
-    except OSError as error:
-        raise write_error(str(run_dir), error) from error
     return RedisLaunch([program, str(directory / "server.conf")], _url(port, password), port)
 
 

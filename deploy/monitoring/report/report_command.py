@@ -15,7 +15,7 @@ from headrace.deploy.monitoring.report.run_report import read_run, rows_of, seri
 from headrace.deploy.report.run_rows import COLUMNS
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.basics.run_files import replace_private
-from headrace.schemas.errors import write_error
+from headrace.schemas.errors import writing
 
 REPORT = "report.html"
 _STDOUT = Path("-")
@@ -58,9 +58,7 @@ def _write(path: Path, content: bytes) -> None:
             sys.stdout.buffer.write(content)
             sys.stdout.buffer.flush()
         return
-    try:
+    with writing(path):
         replace_private(path, content)
-    except OSError as error:
-        raise write_error(str(path), error) from error
     with ignore_closed_reader(sys.stderr):
         print(f"written: {path}", file=sys.stderr, flush=True)  # noqa: T201
