@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.deploy.run.redis_view import FleetView, Snapshot
-from headrace.deploy.run.told_versions import told_versions
+from headrace.deploy.run.redis_view import FleetView, Snapshot, told_versions
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import RedisUnavailableError
