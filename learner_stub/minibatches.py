@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.learner_stub.rollout import Rollout, map_nested
+from headrace.learner_stub.rollout import Rollout, map_nested, ranges
 from headrace.schemas.errors import ModuleError
 
 
@@ -101,12 +101,12 @@ class ChunkMinibatches:
         chunks = random.permutation(len(self._lengths))
         for some in _groups(chunks, self._lengths[chunks], steps):
             batch = self._batch(some)
-            own = _ranges(self._rollout.offsets[some], self._lengths[some])
+            own = ranges(self._rollout.offsets[some], self._lengths[some])
             yield Minibatch(batch, torch.from_numpy(own), batch["step_rows"])
 
     def _batch(self, chunks: NDArray[np.intp]) -> dict[str, Any]:
         lengths = self._lengths[chunks] + 1
-        rows = torch.from_numpy(_ranges(self._rollout.obs_offsets[chunks], lengths))
+        rows = torch.from_numpy(ranges(self._rollout.obs_offsets[chunks], lengths))
         taken = np.ones(len(rows), np.bool_)
         taken[np.cumsum(lengths) - 1] = False
         picked = torch.from_numpy(chunks)
@@ -130,8 +130,3 @@ def _groups(chunks: NDArray[np.intp], sizes: NDArray[np.int64], size: int) -> li
     """
     group = (np.cumsum(sizes) - sizes) // size
     return np.split(chunks, np.flatnonzero(np.diff(group)) + 1)
-
-
-def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return all of [start, start + length), one range after another."""
-    return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(int(lengths.sum()))
