@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 
@@ -31,19 +30,10 @@ _BLOCK = 1 << 16
 _ROWS_AT_ONCE = 1000
 
 
-class RowFile(Protocol):
-    """A file to which rows are appended."""
-
-    path: Path
-
-    def append(self, rows: Sequence[Row]) -> None:
-        """Write all `rows`, or none and raise `OSError`."""
-
-
 class FileLogger:
     """A logger that writes rows to a file, and keeps them while the file cannot be written."""
 
-    def __init__(self, file: RowFile) -> None:
+    def __init__(self, file: JsonlFile | CsvFile) -> None:
         self._file = file
         self._waiting: deque[Row] = deque(maxlen=MOST_WAITING)
         self._failing = False
