@@ -75,12 +75,9 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; nothing happens when the process has ended."""
-        if self.pidfd < 0:
-            return
-        try:
-            signal.pidfd_send_signal(self.pidfd, number)
-        except ProcessLookupError:
-            return
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> int:
         """Return the return code (negative: the signal that killed it).
@@ -118,6 +115,12 @@ class Child:
         if not starts:
             return None
         return " ".join(" ".join(lines[starts[-1] :]).removeprefix("error: ").split())[:_SENTENCE]
+
+
+def last_line(path: Path) -> str:
+    """Return the last line in a log that is not blank; "" if there is none."""
+    lines = _tail(path, 0).decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "")
 
 
 def _wait(pid: int) -> int:
