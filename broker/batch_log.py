@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from headrace.broker.log_records import BATCH, MAGIC, NOTE, Record, SegmentReader, encode_record
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.basics.run_files import open_own
+from headrace.schemas.basics.run_files import open_own, sync_folder
 from headrace.schemas.errors import RunDirError, write_error, writing
 from headrace.schemas.frames.wire import Buffer
 
@@ -322,7 +322,7 @@ class BatchLog:
         try:
             os.write(file, MAGIC)
             os.fsync(file)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError:
             os.close(file)
             path.unlink(missing_ok=True)
@@ -389,11 +389,3 @@ def _write_all(file: int, pieces: list[Buffer]) -> None:
             written -= waiting.popleft().nbytes
         if written:
             waiting[0] = waiting[0][written:]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,7 +28,7 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
-from headrace.schemas.basics.run_files import opener
+from headrace.schemas.basics.run_files import opener, sync_folder
 from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error, writing
 from headrace.schemas.frames.manifest import Buffer
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
@@ -98,7 +98,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
         if path.exists():
             keep_as_previous(path)
         fresh.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         fresh.unlink(missing_ok=True)
         raise write_error(str(path.parent), error, "the checkpoint") from error
@@ -142,7 +142,7 @@ def keep_best(held: Path, best: Path) -> None:
     """Move the checkpoint that `hold_checkpoint` kept at `held` to `best`, in one step. Raises `RunDirError`."""
     with writing(best.parent, "the best checkpoint"):
         held.replace(best)
-        _sync_folder(best.parent)
+        sync_folder(best.parent)
 
 
 def load_checkpoint(path: Path) -> Checkpoint | None:
@@ -218,11 +218,3 @@ def _whole(path: Path) -> Checkpoint | None:
         return _read(path)
     except (FileNotFoundError, CheckpointError):
         return None
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -125,7 +125,7 @@ class CsvFile:
         wanted = self._extended(self._columns, rows)
         if wanted != self._columns:
             self._replace(wanted)
-        _append(self.path, _lines([[row.get(name, "") for name in wanted] for row in rows]))
+        _append(self.path, csv_lines([[row.get(name, "") for name in wanted] for row in rows]))
 
     def catch_up(self, file: JsonlFile) -> None:
         """Write this file again from `file` if their numbers of rows differ, as after a killed supervisor.
@@ -197,7 +197,8 @@ def _header_of(path: Path) -> list[str]:
         return []
 
 
-def _lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
+def csv_lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
+    """Return rows as lines of CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()

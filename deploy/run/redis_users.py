@@ -17,6 +17,7 @@ import redis
 
 from headrace.broker.redis.client import REDIS_FAILURES, ask, connect, unusable
 from headrace.broker.redis.commands import READER, USERS, WRITER, user_name, user_rules
+from headrace.deploy.run.key_pairs import writing_keys
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
 from headrace.schemas.settings.redis_url import read_redis_url, without_password
@@ -54,7 +55,7 @@ def make_users(folder: Path, fleet_id: str, server: str = "", *, force: bool = F
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", fleet_id):
         raise ConfigError("name the fleet, by letters, digits, dots, - and _", key="--fleet-id")
-    try:
+    with writing_keys(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if mode := folder.stat().st_mode & 0o077:
             raise KeysError(str(folder), f"others may look into it (mode {mode:03o} for them); chmod 700 {folder}")
@@ -63,8 +64,6 @@ def make_users(folder: Path, fleet_id: str, server: str = "", *, force: bool = F
             _check_answers(_read_url(server, "--redis-url"))
         for user, url in urls.items():
             replace_private(_file(folder, user), f"{url}\n".encode())
-    except OSError as error:
-        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
     return RedisUsers(fleet_id, folder, urls)
 
 

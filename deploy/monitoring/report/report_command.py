@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
 
+from headrace.deploy.loggers.row_files import csv_lines
 from headrace.deploy.monitoring.report.report_page import report_html
 from headrace.deploy.monitoring.report.run_report import read_run, rows_of, series_of
 from headrace.deploy.report.run_rows import COLUMNS
@@ -41,15 +40,9 @@ def _csv(run_dir: Path) -> Iterator[bytes]:
     columns = dict.fromkeys(COLUMNS)
     for row in rows_of(run_dir):
         columns.update(dict.fromkeys(row))
-    yield _line(list(columns))
+    yield csv_lines([list(columns)])
     for row in rows_of(run_dir):
-        yield _line([row.get(name, "") for name in columns])
-
-
-def _line(cells: list[str] | list[float | int | str]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
+        yield csv_lines([[row.get(name, "") for name in columns]])
 
 
 def _write(path: Path, content: bytes) -> None:
