@@ -17,6 +17,7 @@ docs/internals/numbers.md lists every bound and its reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import reduce
 from operator import attrgetter, gt
 from typing import Any
 
@@ -245,10 +246,7 @@ def _shipped(totals: WorkerTotals) -> Count:
 
 
 def _sum(batches: Iterable[HeldBatch]) -> Count:
-    total: Count = (0, 0)
-    for batch in batches:
-        total = plus(total, (batch.steps, batch.chunks))
-    return total
+    return reduce(plus, ((batch.steps, batch.chunks) for batch in batches), (0, 0))
 
 
 def _check_totals(totals: WorkerTotals) -> None:

@@ -157,7 +157,7 @@ class RedisReporter:
             return
         with self._news:
             if self._weights is None or version > self._weights.version:
-                self._weights = StoredBlob(version, [_as_bytes(frame) for frame in frames])
+                self._weights = StoredBlob(version, [bytes(frame) for frame in frames])
                 self._news.notify_all()
 
     def offer_rows(self, rows: Sequence[ReceivedRow]) -> None:
@@ -352,7 +352,3 @@ class RedisReporter:
 def _life(name: bytes) -> SourceKey | None:
     slot, _, incarnation = name.partition(b"/")
     return (int(slot), int(incarnation)) if slot.isdigit() and incarnation.isdigit() else None
-
-
-def _as_bytes(frame: Buffer) -> bytes:
-    return frame if isinstance(frame, bytes) else bytes(frame)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from numpy.typing import NDArray
@@ -22,22 +22,12 @@ from headrace.learner_stub.checkpoint import (
 from headrace.learner_stub.fleet_place import await_start
 from headrace.learner_stub.publisher import StateDict, as_arrays
 from headrace.learner_stub.state_tree import pack, unpack
+from headrace.learner_stub.stream import EpisodeStream
 from headrace.schemas.errors import CheckpointError, DecodeError
 from headrace.schemas.messages.weights import CONNECTORS, split_modules
 
 _TREE = "own"
 """The entry of a checkpoint's state with the learner's own values."""
-
-
-class Positioned(Protocol):
-    """The part of `EpisodeStream` that a saved state needs."""
-
-    @property
-    def epoch(self) -> int:
-        """Return the learner epoch."""
-
-    def position(self) -> list[dict[str, Any]]:
-        """Return how far this learner is, counting all it was handed as trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +73,7 @@ class LearnerState:
 
     def save(
         self,
-        stream: Positioned,
+        stream: EpisodeStream,
         policy: StateDict | Mapping[str, StateDict],
         *,
         updates: int = 0,

@@ -26,7 +26,6 @@ from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, wri
 from headrace.deploy.fleet.watchdog import FleetWatchdog
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.child_commands import group_worker, worker_of_group
-from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.fork_server import ForkServer
@@ -69,7 +68,7 @@ class FleetElsewhere:
 
 
 def run_group(config: FleetConfig, fleet: FleetElsewhere, count: int, fork_server: ForkServer) -> None:
-    """Keep `count` workers alive until a stop signal, then drain them. `fork_server` is that of `group_fork_server`.
+    """Keep `count` workers alive until a stop signal, then drain them. `fork_server` has their environment.
 
     Raises the error that ended the group, `RunDirError` where its folder cannot be made, or `KeysError`.
     """
@@ -81,11 +80,6 @@ def run_group(config: FleetConfig, fleet: FleetElsewhere, count: int, fork_serve
                 group.run()
             finally:
                 group.close()
-
-
-def group_fork_server(config: FleetConfig) -> ForkServer:
-    """Start the fork server of a group. It imports torch while the group looks for its fleet."""
-    return ForkServer(child_environment(config.sampling.torch_threads))
 
 
 class WorkerGroup:
