@@ -237,13 +237,11 @@ class Source:
             self.accepted, self.accepted_count = settled.seq, settled.total()
         return gone
 
-    def settle_dropped(self) -> list[StoredBatch]:
+    def settle_dropped(self) -> None:
         """Settle dropped batches that are first in line; this needs no learner's commit."""
-        gone = []
         while (held := self.held.get(self.settled.seq + 1)) is not None and held.dropped and not held.with_learner:
             self._settle(self.settled.add((0, 0), {held.dropped: held.count}))
-            gone.append(self.held.pop(held.seq))
-        return gone
+            del self.held[held.seq]
 
     def drop(self, held: StoredBatch, reason: str) -> None:
         """Decide that the learner does not get a batch. Its worker is told, and need not keep its bytes."""

@@ -175,9 +175,7 @@ class FleetProcesses:
             own.kill()
 
 
-def send(pid: int, number: signal.Signals) -> bool:
-    """Send a signal. Return whether there was such a process."""
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal, if there is such a process."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-        return True
-    return False

@@ -364,20 +364,19 @@ class Fleet:
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))
 
-    def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
-        """Turn the loop until `done()`, a failure, the first signal or the deadline. Return False for the deadline."""
-        return self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
+    def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
+        """Turn the loop until `done()`, a failure, the first signal or the deadline."""
+        self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
 
-    def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
+    def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Turn the loop until `done()` or the deadline, and log now and then what it waits for."""
         began, waited_s = time.monotonic(), 0.0
         while waited_s < deadline_s:
             if self.loop.turn_until(done, min(deadline_s - waited_s, SAY_WAITING_S)):
-                return True
+                return
             waited_s = time.monotonic() - began
             if waited_s < deadline_s:
                 log.info("waiting for %s (%.0f s of at most %.0f s)", what, waited_s, deadline_s)
-        return done()
 
     def drain(self) -> None:
         """Stop everything in the order in which nothing is lost.
