@@ -79,7 +79,7 @@ class Claims:
         """The learner epoch when this broker began, or that Redis knew."""
         self._judges: dict[type, Callable[[Peer, Any, float], None]] = {
             WorkerHello: self._worker_hello,
-            LearnerHello: self._learner_hello,
+            LearnerHello: lambda _, hello, now: self._check_epoch((hello.epoch, 0), now),
             Heartbeat: self._heartbeat,
             Bye: self._bye,
             Obituary: self._obituary,
@@ -230,11 +230,6 @@ class Claims:
 
     def _since(self, now: float) -> int:
         return int(LIVES_PER_S * max(0.0, now - self._began))
-
-    # -- learners -----------------------------------------------------------------------------------------------------
-
-    def _learner_hello(self, peer: Peer, hello: LearnerHello, now: float) -> None:
-        self._check_epoch((hello.epoch, 0), now)
 
 
 def _lie(detail: str) -> DecodeError:

@@ -171,10 +171,12 @@ class FleetView:
 
         A row that cannot be read has no values. Waits some seconds at most. Raises `RedisUnavailableError`.
         """
-        key = keys.key_name(self._fleet_id, keys.LEARNER_ROWS)
-        with naming_failures(self._url, READ_TIMEOUT_S):
-            entries = self._reader.entries(key, "{}-{}".format(*after), MOST_ROWS_AT_ONCE)
+        entries = self._entries(keys.LEARNER_ROWS, "{}-{}".format(*after), MOST_ROWS_AT_ONCE)
         return [_learner_row(*entry) for entry in entries]
+
+    def _entries(self, key: keys.Key, after: str, most: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        with naming_failures(self._url, READ_TIMEOUT_S):
+            return self._reader.entries(keys.key_name(self._fleet_id, key), after, most)
 
     def newest_learner_row(self) -> LearnerRowView | None:
         """Return the newest row of learners; None without one. Waits and raises like `learner_rows`."""
@@ -190,9 +192,7 @@ class FleetView:
         seconds at most. Raises `RedisUnavailableError`.
         """
         key, _, most = next(ring for ring in keys.RINGS if ring[1] == interval_s)
-        with naming_failures(self._url, READ_TIMEOUT_S):
-            after = f"{max(0, round(1000 * after_unix_s))}-0"
-            entries = self._reader.entries(keys.key_name(self._fleet_id, key), after, most)
+        entries = self._entries(key, f"{max(0, round(1000 * after_unix_s))}-0", most)
         return [(int(identity.split(b"-")[0]) / 1000, HashParser().gauges(fields)) for identity, fields in entries]
 
     def events(self, after: str = "0-0") -> list[EventView]:
@@ -200,10 +200,7 @@ class FleetView:
 
         Waits some seconds at most. Raises `RedisUnavailableError`.
         """
-        key = keys.key_name(self._fleet_id, keys.EVENTS)
-        with naming_failures(self._url, READ_TIMEOUT_S):
-            entries = self._reader.entries(key, after, MOST_EVENTS)
-        return [_event(*entry) for entry in entries]
+        return [_event(*entry) for entry in self._entries(keys.EVENTS, after, MOST_EVENTS)]
 
     def server_info(self) -> dict[str, Any] | None:
         """Return the fields of the server's INFO by name; None if this Redis user may not call INFO.
