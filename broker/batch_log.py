@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict
 from headrace.broker.log_records import BATCH, MAGIC, NOTE, Record, SegmentReader, encode_record
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.basics.run_files import open_own
-from headrace.schemas.errors import RunDirError, write_error
+from headrace.schemas.basics.run_files import open_own, sync_folder
+from headrace.schemas.errors import RunDirError, write_error, writing
 from headrace.schemas.frames.wire import Buffer
 
 log = logging.getLogger(__name__)
@@ -115,12 +115,10 @@ class BatchLog:
         self._make_folder()
 
     def _make_folder(self) -> None:
-        try:
+        with writing(self.folder, "the broker's log"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
             if self.folder.is_symlink():
                 raise RunDirError(str(self.folder), "the broker's log is a symbolic link", "remove the link")
-        except OSError as error:
-            raise write_error(str(self.folder), error, "the broker's log") from error
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -160,10 +158,8 @@ class BatchLog:
 
     def start(self) -> None:
         """Open a new segment and start the thread. Raises `RunDirError`."""
-        try:
+        with writing(self.folder, "the broker's log"):
             self._open_segment()
-        except OSError as error:
-            raise write_error(str(self.folder), error, "the broker's log") from error
         self._thread.start()
 
     # -- the broker's side --------------------------------------------------------------------------------------------
@@ -326,7 +322,7 @@ class BatchLog:
         try:
             os.write(file, MAGIC)
             os.fsync(file)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError:
             os.close(file)
             path.unlink(missing_ok=True)
@@ -393,11 +389,3 @@ def _write_all(file: int, pieces: list[Buffer]) -> None:
             written -= waiting.popleft().nbytes
         if written:
             waiting[0] = waiting[0][written:]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -317,9 +317,6 @@ class BatchStore:
         while self.is_reconciled and (oldest := self.policy.oldest_overdue(now)) is not None:
             self._drop(*oldest, Drop.OVERFLOW)
 
-    def _is_stale(self, held: StoredBatch) -> bool:
-        return self.is_reconciled and may_be_dropped(held) and self.policy.is_stale(held, self.weights)
-
     def _make_room(self, source: Source, newest: StoredBatch) -> None:
         """Drop `newest`, just accepted, if it is stale, and the oldest batches if more are held than may be."""
         if self.policy.is_passive:
@@ -327,7 +324,7 @@ class BatchStore:
         self.policy.add(source, newest.seq)
         if not self.is_reconciled:
             return
-        if self._is_stale(newest):
+        if may_be_dropped(newest) and self.policy.is_stale(newest, self.weights):
             self._drop(source, newest, Drop.STALE)
         while (oldest := self.policy.oldest_beyond(self.nbytes, self.batches, newest)) is not None:
             self._drop(*oldest, Drop.OVERFLOW)

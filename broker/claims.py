@@ -17,6 +17,7 @@ docs/internals/numbers.md lists every bound and its reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import reduce
 from operator import attrgetter, gt
 from typing import Any
 
@@ -78,7 +79,7 @@ class Claims:
         """The learner epoch when this broker began, or that Redis knew."""
         self._judges: dict[type, Callable[[Peer, Any, float], None]] = {
             WorkerHello: self._worker_hello,
-            LearnerHello: self._learner_hello,
+            LearnerHello: lambda _, hello, now: self._check_epoch((hello.epoch, 0), now),
             Heartbeat: self._heartbeat,
             Bye: self._bye,
             Obituary: self._obituary,
@@ -230,11 +231,6 @@ class Claims:
     def _since(self, now: float) -> int:
         return int(LIVES_PER_S * max(0.0, now - self._began))
 
-    # -- learners -----------------------------------------------------------------------------------------------------
-
-    def _learner_hello(self, peer: Peer, hello: LearnerHello, now: float) -> None:
-        self._check_epoch((hello.epoch, 0), now)
-
 
 def _lie(detail: str) -> DecodeError:
     return DecodeError(IMPLAUSIBLE, detail)
@@ -245,10 +241,7 @@ def _shipped(totals: WorkerTotals) -> Count:
 
 
 def _sum(batches: Iterable[HeldBatch]) -> Count:
-    total: Count = (0, 0)
-    for batch in batches:
-        total = plus(total, (batch.steps, batch.chunks))
-    return total
+    return reduce(plus, ((batch.steps, batch.chunks) for batch in batches), (0, 0))
 
 
 def _check_totals(totals: WorkerTotals) -> None:

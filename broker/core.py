@@ -21,11 +21,9 @@ from headrace.broker.acknowledgements import Acknowledgements
 from headrace.broker.batch_store import BatchStore
 from headrace.broker.claims import Claims
 from headrace.broker.folding import Folding
-from headrace.broker.learner_measures import LearnerMeasures
 from headrace.broker.learner_sessions import LearnerSessions
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox, Send
-from headrace.broker.refusals import Refusals
 from headrace.broker.slot_owners import SlotOwners
 from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.broker.worker_sessions import WorkerSessions
@@ -64,9 +62,11 @@ class BrokerCore:
     def __init__(self, fleet_id: str, limits: BrokerLimits, state: BrokerState | None = None, now: float = 0.0) -> None:
         self.state = state or BrokerState()
         self.store = BatchStore(limits)
+        self.sources, self.refusals = self.store.sources, self.store.refusals
         self.store.folded = self.state.folded
         self._outbox = Outbox()
         self._learners = LearnerSessions(fleet_id, self.state, self.store, self._outbox)
+        self.learner_measures = self._learners.measures
         self._acks = Acknowledgements(limits, self.store, self._outbox, self._learners.waits_for)
         self._owners = SlotOwners(limits, self.state)
         self._folding = Folding(self.store)
@@ -292,11 +292,6 @@ class BrokerCore:
         """Return the time at which `take_outbox` has messages even if none comes in; infinity if it has none."""
         return self._acks.due_at
 
-    @property
-    def refusals(self) -> Refusals:
-        """Return the count of what peers said and this broker refused."""
-        return self.store.refusals
-
     def name_of(self, peer: Peer) -> str:
         """Return a name of this peer for people."""
         source = self._workers.peers.get(peer)
@@ -320,11 +315,6 @@ class BrokerCore:
         return self._learners.lease.headrace_version if self._learners.lease is not None else ""
 
     @property
-    def learner_measures(self) -> LearnerMeasures:
-        """Return what learners have measured of themselves."""
-        return self._learners.measures
-
-    @property
     def granted_epoch(self) -> int:
         """Return the epoch of the learner that holds the lease if this broker gave it out; else 0."""
         lease = self._learners.lease
@@ -344,11 +334,6 @@ class BrokerCore:
     def spaces(self) -> dict[str, Any]:
         """Return the spaces of the workers' envs; empty until one has told them."""
         return self._workers.spaces
-
-    @property
-    def sources(self) -> dict[tuple[int, int], Source]:
-        """Return all sources by (slot, incarnation)."""
-        return self.store.sources
 
     def rows(self) -> list[LedgerRow]:
         """Return the books of every incarnation known, each as of one consistent moment."""

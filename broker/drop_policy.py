@@ -24,7 +24,7 @@ class DropPolicy:
         self._limits = limits
         self._newest_of: dict[int, int] = {}
         """Newest published version of each learner epoch."""
-        self._candidates: deque[tuple[Source, int]] = deque()
+        self.candidates: deque[tuple[Source, int]] = deque()
         """Batches that may be dropped. Those that were handed out or settled meanwhile are skipped."""
         self._drops_oldest = limits.overflow == "drop_oldest"
 
@@ -36,12 +36,8 @@ class DropPolicy:
     def add(self, source: Source, seq: int) -> None:
         """Note a batch that no learner has been given."""
         if not self.is_passive:
-            self._candidates.append((source, seq))
+            self.candidates.append((source, seq))
             self._oldest()  # forgets those in front that are gone
-
-    def candidates(self) -> int:
-        """Return how many batches are noted, including those handed out or settled since."""
-        return len(self._candidates)
 
     # -- staleness ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +74,7 @@ class DropPolicy:
         """Return the batches that are stale now."""
         if self._limits.max_staleness is None:
             return
-        for source, seq in list(self._candidates):
+        for source, seq in list(self.candidates):
             held = source.held.get(seq)
             if held is not None and may_be_dropped(held) and self.is_stale(held, newest):
                 yield source, held
@@ -109,12 +105,12 @@ class DropPolicy:
         return oldest if oldest is not None and most is not None and now - oldest[1].at > most else None
 
     def _oldest(self) -> tuple[Source, StoredBatch] | None:
-        while self._candidates:
-            source, seq = self._candidates[0]
+        while self.candidates:
+            source, seq = self.candidates[0]
             held = source.held.get(seq)
             if held is not None and may_be_dropped(held):
                 return source, held
-            self._candidates.popleft()
+            self.candidates.popleft()
         return None
 
 

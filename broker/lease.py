@@ -44,7 +44,7 @@ class LearnerLease:
 
         Batches under way on its last connection are lost, received ones are not.
         """
-        self._forget_shapes_told(self.stream)
+        self.shapes_told.pop(self.stream or b"", None)
         self.stream = peer
         self.window_batches, self.window_bytes = hello.window_batches, hello.window_bytes
         self.reads_all = set(readable_encodings()) <= set(hello.encodings)
@@ -56,12 +56,8 @@ class LearnerLease:
 
     def attach_publisher(self, peer: Peer) -> None:
         """Note that a publisher connected or reconnected."""
-        self._forget_shapes_told(self.publisher)
+        self.shapes_told.pop(self.publisher or b"", None)
         self.publisher = peer
-
-    def _forget_shapes_told(self, before: Peer | None) -> None:
-        if before is not None:
-            self.shapes_told.pop(before, None)
 
     def connections(self) -> list[Peer]:
         """Return the connections of the stream and the publisher, as far as there are any."""

@@ -28,7 +28,7 @@ RATE_WINDOW_S = 5.0
 class FleetMetrics:
     """Collects metrics from the header of each accepted batch, and makes the report."""
 
-    def __init__(self, bytes_before: Mapping[tuple[int, int], Mapping[str, int]] | None = None) -> None:
+    def __init__(self) -> None:
         self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         self._aborted: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         """(return, length) of the newest aborted episodes."""
@@ -58,7 +58,6 @@ class FleetMetrics:
         self._lease_epoch = 0
         self._seen: dict[tuple[int, int], str] = {}
         self._incarnations_before: dict[int, int] = {}
-        self.continue_from(bytes_before or {})
 
     def continue_from(self, counters: Mapping[tuple[int, int], Mapping[str, int]]) -> None:
         """Go on from the counters that an earlier broker reported, which must not go back."""

@@ -366,7 +366,7 @@ class Broker:
         if self._keep_weights(header, [frame.buffer for frame in frames]):
             self._broadcast()
             if self.reporter is not None:
-                self.reporter.offer_weights(header.version, self.relay.frames())
+                self.reporter.offer_weights(header.version, self.relay.frames)
         self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
 
     def _keep_weights(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
@@ -458,7 +458,7 @@ class Broker:
             self._send(socket, peer, Reject(code="unknown_peer", detail="say HELLO first", fatal=False).frames())
 
     def _broadcast(self) -> None:
-        frames = self.relay.broadcast()
+        frames = self.relay.broadcast
         if frames:
             self.sockets.weights.send_multipart(frames, zmq.NOBLOCK)
 

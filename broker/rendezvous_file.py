@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from headrace.schemas.basics.run_files import read_object
-from headrace.schemas.errors import RunDirError, write_error
+from headrace.schemas.errors import RunDirError, writing
 from headrace.schemas.peers.rendezvous import LIFETIME_S, Port, Published, Rendezvous
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,9 @@ class RendezvousFile:
                 f"fleet {other.fleet_id} publishes its addresses in {path.name}",
                 "name another file in fleet.rendezvous",
             )
-        try:
+        with writing(path, "the addresses of the fleet"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._write("running")
-        except OSError as error:
-            raise write_error(str(path), error, "the addresses of the fleet") from error
         self._thread = threading.Thread(target=self._keep, name="rendezvous", daemon=True)
         self._thread.start()
 

@@ -23,13 +23,11 @@ from redis.exceptions import RedisError
 
 from headrace.broker.books_file import BooksFile
 from headrace.broker.mirror import Mirror
-from headrace.broker.redis.blob import ByteBudget, StoredBlob
+from headrace.broker.redis.blob import LARGEST_WEIGHTS, ByteBudget, StoredBlob, weights_in
 from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, in_words
 from headrace.broker.redis.parser import SourceKey
 from headrace.broker.redis.rows import ReceivedRow, RedisRows
-from headrace.broker.redis.weights import LARGEST_BYTES, weights_in
-from headrace.broker.report import LIVE_S, MergeScript, Part, Report
-from headrace.broker.saved_state import SavedState, read_saved_state
+from headrace.broker.report import LIVE_S, MergeScript, Part, Report, SavedState, read_saved_state
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.basics.bounds import Version
@@ -146,20 +144,20 @@ class RedisReporter:
         if math.isinf(self._budget.due):
             return
         size = sum(memoryview(frame).nbytes for frame in frames)
-        if size > LARGEST_BYTES:
+        if size > LARGEST_WEIGHTS:
             if not self._told_too_large:
                 log.warning(
                     "weights are not kept in Redis: version %s has %d bytes, and the limit is %d; a broker that starts "
                     "again gets them from the learner",
                     version,
                     size,
-                    LARGEST_BYTES,
+                    LARGEST_WEIGHTS,
                 )
             self._told_too_large = True
             return
         with self._news:
             if self._weights is None or version > self._weights.version:
-                self._weights = StoredBlob(version, [_as_bytes(frame) for frame in frames])
+                self._weights = StoredBlob(version, [bytes(frame) for frame in frames])
                 self._news.notify_all()
 
     def offer_rows(self, rows: Sequence[ReceivedRow]) -> None:
@@ -354,7 +352,3 @@ class RedisReporter:
 def _life(name: bytes) -> SourceKey | None:
     slot, _, incarnation = name.partition(b"/")
     return (int(slot), int(incarnation)) if slot.isdigit() and incarnation.isdigit() else None
-
-
-def _as_bytes(frame: Buffer) -> bytes:
-    return frame if isinstance(frame, bytes) else bytes(frame)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import takewhile
 
 from headrace.broker.worker_figures import WorkerFigures
 from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
@@ -195,11 +197,8 @@ class Source:
         if settled.seq > (self.accepted if self.native else self.cut.seq):
             return f"batch {settled.seq} is settled; {self.cut.seq} are cut and {self.accepted} accepted"
         if settled.seq <= self.accepted:
-            known = self.settled.total()
-            for held in self.held.values():  # in order of seq
-                if held.seq > settled.seq:
-                    break
-                known = plus(known, held.count)
+            newly = takewhile(lambda held: held.seq <= settled.seq, self.held.values())  # they are in order of seq
+            known = reduce(plus, (held.count for held in newly), self.settled.total())
             return f"{total} settled by batch {settled.seq}, not {known}" if total != known else ""
         if total[0] > shipped[0] or total[1] > shipped[1] or (settled.seq == self.cut.seq and total != shipped):
             return f"{total} settled by batch {settled.seq}; {shipped} are shipped by batch {self.cut.seq}"
@@ -238,13 +237,11 @@ class Source:
             self.accepted, self.accepted_count = settled.seq, settled.total()
         return gone
 
-    def settle_dropped(self) -> list[StoredBatch]:
+    def settle_dropped(self) -> None:
         """Settle dropped batches that are first in line; this needs no learner's commit."""
-        gone = []
         while (held := self.held.get(self.settled.seq + 1)) is not None and held.dropped and not held.with_learner:
             self._settle(self.settled.add((0, 0), {held.dropped: held.count}))
-            gone.append(self.held.pop(held.seq))
-        return gone
+            del self.held[held.seq]
 
     def drop(self, held: StoredBatch, reason: str) -> None:
         """Decide that the learner does not get a batch. Its worker is told, and need not keep its bytes."""
@@ -296,9 +293,7 @@ class Source:
 
     def lost(self) -> dict[str, Count]:
         """Return batches cut and never accepted, by name; known once the incarnation is closed."""
-        total: Count = (0, 0)
-        for batch in self.left.values():
-            total = plus(total, (batch.steps, batch.chunks))
+        total = reduce(plus, ((batch.steps, batch.chunks) for batch in self.left.values()), (0, 0))
         return {self.left_reason: total} if self.left else {}
 
     def ledger_row(self) -> LedgerRow | None:
@@ -306,9 +301,7 @@ class Source:
         if self.restored is not None:
             return self.restored.model_copy(update={"end_taken": self.end_taken})
         if self.closed or self.totals.seq == self.accepted:
-            held: Count = (0, 0)
-            for batch in self.held.values():
-                held = plus(held, batch.count)
+            held: Count = reduce(plus, (batch.count for batch in self.held.values()), (0, 0))
             if self._is_in_row(held):
                 return self.row
             self.row = LedgerRow.model_construct(  # its parts are checked, and thousands are made in a report

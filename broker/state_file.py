@@ -17,7 +17,7 @@ from headrace.broker.limits import BrokerState
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.credentials.key_files import is_group
-from headrace.schemas.errors import RunDirError, write_error
+from headrace.schemas.errors import RunDirError, writing
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,5 @@ def write_broker_file(run_dir: Path, fleet_id: str, endpoints: Endpoints, state:
         owners=state.owners,
     )
     path = file_path(run_dir)
-    try:
+    with writing(path, "the broker's state"):
         replace_private(path, orjson.dumps(content.model_dump(mode="json"), option=orjson.OPT_NON_STR_KEYS))
-    except OSError as error:
-        raise write_error(str(path), error, "the broker's state") from error

@@ -19,8 +19,10 @@ class WeightsRelay:
 
     def __init__(self) -> None:
         self.version: Version = (0, 0)
-        self._frames: list[Buffer] = []
-        self._announcement: list[Buffer] = []
+        self.frames: list[Buffer] = []
+        """The whole WEIGHTS message of the version held."""
+        self.broadcast: list[Buffer] = []
+        """The frames for every subscriber, which each new one gets again; empty before the first version."""
         self._sizes: list[int] = []
         self._blob: memoryview | None = None
         """The frames one after another, once a piece was asked for."""
@@ -32,23 +34,15 @@ class WeightsRelay:
         if header.version <= self.version:
             return False
         self.version = header.version
-        self._frames, self._sizes = frames, [len(frame) for frame in frames]
+        self.frames, self._sizes = frames, [len(frame) for frame in frames]
         self._blob, self._pieces = None, {}
-        self._announcement = encode(MessageKind.WEIGHTS, header.model_dump()) if self.is_large else frames
+        self.broadcast = encode(MessageKind.WEIGHTS, header.model_dump()) if self.is_large else frames
         return True
 
     @property
     def is_large(self) -> bool:
         """Return whether the version is announced, and each worker fetches it."""
         return sum(self._sizes) > INLINE_BYTES
-
-    def broadcast(self) -> list[Buffer]:
-        """Return the frames for every subscriber, which each new one gets again; empty before the first version."""
-        return self._announcement
-
-    def frames(self) -> list[Buffer]:
-        """Return the whole WEIGHTS message of the version held."""
-        return self._frames
 
     def part(self, pull: WeightsPull) -> list[Buffer]:
         """Return the piece asked for, of the newest version; its first piece when another version was asked for."""
@@ -67,6 +61,6 @@ class WeightsRelay:
     def _joined(self) -> memoryview:
         """Return the frames as one run of bytes. They are copied once a version."""
         if self._blob is None:
-            self._blob = memoryview(b"".join(self._frames))
-            self._frames = frames_of(self._blob, self._sizes)  # the received ones are not kept beside it
+            self._blob = memoryview(b"".join(self.frames))
+            self.frames = frames_of(self._blob, self._sizes)  # the received ones are not kept beside it
         return self._blob

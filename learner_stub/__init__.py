@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headrace.learner_stub.connector_merger import ConnectorMerger as ConnectorMerger
     from headrace.learner_stub.gae import advantages as advantages
     from headrace.learner_stub.learner_state import LearnerState as LearnerState
-    from headrace.learner_stub.policy_file import save_policy as save_policy
+    from headrace.learner_stub.learner_state import save_policy as save_policy
     from headrace.learner_stub.publisher import WeightPublisher as WeightPublisher
     from headrace.learner_stub.stream import EpisodeStream as EpisodeStream
     from headrace.learner_stub.tensors import to_torch as to_torch
@@ -24,7 +24,7 @@ _HOMES = {
     "LearnerState": "headrace.learner_stub.learner_state",
     "WeightPublisher": "headrace.learner_stub.publisher",
     "advantages": "headrace.learner_stub.gae",
-    "save_policy": "headrace.learner_stub.policy_file",
+    "save_policy": "headrace.learner_stub.learner_state",
     "to_torch": "headrace.learner_stub.tensors",
     "vtrace": "headrace.learner_stub.v_trace",
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+import zmq
 
 from headrace.learner_stub import connection
 from headrace.schemas.credentials.keys import PeerKeys
@@ -35,10 +38,10 @@ class BrokerLink:
         """Return the broker's address, for people."""
         return self.endpoint or f"broker {self.number}"
 
-    @property
-    def socket(self) -> connection.LearnerSocket | None:
-        """Return the socket, for `connection.await_any`; None without an address."""
-        return self._socket
+    def watch(self, poller: zmq.Poller) -> None:
+        """Let a poller wait for the next message."""
+        if self._socket is not None:
+            poller.register(self._socket.socket, zmq.POLLIN)
 
     def send(self, frames: list[Buffer]) -> bool:
         """Send one message. Return False without a connection."""
@@ -73,4 +76,7 @@ class BrokerLink:
 
 def await_message(links: Sequence[BrokerLink], wait_s: float) -> None:
     """Wait until a message has arrived from one of these brokers, at most `wait_s`."""
-    connection.await_any([link.socket for link in links if link.socket is not None], wait_s)
+    poller = zmq.Poller()
+    for link in links:
+        link.watch(poller)
+    poller.poll(math.ceil(wait_s * 1000))

@@ -28,8 +28,8 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
-from headrace.schemas.basics.run_files import opener
-from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error
+from headrace.schemas.basics.run_files import opener, sync_folder
+from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error, writing
 from headrace.schemas.frames.manifest import Buffer
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules
@@ -98,7 +98,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
         if path.exists():
             keep_as_previous(path)
         fresh.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         fresh.unlink(missing_ok=True)
         raise write_error(str(path.parent), error, "the checkpoint") from error
@@ -140,11 +140,9 @@ def hold_checkpoint(path: Path, at: Path) -> Checkpoint | None:
 
 def keep_best(held: Path, best: Path) -> None:
     """Move the checkpoint that `hold_checkpoint` kept at `held` to `best`, in one step. Raises `RunDirError`."""
-    try:
+    with writing(best.parent, "the best checkpoint"):
         held.replace(best)
-        _sync_folder(best.parent)
-    except OSError as error:
-        raise write_error(str(best.parent), error, "the best checkpoint") from error
+        sync_folder(best.parent)
 
 
 def load_checkpoint(path: Path) -> Checkpoint | None:
@@ -220,11 +218,3 @@ def _whole(path: Path) -> Checkpoint | None:
         return _read(path)
     except (FileNotFoundError, CheckpointError):
         return None
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -5,7 +5,6 @@ To pump a connection is to receive what has arrived and to send what is due.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import weakref
@@ -149,16 +148,16 @@ class LearnerSocket:
     def __init__(self, endpoint: str, keys: PeerKeys | None) -> None:
         self._handshakes = Handshakes(endpoint, "learner", keys)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self.socket = self._context.socket(zmq.DEALER)
         for name, value in {**sockets.DEALER, **self._handshakes.options()}.items():
-            self._socket.setsockopt(getattr(zmq, name), value)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
-        self._socket.connect(endpoint)
+            self.socket.setsockopt(getattr(zmq, name), value)
+        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(CLIENT_EVENTS)
+        self.socket.connect(endpoint)
 
     def send(self, frames: list[Buffer]) -> bool:
         """Send one message. Return False without a connection."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         return True
@@ -169,19 +168,15 @@ class LearnerSocket:
         Frames are read-only views that keep the message's memory.
         """
         try:
-            frame = self._socket.recv(sockets.DONTWAIT, copy=False)
+            frame = self.socket.recv(sockets.DONTWAIT, copy=False)
         except zmq.Again:
             self._observe_handshakes()
             return None
         frames = [frame.buffer]
         while frame.more:
-            frame = self._socket.recv(sockets.DONTWAIT, copy=False)
+            frame = self.socket.recv(sockets.DONTWAIT, copy=False)
             frames.append(frame.buffer)
         return frames
-
-    def watch(self, poller: zmq.Poller) -> None:
-        """Let a poller wait for the next message."""
-        poller.register(self._socket, zmq.POLLIN)
 
     def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
         """Return the error for a broker that has not answered within `deadline_s`."""
@@ -190,19 +185,11 @@ class LearnerSocket:
     def _observe_handshakes(self) -> None:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             if self._handshakes.observe(self._monitor.recv_multipart()):
-                self._handshakes.connect_again(self._socket)
+                self._handshakes.connect_again(self.socket)
 
     def close(self, deadline_s: float = 0.5) -> None:
         """Close the socket; messages already sent have `deadline_s` to leave."""
         self._context.destroy(linger=int(deadline_s * 1000))
-
-
-def await_any(waiting: Sequence[LearnerSocket], wait_s: float) -> None:
-    """Wait until one of these sockets has a message, at most `wait_s`."""
-    poller = zmq.Poller()
-    for socket in waiting:
-        socket.watch(poller)
-    poller.poll(math.ceil(wait_s * 1000))
 
 
 def now() -> float:

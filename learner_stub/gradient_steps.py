@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -63,13 +62,6 @@ class Objective:
     targets: Targets
 
 
-class GradientSteps(Protocol):
-    """Writes the gradients of one update's minibatches."""
-
-    def epoch(self, random: np.random.Generator) -> Iterator[LossTerms]:
-        """Yield the terms of each minibatch once, while its clipped gradients stand in the parameters."""
-
-
 class AutogradSteps:
     """Gradients by autograd, for any module."""
 
@@ -78,7 +70,7 @@ class AutogradSteps:
         self._parameters = list(module.parameters())
 
     def epoch(self, random: np.random.Generator) -> Iterator[LossTerms]:
-        """Yield the terms of each minibatch."""
+        """Yield the terms of each minibatch once, while its clipped gradients stand in the parameters."""
         s = self._objective.settings
         for minibatch in self._feed.shuffled(random, s.minibatch_size):
             terms = self._terms(minibatch)
@@ -116,7 +108,7 @@ class ClosedFormSteps:
         self._columns = (*form.rows(obs, rollout.actions), steps)
 
     def epoch(self, random: np.random.Generator) -> Iterator[LossTerms]:
-        """Yield the terms of each minibatch."""
+        """Yield the terms of each minibatch once, while its clipped gradients stand in the parameters."""
         s = self._objective.settings
         order = torch.from_numpy(random.permutation(len(self._objective.rollout)))
         parts = (torch.split(column[order], s.minibatch_size) for column in self._columns)
@@ -146,6 +138,10 @@ class ClosedFormSteps:
         policy_loss = -torch.minimum(gain, bound).mean()
         value_loss = error.square().mean() * value_scale
         return LossTerms(policy_loss, value_loss, entropy.mean(), ratio, logp - first_logp)
+
+
+GradientSteps = AutogradSteps | ClosedFormSteps
+"""Writes the gradients of one update's minibatches."""
 
 
 def _clip_norm(gradient: Tensor, max_norm: float) -> None:

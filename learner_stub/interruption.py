@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,17 +23,6 @@ class Interruption(Protocol):
 
     def ends_update(self) -> bool:
         """Return whether to end the update with the steps done so far. Raises `AbandonedUpdateError` if it must not."""
-
-
-class NoInterruption:
-    """Lets each update take its time."""
-
-    def check(self) -> None:
-        """Do nothing."""
-
-    def ends_update(self) -> bool:
-        """Return False."""
-        return False
 
 
 def do_nothing() -> None:
@@ -87,3 +77,7 @@ class StopDeadline:
         if self._began is None:
             self._began = time.monotonic()
         return time.monotonic() - self._began
+
+
+NO_INTERRUPTION = StopDeadline(threading.Event(), math.inf, math.inf, whole=False)
+"""Lets each update take its time."""

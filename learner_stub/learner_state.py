@@ -1,11 +1,11 @@
-"""The state of a learner of one's own: saved in one file, and loaded by its next life."""
+"""The state of a learner of one's own: saved in one file, and loaded by its next life; or its weights alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from numpy.typing import NDArray
@@ -22,22 +22,12 @@ from headrace.learner_stub.checkpoint import (
 from headrace.learner_stub.fleet_place import await_start
 from headrace.learner_stub.publisher import StateDict, as_arrays
 from headrace.learner_stub.state_tree import pack, unpack
+from headrace.learner_stub.stream import EpisodeStream
 from headrace.schemas.errors import CheckpointError, DecodeError
 from headrace.schemas.messages.weights import CONNECTORS, split_modules
 
 _TREE = "own"
 """The entry of a checkpoint's state with the learner's own values."""
-
-
-class Positioned(Protocol):
-    """The part of `EpisodeStream` that a saved state needs."""
-
-    @property
-    def epoch(self) -> int:
-        """Return the learner epoch."""
-
-    def position(self) -> list[dict[str, Any]]:
-        """Return how far this learner is, counting all it was handed as trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +73,7 @@ class LearnerState:
 
     def save(
         self,
-        stream: Positioned,
+        stream: EpisodeStream,
         policy: StateDict | Mapping[str, StateDict],
         *,
         updates: int = 0,
@@ -138,3 +128,43 @@ def _policy(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         return {module_id: _policy(own) for module_id, own in by_module.items()}
     copies = {name: array.copy() for name, array in arrays.items()}  # those of a file are read-only
     return {name: array if name.startswith(CONNECTORS) else torch.from_numpy(array) for name, array in copies.items()}
+
+
+def save_policy(
+    run_dir: str | Path,
+    state_dict: StateDict | Mapping[str, StateDict],
+    *,
+    updates: int = 0,
+    steps: int = 0,
+    epoch: int | None = None,
+) -> Path:
+    """Save weights as RUN_DIR/learner.checkpoint, and return its path. Blocks until the file is on disk.
+
+        save_policy("runs/mine", module.state_dict(), updates=20)
+
+    `headrace evaluate`, `export` and `serve` read the file, and `load_policy` too. They build the module by the
+    config.json that `headrace up` wrote beside it. The checkpoint before is kept as learner.checkpoint.previous.
+
+    - state_dict: as for `WeightPublisher.publish`, with state of connectors beside the tensors, if there is any.
+    - updates, steps: how far training has come, for people and for `learner.evaluate_every_steps`.
+    - epoch: the stream's epoch, by which a replaced learner cannot undo its successor's work. None: the epoch of the
+      existing file.
+
+    The file has no optimizer and no position in the stream, so the reference learner cannot go on from it.
+
+    Raises `EncodeError` for a tensor that no file can hold, `FencedError` where a learner of a higher epoch has
+    written there, and `RunDirError` when the folder cannot be written to.
+    """
+    path = Path(run_dir) / CHECKPOINT_FILE
+    arrays = stored_arrays(as_arrays(state_dict))
+    epoch = _epoch_of(path) if epoch is None else epoch
+    save_checkpoint(path, Checkpoint(epoch, [], {"updates": updates, "steps": steps}, arrays))
+    return path
+
+
+def _epoch_of(path: Path) -> int:
+    try:
+        saved = load_checkpoint(path)
+    except CheckpointError:
+        return 1  # it is replaced
+    return saved.epoch if saved is not None else 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.learner_stub.rollout import Rollout, map_nested
+from headrace.learner_stub.rollout import Rollout, map_nested, ranges
 from headrace.schemas.errors import ModuleError
 
 
@@ -27,16 +27,6 @@ class Minibatch:
     batch: dict[str, Any]
     steps: Tensor
     answers: Tensor | slice
-
-
-class Minibatches(Protocol):
-    """Minibatches of one rollout in the form that its module needs."""
-
-    def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield (`forward_train`'s batch, its rows), about `rows` observations each, in the order of `rollout.obs`."""
-
-    def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
-        """Yield each step once, about `steps` at a time, in an order drawn from `random`."""
 
 
 def minibatches_for(module: Any, rollout: Rollout) -> Minibatches:
@@ -61,14 +51,14 @@ class RowMinibatches:
         self._rollout = rollout
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield exactly `rows` rows at a time, but for the last part."""
+        """Yield (`forward_train`'s batch, its rows), `rows` observations at a time, in the order of `rollout.obs`."""
         total = int(self._rollout.obs_offsets[-1])
         for start in range(0, total, rows):
             part = slice(start, min(start + rows, total))
             yield {"obs": take(self._rollout.obs, part)}, part.stop - part.start
 
     def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
-        """Yield exactly `steps` steps at a time; the last minibatch has what is left."""
+        """Yield each step once, `steps` at a time, in an order drawn from `random`. The last part has what is left."""
         step_rows = torch.from_numpy(self._rollout.step_rows)
         for some in torch.split(torch.from_numpy(random.permutation(len(self._rollout))), steps):
             yield Minibatch({"obs": take(self._rollout.obs, step_rows[some])}, some, slice(None))
@@ -90,23 +80,23 @@ class ChunkMinibatches:
         self._lengths = np.diff(rollout.offsets)
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield whole chunks; no chunk is divided."""
+        """Yield (`forward_train`'s batch, its rows), about `rows` observations at a time. No chunk is divided."""
         chunks = np.arange(len(self._lengths))
         for some in _groups(chunks, self._lengths + 1, rows):
             batch = self._batch(some)
             yield batch, int(batch["lengths"].sum())
 
     def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
-        """Yield whole chunks in random order; steps within a chunk keep their order."""
+        """Yield each step once, about `steps` at a time, in chunks drawn from `random`, which keep the order within."""
         chunks = random.permutation(len(self._lengths))
         for some in _groups(chunks, self._lengths[chunks], steps):
             batch = self._batch(some)
-            own = _ranges(self._rollout.offsets[some], self._lengths[some])
+            own = ranges(self._rollout.offsets[some], self._lengths[some])
             yield Minibatch(batch, torch.from_numpy(own), batch["step_rows"])
 
     def _batch(self, chunks: NDArray[np.intp]) -> dict[str, Any]:
         lengths = self._lengths[chunks] + 1
-        rows = torch.from_numpy(_ranges(self._rollout.obs_offsets[chunks], lengths))
+        rows = torch.from_numpy(ranges(self._rollout.obs_offsets[chunks], lengths))
         taken = np.ones(len(rows), np.bool_)
         taken[np.cumsum(lengths) - 1] = False
         picked = torch.from_numpy(chunks)
@@ -116,6 +106,10 @@ class ChunkMinibatches:
             "state_in": {name: state[picked] for name, state in self._rollout.state_in.items()},
             "step_rows": torch.from_numpy(np.flatnonzero(taken)),
         }
+
+
+Minibatches = RowMinibatches | ChunkMinibatches
+"""Minibatches of one rollout in the form that its module needs."""
 
 
 def take(value: Any, rows: slice | Tensor) -> Any:
@@ -130,8 +124,3 @@ def _groups(chunks: NDArray[np.intp], sizes: NDArray[np.int64], size: int) -> li
     """
     group = (np.cumsum(sizes) - sizes) // size
     return np.split(chunks, np.flatnonzero(np.diff(group)) + 1)
-
-
-def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return all of [start, start + length), one range after another."""
-    return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(int(lengths.sum()))

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headrace.learner_stub.connector_merger import ConnectorMerger
-from headrace.learner_stub.interruption import Interruption
-from headrace.learner_stub.ppo import NO_INTERRUPTION, Metrics
+from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
+from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.training_stats import TrainingStats
 from headrace.schemas.chunks.batch import ChunkBatch

@@ -38,7 +38,7 @@ from headrace.learner_stub.gradient_steps import (
     Objective,
     Targets,
 )
-from headrace.learner_stub.interruption import Interruption, NoInterruption
+from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
 from headrace.learner_stub.minibatches import Minibatches, minibatches_for
 from headrace.learner_stub.module import TrainableModule, check_answer, make_closed_form
 from headrace.learner_stub.rollout import Rollout, join
@@ -51,7 +51,6 @@ from headrace.schemas.settings.config import LearnerSection
 _FORWARD_ROWS = 4096
 """Observations in one forward pass without gradients; it bounds the memory that images take."""
 
-NO_INTERRUPTION = NoInterruption()
 
 Metrics = dict[str, float]
 

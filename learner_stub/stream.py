@@ -416,16 +416,14 @@ class EpisodeStream:
                     had_first, deadline = True, min(deadline, connection.now() + _OTHER_BROKERS_S)
                 if connection.now() > deadline:
                     if had_first:
-                        log.warning("going on without %s: the others of %s answer", self._missing(), self.endpoint)
+                        missing = ", ".join(broker.link.name for broker in self._brokers if not broker.is_active)
+                        log.warning("going on without %s: the others of %s answer", missing, self.endpoint)
                         break
                     raise self._brokers[0].link.why_silent(timeout_s)
                 self.pump(0.05)
         except BaseException:
             self.close()
             raise
-
-    def _missing(self) -> str:
-        return ", ".join(broker.link.name for broker in self._brokers if not broker.is_active)
 
     def _commit(self, *, at_once: bool) -> None:
         for broker in self._brokers:

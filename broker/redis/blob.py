@@ -17,13 +17,15 @@ import redis
 
 from headrace.broker.redis.client import RedisReader
 from headrace.broker.redis.scripts import FLIP
-from headrace.schemas.accounts.redis_keys import Key, key_name
+from headrace.schemas.accounts.redis_keys import WEIGHTS_BLOB, WEIGHTS_CURRENT, Key, key_name
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.frames.wire import Buffer
 
 PIECE_BYTES = 1 << 20
 MOST_FRAMES = 64
 LONGEST_ABOUT = 4096
+LARGEST_WEIGHTS = 64 << 20
+"""Bytes of a version of the weights that Redis keeps, at most."""
 STAGED_S = 600
 """Seconds that an unfinished blob stays before Redis deletes it."""
 
@@ -166,3 +168,8 @@ def _pieces(frame: int, size: int) -> Iterator[tuple[str, int, int]]:
 def _version(text: bytes) -> Version | None:
     match = re.fullmatch(rb"(\d{1,15})/(\d{1,15})", text)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def weights_in(client: redis.Redis, fleet_id: str) -> RedisBlob:
+    """Return access to the weights of one fleet: the frames of a WEIGHTS message as they were published."""
+    return RedisBlob(client, fleet_id, WEIGHTS_CURRENT, WEIGHTS_BLOB, LARGEST_WEIGHTS)

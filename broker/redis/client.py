@@ -7,7 +7,8 @@ its writes are harmless to repeat, and decides (see `scripts.py`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -108,6 +109,21 @@ def unusable(url: str, error: BaseException, timeout_s: float, advice: str = STA
     return RedisUnavailableError(without_password(url), reason, timeout_s, advice)
 
 
+@contextmanager
+def naming_failures(url: str, timeout_s: float) -> Iterator[None]:
+    """Turn a failure of Redis within the block into a `RedisUnavailableError`. Does not look for its cause."""
+    try:
+        yield
+    except REDIS_FAILURES as error:
+        raise RedisUnavailableError(without_password(url), in_words(error), timeout_s) from error
+
+
+def ask(client: redis.Redis, *command: str | bytes) -> Any:
+    """Return the server's answer to a command. The library has no types for it."""
+    execute: Any = client.execute_command
+    return execute(*command)
+
+
 @dataclass(frozen=True, slots=True)
 class RedisReader:
     """The few typed reads that Headrace does. All results are bytes that any other program may have written."""
@@ -116,11 +132,11 @@ class RedisReader:
 
     def hash(self, key: str) -> dict[bytes, bytes]:
         """Return all fields of a hash; empty when there is none."""
-        return dict(self._do("HGETALL", key))
+        return dict(ask(self.client, "HGETALL", key))
 
     def fields(self, key: str) -> list[bytes]:
         """Return the names of all fields of a hash."""
-        return list(self._do("HKEYS", key))
+        return list(ask(self.client, "HKEYS", key))
 
     def field(self, key: str, field: str) -> bytes | None:
         """Return one field of a hash; None too for a key that is no hash."""
@@ -147,13 +163,7 @@ class RedisReader:
         return found[0] if found else None
 
     def _entries(self, *command: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        try:
-            found = self._do(*command)
-        except ResponseError as error:
-            if str(error).startswith("WRONGTYPE"):
-                return []
-            raise
-        return [(identity, fields or {}) for identity, fields in found]
+        return [(identity, fields or {}) for identity, fields in self._ask_right_type(*command) or ()]
 
     def hashes_at_once(self, keys: Mapping[str, str]) -> tuple[dict[str, dict[bytes, bytes]], list[str]]:
         """Read several hashes as of one moment (MULTI). Return them by the names that `keys` gives them.
@@ -187,14 +197,14 @@ class RedisReader:
         return [f"{key} is a {found}, not a {expected[key]}" for key, found in wrong.items()]
 
     def _bytes(self, *command: str) -> bytes | None:
+        value = self._ask_right_type(*command)
+        return value if isinstance(value, bytes) else None
+
+    def _ask_right_type(self, *command: str) -> Any:
+        """Return the answer to a command; None for a key of another type than the command is for."""
         try:
-            value = self._do(*command)
+            return ask(self.client, *command)
         except ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
                 return None
             raise
-        return value if isinstance(value, bytes) else None
-
-    def _do(self, *command: str) -> Any:
-        execute: Any = self.client.execute_command
-        return execute(*command)

@@ -40,7 +40,7 @@ class HashParser:
 
     def rows(self, raw: Hash) -> dict[SourceKey, LedgerRow]:
         """Parse the ledger, by (slot, incarnation)."""
-        return self._parse("ledger", raw, _source, _row)
+        return self._parse("ledger", raw, _source, LedgerRow.model_validate_json)
 
     def folded(self, raw: Hash) -> dict[int, FoldedLives]:
         """Parse the folded lives, by slot."""
@@ -136,10 +136,6 @@ def _named(field_name: str, value: V) -> V:
     if isinstance(value, ProcessState) and field_name != value.name:
         raise ValueError("the state of another process")
     return value
-
-
-def _row(text: str) -> LedgerRow:
-    return LedgerRow.model_validate_json(text)
 
 
 def _env_error(text: str) -> EnvErrorRow:

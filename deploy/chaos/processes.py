@@ -18,7 +18,10 @@ from typing import Any
 
 import orjson
 
+from headrace.deploy.process.child import last_line
 from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.fork_server import HEADRACE
+from headrace.deploy.process.proc_stat import parent_of
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.schemas.errors import RunDirError
 
@@ -27,36 +30,21 @@ _PAUSE_S = 0.5
 """Between two lives of a process that the trial starts itself."""
 
 
-@dataclass
 class Folders:
     """The folder of a trial, and the paths in it."""
 
-    root: Path
-
-    @property
-    def fleet(self) -> Path:
-        """Return the run directory of the fleet."""
-        return self.root / "fleet"
-
-    @property
-    def truth(self) -> Path:
-        """Return the folder of the files with a byte a step."""
-        return self.root / "truth"
-
-    @property
-    def record(self) -> Path:
-        """Return the folder of the recording learner."""
-        return self.root / "record"
-
-    @property
-    def logs(self) -> Path:
-        """Return the folder with the output of the trial's own processes."""
-        return self.root / "logs"
-
-    @property
-    def config(self) -> Path:
-        """Return the file with the configuration of the fleet."""
-        return self.root / "config.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.fleet = root / "fleet"
+        """The run directory of the fleet."""
+        self.truth = root / "truth"
+        """The files with a byte a step."""
+        self.record = root / "record"
+        """The folder of the recording learner."""
+        self.logs = root / "logs"
+        """The output of the trial's own processes."""
+        self.config = root / "config.json"
+        """The configuration of the fleet."""
 
 
 @dataclass
@@ -120,11 +108,7 @@ class OwnProcess:
 
     def last_line(self) -> str:
         """Return the last line that the process wrote to stderr."""
-        with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - (1 << 16)))
-            lines = file.read().decode(errors="replace").split("\n")
-            return next((line for line in reversed(lines) if line.strip()), "")
-        return ""
+        return last_line(self.log)
 
 
 class FleetProcesses:
@@ -135,10 +119,10 @@ class FleetProcesses:
         run_dir, config = str(folders.fleet), str(folders.config)
 
         def join() -> list[str]:
-            own = [*_headrace("worker"), "--config", str(folders.fleet / "config.json"), "--run-dir", run_dir]
+            own = [*HEADRACE, "worker", "--config", str(folders.fleet / "config.json"), "--run-dir", run_dir]
             return [*own, "--endpoint", worker_endpoint, "--fleet-id", self.page().fleet_id]
 
-        up = [*_headrace("up"), "--config", config, "--run-dir", run_dir, "--json"]
+        up = [*HEADRACE, "up", "--config", config, "--run-dir", run_dir, "--json"]
         learner = [sys.executable, "-m", "headrace.deploy.chaos.recorder", learner_endpoint]
         learner += [str(folders.record), run_dir]
         self.up = OwnProcess("supervisor", lambda: up, folders.logs / "up.log")
@@ -161,7 +145,9 @@ class FleetProcesses:
         if self.up.pid is None:
             return None
         found = next((process.pid for process in self.page().processes if process.name == name), None)
-        return found if found is not None and _is_child(found, self.up.pid) else None
+        # The fork server's children are grandchildren. Another program may have got the pid by now.
+        is_own = found is not None and self.up.pid in (parent_of(found), parent_of(parent_of(found)))
+        return found if is_own else None
 
     def endpoints(self) -> dict[str, str]:
         """Return the broker's endpoints; empty while it does not serve."""
@@ -189,29 +175,7 @@ class FleetProcesses:
             own.kill()
 
 
-def send(pid: int, number: signal.Signals) -> bool:
-    """Send a signal. Return whether there was such a process."""
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal, if there is such a process."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-        return True
-    return False
-
-
-def _headrace(command: str) -> list[str]:
-    return [sys.executable, "-m", "headrace.deploy", command]
-
-
-def _is_child(pid: int, parent: int) -> bool:
-    """Return whether `pid` is a child or grandchild of `parent`: another program may have got the pid by now."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return int(fields[1]) == parent or _parent(int(fields[1])) == parent
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0

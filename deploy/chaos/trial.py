@@ -96,7 +96,10 @@ class Trial:
     def __init__(self, plan: Plan, folders: Folders, num_envs: int, say: Say) -> None:
         self._plan, self._folders, self._say = plan, folders, say
         self.outcome = Outcome(plan, folders, num_envs)
-        self._relays = {"learner": Relay(lambda: self._address("learner")), ELSEWHERE: Relay(self._worker_address)}
+        self._relays = {
+            "learner": Relay(lambda: self._processes.address("learner")),
+            ELSEWHERE: Relay(lambda: self._processes.address("worker")),
+        }
         endpoints = [relay.endpoint for relay in self._relays.values()]
         self._processes = FleetProcesses(folders, *endpoints)
         self._target = Target(folders, self._processes, self._relays, plan.seed)
@@ -118,12 +121,6 @@ class Trial:
                     relay.close()
         return self.outcome
 
-    def _address(self, role: str) -> tuple[str, int] | None:
-        return self._processes.address(role)
-
-    def _worker_address(self) -> tuple[str, int] | None:
-        return self._address("worker")
-
     @contextlib.contextmanager
     def _small_disk(self) -> Iterator[None]:
         """Give the run directory a file system of its own within the block, if the plan fills it."""
@@ -144,7 +141,7 @@ class Trial:
     def _start(self, signals: StopSignals) -> None:
         self._say(f"starting the fleet in {self._folders.fleet}")
         self._processes.up.start()
-        self._wait(lambda: self._address("learner") is not None, "the broker to serve", signals)
+        self._wait(lambda: self._processes.address("learner") is not None, "the broker to serve", signals)
         self._processes.learner.start()
         self._processes.elsewhere.start()
         self._wait(self._all_deliver, "every worker's first batch at the learner", signals)

@@ -108,13 +108,9 @@ def give_order(folder: Path, fault: str) -> None:
     aside.rename(folder / _ORDER)
 
 
-def take_back_order(folder: Path) -> bool:
-    """Take back an order that no env has taken. Return whether there was one."""
-    try:
-        (folder / _ORDER).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+def take_back_order(folder: Path) -> None:
+    """Take back an order that no env has taken."""
+    (folder / _ORDER).unlink(missing_ok=True)
 
 
 def steps_by_life(folder: Path) -> Counter[Life]:

@@ -49,13 +49,9 @@ def read_limits(proc: Path = Path("/proc/self")) -> Limits:
 
 def _tightest(folders: Iterator[Path], names: tuple[str, ...], read: Callable[[Path], float | None]) -> Limit | None:
     """Return the lowest limit that any of the files has."""
-    found = [Limit(value, str(path)) for path in _files(folders, names) if (value := read(path)) is not None]
+    files = (folder / name for folder in folders for name in names)
+    found = [Limit(value, str(path)) for path in files if (value := read(path)) is not None]
     return min(found, key=lambda limit: limit.value, default=None)
-
-
-def _files(folders: Iterator[Path], names: tuple[str, ...]) -> Iterator[Path]:
-    for folder in folders:
-        yield from (folder / name for name in names)
 
 
 def _folders(groups: str, mounts: str, controller: str) -> Iterator[Path]:

@@ -11,13 +11,11 @@ from pathlib import Path
 
 from headrace.deploy.doctor.cgroup import read_limits
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.deploy.doctor.connected import connected_check
 from headrace.deploy.doctor.key_checks import key_checks
 from headrace.deploy.doctor.limits import Needs, core_dump_check, limit_checks, open_files_check
-from headrace.deploy.doctor.meeting import meeting_checks
-from headrace.deploy.doctor.network import advertised_checks, port_checks, reachability_check
+from headrace.deploy.doctor.network import advertised_checks, meeting_checks, port_checks, reachability_check
 from headrace.deploy.doctor.redis_checks import redis_checks
-from headrace.deploy.doctor.software import software_checks
+from headrace.deploy.doctor.software import connected_check, software_checks
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.errors import RunDirError

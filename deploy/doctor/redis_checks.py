@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.broker.redis.client import REDIS_FAILURES, connect
+from headrace.broker.redis.client import REDIS_FAILURES, ask, connect
 from headrace.deploy.doctor.check import Check, Verdict
 from headrace.deploy.run.redis_server import CHECK_TIMEOUT_S, check_url, find_server
 from headrace.schemas.errors import HeadraceError
@@ -62,14 +62,13 @@ def read_facts(url: str) -> ServerFacts:
     Raises `RedisUnavailableError` for a URL that cannot be understood.
     """
     with contextlib.closing(connect(url, CHECK_TIMEOUT_S)) as client:
-        ask: Any = client.execute_command
         info: dict[str, Any] = {}
         for section in ("server", "persistence"):
             with contextlib.suppress(*REDIS_FAILURES):
                 info |= client.info(section)
         user, offset_s, round_trip_s = "", 0.0, -1.0
         with contextlib.suppress(*REDIS_FAILURES):
-            told = ask("ACL WHOAMI")
+            told = ask(client, "ACL WHOAMI")
             user = told.decode() if isinstance(told, bytes) else str(told)
         with contextlib.suppress(*REDIS_FAILURES):
             began = time.time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -78,10 +79,8 @@ def _await_fork_server(fork_server: ForkServer, signals: StopSignals) -> None:
     def decided() -> bool:
         return fork_server.is_ready or fork_server.has_ended
 
-    def what() -> str:
-        return "importing torch"
-
-    if not _turn_until(decided, fork_server.fd, fork_server.take_news, _START_S, signals, what):
+    fd, note = fork_server.fd, fork_server.take_news
+    if not _turn_until(decided, fd, note, _START_S, signals, lambda: "importing torch"):
         fork_server.close()
 
 
@@ -90,16 +89,8 @@ def _await_end(child: Child, limit_s: float, signals: StopSignals) -> float:
 
     Kill it at the deadline, or when a stop signal comes.
     """
-    began = time.monotonic()
-    ended: list[int] = []
-
-    def note() -> None:
-        ended.append(child.pid)
-
-    def has_ended() -> bool:
-        return bool(ended)
-
-    if not _turn_until(has_ended, child.pidfd, note, limit_s, signals, lambda: _step(child)):
+    began, ended = time.monotonic(), threading.Event()
+    if not _turn_until(ended.is_set, child.pidfd, ended.set, limit_s, signals, lambda: _step(child)):
         child.send(signal.SIGKILL)
     return time.monotonic() - began
 

@@ -39,7 +39,7 @@ from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
 from headrace.schemas.basics.bounds import Natural, Version
 from headrace.schemas.basics.run_files import replace_private
-from headrace.schemas.errors import CheckpointError, write_error
+from headrace.schemas.errors import CheckpointError, writing
 from headrace.schemas.settings.config import RedisSection
 
 log = logging.getLogger("headrace.supervisor")
@@ -114,9 +114,10 @@ def choose_checkpoint(path: Path, url: str, fleet_id: str, snapshot: Snapshot | 
         sentence = f"going on from {name} in the run directory, {_in_words(local)}; {absence}"
         chosen = local
     else:
-        if local is not None and _is_whole(path):
-            _let_be_previous(path)
-        _install(path, copy.data)
+        with writing(path.parent, "the checkpoint"):
+            if local is not None and _is_whole(path):
+                keep_as_previous(path)
+            replace_private(path, copy.data)
         chosen = copy.checkpoint
         has = damage or f"the run directory has no {name}"
         if local is not None:
@@ -167,20 +168,6 @@ def _is_whole(path: Path) -> bool:
     except (CheckpointError, OSError):
         return False
     return True
-
-
-def _let_be_previous(path: Path) -> None:
-    try:
-        keep_as_previous(path)
-    except OSError as error:
-        raise write_error(str(path.parent), error, "the checkpoint") from error
-
-
-def _install(path: Path, data: bytes) -> None:
-    try:
-        replace_private(path, data)
-    except OSError as error:
-        raise write_error(str(path.parent), error, "the checkpoint") from error
 
 
 def _in_words(checkpoint: Checkpoint) -> str:

@@ -112,8 +112,8 @@ class Fleet:
         self._starting_point = StartingPoint()
         self._copier: CheckpointCopier | None = None
         self._redis_probe: RedisProbe | None = None
-        self._evaluations = EvaluationLog(run_dir.path)
-        self._evaluations.take_new()  # skip the evaluations of earlier runs in the directory
+        self.evaluations = EvaluationLog(run_dir.path)
+        self.evaluations.take_new()  # skip the evaluations of earlier runs in the directory
         self.loop.watch(signals.fd, signals.clear)
 
     def __enter__(self) -> Fleet:
@@ -167,15 +167,6 @@ class Fleet:
         return self._poller.snapshot if self._poller else None
 
     @property
-    def newest_evaluation(self) -> dict[str, Any] | None:
-        """Return the newest evaluation of a checkpoint that was taken; None before the first."""
-        return self._evaluations.newest
-
-    def take_evaluations(self) -> list[dict[str, Any]]:
-        """Return the evaluations of checkpoints since the last call, as they stand in evaluations.jsonl."""
-        return self._evaluations.take_new()
-
-    @property
     def redis_age_s(self) -> float:
         """Return the seconds since Redis last answered."""
         return self._poller.age_s if self._poller else 0.0
@@ -192,10 +183,6 @@ class Fleet:
         """Return the newest numbers by which goals are judged."""
         seen = self.snapshot
         return RunNumbers.of(seen.gauges, seen.totals, seen.policies) if seen else RunNumbers()
-
-    def note_numbers(self, now: RunNumbers) -> None:
-        """Note in fleet.json how far the run has come."""
-        self.record.note_numbers(now.steps, now.best_return)
 
     @property
     def stop_asked(self) -> bool:
@@ -377,20 +364,19 @@ class Fleet:
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))
 
-    def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
-        """Turn the loop until `done()`, a failure, the first signal or the deadline. Return False for the deadline."""
-        return self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
+    def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
+        """Turn the loop until `done()`, a failure, the first signal or the deadline."""
+        self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
 
-    def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> bool:
+    def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Turn the loop until `done()` or the deadline, and log now and then what it waits for."""
         began, waited_s = time.monotonic(), 0.0
         while waited_s < deadline_s:
             if self.loop.turn_until(done, min(deadline_s - waited_s, SAY_WAITING_S)):
-                return True
+                return
             waited_s = time.monotonic() - began
             if waited_s < deadline_s:
                 log.info("waiting for %s (%.0f s of at most %.0f s)", what, waited_s, deadline_s)
-        return done()
 
     def drain(self) -> None:
         """Stop everything in the order in which nothing is lost.

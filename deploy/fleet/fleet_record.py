@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from headrace.deploy.process.supervisor import Service, ServiceState
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry, WaitingEntry, continue_fleet
@@ -72,38 +73,30 @@ class FleetRecord:
         services = list(services)
         self.note(
             processes=[entry for service in services for entry in _living(service)],
-            waiting=[_waiting(service) for service in services if service.child is None],
+            waiting=[WaitingEntry(**_known(s), state=s.state.value) for s in services if s.child is None],
         )
 
 
-def _living(service: Service) -> list[ProcessEntry]:
+def _living(service: Service) -> Iterator[ProcessEntry]:
     state = "draining" if service.state is ServiceState.STOPPING else "running"
-    children = [(service.child, state)] if service.child else []
-    children += [(zombie, "silent") for zombie in service.zombies]
-    return [
-        ProcessEntry(
-            name=service.spec.name,
-            role=service.spec.role.value,
-            slot=service.spec.slot,
-            incarnation=child.incarnation,
-            pid=child.pid,
-            started=child.started_unix,
-            restarts=service.restarts,
-            state=state,
-            last_words=service.last_words[:MOST_WORDS],
-            recent_deaths=service.policy.deaths_in_window,
-        )
-        for child, state in children
-    ]
+    for child in (service.child, *service.zombies):
+        if child is not None:
+            yield ProcessEntry(
+                **_known(service),
+                incarnation=child.incarnation,
+                pid=child.pid,
+                started=child.started_unix,
+                state=state if child is service.child else "silent",
+            )
 
 
-def _waiting(service: Service) -> WaitingEntry:
-    return WaitingEntry(
-        name=service.spec.name,
-        role=service.spec.role.value,
-        slot=service.spec.slot,
-        restarts=service.restarts,
-        state=service.state.value,
-        last_words=service.last_words[:MOST_WORDS],
-        recent_deaths=service.policy.deaths_in_window,
-    )
+def _known(service: Service) -> dict[str, Any]:
+    """Return what is known of a process, whether it lives or not."""
+    return {
+        "name": service.spec.name,
+        "role": service.spec.role.value,
+        "slot": service.spec.slot,
+        "restarts": service.restarts,
+        "last_words": service.last_words[:MOST_WORDS],
+        "recent_deaths": service.policy.deaths_in_window,
+    }

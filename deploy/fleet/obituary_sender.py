@@ -219,7 +219,8 @@ class ObituarySender:
             is_folded = lives is not None and life[1] in lives
             row = lives.row if lives is not None and is_folded else rows.get(life)
             is_over = row is not None and row.held == (0, 0) and (is_folded or row.end_taken)
-            if life in self._not_stored and row is not None and is_over and self._has_all(row, life):
+            path, may_go = recorder_path(self._recorders, *life), is_over and life in self._not_stored
+            if may_go and row is not None and covers(row, read_recorder(path)):
                 self._not_stored.remove(life)
                 self._delete_recorder(life)
                 death.obituary = death.obituary.model_copy(update={"open_episodes": None})
@@ -249,9 +250,6 @@ class ObituarySender:
     def all_final(self) -> bool:
         """Return whether the books of every death are final, as the broker says. Their recorders are deleted."""
         return not self._deaths
-
-    def _has_all(self, row: LedgerRow, life: Life) -> bool:
-        return covers(row, read_recorder(recorder_path(self._recorders, *life)))
 
     def all_acknowledged(self) -> bool:
         """Return whether the broker that runs now knows of every death."""

@@ -47,7 +47,7 @@ from headrace.schemas.errors import (
     ModuleError,
     RendezvousError,
     UnknownEnvError,
-    write_error,
+    writing,
 )
 from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses
 from headrace.schemas.peers.fleet_place import FleetPlace
@@ -137,9 +137,12 @@ def _start_group(
     config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, allow: Iterable[str], count: int
 ) -> None:
     """Run a group of workers. They find the fleet as the group does: by a fixed address, or by a rendezvous."""
-    from headrace.deploy.fleet.worker_group import FleetElsewhere, group_fork_server, run_group
+    from headrace.deploy.fleet.worker_group import FleetElsewhere, run_group
+    from headrace.deploy.process.child_environment import child_environment
+    from headrace.deploy.process.fork_server import ForkServer
 
-    with group_fork_server(resolve(config, sets, flags)[0]) as fork_server:
+    threads = resolve(config, sets, flags)[0].sampling.torch_threads
+    with ForkServer(child_environment(threads)) as fork_server:  # it imports torch while the group looks for its fleet
         joined = _join_to_work(config, sets, flags, endpoint, allow)
         if joined is None:
             return
@@ -341,8 +344,6 @@ def no_exit_from(error_type: type[HeadraceError], whose: str) -> Iterator[None]:
 
 
 def _folder(path: Path) -> Path:
-    try:
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(str(path), error) from error
     return path

@@ -88,7 +88,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
         except HeadraceError as error:
             run_dir.remove_unless_used()
             outcome.failure, outcome.seconds = error, time.monotonic() - outcome.began
-            return _nothing_started(config, run_dir, outcome)
+            return _summarise(config.fleet.fleet_id, run_dir, outcome)
         origin = str(options.config_path.absolute()) if options.config_path else None
         with Fleet(config, run_dir, signals, origin, fork_server) as fleet:
             set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
@@ -111,7 +111,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
                 _drain(fleet, outcome, run_log)
                 _log_rows(fleet, run_log, last=True)
             outcome.failure = outcome.failure or fleet.supervisor.failure
-            summary = _summarise(fleet, outcome)
+            summary = _summarise(fleet.fleet_id, run_dir, outcome, fleet)
             errors = fleet.snapshot.errors.values() if fleet.snapshot else ()
             facts.finish(summary, fleet.supervisor.services.values(), errors)
             return summary
@@ -152,7 +152,7 @@ def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
     restarts, learner_rows, evaluations = (
         fleet.supervisor.restarts(),
         fleet.take_learner_rows(),
-        fleet.take_evaluations(),
+        fleet.evaluations.take_new(),
     )
     run_log.observe(fleet.snapshot, restarts, learner_rows, evaluations, last=last)
 
@@ -166,10 +166,10 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         if fleet.supervisor.failure is not None:
             raise fleet.supervisor.failure
         seconds, now = time.monotonic() - outcome.began, fleet.numbers()
-        fleet.note_numbers(now)
+        fleet.record.note_numbers(now.steps, now.best_return)
         reached = goal.reached(now, outcome.start)
         standstill.note(now, seconds)
-        restarts, evaluation = fleet.supervisor.restarts(), fleet.newest_evaluation
+        restarts, evaluation = fleet.supervisor.restarts(), fleet.evaluations.newest
         view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
         view = replace(view, steps_before=outcome.start.steps)
         if progress.is_due and standstill.lasts and not reached:
@@ -220,35 +220,21 @@ def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
         run_log.close_s = HURRIED_CLOSE_S
 
 
-def _nothing_started(config: FleetConfig, run_dir: RunDir, outcome: RunOutcome) -> Summary:
+def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet | None = None) -> Summary:
+    """Summarise a run; without `fleet` one that has started nothing."""
+    snapshot = fleet.snapshot if fleet is not None else None
     return summarise(
-        fleet_id=config.fleet.fleet_id,
+        fleet_id=fleet_id,
         run_dir=str(run_dir.path),
         seconds=outcome.seconds,
         start=outcome.start,
-        end=outcome.start,
-        at_goal=None,
-        restarts={},
-        weights_seq=0,
-        ledger=None,
-        failure=outcome.failure,
-    )
-
-
-def _summarise(fleet: Fleet, outcome: RunOutcome) -> Summary:
-    snapshot = fleet.snapshot
-    return summarise(
-        fleet_id=fleet.fleet_id,
-        run_dir=str(fleet.run_dir.path),
-        seconds=outcome.seconds,
-        start=outcome.start,
-        end=fleet.numbers(),
+        end=fleet.numbers() if fleet is not None else outcome.start,
         at_goal=outcome.at_goal,
-        restarts=fleet.supervisor.restarts(),
+        restarts=fleet.supervisor.restarts() if fleet is not None else {},
         weights_seq=int(snapshot.gauges.get("weights_seq", 0)) if snapshot else 0,
         ledger=snapshot.fleet if snapshot else None,
         failure=outcome.failure,
-        problems=_problems(fleet, snapshot) if snapshot else (),
+        problems=_problems(fleet, snapshot) if fleet is not None and snapshot else (),
     )
 
 

@@ -26,7 +26,6 @@ from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, wri
 from headrace.deploy.fleet.watchdog import FleetWatchdog
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.child_commands import group_worker, worker_of_group
-from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.fork_server import ForkServer
@@ -39,7 +38,7 @@ from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.chunks.episode_log import log_path
 from headrace.schemas.credentials.keys import client_keys
-from headrace.schemas.errors import ExitCode, HeadraceError, write_error
+from headrace.schemas.errors import ExitCode, HeadraceError, writing
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.fleet_address import AddressSource
 from headrace.schemas.settings.config import FleetConfig
@@ -69,7 +68,7 @@ class FleetElsewhere:
 
 
 def run_group(config: FleetConfig, fleet: FleetElsewhere, count: int, fork_server: ForkServer) -> None:
-    """Keep `count` workers alive until a stop signal, then drain them. `fork_server` is that of `group_fork_server`.
+    """Keep `count` workers alive until a stop signal, then drain them. `fork_server` has their environment.
 
     Raises the error that ended the group, `RunDirError` where its folder cannot be made, or `KeysError`.
     """
@@ -81,11 +80,6 @@ def run_group(config: FleetConfig, fleet: FleetElsewhere, count: int, fork_serve
                 group.run()
             finally:
                 group.close()
-
-
-def group_fork_server(config: FleetConfig) -> ForkServer:
-    """Start the fork server of a group. It imports torch while the group looks for its fleet."""
-    return ForkServer(child_environment(config.sampling.torch_threads))
 
 
 class WorkerGroup:
@@ -253,12 +247,10 @@ class WorkerGroup:
     # Its folder.
 
     def _make_folder(self) -> None:
-        try:
+        with writing(self.folder):
             for folder in (self.recorders, self.logs):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(self._config_json, orjson.dumps(self._config.model_dump(mode="json")))
-        except OSError as error:
-            raise write_error(str(self.folder), error) from error
 
     def _sweep(self) -> None:
         """Move logs, and recorders whose books are not final, from the scratch folder to the run directory.

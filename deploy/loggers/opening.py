@@ -26,7 +26,7 @@ def open_loggers(section: LoggingSection, run: RunInfo, columns: Iterable[str]) 
 
     Raises `ConfigError` for a logger that cannot be built.
     """
-    builders = [(name, _load_built_in(name)) for name in _built_in(section)]
+    builders = [(name, _load_built_in(name)) for name in BUILT_IN if getattr(section, name)]
     builders += [(path, load_object(path, "logging.loggers")) for path in section.loggers]
     built: list[tuple[str, Logger]] = []
     try:
@@ -49,10 +49,6 @@ def open_files(run_dir: Path, columns: Iterable[str]) -> tuple[JsonlFile, CsvFil
     except OSError as error:
         log.error("%s cannot be compared with %s (%s)", table.path, rows.path, error.strerror or error)
     return rows, table
-
-
-def _built_in(section: LoggingSection) -> list[str]:
-    return [name for name in BUILT_IN if getattr(section, name)]
 
 
 def _load_built_in(name: str) -> Callable[[RunInfo], Logger]:

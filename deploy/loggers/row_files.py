@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 
@@ -31,19 +30,10 @@ _BLOCK = 1 << 16
 _ROWS_AT_ONCE = 1000
 
 
-class RowFile(Protocol):
-    """A file to which rows are appended."""
-
-    path: Path
-
-    def append(self, rows: Sequence[Row]) -> None:
-        """Write all `rows`, or none and raise `OSError`."""
-
-
 class FileLogger:
     """A logger that writes rows to a file, and keeps them while the file cannot be written."""
 
-    def __init__(self, file: RowFile) -> None:
+    def __init__(self, file: JsonlFile | CsvFile) -> None:
         self._file = file
         self._waiting: deque[Row] = deque(maxlen=MOST_WAITING)
         self._failing = False
@@ -135,7 +125,7 @@ class CsvFile:
         wanted = self._extended(self._columns, rows)
         if wanted != self._columns:
             self._replace(wanted)
-        _append(self.path, _lines([[row.get(name, "") for name in wanted] for row in rows]))
+        _append(self.path, csv_lines([[row.get(name, "") for name in wanted] for row in rows]))
 
     def catch_up(self, file: JsonlFile) -> None:
         """Write this file again from `file` if their numbers of rows differ, as after a killed supervisor.
@@ -207,7 +197,8 @@ def _header_of(path: Path) -> list[str]:
         return []
 
 
-def _lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
+def csv_lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
+    """Return rows as lines of CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()

@@ -9,10 +9,9 @@ headers       a content security policy without inline code or styles, and no ac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs
+from collections.abc import Collection
 
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,30 +64,20 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return the refusal to send instead of the app's response; None if the app may answer."""
-        if scope["method"] not in ("GET", "HEAD"):
+        request = Request(scope)
+        if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("this server only reads: GET or HEAD\n", 405, {"allow": "GET, HEAD"})
-        headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._token is None:
-            if is_known_host(headers.get(b"host", b""), frozenset()):
+            if is_known_host(request.headers.get("host", "").encode("latin-1"), frozenset()):
                 return None
             return PlainTextResponse("the Host header names another server; use its address or localhost\n", 421)
-        if scope["path"] in self._public or self._knows_token(headers):
+        shown, cookie = request.headers.get("authorization", ""), request.cookies.get(self._cookie, "")
+        is_shown = same_token(shown, f"Bearer {self._token}") or same_token(cookie, digest_of(self._token))
+        if scope["path"] in self._public or is_shown:
             return None
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        if same_token(query.get("token", [""])[0], self._token):
+        if same_token(request.query_params.get("token", ""), self._token):
             return self._swap(scope["path"])
         return PlainTextResponse(_NO_TOKEN, 401, {"www-authenticate": "Bearer"})
-
-    def _knows_token(self, headers: Mapping[bytes, bytes]) -> bool:
-        token = self._token or ""
-        shown = headers.get(b"authorization", b"").decode("latin-1")
-        if same_token(shown, f"Bearer {token}"):
-            return True
-        try:
-            found = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(self._cookie)
-        except CookieError:
-            return False
-        return found is not None and same_token(found.value, digest_of(token))
 
     def _swap(self, path: str) -> Response:
         """Answer a request that has the token in its URL: set the cookie, and let the browser load the page without it.

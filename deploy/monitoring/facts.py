@@ -64,7 +64,8 @@ class FactsReader:
         if self._run_dir is not None:
             read_fleet_file(self._run_dir / "fleet.json")  # raises for a directory without a fleet
         self._url, self._fleet_id = redis_url, fleet_id
-        self._view: FleetView | None = None
+        self.view: FleetView | None = None
+        """The view of the fleet's keys that `read` uses. The caller may use it between two calls of `read`."""
         self._snapshot = Snapshot()
         self._config: FleetConfig | None = None
         self._config_of_ns = 0
@@ -97,20 +98,15 @@ class FactsReader:
         )
 
     @property
-    def view(self) -> FleetView | None:
-        """Return the view of the fleet's keys that `read` uses. The caller may use it between two calls of `read`."""
-        return self._view
-
-    @property
     def address(self) -> tuple[str, str]:
         """Return (Redis URL, fleet id) as of the last `read`; empty texts where they are not known yet."""
         return (self._url, self._fleet_id)
 
     def close(self) -> None:
         """Close the connection to Redis."""
-        if self._view is not None:
-            self._view.close()
-            self._view = None
+        if self.view is not None:
+            self.view.close()
+            self.view = None
 
     def __enter__(self) -> FactsReader:
         return self
@@ -146,10 +142,10 @@ class FactsReader:
         if not self._url:
             return NOT_STARTED
         try:
-            if self._view is None:
-                self._view = FleetView(self._url, self._fleet_id)
-            self._snapshot = self._view.read()
-            self._recent = self._history.read(self._view, self._snapshot.reported_unix_s)
+            if self.view is None:
+                self.view = FleetView(self._url, self._fleet_id)
+            self._snapshot = self.view.read()
+            self._recent = self._history.read(self.view, self._snapshot.reported_unix_s)
         except RedisContractError:
             raise
         except RedisUnavailableError as error:
@@ -163,10 +159,10 @@ class FactsReader:
         run_dir = self._run_dir
         if run_dir is None or fleet is None or fleet.state != "stopped" or is_locked(run_dir):
             self._read_last = False
-        elif not self._read_last and self._view is not None:
+        elif not self._read_last and self.view is not None:
             self._read_last = True
             with suppress(HeadraceError), serving(run_dir, self._url):
-                self._snapshot = self._view.read()
+                self._snapshot = self.view.read()
 
 
 @contextmanager

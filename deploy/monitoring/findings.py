@@ -22,7 +22,6 @@ _WAITING = "waiting for "
 _WORKER = "worker-"
 _OF_ENVS = ("envs_failing", "envs_down", "env_hosts_missing")
 _MOST_OF_A_KIND = 4
-_OVER = ("stopped",)
 _LEAST_ROOM = 64 << 20
 _REDIS_STARTS_S = 15.0
 
@@ -70,7 +69,7 @@ def _books(facts: Facts) -> str:
 def _observations(facts: Facts) -> Iterator[Observation]:
     """Yield all observations of a fleet that has not ended, causes before their effects."""
     state = _state(facts)
-    if state in _OVER:
+    if state == "stopped":
         return
     yield from process_checks.supervisor_check(facts)
     if state == GONE:

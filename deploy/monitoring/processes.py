@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.deploy.process.liveness_file import seconds_silent
 from headrace.deploy.process.proc_stat import is_alive, is_stopped
 from headrace.deploy.process.recorders import recorder_path
-from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
+from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry, WaitingEntry
 from headrace.schemas.accounts.process_state import MOST_WORDS, ProcessState
 from headrace.schemas.accounts.recorder import read_recorder
 
@@ -28,7 +28,7 @@ def processes_of(fleet: FleetFile, run_dir: Path) -> dict[str, ProcessState]:
 
     Leave out a replaced process that still lives: its successor has its name. Takes about 0.2 ms a process.
     """
-    found = [_supervisor(fleet), *_living(fleet, run_dir), *_waiting(fleet)]
+    found = [_supervisor(fleet), *_living(fleet, run_dir), *map(_state, fleet.waiting)]
     return {state.name: state for state in found}
 
 
@@ -54,52 +54,18 @@ def _living(fleet: FleetFile, run_dir: Path) -> Iterator[ProcessState]:
     for entry in fleet.processes:
         if entry.state == "silent":
             continue
-        if not is_alive(entry.pid):
-            yield _state(entry, state=GONE if entry.state == "running" else entry.state)
-            continue
-        silent_s, doing = _signs_of_life(entry, run_dir)
-        cpu_s, rss_bytes = _usage(entry.pid)
-        yield _state(
-            entry,
-            state=entry.state,
-            is_stopped=is_stopped(entry.pid),
-            silent_s=silent_s,
-            doing=doing,
-            cpu_s=cpu_s,
-            rss_bytes=rss_bytes,
-        )
+        seen: dict[str, object] = {"state": GONE if entry.state == "running" else entry.state}
+        if is_alive(entry.pid):
+            silent_s, doing = _signs_of_life(entry, run_dir)
+            cpu_s, rss_bytes = _usage(entry.pid)
+            seen = {"cpu_s": cpu_s, "rss_bytes": rss_bytes, "silent_s": silent_s, "doing": doing}
+            seen["is_stopped"] = is_stopped(entry.pid)
+        yield _state(entry, started_unix_s=entry.started, **seen)
 
 
-def _state(entry: ProcessEntry, **seen: object) -> ProcessState:
-    known = {
-        "name": entry.name,
-        "role": entry.role,
-        "slot": entry.slot,
-        "incarnation": entry.incarnation,
-        "pid": entry.pid,
-        "host": platform.node(),
-        "started_unix_s": entry.started,
-        "restarts": entry.restarts,
-        "last_words": entry.last_words[:MOST_WORDS],
-        "recent_deaths": entry.recent_deaths,
-        "unix_s": time.time(),
-    }
-    return ProcessState.model_validate(known | seen)
-
-
-def _waiting(fleet: FleetFile) -> Iterator[ProcessState]:
-    for entry in fleet.waiting:
-        yield ProcessState(
-            name=entry.name,
-            role=entry.role,
-            slot=entry.slot,
-            host=platform.node(),
-            state=entry.state,
-            restarts=entry.restarts,
-            last_words=entry.last_words[:MOST_WORDS],
-            recent_deaths=entry.recent_deaths,
-            unix_s=time.time(),
-        )
+def _state(entry: ProcessEntry | WaitingEntry, **seen: object) -> ProcessState:
+    own = {"host": platform.node(), "last_words": entry.last_words[:MOST_WORDS], "unix_s": time.time()}
+    return ProcessState.model_validate(entry.model_dump() | own | seen)
 
 
 def _signs_of_life(entry: ProcessEntry, run_dir: Path) -> tuple[float, str]:

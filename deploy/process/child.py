@@ -18,7 +18,7 @@ from headrace.deploy.process.parent_death import bound_to_us
 from headrace.deploy.terminal.log_rotation import rotated_path, was_rotated_since
 from headrace.schemas.basics.run_files import opener
 from headrace.schemas.basics.signal_names import signal_name
-from headrace.schemas.errors import ExitCode, write_error
+from headrace.schemas.errors import ExitCode, writing
 
 _TAIL_BYTES = 16 * 1024
 _SENTENCE = 1000
@@ -75,12 +75,9 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; nothing happens when the process has ended."""
-        if self.pidfd < 0:
-            return
-        try:
-            signal.pidfd_send_signal(self.pidfd, number)
-        except ProcessLookupError:
-            return
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> int:
         """Return the return code (negative: the signal that killed it).
@@ -120,6 +117,12 @@ class Child:
         return " ".join(" ".join(lines[starts[-1] :]).removeprefix("error: ").split())[:_SENTENCE]
 
 
+def last_line(path: Path) -> str:
+    """Return the last line in a log that is not blank; "" if there is none."""
+    lines = _tail(path, 0).decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
 def _wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -136,10 +139,8 @@ def _tail(path: Path, start: int) -> bytes:
 
 
 def _open(log_path: Path) -> BinaryIO:
-    try:
+    with writing(log_path.parent):
         return open(log_path, "ab", opener=opener)
-    except OSError as error:
-        raise write_error(str(log_path.parent), error) from error
 
 
 def describe_end(returncode: int) -> str:

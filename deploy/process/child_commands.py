@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.fork_server import HEADRACE
 from headrace.deploy.process.supervisor import ProcessSpec, Role
 from headrace.deploy.terminal.output import chosen_output
 from headrace.schemas.settings.config import FleetConfig
@@ -93,4 +93,4 @@ def dashboard(run_dir: Path, port: int) -> ProcessSpec:
 def _headrace(command: str, config_json: Path | None, *arguments: str) -> list[str]:
     output = ["--log-format", "json", *(["--verbose"] if chosen_output().verbose else [])]
     config = ["--config", str(config_json)] if config_json is not None else []
-    return [sys.executable, "-m", "headrace.deploy", command, *config, *arguments, *output]
+    return [*HEADRACE, command, *config, *arguments, *output]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_STATE, _START = 0, 19
+_STATE, _PARENT, _START = 0, 1, 19
 """Places of the fields in /proc/PID/stat, counted behind the command's name; see proc(5)."""
 
 
@@ -16,6 +16,11 @@ def is_alive(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped the process with that pid. A process in a debugger does not count."""
     return _field(pid, _STATE) == "T"
+
+
+def parent_of(pid: int) -> int:
+    """Return the pid of the parent of a process; 0 for none."""
+    return int(_field(pid, _PARENT) or 0)
 
 
 def start_ticks(pid: int) -> int:

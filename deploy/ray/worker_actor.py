@@ -17,14 +17,15 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.deploy.process.child import last_line
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.exit_record import VARIABLE, take_exit_record
+from headrace.deploy.process.fork_server import HEADRACE
 from headrace.schemas.basics.run_files import opener, replace_private
 from headrace.schemas.errors import RunDirError
 
 _GUARD = Path(__file__).with_name("guard.py")
 RAYLET_DIED = GUARD_DIED = 1
-_TAIL_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class WorkerActor:
         """Start the guard and the worker. Return the line to the guard."""
         replace_private(self._config, self._start.settings)
         line, far_end = socket.socketpair()
-        command = [sys.executable, "-m", "headrace.deploy", "worker", "--config", str(self._config)]
+        command = [*HEADRACE, "worker", "--config", str(self._config)]
         command += [*self._start.arguments, "--run-dir", str(self._folder), "--count", "1"]
         guard = [sys.executable, "-I", "-S", str(_GUARD), str(far_end.fileno()), f"{self._start.grace_s:g}"]
         with far_end, open(self._log, "ab", opener=opener) as log:
@@ -114,7 +115,7 @@ class WorkerActor:
         record = take_exit_record(self._record, pid)
         if record is not None and record.exit_code == returncode:
             return WorkerEnd(returncode, record.sentence, announced=True)
-        return WorkerEnd(returncode, _last_line(self._log))
+        return WorkerEnd(returncode, last_line(self._log))
 
 
 def node_folder(fleet_id: str) -> Path:
@@ -135,11 +136,3 @@ def _end_with(pidfd: int) -> None:
     """End this process when the process of `pidfd` ends. The guard notices, and drains the worker."""
     select.select([pidfd], [], [])
     os._exit(RAYLET_DIED)
-
-
-def _last_line(log: Path) -> str:
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "")

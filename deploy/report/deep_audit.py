@@ -25,14 +25,12 @@ from typing import Any
 import orjson
 from rich.table import Table
 
-from headrace.broker.redis.client import REDIS_FAILURES, connect, in_words
+from headrace.broker.redis.client import connect, naming_failures
 from headrace.deploy.process.recorders import Life
 from headrace.deploy.report.evidence import Evidence, read_evidence
 from headrace.deploy.terminal.log_rotation import rotated_path
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.recorder import Reading
-from headrace.schemas.errors import RedisUnavailableError
-from headrace.schemas.settings.redis_url import without_password
 
 READ_TIMEOUT_S = 2.0
 _END = re.compile(r"worker (\d{1,9}) incarnation (\d{1,9}) took ([\d,]{1,30}) steps")
@@ -227,15 +225,12 @@ def _against_position(row: LedgerLine | None, position: Settled) -> Iterator[str
 
 def _read_ledger(url: str, fleet_id: str) -> tuple[dict[Life, LedgerLine], dict[int, FoldedLine], float]:
     prefix = f"headrace:{{{fleet_id}}}:"
-    with contextlib.closing(connect(url, READ_TIMEOUT_S)) as client:
-        try:
-            with client.pipeline(transaction=True) as pipe:
-                pipe.hgetall(prefix + "ledger")
-                pipe.hgetall(prefix + "folded")
-                raw, sums = pipe.execute()
-            reported: Any = client.hget(prefix + "fleet", "reported_unix_s")
-        except REDIS_FAILURES as error:
-            raise RedisUnavailableError(without_password(url), in_words(error), READ_TIMEOUT_S) from error
+    with contextlib.closing(connect(url, READ_TIMEOUT_S)) as client, naming_failures(url, READ_TIMEOUT_S):
+        with client.pipeline(transaction=True) as pipe:
+            pipe.hgetall(prefix + "ledger")
+            pipe.hgetall(prefix + "folded")
+            raw, sums = pipe.execute()
+        reported: Any = client.hget(prefix + "fleet", "reported_unix_s")
     rows = {}
     for name, text in raw.items():
         with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):  # the audit names such a row

@@ -54,7 +54,8 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
             readings[life] = read_recorder(path) or reading  # read again: the last commit of a writer that has ended
         elif not is_unborn(path):
             unreadable.append(path)
-    position = _read_position(learner_dir(run_dir) / NEWEST_FILE, fleet_id)
+    told = read_told(learner_dir(run_dir) / NEWEST_FILE) or {}
+    position = settled_by_life(told.get("position", []), fleet_id)
     return Evidence(readings, frozenset(living), tuple(unreadable), position, tuple(keepers_that_failed(run_dir)))
 
 
@@ -112,10 +113,6 @@ def _unread_recorder(life: Life, reading: Reading, snapshot: Snapshot) -> Iterat
         f"slot {life[0]} incarnation {life[1]}: its worker has ended after {reading.totals.stepped:,} steps, as its "
         f"recorder says, but the ledger {known}; the next `headrace up` in this run directory reads the recorder"
     )
-
-
-def _read_position(checkpoint: Path, fleet_id: str) -> dict[Life, Settled]:
-    return settled_by_life((read_told(checkpoint) or {}).get("position", []), fleet_id)
 
 
 def settled_by_life(position: Any, fleet_id: str) -> dict[Life, Settled]:

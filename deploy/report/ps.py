@@ -11,8 +11,7 @@ from rich.table import Table
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.report.progress import name_revoked
 from headrace.deploy.run.fleet_file import FleetFile
-from headrace.deploy.run.redis_view import FleetView, Snapshot
-from headrace.deploy.run.told_versions import told_versions
+from headrace.deploy.run.redis_view import FleetView, Snapshot, told_versions
 from headrace.schemas.accounts.redis_keys import revoked_sessions
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import RedisUnavailableError
@@ -78,11 +77,8 @@ def all_processes(fleet: FleetFile, now: float) -> tuple[list[Row], str]:
 
 def sessions_revoked(fleet: FleetFile) -> dict[str, int]:
     """Return how many sessions have ended because their key was revoked, by key; empty where Redis is away."""
-    if not fleet.redis_url or not is_alive(fleet.supervisor_pid):
-        return {}
     try:
-        with FleetView(fleet.redis_url, fleet.fleet_id) as view:
-            return revoked_sessions(view.gauges())
+        return revoked_sessions(reported(fleet).gauges)
     except RedisUnavailableError:
         return {}
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.schemas.basics.bounds import Natural
 from headrace.schemas.basics.run_files import opener
-from headrace.schemas.errors import write_error
+from headrace.schemas.errors import writing
 
 _MODEL = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, strict=True)
 
@@ -50,14 +50,11 @@ class EvaluationLog:
 
     def append(self, told: dict[str, Any]) -> None:
         """Append one evaluation, in one write. Raises `RunDirError`."""
-        try:
-            with open(self.path, "ab", buffering=0, opener=opener) as file:
-                if file.tell() and not self._ends_with_a_line():
-                    file.write(b"\n")  # a writer was killed while it wrote a line
-                file.write(orjson.dumps(told) + b"\n")
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise write_error(str(self.path), error, "an evaluation") from error
+        with writing(self.path, "an evaluation"), open(self.path, "ab", buffering=0, opener=opener) as file:
+            if file.tell() and not self._ends_with_a_line():
+                file.write(b"\n")  # a writer was killed while it wrote a line
+            file.write(orjson.dumps(told) + b"\n")
+            os.fsync(file.fileno())
 
     def _ends_with_a_line(self) -> bool:
         with self.path.open("rb") as file:

@@ -17,37 +17,32 @@ from headrace.schemas.errors import RunDirError
 _MODEL = ConfigDict(extra="ignore")
 
 
-class ProcessEntry(BaseModel):
-    """One living process."""
-
-    model_config = _MODEL
-    name: str
-    role: str
-    slot: int | None = None
-    incarnation: int
-    pid: int
-    started: float
-    """Unix time, s."""
-    restarts: int = 0
-    state: str = "running"
-    last_words: str = ""
-    """Text on how its life before this one ended."""
-    recent_deaths: int = 0
-
-
-class WaitingEntry(BaseModel):
-    """A process between two lives, or one that will not start again."""
-
+class _Entry(BaseModel):
     model_config = _MODEL
     name: str
     role: str
     slot: int | None = None
     restarts: int = 0
-    state: str = "restarting"
     last_words: str = ""
     """Text on how its last life ended."""
     recent_deaths: int = 0
     """Deaths that count towards `supervisor.max_restarts_per_window`, as of the last one."""
+
+
+class ProcessEntry(_Entry):
+    """One living process."""
+
+    incarnation: int
+    pid: int
+    started: float
+    """Unix time, s."""
+    state: str = "running"
+
+
+class WaitingEntry(_Entry):
+    """A process between two lives, or one that will not start again."""
+
+    state: str = "restarting"
 
 
 class FleetFile(BaseModel):

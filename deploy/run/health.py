@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,19 +111,11 @@ def _of_worker(record: HealthRecord) -> Signs:
 
 def _own_pulses(record: HealthRecord) -> Iterator[Pulse]:
     """Yield the pulses of this very process. In a container, its earlier lives may have had the same pid."""
-    for pulse in _pulses(Path(record.recorders).glob("worker-*.rec")):
-        if pulse.pid == record.pid and pulse.updated_ns >= record.began_ns:
-            yield pulse
-
-
-def _pulses(paths: Iterable[Path]) -> Iterator[Pulse]:
-    for path in paths:
-        try:
+    for path in Path(record.recorders).glob("worker-*.rec"):
+        with suppress(OSError):
             pulse = read_pulse(path)
-        except OSError:
-            continue
-        if pulse is not None:
-            yield pulse
+            if pulse is not None and pulse.pid == record.pid and pulse.updated_ns >= record.began_ns:
+                yield pulse
 
 
 def _of_loop(place: Path, record: HealthRecord) -> Signs:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import zmq
 
+from headrace.schemas.basics.run_files import sync_folder
 from headrace.schemas.credentials.key_files import (
     PeerKey,
     group_rule,
@@ -31,7 +33,7 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
     machines become useless.
     """
     _check_curve(folder)
-    try:
+    with writing_keys(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (mode := folder.stat().st_mode & 0o777) & 0o077:
             raise KeysError(str(folder), f"others may look into it (mode {mode:04o}); chmod 700 {folder}")
@@ -45,8 +47,6 @@ def make_keys(folder: Path, *, force: bool = False) -> None:
         for role in ROLES:
             _make_pair(folder, role, "")
         _write_new(folder / TOKEN_FILE, f"{secrets.token_urlsafe(32)}\n", 0o600)
-    except OSError as error:
-        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
 
 
 def add_key(folder: Path, role: str, group: str) -> PeerKey:
@@ -59,10 +59,8 @@ def add_key(folder: Path, role: str, group: str) -> PeerKey:
     for half in ("secret", "public"):
         if (path := folder / f"{name}.{half}").exists():
             raise KeysError(str(path), "it is there already; headrace keys revoke ends the use of a key")
-    try:
+    with writing_keys(folder):
         return _make_pair(folder, role, group)
-    except OSError as error:
-        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
 
 
 def revoke_key(folder: Path, role: str, group: str) -> tuple[PeerKey, Path]:
@@ -77,14 +75,12 @@ def revoke_key(folder: Path, role: str, group: str) -> tuple[PeerKey, Path]:
         raise KeysError(str(path), _why_not_there(folder, name, role))
     key = read_public_key(path)
     revoked = folder / f"{name}.{key.fingerprint}.revoked"
-    try:
+    with writing_keys(folder):
         _replace(revoked, key_file(role, key.public, group=group))
         path.unlink()
         secret = folder / f"{name}.secret"
         if secret.exists() and read_key_file(secret)["public"].encode() == key.public:
             secret.unlink()
-    except OSError as error:
-        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
     return key, revoked
 
 
@@ -169,6 +165,15 @@ def _make_pair(folder: Path, role: str, group: str) -> PeerKey:
     return PeerKey(role, group, public)
 
 
+@contextmanager
+def writing_keys(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` within the block into the `KeysError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
+
+
 def _write_new(path: Path, text: str, mode: int) -> None:
     """Create a file with `mode` from the start. Raises `FileExistsError` for any file or link at its path."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
@@ -185,11 +190,7 @@ def _replace(path: Path, text: str) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def where_to_copy(folder: Path, key: PeerKey) -> str:

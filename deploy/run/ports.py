@@ -30,7 +30,7 @@ def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0
     tries = random.sample(range(LOWEST, HIGHEST - _ROOM), _TRIES)
     for first in (port for port in [*quiet_ports(), *tries] if port + _ROOM <= HIGHEST):
         away = not never or abs(first - never) >= workers
-        if away and all(_is_free(host, first + slot, key) for slot in range(workers)):
+        if away and all(is_free(host, first + slot, key) for slot in range(workers)):
             return first
     raise PortInUseError(f"each of {2 * _TRIES} ports tried on {host} for {who}")
 
@@ -49,11 +49,12 @@ def check_ports(config: FleetConfig) -> None:
 
 def _check(host: str, first: int, count: int, key: str) -> None:
     for port in range(first, first + count) if first else ():
-        if not _is_free(host, port, key):
+        if not is_free(host, port, key):
             raise PortInUseError(f"tcp://{host}:{port}")
 
 
-def _is_free(host: str, port: int, key: str) -> bool:
+def is_free(host: str, port: int, key: str) -> bool:
+    """Return whether a server can bind this port. Raises `ConfigError` with `key` for a host that is not ours."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, unusable
+from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, ask, connect, unusable
 from headrace.broker.redis.parser import HashParser
 from headrace.broker.report import LIVE_S
 from headrace.schemas.accounts import redis_keys as keys
@@ -80,7 +80,7 @@ class Inventory:
         with self._failures():
             names, count = self._names(fleet_id), 0
             for start in range(0, len(names), _MANY):
-                count += int(self._call("UNLINK", *names[start : start + _MANY]))
+                count += int(ask(self._client, "UNLINK", *names[start : start + _MANY]))
             return count
 
     def _entry(self, fleet_id: str) -> FleetEntry:
@@ -98,19 +98,15 @@ class Inventory:
         return set(found)
 
     def _describe(self, name: bytes, fleet_id: str) -> KeyEntry | None:
-        kind = self._call("TYPE", name).decode()
+        kind = ask(self._client, "TYPE", name).decode()
         if kind == "none":
             return None  # the key has expired meanwhile
         sizes = {"hash": "HLEN", "stream": "XLEN", "string": "STRLEN", "list": "LLEN", "set": "SCARD", "zset": "ZCARD"}
-        length = int(self._call(sizes[kind], name)) if kind in sizes else 0
-        left_ms = int(self._call("PTTL", name))
-        nbytes = int(self._call("MEMORY", "USAGE", name) or 0)
+        length = int(ask(self._client, sizes[kind], name)) if kind in sizes else 0
+        left_ms = int(ask(self._client, "PTTL", name))
+        nbytes = int(ask(self._client, "MEMORY", "USAGE", name) or 0)
         own = name.decode(errors="replace").removeprefix(f"headrace:{{{fleet_id}}}:")
         return KeyEntry(own, kind, length, nbytes, left_ms / 1000 if left_ms >= 0 else None)
-
-    def _call(self, *command: str | bytes) -> Any:
-        execute: Any = self._client.execute_command
-        return execute(*command)
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:

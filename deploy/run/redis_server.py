@@ -13,7 +13,6 @@ import importlib.util
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -25,15 +24,16 @@ import orjson
 
 from headrace.broker.redis.client import MAKE_USERS, REDIS_FAILURES, RedisReader, connect, in_words, unusable
 from headrace.broker.redis.commands import Lacking, lacking_rights
+from headrace.deploy.run.ports import first_of_free, is_free
 from headrace.schemas.accounts.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract
 from headrace.schemas.basics.run_files import replace_private
-from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, write_error
-from headrace.schemas.peers.ports import quiet_ports
+from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, writing
 from headrace.schemas.settings.redis_url import without_password
 
 READY_S = 10.0
 CHECK_TIMEOUT_S = 2.0
 _POLL_S = 0.02
+_HOST = "127.0.0.1"
 
 _CONFIG = """\
 bind 127.0.0.1
@@ -89,14 +89,12 @@ def prepare_redis(run_dir: Path) -> RedisLaunch:
     """
     program = find_server()
     directory = (run_dir / "redis").resolve()
-    try:
+    with writing(run_dir):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)
         port, password = _port_and_password(directory / "server.json")
         config = _CONFIG.format(port=port, password=password, directory=_quoted(directory))
         replace_private(directory / "server.conf", config.encode())
-    except OSError as error:
-        raise write_error(str(run_dir), error) from error
     return RedisLaunch([program, str(directory / "server.conf")], _url(port, password), port)
 
 
@@ -158,7 +156,7 @@ def serving(run_dir: Path, url: str) -> Iterator[None]:
     If the fleet has stopped, start its own server within the block. Leave a server elsewhere alone.
     """
     known = _read_private(run_dir / "redis" / "server.json")
-    if known is None or _url(*known) != url or not _port_is_free(known[0]):
+    if known is None or _url(*known) != url or not is_free(_HOST, known[0], "redis.url"):
         yield
         return
     server = subprocess.Popen(prepare_redis(run_dir).argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -174,7 +172,7 @@ def _port_and_password(path: Path) -> tuple[int, str]:
     known = _read_private(path)
     if known is not None:
         port, password = known
-        if _port_is_free(port):
+        if is_free(_HOST, port, "redis.url"):
             return port, password
         if _answers(_url(port, password)):
             raise RunDirError(
@@ -184,7 +182,7 @@ def _port_and_password(path: Path) -> tuple[int, str]:
             )
     else:
         password = secrets.token_hex(24)
-    port = _free_port()
+    port = first_of_free(_HOST, 1, "Redis", "redis.url")
     replace_private(path, orjson.dumps({"port": port, "password": password}))
     return port, password
 
@@ -210,26 +208,6 @@ def _answers(url: str) -> bool:
     except RedisUnavailableError:
         return False
     return True
-
-
-def _free_port() -> int:
-    for port in quiet_ports():
-        if _port_is_free(port):
-            return port
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _port_is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # As the server itself does: a port that only waits for old connections to time out is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 def _quoted(path: Path) -> str:

@@ -11,13 +11,13 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 import redis
 
-from headrace.broker.redis.client import REDIS_FAILURES, connect, unusable
+from headrace.broker.redis.client import REDIS_FAILURES, ask, connect, unusable
 from headrace.broker.redis.commands import READER, USERS, WRITER, user_name, user_rules
+from headrace.deploy.run.key_pairs import writing_keys
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
 from headrace.schemas.settings.redis_url import read_redis_url, without_password
@@ -55,7 +55,7 @@ def make_users(folder: Path, fleet_id: str, server: str = "", *, force: bool = F
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", fleet_id):
         raise ConfigError("name the fleet, by letters, digits, dots, - and _", key="--fleet-id")
-    try:
+    with writing_keys(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if mode := folder.stat().st_mode & 0o077:
             raise KeysError(str(folder), f"others may look into it (mode {mode:03o} for them); chmod 700 {folder}")
@@ -64,8 +64,6 @@ def make_users(folder: Path, fleet_id: str, server: str = "", *, force: bool = F
             _check_answers(_read_url(server, "--redis-url"))
         for user, url in urls.items():
             replace_private(_file(folder, user), f"{url}\n".encode())
-    except OSError as error:
-        raise KeysError(str(error.filename or folder), f"it cannot be written: {error.strerror}") from error
     return RedisUsers(fleet_id, folder, urls)
 
 
@@ -77,7 +75,7 @@ def apply(users: RedisUsers, admin_url: str) -> str:
     with contextlib.closing(connect(admin_url, TIMEOUT_S)) as client:
         try:
             for command in users.commands():
-                _ask(client, *command)
+                ask(client, *command)
             return _persisted(client)
         except redis.exceptions.NoPermissionError as error:
             raise RedisUnavailableError(
@@ -120,7 +118,7 @@ def what_to_do(users: RedisUsers, applied: str) -> str:
 def _check_answers(admin_url: str) -> None:
     with contextlib.closing(connect(admin_url, TIMEOUT_S)) as client:
         try:
-            _ask(client, "PING")
+            ask(client, "PING")
         except redis.exceptions.NoPermissionError:
             return  # the user may still manage users
         except REDIS_FAILURES as error:
@@ -169,14 +167,9 @@ def _persisted(client: redis.Redis) -> str:
     """Let the server save its users if it has an aclfile. Return a sentence on whether they are saved."""
     try:
         if client.config_get("aclfile").get("aclfile"):
-            _ask(client, "ACL", "SAVE")
+            ask(client, "ACL", "SAVE")
             return "They are saved in its aclfile."
         why = "It has no aclfile"
     except redis.exceptions.ResponseError as error:
         why = f"It does not say whether it saves them ({str(error)[:80]})"
     return f"{why}: they last until it restarts, unless you run CONFIG REWRITE there; this command makes them again."
-
-
-def _ask(client: redis.Redis, *command: str) -> Any:
-    execute: Any = client.execute_command
-    return execute(*command)

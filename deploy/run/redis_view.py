@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 from redis.exceptions import NoPermissionError
 
-from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, in_words
+from headrace.broker.redis.client import RedisReader, connect, naming_failures
 from headrace.broker.redis.parser import HashParser, SourceKey, finite
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorRow
@@ -17,7 +18,9 @@ from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.logged_metrics import LoggedMetric, RowValues
 from headrace.schemas.accounts.process_state import ProcessState
-from headrace.schemas.errors import RedisContractError, RedisUnavailableError
+from headrace.schemas.basics.headrace_version import MOST_VERSION
+from headrace.schemas.basics.printable import one_line
+from headrace.schemas.errors import RedisContractError
 from headrace.schemas.settings.redis_url import without_password
 
 READ_TIMEOUT_S = 2.0
@@ -133,11 +136,9 @@ class FleetView:
 
         Raises `RedisUnavailableError`, or `RedisContractError` of its kind.
         """
-        try:
+        with naming_failures(self._url, READ_TIMEOUT_S):
             raw, _ = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in _READ})
             wrong = self._reader.foreign({keys.key_name(self._fleet_id, key): key.type for key in _OF_ONE_NAME})
-        except REDIS_FAILURES as error:
-            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
         if seen := keys.other_contract(raw["fleet"].get(b"contract_version")):
             raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
         values = HashParser(garbage=wrong)
@@ -165,36 +166,23 @@ class FleetView:
             garbage=tuple(values.garbage),
         )
 
-    def gauges(self) -> dict[str, float]:
-        """Return the newest values by name. Raises `RedisUnavailableError`."""
-        return HashParser().gauges(self._hash(keys.GAUGES))
-
-    def _hash(self, key: keys.Key) -> Mapping[bytes, bytes]:
-        try:
-            raw, _ = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key)})
-        except REDIS_FAILURES as error:
-            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
-        return raw[key.name]
-
     def learner_rows(self, after: tuple[int, int] = (0, 0)) -> list[LearnerRowView]:
         """Return the rows of learners after (epoch, number), the oldest first, 500 at most.
 
         A row that cannot be read has no values. Waits some seconds at most. Raises `RedisUnavailableError`.
         """
-        key = keys.key_name(self._fleet_id, keys.LEARNER_ROWS)
-        try:
-            entries = self._reader.entries(key, "{}-{}".format(*after), MOST_ROWS_AT_ONCE)
-        except REDIS_FAILURES as error:
-            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        entries = self._entries(keys.LEARNER_ROWS, "{}-{}".format(*after), MOST_ROWS_AT_ONCE)
         return [_learner_row(*entry) for entry in entries]
+
+    def _entries(self, key: keys.Key, after: str, most: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        with naming_failures(self._url, READ_TIMEOUT_S):
+            return self._reader.entries(keys.key_name(self._fleet_id, key), after, most)
 
     def newest_learner_row(self) -> LearnerRowView | None:
         """Return the newest row of learners; None without one. Waits and raises like `learner_rows`."""
         key = keys.key_name(self._fleet_id, keys.LEARNER_ROWS)
-        try:
+        with naming_failures(self._url, READ_TIMEOUT_S):
             entry = self._reader.newest_entry(key)
-        except REDIS_FAILURES as error:
-            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
         return None if entry is None else _learner_row(*entry)
 
     def history(self, interval_s: int, after_unix_s: float = 0.0) -> list[tuple[float, dict[str, float]]]:
@@ -204,11 +192,7 @@ class FleetView:
         seconds at most. Raises `RedisUnavailableError`.
         """
         key, _, most = next(ring for ring in keys.RINGS if ring[1] == interval_s)
-        try:
-            after = f"{max(0, round(1000 * after_unix_s))}-0"
-            entries = self._reader.entries(keys.key_name(self._fleet_id, key), after, most)
-        except REDIS_FAILURES as error:
-            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
+        entries = self._entries(key, f"{max(0, round(1000 * after_unix_s))}-0", most)
         return [(int(identity.split(b"-")[0]) / 1000, HashParser().gauges(fields)) for identity, fields in entries]
 
     def events(self, after: str = "0-0") -> list[EventView]:
@@ -216,25 +200,17 @@ class FleetView:
 
         Waits some seconds at most. Raises `RedisUnavailableError`.
         """
-        key = keys.key_name(self._fleet_id, keys.EVENTS)
-        try:
-            entries = self._reader.entries(key, after, MOST_EVENTS)
-        except REDIS_FAILURES as error:
-            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
-        return [_event(*entry) for entry in entries]
+        return [_event(*entry) for entry in self._entries(keys.EVENTS, after, MOST_EVENTS)]
 
     def server_info(self) -> dict[str, Any] | None:
         """Return the fields of the server's INFO by name; None if this Redis user may not call INFO.
 
         Waits some seconds at most. Raises `RedisUnavailableError`.
         """
-        try:
+        with naming_failures(self._url, READ_TIMEOUT_S), suppress(NoPermissionError):
             found: Any = self._reader.client.info()
-        except NoPermissionError:
-            return None
-        except REDIS_FAILURES as error:
-            raise RedisUnavailableError(self._url, in_words(error), READ_TIMEOUT_S) from error
-        return dict(found)
+            return dict(found)
+        return None
 
     def close(self) -> None:
         """Close the connection."""
@@ -245,6 +221,30 @@ class FleetView:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def told_versions(seen: Snapshot) -> dict[str, str]:
+    """Return the version of Headrace of the broker, the learner and each worker by name; "" if a peer does not tell it.
+
+    The env hosts of a worker have one entry, with all of their versions. Only connected peers are listed. The texts are
+    safe to print on a terminal.
+    """
+    told: dict[str, Any] = {}
+    if seen.version:
+        told["broker"] = seen.version
+    if seen.lease.get("connected"):
+        told["learner"] = seen.lease.get("headrace_version", "")
+    for slot, state in sorted(seen.workers.items()):
+        told[f"worker-{slot}"] = state.get("headrace_version", "")
+        if versions := _of_env_hosts(state):
+            told[f"env hosts of worker-{slot}"] = ", ".join(versions) if all(versions) else ""
+    return {name: one_line(str(version))[:MOST_VERSION] for name, version in told.items()}
+
+
+def _of_env_hosts(state: Mapping[str, Any]) -> list[str]:
+    hosts = state.get("env_hosts")
+    versions = hosts.get("versions") if isinstance(hosts, Mapping) else None
+    return [str(version) for version in versions] if isinstance(versions, list) else []
 
 
 def _text(value: bytes | None) -> str:

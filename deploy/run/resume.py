@@ -19,7 +19,7 @@ import orjson
 from headrace.deploy.process.fleet_errors import OtherSettingsError
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import RUNS, RunDir
-from headrace.deploy.run.saved_policy import NEWEST_FILE
+from headrace.deploy.run.saved_policy import NEWEST_FILE, counts_of
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
@@ -144,14 +144,10 @@ def read_told(checkpoint: Path) -> dict[str, Any] | None:
 def read_facts(checkpoint: Path) -> str | None:
     """Return, in words, the updates and steps of a checkpoint's learner; None if the checkpoint lacks them."""
     told = read_told(checkpoint) or {}
-    try:
-        epoch, state = told["epoch"], told["state"]
-        parts = list(state["modules"].values()) if isinstance(state.get("modules"), dict) else [state]
-        updates = max(int(part.get("updates", 0)) for part in parts)
-        steps = sum(int(part.get("steps", 0)) for part in parts)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    if "epoch" not in told or not isinstance(told.get("state"), dict):
         return None
-    return f"update {updates:,} of learner epoch {epoch}, trained on {steps:,} steps"
+    counts = counts_of(told["state"])
+    return f"update {counts.updates:,} of learner epoch {told['epoch']}, trained on {counts.steps:,} steps"
 
 
 def _read_settings(run_dir: RunDir) -> Mapping[str, Any]:

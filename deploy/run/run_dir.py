@@ -35,7 +35,7 @@ from types import TracebackType
 
 from headrace.deploy.process.fleet_errors import NoRunError
 from headrace.schemas.basics.run_files import open_own, replace_private
-from headrace.schemas.errors import RunDirError, write_error
+from headrace.schemas.errors import RunDirError, writing
 
 RUNS = Path("runs")
 """Folder for runs that are given no directory."""
@@ -91,14 +91,12 @@ class RunDir:
         self._is_new = not self.path.exists()
 
     def __enter__(self) -> RunDir:
-        try:
+        with writing(self.path):
             self._check_owner()
             self.logs.mkdir(parents=True, exist_ok=True)
             self.recorders.mkdir(exist_ok=True)
             self._lock = open_own(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             self._take_lock(self._lock)
-        except OSError as error:
-            raise write_error(str(self.path), error) from error
         return self
 
     def _check_owner(self) -> None:
@@ -151,7 +149,5 @@ def is_locked(run_dir: Path) -> bool:
 
 def write_private(path: Path, content: bytes) -> None:
     """Replace the file at `path` in one step, readable by its owner alone. Raises `RunDirError`."""
-    try:
+    with writing(path):
         replace_private(path, content)
-    except OSError as error:
-        raise write_error(str(path), error) from error

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
+from headrace.broker.redis.blob import weights_in
 from headrace.broker.redis.client import REDIS_FAILURES, connect, unusable
-from headrace.broker.redis.weights import weights_in
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.named_code import resolve_found
 from headrace.deploy.run.options import describe_origin, resolve

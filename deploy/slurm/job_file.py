@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headrace.deploy.process.fleet_errors import SlurmError
 from headrace.deploy.run.run_dir import write_private
 from headrace.schemas.basics.run_files import open_own
-from headrace.schemas.errors import RunDirError, write_error
+from headrace.schemas.errors import RunDirError, writing
 
 _JobId = Annotated[int, Field(gt=0, lt=1 << 32)]
 _MOST_ARRAYS = 100_000
@@ -69,11 +69,9 @@ def read_jobs(run_dir: Path) -> JobFile:
 def jobs_locked(run_dir: Path) -> Iterator[None]:
     """Keep other commands of `headrace slurm` out of this run. Raises `SlurmError` if one holds the lock too long."""
     folder = run_dir / "slurm"
-    try:
+    with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open_own(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise write_error(str(folder), error) from error
     try:
         deadline = time.monotonic() + LOCK_S
         while not _taken(lock):

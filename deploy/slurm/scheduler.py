@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from headrace.deploy.process.child_environment import without_settings
 from headrace.deploy.process.fleet_errors import SlurmError
-from headrace.schemas.settings.env_prefix import ENV_PREFIX
 
 CALL_S = 60.0
 _FORMAT = "%i|%F|%K|%j|%T|%M|%N|%r"
@@ -122,7 +121,7 @@ def call(line: Sequence[str]) -> str:
     """Run one of Slurm's commands and return its output. Raises `SlurmError` with its full error message."""
     try:
         done = subprocess.run(
-            line, capture_output=True, text=True, errors="replace", timeout=CALL_S, check=False, env=_environment()
+            line, capture_output=True, text=True, errors="replace", timeout=CALL_S, check=False, env=without_settings()
         )
     except FileNotFoundError as error:
         advice = "run this where Slurm's commands are, such as a login node of the cluster"
@@ -133,11 +132,6 @@ def call(line: Sequence[str]) -> str:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise SlurmError(shlex.join(line), said, _advice(said))
     return done.stdout
-
-
-def _environment() -> dict[str, str]:
-    """Return our environment, which jobs get too, without `HEADRACE_SECTION__KEY`: their settings have those values."""
-    return {name: value for name, value in os.environ.items() if not (name.startswith(ENV_PREFIX) and "__" in name)}
 
 
 def _advice(said: str) -> str:

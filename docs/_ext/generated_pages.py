@@ -10,7 +10,6 @@ from typing import Any
 
 from command_reference import commands_as_markdown
 from exit_codes import exit_codes_as_markdown
-from findings_reference import findings_as_markdown
 from redis_reference import redis_keys_as_markdown
 from settings_reference import runner_arguments_as_markdown, settings_as_markdown
 
@@ -20,7 +19,6 @@ _PARTS = {
     "runner arguments": runner_arguments_as_markdown,
     "exit codes": exit_codes_as_markdown,
     "redis keys": redis_keys_as_markdown,
-    "findings": findings_as_markdown,
 }
 _PLACE = re.compile(r"^<!-- generated: (?P<what>[a-z ]+) -->$", re.MULTILINE)
 

@@ -45,7 +45,7 @@ from headrace.schemas.accounts.recorder_file import (
 )
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.basics.run_files import opener
-from headrace.schemas.errors import write_error
+from headrace.schemas.errors import writing
 
 _WORDS = RING + 3 * WINDOW
 _STEPPED, _OPEN, _ENV_STEPS = (COUNTERS[name].word for name in ("stepped", "open", "env_steps"))
@@ -64,14 +64,12 @@ class Recorder:
 
     def __init__(self, path: Path, slot: int, incarnation: int) -> None:
         self.path = path
-        try:
+        with writing(path, "the recorder"):
             if not path.is_symlink():  # which `opener` refuses
                 path.unlink(missing_ok=True)  # a reader that has mapped the old file would die of SIGBUS if it were cut
             with open(path, "w+b", opener=opener) as file:
                 os.posix_fallocate(file.fileno(), 0, 8 * _WORDS)  # with a sparse file, a full disk would mean SIGBUS
                 self._map = mmap.mmap(file.fileno(), 8 * _WORDS)
-        except OSError as error:
-            raise write_error(str(path), error, "the recorder") from error
         self._words = memoryview(self._map).cast("q")
         self._areas = [self._words[HEADER + i * AREA : HEADER + (i + 1) * AREA] for i in (0, 1)]
         self._values = array("q", bytes(8 * AREA))

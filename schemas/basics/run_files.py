@@ -64,6 +64,15 @@ def replace_private(path: Path, content: bytes, mode: int = 0o600) -> None:
         raise
 
 
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of the files in a folder are on the disk. Raises `OSError`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a file that is replaced in one step; empty where there is none."""
     try:

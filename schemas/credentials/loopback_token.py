@@ -18,7 +18,7 @@ from pathlib import Path
 
 from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.credentials.tokens import read_token, same_token
-from headrace.schemas.errors import KeysError, write_error
+from headrace.schemas.errors import KeysError, writing
 
 _BYTES = 32
 _LONGEST = 255
@@ -70,15 +70,13 @@ def server_token(run_dir: Path, *, asked: bool) -> ServerToken | None:
     Raises `RunDirError` where it cannot be written, and `KeysError` where others may read it.
     """
     path = token_path(run_dir)
-    try:
+    with writing(run_dir):
         if not asked:
             path.unlink(missing_ok=True)
             return None
         if not os.path.lexists(path):
             _make(path)
         owner = os.lstat(path).st_uid
-    except OSError as error:
-        raise write_error(str(run_dir), error) from error
     if owner != os.geteuid():
         raise KeysError(str(path), f"it belongs to user {owner}; remove it and start the fleet again")
     return ServerToken(_read(path, "remove it, and start the fleet again: that makes another"))

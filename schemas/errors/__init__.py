@@ -88,6 +88,7 @@ from headrace.schemas.errors.fleet import (
     WindowStalledError,
     WorkerWaitsError,
     write_error,
+    writing,
 )
 from headrace.schemas.errors.root import ExitCode, HeadraceError
 from headrace.schemas.errors.runners import (
@@ -173,4 +174,5 @@ __all__ = [
     "WrongFleetError",
     "refusal",
     "write_error",
+    "writing",
 ]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from headrace.schemas.errors.root import ExitCode, HeadraceError
 
@@ -166,6 +169,15 @@ def write_error(path: str, error: OSError, what: str = "") -> RunDirError:
         return DiskFullError(path, what)
     reason = error.strerror or str(error)
     return RunDirError(path, f"{what} cannot be written ({reason})" if what else reason)
+
+
+@contextmanager
+def writing(path: Path, what: str = "") -> Iterator[None]:
+    """Turn an `OSError` within the block into the `write_error` of `what` at `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(str(path), error, what) from error
 
 
 class CheckpointError(HeadraceError):

@@ -16,11 +16,10 @@ import pytest
 
 from headrace.deploy.doctor.cgroup import Limit, Limits, read_limits
 from headrace.deploy.doctor.check import Verdict
-from headrace.deploy.doctor.connected import judge_versions
 from headrace.deploy.doctor.key_checks import key_checks
 from headrace.deploy.doctor.limits import Needs, core_check, limit_checks, memory_check, shared_memory_check, task_check
-from headrace.deploy.doctor.meeting import meeting_checks
-from headrace.deploy.doctor.network import advertised_check, advertised_checks, reachability_check
+from headrace.deploy.doctor.network import advertised_check, advertised_checks, meeting_checks, reachability_check
+from headrace.deploy.doctor.software import judge_versions
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.credentials.key_files import read_public_key

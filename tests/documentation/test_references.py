@@ -17,6 +17,7 @@ from settings_reference import settings, settings_as_markdown
 from typer.main import get_command
 
 from headrace.deploy.command.cli import app
+from headrace.deploy.monitoring.finding_kinds import KINDS
 from headrace.deploy.report.run_rows import COLUMNS
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
@@ -64,6 +65,15 @@ def test_the_table_of_exit_codes_has_every_code() -> None:
     table = exit_codes_as_markdown()
     assert [code.name for code in ExitCode if f"| {int(code)} | `{code.name}` |" not in table] == []
     assert "`FencedError`" in table
+
+
+def test_the_page_of_findings_has_each_kind_with_its_severity_time_and_limit() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \((\w+)\) \| (.+) \| (.+) \|(.*)\| (.+) \|$", read("guides/when-something-dies.md"), re.M
+    )
+    told = [(name, severity, after, limit.strip(" `")) for name, severity, _, after, limit, _ in rows]
+    after = {kind.name: f"{kind.after_s:g} s" if kind.after_s else "at once" for kind in KINDS}
+    assert told == [(kind.name, kind.severity, after[kind.name], kind.limit) for kind in KINDS]
 
 
 def test_fill_inserts_the_generated_part_that_a_page_asks_for() -> None:

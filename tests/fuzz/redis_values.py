@@ -22,9 +22,9 @@ from rich.console import Console
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.redis.blob import weights_in
 from headrace.broker.redis.client import connect
-from headrace.broker.redis.weights import weights_in
-from headrace.broker.saved_state import read_saved_state
+from headrace.broker.report import read_saved_state
 from headrace.broker.worker_metrics import WorkerMetrics
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, choose_checkpoint
 from headrace.deploy.report import deep_audit, ps

@@ -15,7 +15,7 @@ from torch import nn
 
 from headrace.learner_stub import LearnerState
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, published_arrays, save_checkpoint
-from headrace.learner_stub.policy_file import save_policy
+from headrace.learner_stub.learner_state import save_policy
 from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, UnreachableError
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 

@@ -250,7 +250,7 @@ def test_weights_with_a_wrong_digest_are_not_shared(memory: Path) -> None:
     frames = encode_weights(FLEET, (1, 1), state(1.0), digest_of(2.0))
     relay = WeightsRelay()
     relay.offer(read(WeightsHeader, decode(frames).header), frames)
-    receiver.receive(decode(relay.broadcast()), 0.0)
+    receiver.receive(decode(relay.broadcast), 0.0)
     while asked := receiver.requests(0.0):
         for pull in asked:
             receiver.receive(decode(relay.part(pull)), 0.0)

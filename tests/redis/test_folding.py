@@ -12,9 +12,8 @@ import pytest
 from bench import books
 from headrace.broker.books_file import BooksFile, EndedLives
 from headrace.broker.mirror import Mirror
-from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.report import MergeScript, Part, Report, read_saved_state
 from headrace.broker.reporter import RedisReporter
-from headrace.broker.saved_state import read_saved_state
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.folded_lives import FoldedLives, fold

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.redis.blob import PIECE_BYTES, RedisBlob
-from headrace.broker.redis.weights import LARGEST_BYTES, weights_in
+from headrace.broker.redis.blob import LARGEST_WEIGHTS, PIECE_BYTES, RedisBlob, weights_in
 from headrace.broker.report import Report
 from headrace.broker.reporter import RedisReporter
 from headrace.schemas.accounts.redis_keys import FLEET, WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
@@ -119,7 +118,7 @@ def test_weights_beyond_64_mib_are_skipped_with_one_line(
 ) -> None:
     reporter = RedisReporter(url, fleet_id)
     for seq in (1, 2):
-        reporter.offer_weights((1, seq), [bytes(LARGEST_BYTES), b"x"])
+        reporter.offer_weights((1, seq), [bytes(LARGEST_WEIGHTS), b"x"])
     assert reporter.close(30.0)
     assert caplog.text.count("are not kept in Redis") == 1
     assert not client.exists(key_name(fleet_id, WEIGHTS_CURRENT))

@@ -8,9 +8,8 @@ import pytest
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
-from headrace.broker.report import Report
+from headrace.broker.report import Report, SavedState
 from headrace.broker.reporter import RedisReporter
-from headrace.broker.saved_state import SavedState
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.accounts.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.accounts.runner_counters import LARGEST_BYTES, Counters

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.broker.redis.weights import weights_in
+from headrace.broker.redis.blob import weights_in
 from headrace.deploy import load_policy
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.saved_policy import find_policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from headrace.deploy.monitoring.html_page import folded, table, text
@@ -49,7 +49,11 @@ class Chart:
 
 def chart_html(chart: Chart) -> str:
     """Return the chart as a figure; "" without a point."""
-    curves = [_thinned(curve) for curve in chart.curves[:MOST_CURVES] if curve.points]
+    curves = [
+        replace(curve, points=_means(curve.points), band=_means(curve.band))
+        for curve in chart.curves[:MOST_CURVES]
+        if curve.points
+    ]
     if not curves:
         return ""
     end_s = max(chart.end_s, *(curve.points[-1][0] for curve in curves)) or 1.0
@@ -105,10 +109,6 @@ def duration(seconds: float) -> str:
             rest = whole % one // part
             return f"{whole // one} {unit} {rest} {smaller}" if rest else f"{whole // one} {unit}"
     raise AssertionError(whole)
-
-
-def _thinned(curve: Curve) -> Curve:
-    return Curve(curve.name, _means(curve.points), _means(curve.band), curve.dots)
 
 
 def _means(points: Sequence[tuple[float, ...]]) -> list[tuple]:  # type: ignore[type-arg]

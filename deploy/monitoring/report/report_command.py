@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
 
+from headrace.deploy.loggers.row_files import csv_lines
 from headrace.deploy.monitoring.report.report_page import report_html
 from headrace.deploy.monitoring.report.run_report import read_run, rows_of, series_of
 from headrace.deploy.report.run_rows import COLUMNS
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.basics.run_files import replace_private
-from headrace.schemas.errors import write_error
+from headrace.schemas.errors import writing
 
 REPORT = "report.html"
 _STDOUT = Path("-")
@@ -41,15 +40,9 @@ def _csv(run_dir: Path) -> Iterator[bytes]:
     columns = dict.fromkeys(COLUMNS)
     for row in rows_of(run_dir):
         columns.update(dict.fromkeys(row))
-    yield _line(list(columns))
+    yield csv_lines([list(columns)])
     for row in rows_of(run_dir):
-        yield _line([row.get(name, "") for name in columns])
-
-
-def _line(cells: list[str] | list[float | int | str]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
+        yield csv_lines([[row.get(name, "") for name in columns]])
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -58,9 +51,7 @@ def _write(path: Path, content: bytes) -> None:
             sys.stdout.buffer.write(content)
             sys.stdout.buffer.flush()
         return
-    try:
+    with writing(path):
         replace_private(path, content)
-    except OSError as error:
-        raise write_error(str(path), error) from error
     with ignore_closed_reader(sys.stderr):
         print(f"written: {path}", file=sys.stderr, flush=True)  # noqa: T201
