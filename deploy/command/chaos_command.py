@@ -18,7 +18,7 @@ from headrace.deploy.chaos.schedule import Plan, make_plan, read_plan
 from headrace.deploy.chaos.trial import Trial
 from headrace.deploy.chaos.truth import ENV, Witnessed
 from headrace.deploy.process.fleet_errors import BrokenPromiseError
-from headrace.deploy.run.options import parse_sets, resolve
+from headrace.deploy.run.options import Asked, parse_sets
 from headrace.deploy.run.run_dir import new_run_dir
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.basics.run_files import replace_private
@@ -55,9 +55,7 @@ FIXED: Mapping[str, Any] = {
 
 
 def chaos(
-    config_path: Path | None,
-    sets: list[str] | None,
-    flags: Mapping[str, Any],
+    asked: Asked,
     *,
     minutes: float,
     seed: int,
@@ -67,7 +65,7 @@ def chaos(
     as_json: bool,
 ) -> None:
     """Run one trial. Raises `BrokenPromiseError` when a promise was broken, `ConfigError`, or why no fleet starts."""
-    config = resolve_trial(config_path, sets, flags)
+    config = resolve_trial(asked)
     plan = read_plan(plan_path) if plan_path is not None else _plan_of(config, minutes, seed)
     if print_plan:
         print(plan.as_json().decode())  # noqa: T201
@@ -86,7 +84,7 @@ def chaos(
     outcome = Trial(plan, folders, config.sampling.num_envs, say).run()
     say("judging")
     judgement = judge(outcome)
-    replay = shlex.join(["headrace", "chaos", "--plan", str(folders.root / PLAN), *_again(config_path, sets, flags)])
+    replay = shlex.join(["headrace", "chaos", "--plan", str(folders.root / PLAN), *_again(asked)])
     facts = as_facts(outcome, judgement, replay)
     replace_private(folders.root / REPORT_JSON, orjson.dumps(facts, option=orjson.OPT_INDENT_2))
     replace_private(folders.root / REPORT_HTML, as_html(outcome, judgement, replay).encode())
@@ -102,14 +100,14 @@ def chaos(
         raise BrokenPromiseError(judgement.problems, str(folders.root / REPORT_HTML), replay)
 
 
-def resolve_trial(config_path: Path | None, sets: list[str] | None, flags: Mapping[str, Any]) -> FleetConfig:
+def resolve_trial(asked: Asked) -> FleetConfig:
     """Return the configuration of the fleet: the user's, but with what a trial needs. Raises `ConfigError`."""
-    asked, origins = resolve(config_path, sets, flags)
-    _refuse_other_kinds(asked)
+    config, origins = asked.resolve()
+    _refuse_other_kinds(config)
     chosen = {key for key, origin in origins.items() if origin != "default"}
     defaults = {key: value for key, value in DEFAULTS.items() if key not in chosen}
-    given = {key: value for key, value in flags.items() if value is not None}
-    resolved, _ = resolve(config_path, None, {**defaults, **parse_sets(sets or ()), **given})
+    given = {key: value for key, value in asked.flags.items() if value is not None}
+    resolved, _ = Asked(asked.config, flags={**defaults, **parse_sets(asked.sets or ()), **given}).resolve()
     sections: dict[str, dict[str, Any]] = {}
     for dotted, value in FIXED.items():
         section, _, key = dotted.partition(".")
@@ -177,12 +175,12 @@ def _write_config(config: FleetConfig, folders: Folders) -> None:
     replace_private(folders.config, orjson.dumps(written, option=orjson.OPT_INDENT_2))
 
 
-def _again(config_path: Path | None, sets: list[str] | None, flags: Mapping[str, Any]) -> list[str]:
+def _again(asked: Asked) -> list[str]:
     """Return the options of this call that its plan does not hold."""
-    options = ["--config", str(config_path)] if config_path is not None else []
+    options = ["--config", str(asked.config)] if asked.config is not None else []
     names = {"sampling.env": "--env", "sampling.num_envs": "--num-envs", "fleet.workers": "--workers"}
-    for key, value in flags.items():
+    for key, value in asked.flags.items():
         options += [names[key], str(value)] if value is not None else []
-    for text in sets or ():
+    for text in asked.sets or ():
         options += ["--set", text]
     return options

@@ -34,6 +34,7 @@ from headrace.deploy.run.named_code import resolve_found
 from headrace.deploy.run.options import (
     Allow,
     AsJson,
+    Asked,
     ConfigPath,
     Endpoint,
     Env,
@@ -48,7 +49,6 @@ from headrace.deploy.run.options import (
     describe_origin,
     examples,
     named_fleet,
-    resolve,
     resolve_each,
     text_of,
 )
@@ -206,10 +206,8 @@ def up(
         "logging.mlflow": mlflow,
         "dashboard.enabled": dashboard,
     }
-    if own_config is None:
-        resolved, origins = resolve_found(config, sets, flags, allow or (), with_loggers=True)
-    else:
-        resolved, origins = resolve(config, sets, flags)
+    asked = Asked(config, sets, flags, allow)
+    resolved, origins = resolve_found(asked, with_loggers=True) if own_config is None else asked.resolve()
     if print_config:
         typer.echo(config_text(resolved, origins), nl=False)
         return
@@ -250,7 +248,7 @@ def ps(run_dir: RunDirPath = None, config: ConfigPath = None, as_json: AsJson = 
     from headrace.deploy.report.ps import all_processes, sessions_revoked, table
     from headrace.deploy.run.fleet_file import read_fleet_file
 
-    resolved, _ = resolve(config, None, {"fleet.run_dir": text_of(run_dir)})
+    resolved, _ = Asked(config, flags={"fleet.run_dir": text_of(run_dir)}).resolve()
     fleet = read_fleet_file(chosen_run(resolved) / "fleet.json")
     rows, missing = all_processes(fleet, time.time())
     revoked = sessions_revoked(fleet)
@@ -277,7 +275,7 @@ def scale(
     """
     from headrace.deploy.fleet.scale import scale as scale_run
 
-    resolved, _ = resolve(config, None, {"fleet.run_dir": text_of(run_dir)})
+    resolved, _ = Asked(config, flags={"fleet.run_dir": text_of(run_dir)}).resolve()
     scale_run(chosen_run(resolved), workers, typer.echo)
 
 
@@ -314,7 +312,7 @@ def audit(
         audit_deeply(deep, as_json=as_json, stream=sys.stdout)
         return
     problems = []
-    for resolved in resolve_each(config, {"fleet.run_dir": text_of(run_dir)}):
+    for resolved in resolve_each(Asked(config, flags={"fleet.run_dir": text_of(run_dir)})):
         named = named_fleet(resolved)
         run = whole_run_dir(resolved) if named is not None else chosen_run(resolved)
         try:
@@ -360,9 +358,7 @@ def chaos(
 
     flags = {"sampling.env": env, "fleet.workers": workers, "sampling.num_envs": num_envs}
     run_chaos(
-        config,
-        sets,
-        flags,
+        Asked(config, sets, flags),
         minutes=minutes,
         seed=seed,
         plan_path=plan,
@@ -399,7 +395,7 @@ def doctor(
     from headrace.deploy.doctor.check import Verdict
     from headrace.deploy.doctor.examination import examine
 
-    resolved, _ = resolve(config, sets, {"fleet.run_dir": text_of(run_dir), "redis.url": redis_url})
+    resolved, _ = Asked(config, sets, {"fleet.run_dir": text_of(run_dir), "redis.url": redis_url}).resolve()
     checks = list(examine(resolved, endpoint, rendezvous))
     fit = all(check.verdict is not Verdict.FAIL for check in checks)
     if as_json:

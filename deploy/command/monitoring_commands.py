@@ -14,12 +14,12 @@ from headrace.deploy.monitoring.exporter.files import DEFAULT_LISTEN, Monitoring
 from headrace.deploy.run.health import WITHIN_S
 from headrace.deploy.run.options import (
     AsJson,
+    Asked,
     ConfigPath,
     RunDirPath,
     chosen_run,
     examples,
     named_fleet,
-    resolve,
     resolve_each,
     text_of,
 )
@@ -113,7 +113,7 @@ def health(
         wait_ready(_url_of(redis_url), _REDIS_S)
         typer.echo("Redis answers")
         return
-    resolved, _ = resolve(None, None, {"fleet.run_dir": text_of(run_dir)})
+    resolved, _ = Asked(flags={"fleet.run_dir": text_of(run_dir)}).resolve()
     healthy, sentence = answer(Question(role, chosen_run(resolved), ready), within_s)
     typer.echo(sentence)
     raise typer.Exit(ExitCode.OK if healthy else ExitCode.FINDINGS)
@@ -202,7 +202,7 @@ def report(
     """
     from headrace.deploy.monitoring.report.report_command import write_report
 
-    resolved, _ = resolve(None, None, {"fleet.run_dir": text_of(run)})
+    resolved, _ = Asked(flags={"fleet.run_dir": text_of(run)}).resolve()
     write_report(chosen_run(resolved), out, csv, json)
 
 
@@ -250,7 +250,7 @@ def exporter(
 
 
 def _fleets_named_in(config: Path) -> list[tuple[str, str]]:
-    fleets = [named for resolved in resolve_each(config, {}) if (named := named_fleet(resolved)) is not None]
+    fleets = [named for resolved in resolve_each(Asked(config)) if (named := named_fleet(resolved)) is not None]
     if not fleets:
         raise ConfigError(f"{config} names no fleet to export: it needs redis.url and fleet.fleet_id", key="--config")
     return fleets
@@ -265,7 +265,7 @@ def _chosen_fleet(run_dir: Path | None, config: Path | None, redis_url: str, fle
     from headrace.deploy.monitoring.facts import FactsReader, facts_of_run
 
     if not redis_url and not fleet_id:
-        resolved, *others = resolve_each(config, {"fleet.run_dir": text_of(run_dir)})
+        resolved, *others = resolve_each(Asked(config, flags={"fleet.run_dir": text_of(run_dir)}))
         if others:
             detail = f"should name one of the {len(others) + 1} brokers; set HEADRACE_BROKER__INDEX"
             raise ConfigError(detail, key="broker.index")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.deploy.run.options import Allow, AsJson, ConfigPath, Env, FleetId, Sets, examples
+from headrace.deploy.run.options import Allow, AsJson, Asked, ConfigPath, Env, FleetId, Sets, examples
 from headrace.deploy.terminal.output import with_output_options
 
 app = typer.Typer()
@@ -85,10 +85,9 @@ def evaluate(
         render=render,
         render_episodes=render_episodes,
         as_json=as_json,
-        allow=allow or (),
     )
     flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
-    (watch_run if watch else evaluate_policy)(config, sets, flags, options)
+    (watch_run if watch else evaluate_policy)(Asked(config, sets, flags, allow), options)
 
 
 @app.command(
@@ -128,7 +127,7 @@ def export(
     set_up_logging(Identity("", "export"))
     flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
     with no_exit_from(EnvError, "the env or the module"):
-        policy = build_policy(resolve_policy(run, config, sets, flags, which=checkpoint.value, allow=allow or ()))
+        policy = build_policy(resolve_policy(run, Asked(config, sets, flags, allow), which=checkpoint.value))
         path = policy.export(to, module_id)
     with ignore_closed_reader(sys.stdout):
         typer.echo(f"{path}: {policy.source}")

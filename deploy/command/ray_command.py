@@ -8,6 +8,7 @@ import typer
 
 from headrace.deploy.run.options import (
     Allow,
+    Asked,
     ConfigPath,
     Endpoint,
     Env,
@@ -19,7 +20,6 @@ from headrace.deploy.run.options import (
     Sets,
     chosen_run,
     examples,
-    resolve,
     text_of,
 )
 from headrace.deploy.terminal.output import with_output_options
@@ -103,7 +103,7 @@ def workers(
         "fleet.rendezvous": rendezvous,
         "ray.address": address,
     }
-    run_workers(config, sets, flags, endpoint=endpoint, count=count, allow=allow or ())
+    run_workers(Asked(config, sets, flags, allow), endpoint=endpoint, count=count)
 
 
 @app.command(epilog=examples("headrace ray scale 16", "headrace ray scale 4 --run-dir runs/a"))
@@ -115,6 +115,6 @@ def scale(
     """Have COUNT workers on Ray from now on, in a run that `headrace ray up` started. Those too many drain."""
     from headrace.deploy.ray.wanted_workers import scale_run
 
-    resolved, _ = resolve(None, None, {"fleet.run_dir": text_of(run_dir)})
+    resolved, _ = Asked(flags={"fleet.run_dir": text_of(run_dir)}).resolve()
     before = scale_run(chosen_run(resolved), count)
     typer.echo(f"{count} workers on Ray, {before} before")

@@ -10,6 +10,7 @@ import typer
 from headrace.deploy.run.options import (
     Allow,
     AsJson,
+    Asked,
     ConfigPath,
     Endpoint,
     Env,
@@ -95,9 +96,8 @@ def worker(
     }
     if count is not None and (slot is not None or incarnation):
         raise ConfigError("the broker gives slots to a group: leave out --slot and --incarnation", key="--count")
-    start_worker(
-        config, sets, flags, allow=allow or (), endpoint=endpoint, slot=slot, incarnation=incarnation, count=count
-    )
+    asked = Asked(config, sets, flags, allow or ())
+    start_worker(asked, endpoint=endpoint, slot=slot, incarnation=incarnation, count=count)
 
 
 @app.command(
@@ -126,7 +126,7 @@ def broker(
     from headrace.deploy.fleet.roles import start_broker
 
     flags = {"fleet.fleet_id": fleet_id, "redis.url": redis_url, "fleet.run_dir": text_of(run_dir)}
-    start_broker(config, sets, flags, max_env_steps=max_env_steps)
+    start_broker(Asked(config, sets, flags), max_env_steps=max_env_steps)
 
 
 @app.command(
@@ -154,7 +154,7 @@ def learner(
 
     _check_one_place(endpoint, rendezvous)
     flags = {"fleet.fleet_id": fleet_id, "fleet.run_dir": text_of(run_dir), "fleet.rendezvous": rendezvous}
-    start_learner(config, sets, flags, allow=allow or (), endpoint=endpoint)
+    start_learner(Asked(config, sets, flags, allow or ()), endpoint=endpoint)
 
 
 @app.command(
@@ -205,7 +205,7 @@ def env_host(
         "fleet.run_dir": text_of(run_dir),
         "fleet.rendezvous": rendezvous,
     }
-    start_env_host(config, sets, flags, connect=connect, slot=slot, allow=allow or ())
+    start_env_host(Asked(config, sets, flags, allow or ()), connect=connect, slot=slot)
 
 
 @app.command(
@@ -256,7 +256,7 @@ def serve(
         "serving.host": host,
         "fleet.fleet_id": fleet_id,
     }
-    serve_policy(config, sets, flags, checkpoint=checkpoint, allow=allow or (), as_json=as_json)
+    serve_policy(Asked(config, sets, flags, allow), checkpoint=checkpoint, as_json=as_json)
 
 
 def _check_one_place(endpoint: str | None, rendezvous: str | None) -> None:

@@ -12,7 +12,7 @@ import orjson
 import typer
 from rich.console import Console
 
-from headrace.deploy.run.options import AsJson, RunDirPath, Sets, chosen_run, config_file, examples, resolve, text_of
+from headrace.deploy.run.options import AsJson, Asked, RunDirPath, Sets, chosen_run, config_file, examples, text_of
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.output import with_output_options
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
@@ -59,7 +59,7 @@ def up(
     """
     from headrace.deploy.slurm import lifecycle
 
-    resolved, _ = resolve(config, sets, {"fleet.run_dir": text_of(run_dir)})
+    resolved, _ = Asked(config, sets, {"fleet.run_dir": text_of(run_dir)}).resolve()
     check_one_broker(resolved, "headrace slurm")
     if dry_run:
         for line in lifecycle.dry_run(resolved):
@@ -145,7 +145,7 @@ def scripts() -> None:
 
 
 def _run(run_dir: Path | None) -> Path:
-    resolved, _ = resolve(None, None, {"fleet.run_dir": text_of(run_dir)})
+    resolved, _ = Asked(flags={"fleet.run_dir": text_of(run_dir)}).resolve()
     return chosen_run(resolved).absolute()
 
 

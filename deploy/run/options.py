@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,13 +98,27 @@ RedisUrl = Annotated[
 ]
 
 
-def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]) -> tuple[FleetConfig, Origins]:
-    """Resolve defaults < file < environment < `--set` < flags. A flag that is None was not given.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The settings that a command line names: a file, `--set`, and flags by dotted name. None was not given.
 
-    Raises `ConfigError`.
+    `allow`: code that may be built though only a file that the user did not name has it; None for a command that builds
+    no such code.
     """
-    given = {key: value for key, value in flags.items() if value is not None}
-    return load_config(config, {**parse_sets(sets or ()), **given})
+
+    config: Path | None = None
+    sets: Iterable[str] | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    allow: Iterable[str] | None = None
+
+    def resolve(self) -> tuple[FleetConfig, Origins]:
+        """Resolve defaults < file < environment < `--set` < flags. Raises `ConfigError`."""
+        given = {key: value for key, value in self.flags.items() if value is not None}
+        return load_config(self.config, {**parse_sets(self.sets or ()), **given})
+
+    def with_flags(self, flags: Mapping[str, Any]) -> Asked:
+        """Return the same with other or more flags."""
+        return replace(self, flags={**self.flags, **flags})
 
 
 def chosen_run(config: FleetConfig) -> Path:
@@ -127,16 +142,16 @@ def named_fleet(config: FleetConfig) -> tuple[str, str] | None:
     return (config.redis.url, config.fleet.fleet_id) if config.redis.url and config.fleet.fleet_id else None
 
 
-def resolve_each(config: Path | None, flags: Mapping[str, Any]) -> list[FleetConfig]:
+def resolve_each(asked: Asked) -> list[FleetConfig]:
     """Return the configuration as the processes of each broker have it; of all brokers, or that of broker.index.
 
-    Raises the errors of `resolve` and `at_broker`.
+    Raises the errors of `Asked.resolve` and `at_broker`.
     """
-    asked, _ = resolve(config, None, flags)
-    if asked.broker.count == 1:
-        return [asked]
-    chosen = range(asked.broker.count) if asked.broker.index is None else [asked.broker.index]
-    return [resolve(config, None, {**flags, **at_broker(asked, index)})[0] for index in chosen]
+    config, _ = asked.resolve()
+    if config.broker.count == 1:
+        return [config]
+    chosen = range(config.broker.count) if config.broker.index is None else [config.broker.index]
+    return [asked.with_flags(at_broker(config, index)).resolve()[0] for index in chosen]
 
 
 def describe_origin(config: Path | None, origins: Origins) -> str:
