@@ -1,4 +1,4 @@
-"""Options that several commands share, and the one configuration that they and `--set` give."""
+"""The settings that the options of a command name, and the one configuration and run directory that they give."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
-import typer
 
 from headrace.deploy.run.run_dir import newest_run
 from headrace.deploy.run.several_brokers import at_broker
@@ -42,62 +41,6 @@ def config_file(path: Path | None) -> Path | None:
     raise ConfigError(f"{path} is neither a file nor a recipe; the recipes are {', '.join(recipes())}", key="--config")
 
 
-ConfigPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        callback=config_file,
-        help="A fleet.toml, or the name of a recipe: " + ", ".join(recipes()) + "; `--print-config` shows every key.",
-    ),
-]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Any other setting, also one in a table: module.config.hidden=[32]; may be repeated.",
-    ),
-]
-RunDirPath = Annotated[
-    Path | None, typer.Option("--run-dir", help="Folder of the run; default: the newest one in runs/.")
-]
-NewRunDirPath = Annotated[
-    Path | None, typer.Option("--run-dir", help="Folder of the run: fleet.json, logs, data; default: runs/ENV-TIME.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
-Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
-NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Root of all seeds; without it every run differs.")]
-Endpoint = Annotated[
-    str | None,
-    typer.Option("--endpoint", help="tcp://HOST:PORT or ipc:///PATH of the broker; default: from --run-dir."),
-]
-RendezvousPlace = Annotated[
-    str | None,
-    typer.Option(
-        "--rendezvous",
-        metavar="PATH|URL|dns://NAME",
-        help="Where the fleet's broker publishes its addresses: a file, a URL, or the name of its machine.",
-    ),
-]
-FleetId = Annotated[str | None, typer.Option("--fleet-id", help="Name of the fleet; default: from --run-dir.")]
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow",
-        metavar="PACKAGE:[NAME]",
-        help="Build this, though only a file beside the checkpoint names it: my_pkg:make_env, or all of my_pkg: "
-        "may be repeated.",
-    ),
-]
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-url", help="redis://..., rediss://..., or a file that has it; without it the fleet starts its own."
-    ),
-]
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The settings that a command line names: a file, `--set`, and flags by dotted name. None was not given.
@@ -115,6 +58,10 @@ class Asked:
         """Resolve defaults < file < environment < `--set` < flags. Raises `ConfigError`."""
         given = {key: value for key, value in self.flags.items() if value is not None}
         return load_config(self.config, {**parse_sets(self.sets or ()), **given})
+
+    def run_dir(self) -> Path:
+        """Return the run directory of a command; see `chosen_run`."""
+        return chosen_run(self.resolve()[0])
 
     def with_flags(self, flags: Mapping[str, Any]) -> Asked:
         """Return the same with other or more flags."""
@@ -164,11 +111,6 @@ def describe_origin(config: Path | None, origins: Origins) -> str:
     return " + ".join(sources)
 
 
-def examples(*lines: str) -> str:
-    """Return the end of a command's help: lines to paste."""
-    return "Examples:\n\n\b\n" + "\n".join(f"  {line}" for line in lines)
-
-
 def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
     """Parse ["sampling.num_envs=8"] as {"sampling.num_envs": 8}; a value is JSON if it parses as JSON, else text."""
     found: dict[str, Any] = {}
@@ -181,8 +123,3 @@ def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
         except orjson.JSONDecodeError:
             found[key.strip()] = value
     return found
-
-
-def text_of(path: Path | None) -> str | None:
-    """Return a path as settings hold it."""
-    return None if path is None else str(path)
