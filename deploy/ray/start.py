@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,7 @@ from headrace.deploy.ray.wanted_workers import read_wanted
 from headrace.deploy.ray.worker_actor import WorkerStart
 from headrace.deploy.ray.workers_on_ray import WorkersOnRay, keep_workers
 from headrace.deploy.run.fleet_file import read_addresses
-from headrace.deploy.run.named_code import resolve_found
+from headrace.deploy.run.joining import resolve_role
 from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.logs import Identity, set_up_logging
@@ -83,12 +83,7 @@ def _find_fleet(asked: Asked, endpoint: str | None) -> _Found:
     if asked.flags.get("fleet.rendezvous"):
         return _Found(config, _await_fleet(config), rendezvous=config.fleet.rendezvous)
     run_dir = chosen_run(config)
-    asked = asked.with_flags({"fleet.run_dir": str(run_dir)})
-    settings = run_dir / "config.json"
-    if asked.config is None and settings.exists():
-        config, _ = resolve_found(replace(asked, config=settings))
-    else:
-        config, _ = asked.resolve()
+    config, _ = resolve_role(asked.with_flags({"fleet.run_dir": str(run_dir)}))
     fleet_id, endpoints = read_addresses(run_dir)
     if "worker" not in endpoints:
         raise RunDirError(str(run_dir), "no broker serves from it", "start `headrace up`, or give --endpoint")
