@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from headrace.deploy.chaos.truth import ENV, Witnessed
 from headrace.deploy.process.fleet_errors import BrokenPromiseError
 from headrace.deploy.run.options import Asked, parse_sets
 from headrace.deploy.run.run_dir import new_run_dir
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, RunDirError, write_error
 from headrace.schemas.settings.config import FleetConfig
@@ -75,14 +76,10 @@ def chaos(
     _write_config(config, folders)
     replace_private(folders.root / PLAN, plan.as_json())
     stream = sys.stderr if as_json else sys.stdout
-
-    def say(line: str) -> None:
-        with ignore_closed_reader(stream):
-            print(line, file=stream, flush=True)
-
-    say(f"headrace chaos: seed {plan.seed}, {len(plan.events)} events in {plan.minutes:g} min; {folders.root}")
-    outcome = Trial(plan, folders, config.sampling.num_envs, say).run()
-    say("judging")
+    tell = partial(say, stream=stream)
+    tell(f"headrace chaos: seed {plan.seed}, {len(plan.events)} events in {plan.minutes:g} min; {folders.root}")
+    outcome = Trial(plan, folders, config.sampling.num_envs, tell).run()
+    tell("judging")
     judgement = judge(outcome)
     replay = shlex.join(["headrace", "chaos", "--plan", str(folders.root / PLAN), *_again(asked)])
     facts = as_facts(outcome, judgement, replay)
@@ -91,11 +88,10 @@ def chaos(
     with ignore_closed_reader(stream):
         Console(file=stream, width=None if stream.isatty() else WIDTH).print(*tables(outcome, judgement))
     for line in lines_of(judgement):
-        say(line)
-    say(f"report: {folders.root / REPORT_HTML}")
+        tell(line)
+    tell(f"report: {folders.root / REPORT_HTML}")
     if as_json:
-        with ignore_closed_reader(sys.stdout):
-            print(orjson.dumps(facts).decode(), flush=True)  # noqa: T201
+        say(orjson.dumps(facts).decode())
     if judgement.problems:
         raise BrokenPromiseError(judgement.problems, str(folders.root / REPORT_HTML), replay)
 

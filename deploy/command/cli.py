@@ -36,7 +36,7 @@ from headrace.deploy.run.named_code import resolve_found
 from headrace.deploy.run.options import Asked, chosen_run, describe_origin, named_fleet, resolve_each
 from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.output import wants_tracebacks
-from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams
+from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, LedgerError
 
@@ -72,8 +72,7 @@ def main() -> None:
     except HeadraceError as error:
         if wants_tracebacks():
             traceback.print_exc()
-        with ignore_closed_reader(sys.stderr):
-            print(printable(f"error: {error}"), file=sys.stderr, flush=True)  # noqa: T201
+        say(printable(f"error: {error}"), sys.stderr)
         write_exit_record(exit_record_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
     except SystemExit as end:  # typer raises it at the end of a command, also for wrong arguments

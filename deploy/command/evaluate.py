@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from headrace.deploy.fleet.roles import no_exit_from
 from headrace.deploy.run.options import Asked
 from headrace.deploy.run.saved_policy import ResolvedPolicy, Which, resolve_policy, resolve_settings
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ExitCode, ModuleError, RunDirError
 
@@ -66,8 +65,7 @@ def evaluate(asked: Asked, options: EvaluateOptions) -> None:
         text = orjson.dumps(told).decode()
     else:
         text = in_words(told) + (f"\nvideo: {told['video']}" if told["video"] else "")
-    with ignore_closed_reader(sys.stdout):
-        print(text, flush=True)  # noqa: T201
+    say(text)
     if not told["complete"]:
         log.warning("stopped after %d of %d episodes", told["episodes"], options.episodes)
         raise typer.Exit(int(ExitCode.FAILURE))

@@ -13,7 +13,7 @@ import typer
 from headrace.deploy.command.option_table import command
 from headrace.deploy.monitoring.exporter.files import DEFAULT_LISTEN, MonitoringFile
 from headrace.deploy.run.health import WITHIN_S
-from headrace.deploy.run.options import Asked, chosen_run, named_fleet, resolve_each
+from headrace.deploy.run.options import Asked, chosen_run, named_fleet, named_redis, resolve_each
 from headrace.schemas.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def health(
     if redis_url:
         from headrace.deploy.run.redis_server import wait_ready
 
-        wait_ready(_url_of(redis_url), _REDIS_S)
+        wait_ready(named_redis(redis_url), _REDIS_S)
         typer.echo("Redis answers")
         return
     healthy, sentence = answer(Question(role, asked.run_dir(), ready), within_s)
@@ -255,7 +255,7 @@ def _chosen_fleet(asked: Asked, redis_url: str, fleet_id: str) -> Iterator[Facts
         return
     if not redis_url or not fleet_id or asked.flags["fleet.run_dir"] is not None:
         raise ConfigError("name a run by --run-dir, or a fleet by --redis-url and --fleet-id together")
-    with FactsReader(redis_url=_url_of(redis_url), fleet_id=fleet_id) as reader:
+    with FactsReader(redis_url=named_redis(redis_url), fleet_id=fleet_id) as reader:
         yield reader
 
 
@@ -267,13 +267,3 @@ def _reader_of(config: Path | None, resolved: FleetConfig) -> FactsReader | None
     if named is None or (Path(resolved.fleet.run_dir) / "fleet.json").exists():
         return None
     return FactsReader(redis_url=named[0], fleet_id=named[1])
-
-
-def _url_of(given: str) -> str:
-    """Return the URL that `--redis-url` names. Raises `ConfigError`."""
-    from headrace.schemas.settings.redis_url import read_redis_url
-
-    try:
-        return read_redis_url(given)
-    except ValueError as error:
-        raise ConfigError(str(error), key="--redis-url") from None

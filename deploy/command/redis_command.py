@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.deploy.command.option_table import command
+from headrace.deploy.run.options import named_redis
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError
 
@@ -110,16 +111,11 @@ def _inventory(redis_url: str, run_dir: Path | None) -> Iterator[tuple[Inventory
     from headrace.deploy.report.audit import find_books
     from headrace.deploy.run.redis_inventory import Inventory
     from headrace.deploy.run.redis_server import serving
-    from headrace.schemas.settings.redis_url import read_redis_url
 
     if bool(redis_url) == (run_dir is not None):
         raise ConfigError("name one of --redis-url and --run-dir")
     if run_dir is None:
-        try:
-            url = read_redis_url(redis_url)
-        except ValueError as error:
-            raise ConfigError(str(error), key="--redis-url") from None
-        with Inventory(url) as inventory:
+        with Inventory(named_redis(redis_url)) as inventory:
             yield inventory, ""
         return
     url, fleet_id = find_books(run_dir)

@@ -15,7 +15,7 @@ from rich.console import Console
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked, config_file
 from headrace.deploy.run.several_brokers import check_one_broker
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ExitCode
 
@@ -131,7 +131,7 @@ def down(asked: Asked) -> None:
     """
     from headrace.deploy.slurm import lifecycle
 
-    lifecycle.down(asked.run_dir().absolute(), _say)
+    lifecycle.down(asked.run_dir().absolute(), lambda line: say(printable(line), sys.stderr))
     typer.echo("its jobs have ended, and their nodes are free")
 
 
@@ -141,8 +141,3 @@ def scripts() -> None:
     from headrace.deploy.slurm.submission import SCRIPTS
 
     typer.echo(SCRIPTS)
-
-
-def _say(line: str) -> None:
-    with ignore_closed_reader(sys.stderr):
-        print(printable(line), file=sys.stderr, flush=True)  # noqa: T201

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +13,7 @@ from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.saved_policy import ResolvedPolicy, resolve_policy
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConnectorError, EnvError, ModuleError
 
@@ -32,8 +31,7 @@ def serve(asked: Asked, *, checkpoint: str | None, as_json: bool) -> None:
     policy = resolve_policy(checkpoint, asked)
     with no_exit_from(EnvError, "the env or the module"):
         told = _serve(policy)
-    with ignore_closed_reader(sys.stdout):
-        print(orjson.dumps(told).decode() if as_json else _in_words(told), flush=True)  # noqa: T201
+    say(orjson.dumps(told).decode() if as_json else _in_words(told))
 
 
 def _serve(policy: ResolvedPolicy) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import orjson
 
 from headrace.deploy.run.run_dir import newest_run
 from headrace.deploy.run.several_brokers import at_broker
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import Origins, load_config
+from headrace.schemas.settings.redis_url import read_redis_url
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Configurations that were tuned for one env each, and came with the package."""
@@ -76,8 +77,7 @@ def chosen_run(config: FleetConfig) -> Path:
     if config.fleet.run_dir:
         return Path(config.fleet.run_dir)
     run = newest_run()
-    with ignore_closed_reader(sys.stderr):
-        print(f"run directory: {run}, the newest in {run.parent}/", file=sys.stderr, flush=True)  # noqa: T201
+    say(f"run directory: {run}, the newest in {run.parent}/", sys.stderr)
     return run
 
 
@@ -109,6 +109,14 @@ def describe_origin(config: Path | None, origins: Origins) -> str:
     sources += [f"{environment} from the environment"] if environment else []
     sources += [f"{flags} flag{'s' if flags > 1 else ''}"] if flags else []
     return " + ".join(sources)
+
+
+def named_redis(text: str, key: str = "--redis-url") -> str:
+    """Return the URL of the Redis that an option names: the text itself, or that in a file. Raises `ConfigError`."""
+    try:
+        return read_redis_url(text)
+    except ValueError as error:
+        raise ConfigError(str(error), key=key) from None
 
 
 def parse_sets(sets: Iterable[str]) -> dict[str, Any]:

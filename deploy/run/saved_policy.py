@@ -19,7 +19,7 @@ from headrace.broker.redis.client import REDIS_FAILURES, connect, unusable
 from headrace.broker.redis.weights import weights_in
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.named_code import resolve_found
-from headrace.deploy.run.options import Asked, describe_origin
+from headrace.deploy.run.options import Asked, describe_origin, named_redis
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import (
@@ -33,7 +33,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.messages.weights import read_weights, split_modules
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.redis_url import read_redis_url, without_password
+from headrace.schemas.settings.redis_url import without_password
 
 if TYPE_CHECKING:  # torch takes a second or two
     from headrace.workers.policy.trained_policy import TrainedPolicy
@@ -185,12 +185,7 @@ def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPoli
 
 def _address(where: str) -> str:
     """Return the Redis URL in the file `where` if its name ends in ".url"; else `where`. Raises `ConfigError`."""
-    if not where.endswith(".url"):
-        return where
-    try:
-        return read_redis_url(where)
-    except ValueError as error:
-        raise ConfigError(str(error), key=where) from None
+    return named_redis(where, where) if where.endswith(".url") else where
 
 
 def _config_beside(where: str) -> Path | None:

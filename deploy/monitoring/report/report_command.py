@@ -13,7 +13,7 @@ import orjson
 from headrace.deploy.monitoring.report.report_page import report_html
 from headrace.deploy.monitoring.report.run_report import read_run, rows_of, series_of
 from headrace.deploy.report.run_rows import COLUMNS
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import write_error
 
@@ -62,5 +62,4 @@ def _write(path: Path, content: bytes) -> None:
         replace_private(path, content)
     except OSError as error:
         raise write_error(str(path), error) from error
-    with ignore_closed_reader(sys.stderr):
-        print(f"written: {path}", file=sys.stderr, flush=True)  # noqa: T201
+    say(f"written: {path}", sys.stderr)
