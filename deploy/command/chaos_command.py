@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from headrace.deploy.chaos.schedule import Plan, make_plan, read_plan
 from headrace.deploy.chaos.trial import Trial
 from headrace.deploy.chaos.truth import ENV, Witnessed
 from headrace.deploy.process.fleet_errors import BrokenPromiseError
-from headrace.deploy.run.options import parse_sets, resolve
+from headrace.deploy.run.options import Asked, parse_sets
 from headrace.deploy.run.run_dir import new_run_dir
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, RunDirError, write_error
 from headrace.schemas.settings.config import FleetConfig
@@ -55,9 +56,7 @@ FIXED: Mapping[str, Any] = {
 
 
 def chaos(
-    config_path: Path | None,
-    sets: list[str] | None,
-    flags: Mapping[str, Any],
+    asked: Asked,
     *,
     minutes: float,
     seed: int,
@@ -67,7 +66,7 @@ def chaos(
     as_json: bool,
 ) -> None:
     """Run one trial. Raises `BrokenPromiseError` when a promise was broken, `ConfigError`, or why no fleet starts."""
-    config = resolve_trial(config_path, sets, flags)
+    config = resolve_trial(asked)
     plan = read_plan(plan_path) if plan_path is not None else _plan_of(config, minutes, seed)
     if print_plan:
         print(plan.as_json().decode())  # noqa: T201
@@ -77,39 +76,34 @@ def chaos(
     _write_config(config, folders)
     replace_private(folders.root / PLAN, plan.as_json())
     stream = sys.stderr if as_json else sys.stdout
-
-    def say(line: str) -> None:
-        with ignore_closed_reader(stream):
-            print(line, file=stream, flush=True)
-
-    say(f"headrace chaos: seed {plan.seed}, {len(plan.events)} events in {plan.minutes:g} min; {folders.root}")
-    outcome = Trial(plan, folders, config.sampling.num_envs, say).run()
-    say("judging")
+    tell = partial(say, stream=stream)
+    tell(f"headrace chaos: seed {plan.seed}, {len(plan.events)} events in {plan.minutes:g} min; {folders.root}")
+    outcome = Trial(plan, folders, config.sampling.num_envs, tell).run()
+    tell("judging")
     judgement = judge(outcome)
-    replay = shlex.join(["headrace", "chaos", "--plan", str(folders.root / PLAN), *_again(config_path, sets, flags)])
+    replay = shlex.join(["headrace", "chaos", "--plan", str(folders.root / PLAN), *_again(asked)])
     facts = as_facts(outcome, judgement, replay)
     replace_private(folders.root / REPORT_JSON, orjson.dumps(facts, option=orjson.OPT_INDENT_2))
     replace_private(folders.root / REPORT_HTML, as_html(outcome, judgement, replay).encode())
     with ignore_closed_reader(stream):
         Console(file=stream, width=None if stream.isatty() else WIDTH).print(*tables(outcome, judgement))
     for line in lines_of(judgement):
-        say(line)
-    say(f"report: {folders.root / REPORT_HTML}")
+        tell(line)
+    tell(f"report: {folders.root / REPORT_HTML}")
     if as_json:
-        with ignore_closed_reader(sys.stdout):
-            print(orjson.dumps(facts).decode(), flush=True)  # noqa: T201
+        say(orjson.dumps(facts).decode())
     if judgement.problems:
         raise BrokenPromiseError(judgement.problems, str(folders.root / REPORT_HTML), replay)
 
 
-def resolve_trial(config_path: Path | None, sets: list[str] | None, flags: Mapping[str, Any]) -> FleetConfig:
+def resolve_trial(asked: Asked) -> FleetConfig:
     """Return the configuration of the fleet: the user's, but with what a trial needs. Raises `ConfigError`."""
-    asked, origins = resolve(config_path, sets, flags)
-    _refuse_other_kinds(asked)
+    config, origins = asked.resolve()
+    _refuse_other_kinds(config)
     chosen = {key for key, origin in origins.items() if origin != "default"}
     defaults = {key: value for key, value in DEFAULTS.items() if key not in chosen}
-    given = {key: value for key, value in flags.items() if value is not None}
-    resolved, _ = resolve(config_path, None, {**defaults, **parse_sets(sets or ()), **given})
+    given = {key: value for key, value in asked.flags.items() if value is not None}
+    resolved, _ = Asked(asked.config, flags={**defaults, **parse_sets(asked.sets or ()), **given}).resolve()
     sections: dict[str, dict[str, Any]] = {}
     for dotted, value in FIXED.items():
         section, _, key = dotted.partition(".")
@@ -177,12 +171,12 @@ def _write_config(config: FleetConfig, folders: Folders) -> None:
     replace_private(folders.config, orjson.dumps(written, option=orjson.OPT_INDENT_2))
 
 
-def _again(config_path: Path | None, sets: list[str] | None, flags: Mapping[str, Any]) -> list[str]:
+def _again(asked: Asked) -> list[str]:
     """Return the options of this call that its plan does not hold."""
-    options = ["--config", str(config_path)] if config_path is not None else []
+    options = ["--config", str(asked.config)] if asked.config is not None else []
     names = {"sampling.env": "--env", "sampling.num_envs": "--num-envs", "fleet.workers": "--workers"}
-    for key, value in flags.items():
+    for key, value in asked.flags.items():
         options += [names[key], str(value)] if value is not None else []
-    for text in sets or ():
+    for text in asked.sets or ():
         options += ["--set", text]
     return options

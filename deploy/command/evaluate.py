@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,10 +15,10 @@ import orjson
 import typer
 
 from headrace.deploy.fleet.roles import no_exit_from
-from headrace.deploy.run.joining import Flags, Sets
+from headrace.deploy.run.options import Asked
 from headrace.deploy.run.saved_policy import ResolvedPolicy, Which, resolve_policy, resolve_settings
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ExitCode, ModuleError, RunDirError
 
@@ -42,17 +40,16 @@ class EvaluateOptions:
     render: Path | None = None
     render_episodes: int = 1
     as_json: bool = False
-    allow: Sequence[str] = ()
 
 
-def evaluate(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOptions) -> None:
+def evaluate(asked: Asked, options: EvaluateOptions) -> None:
     """Play whole episodes with the policy, and print what they returned. Stopped by a signal, it exits 1."""
     set_up_logging(Identity("", "evaluate"))
     from headrace.deploy.policies.episode_video import EpisodeVideo
     from headrace.deploy.policies.evaluation import in_words
 
     video = EpisodeVideo(options.render, options.render_episodes) if options.render is not None else None
-    policy = resolve_policy(options.run, config, sets, flags, which=options.which, allow=options.allow)
+    policy = resolve_policy(options.run, asked, which=options.which)
     log.info(
         "headrace %s evaluates %s on %s, episodes: %d, explore %s; config: %s",
         version("headrace"),
@@ -68,8 +65,7 @@ def evaluate(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOpt
         text = orjson.dumps(told).decode()
     else:
         text = in_words(told) + (f"\nvideo: {told['video']}" if told["video"] else "")
-    with ignore_closed_reader(sys.stdout):
-        print(text, flush=True)  # noqa: T201
+    say(text)
     if not told["complete"]:
         log.warning("stopped after %d of %d episodes", told["episodes"], options.episodes)
         raise typer.Exit(int(ExitCode.FAILURE))
@@ -97,13 +93,13 @@ def _play(policy: ResolvedPolicy, options: EvaluateOptions, video: Any) -> dict[
     }
 
 
-def watch(config: Path | None, sets: Sets, flags: Flags, options: EvaluateOptions) -> None:
+def watch(asked: Asked, options: EvaluateOptions) -> None:
     """Evaluate the run's checkpoints while it trains, until told to stop. Training comes first where cores are few."""
     os.nice(_NICENESS)
     run_dir = Path(options.run)
     if not run_dir.is_dir():
         raise RunDirError(options.run, "there is no such folder; --watch needs the run directory of a fleet")
-    resolved, origin = resolve_settings(options.run, config, sets, flags, options.allow)
+    resolved, origin = resolve_settings(options.run, asked)
     set_up_logging(Identity(resolved.fleet.fleet_id, "evaluator"))
     if not resolved.learner.evaluate_every_steps:
         raise ConfigError(

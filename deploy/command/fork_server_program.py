@@ -64,7 +64,7 @@ def _import_all() -> None:
     import headrace.workers.fleet.memory
     import headrace.workers.fleet.worker
 
-    headrace.deploy.command.cli.command()
+    headrace.deploy.command.cli.command_line()
 
 
 def _leave_out_finalizers() -> None:

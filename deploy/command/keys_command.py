@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.deploy.run.options import AsJson, examples
-from headrace.deploy.terminal.output import with_output_options
+from headrace.deploy.command.option_table import command
 from headrace.schemas.errors import KeysError
 
 _ROLES = "worker, supervisor, learner, env-host or client"
@@ -31,15 +30,13 @@ def _keys() -> None:
     """Manage keys of the fleet's sockets (which peer may be a worker, a learner, the broker) and users in Redis."""
 
 
-@app.command(
-    epilog=examples(
-        "headrace keys init",
-        "headrace keys init --dir /etc/headrace/keys",
-        "headrace up --set keys.dir=keys",
-        "headrace broker --run-dir runs/b --fleet-id demo --set broker.host=0.0.0.0 --set keys.dir=keys",
-    )
+@command(
+    app,
+    "headrace keys init",
+    "headrace keys init --dir /etc/headrace/keys",
+    "headrace up --set keys.dir=keys",
+    "headrace broker --run-dir runs/b --fleet-id demo --set broker.host=0.0.0.0 --set keys.dir=keys",
 )
-@with_output_options
 def init(
     folder: Annotated[Path, typer.Option("--dir", help="Folder for the key files; made if need be.")] = Path("keys"),
     force: Annotated[bool, typer.Option("--force", help="Replace the keys that are there.")] = False,
@@ -54,14 +51,12 @@ def init(
     typer.echo(what_to_copy(folder.absolute()))
 
 
-@app.command(
-    epilog=examples(
-        "headrace keys add worker --group gpu",
-        "headrace keys add supervisor --group gpu --dir /etc/headrace/keys",
-        "headrace worker --endpoint tcp://BROKER:5701 --fleet-id demo --set keys.dir=keys",
-    )
+@command(
+    app,
+    "headrace keys add worker --group gpu",
+    "headrace keys add supervisor --group gpu --dir /etc/headrace/keys",
+    "headrace worker --endpoint tcp://BROKER:5701 --fleet-id demo --set keys.dir=keys",
 )
-@with_output_options
 def add(role: Role, group: Group = "", folder: Folder = Path("keys")) -> None:
     """Make a key pair for one more group of peers, or one in place of a revoked pair.
 
@@ -73,9 +68,8 @@ def add(role: Role, group: Group = "", folder: Folder = Path("keys")) -> None:
     typer.echo(where_to_copy(folder.absolute(), add_key(folder, role, group)))
 
 
-@app.command("list", epilog=examples("headrace keys list", "headrace keys list --dir /etc/headrace/keys --json"))
-@with_output_options
-def list_keys(folder: Folder = Path("keys"), as_json: AsJson = False) -> None:
+@command(app, "headrace keys list", "headrace keys list --dir /etc/headrace/keys --json", name="list")
+def list_keys(*, folder: Folder = Path("keys"), as_json: bool) -> None:
     """Show role, group, fingerprint and state of each key in a folder.
 
     Exit with an error that names the files that are damaged, or that others may read.
@@ -101,10 +95,7 @@ def _table(rows: list[dict[str, str]]) -> Table:
     return table
 
 
-@app.command(
-    epilog=examples("headrace keys revoke worker --group gpu", "headrace keys revoke client --dir /etc/headrace/keys")
-)
-@with_output_options
+@command(app, "headrace keys revoke worker --group gpu", "headrace keys revoke client --dir /etc/headrace/keys")
 def revoke(role: Role, group: Group = "", folder: Folder = Path("keys")) -> None:
     """Revoke the key of a role and group for good.
 
@@ -119,14 +110,12 @@ def revoke(role: Role, group: Group = "", folder: Folder = Path("keys")) -> None
     typer.echo(f"headrace keys add {role}{f' --group {group}' if group else ''} makes another.")
 
 
-@app.command(
-    epilog=examples(
-        "headrace keys redis --fleet-id demo",
-        "headrace keys redis --fleet-id demo --redis-url admin.url --dir keys",
-        "headrace up --set fleet.fleet_id=demo --redis-url keys/redis-writer.url",
-    )
+@command(
+    app,
+    "headrace keys redis --fleet-id demo",
+    "headrace keys redis --fleet-id demo --redis-url admin.url --dir keys",
+    "headrace up --set fleet.fleet_id=demo --redis-url keys/redis-writer.url",
 )
-@with_output_options
 def redis(
     fleet_id: Annotated[str, typer.Option("--fleet-id", help="The fleet whose keys the users may use.")],
     server: Annotated[

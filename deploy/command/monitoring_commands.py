@@ -10,20 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.deploy.command.option_table import command
 from headrace.deploy.monitoring.exporter.files import DEFAULT_LISTEN, MonitoringFile
 from headrace.deploy.run.health import WITHIN_S
-from headrace.deploy.run.options import (
-    AsJson,
-    ConfigPath,
-    RunDirPath,
-    chosen_run,
-    examples,
-    named_fleet,
-    resolve,
-    resolve_each,
-    text_of,
-)
-from headrace.deploy.terminal.output import with_output_options
+from headrace.deploy.run.options import Asked, chosen_run, named_fleet, named_redis, resolve_each
 from headrace.schemas.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -51,23 +41,22 @@ TokenFile = Annotated[
 ]
 
 
-@app.command(
-    epilog=examples(
-        "headrace why",
-        "headrace why --run-dir runs/a --json | python -m json.tool",
-        "headrace why --redis-url redis://localhost:6379/0 --fleet-id demo --watch",
-    )
+@command(
+    app,
+    "headrace why",
+    "headrace why --run-dir runs/a --json | python -m json.tool",
+    "headrace why --redis-url redis://localhost:6379/0 --fleet-id demo --watch",
+    options="run_dir redis_url fleet_id config watch as_json",
 )
-@with_output_options
 def why(
-    run_dir: RunDirPath = None,
+    asked: Asked,
+    *,
     redis_url: RedisElsewhere = "",
     fleet_id: FleetElsewhere = "",
-    config: ConfigPath = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on, and show each change, until the fleet has ended.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: bool,
 ) -> None:
     """Say what is wrong with a fleet: who waits for whom, since when, by which limit, and what helps.
 
@@ -75,23 +64,23 @@ def why(
     """
     from headrace.deploy.monitoring.why import why as explain
 
-    with _chosen_fleet(run_dir, config, redis_url, fleet_id) as reader:
+    with _chosen_fleet(asked, redis_url, fleet_id) as reader:
         findings = explain(reader, as_json=as_json, watch=watch)
     raise typer.Exit(ExitCode.FINDINGS if findings else ExitCode.OK)
 
 
-@app.command(
-    epilog=examples(
-        "headrace health --run-dir runs/a",
-        "headrace health --role worker --ready",
-        "headrace health --role learner --ready --within-s 600",
-        "headrace health --redis-url keys/redis-reader.url",
-    )
+@command(
+    app,
+    "headrace health --run-dir runs/a",
+    "headrace health --role worker --ready",
+    "headrace health --role learner --ready --within-s 600",
+    "headrace health --redis-url keys/redis-reader.url",
+    options="role run_dir ready within_s redis_url",
 )
-@with_output_options
 def health(
+    asked: Asked,
+    *,
     role: Annotated[str, typer.Option("--role", help="worker, broker, learner or env-host; default: all here.")] = "",
-    run_dir: RunDirPath = None,
     ready: Annotated[bool, typer.Option("--ready", help="They must make progress too, not only live.")] = False,
     within_s: Annotated[
         float, typer.Option("--within-s", min=0.0, help="Seconds without progress that still count as ready.")
@@ -110,32 +99,30 @@ def health(
     if redis_url:
         from headrace.deploy.run.redis_server import wait_ready
 
-        wait_ready(_url_of(redis_url), _REDIS_S)
+        wait_ready(named_redis(redis_url), _REDIS_S)
         typer.echo("Redis answers")
         return
-    resolved, _ = resolve(None, None, {"fleet.run_dir": text_of(run_dir)})
-    healthy, sentence = answer(Question(role, chosen_run(resolved), ready), within_s)
+    healthy, sentence = answer(Question(role, asked.run_dir(), ready), within_s)
     typer.echo(sentence)
     raise typer.Exit(ExitCode.OK if healthy else ExitCode.FINDINGS)
 
 
-@app.command(
-    epilog=examples(
-        "headrace top",
-        "headrace top --run-dir runs/a",
-        "headrace top --redis-url redis://localhost:6379/0 --fleet-id demo",
-        "headrace top --once | less",
-        "headrace top --json | python -m json.tool",
-    )
+@command(
+    app,
+    "headrace top",
+    "headrace top --run-dir runs/a",
+    "headrace top --redis-url redis://localhost:6379/0 --fleet-id demo",
+    "headrace top --once | less",
+    "headrace top --json | python -m json.tool",
+    options="run_dir redis_url fleet_id config once as_json",
 )
-@with_output_options
 def top(
-    run_dir: RunDirPath = None,
+    asked: Asked,
+    *,
     redis_url: RedisElsewhere = "",
     fleet_id: FleetElsewhere = "",
-    config: ConfigPath = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and end, as without a terminal.")] = False,
-    as_json: AsJson = False,
+    as_json: bool,
 ) -> None:
     """Show a fleet live in this terminal: verdict, findings, numbers, ledger, workers.
 
@@ -144,24 +131,22 @@ def top(
     """
     from headrace.deploy.monitoring.top.top import top as show
 
-    with _chosen_fleet(run_dir, config, redis_url, fleet_id) as reader:
+    with _chosen_fleet(asked, redis_url, fleet_id) as reader:
         show(reader, once=once, as_json=as_json)
 
 
-@app.command(
-    epilog=examples(
-        "headrace dashboard",
-        "headrace dashboard --run-dir runs/a --listen 127.0.0.1:8090",
-        "headrace dashboard --redis-url redis://localhost:6379/0 --fleet-id demo",
-        "headrace dashboard --listen 0.0.0.0:8090 --token-file keys/http.token",
-    )
+@command(
+    app,
+    "headrace dashboard",
+    "headrace dashboard --run-dir runs/a --listen 127.0.0.1:8090",
+    "headrace dashboard --redis-url redis://localhost:6379/0 --fleet-id demo",
+    "headrace dashboard --listen 0.0.0.0:8090 --token-file keys/http.token",
+    options="run_dir redis_url fleet_id config listen token_file",
 )
-@with_output_options
 def dashboard(
-    run_dir: RunDirPath = None,
+    asked: Asked,
     redis_url: RedisElsewhere = "",
     fleet_id: FleetElsewhere = "",
-    config: ConfigPath = None,
     listen: Listen = "127.0.0.1:0",
     token_file: TokenFile = None,
 ) -> None:
@@ -173,19 +158,17 @@ def dashboard(
     from headrace.deploy.terminal.logs import Identity, set_up_logging
 
     set_up_logging(Identity(fleet_id, "dashboard"))
-    with _chosen_fleet(run_dir, config, redis_url, fleet_id) as reader:
+    with _chosen_fleet(asked, redis_url, fleet_id) as reader:
         serve_page(reader, listen, token_file, lambda address: log.info("dashboard: %s", address))
 
 
-@app.command(
-    epilog=examples(
-        "headrace report",
-        "headrace report runs/a",
-        "headrace report runs/a --out report.html --csv curves.csv --json report.json",
-        "headrace report runs/a --json - | python -m json.tool",
-    )
+@command(
+    app,
+    "headrace report",
+    "headrace report runs/a",
+    "headrace report runs/a --out report.html --csv curves.csv --json report.json",
+    "headrace report runs/a --json - | python -m json.tool",
 )
-@with_output_options
 def report(
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run directory; default: the newest one.")] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: report.html in RUN.")] = None,
@@ -202,21 +185,19 @@ def report(
     """
     from headrace.deploy.monitoring.report.report_command import write_report
 
-    resolved, _ = resolve(None, None, {"fleet.run_dir": text_of(run)})
-    write_report(chosen_run(resolved), out, csv, json)
+    write_report(Asked(flags={"fleet.run_dir": run and str(run)}).run_dir(), out, csv, json)
 
 
-@app.command(
-    epilog=examples(
-        "headrace exporter",
-        "headrace exporter --run-dir runs/a --run-dir runs/b --listen 127.0.0.1:9747",
-        "headrace exporter --redis-url redis://127.0.0.1:6379 --fleet-id demo",
-        "headrace exporter --listen 0.0.0.0:9747 --token-file keys/http.token --run-dir runs/a",
-        "headrace exporter --print alert-rules > headrace-rules.yml",
-    )
+@command(
+    app,
+    "headrace exporter",
+    "headrace exporter --run-dir runs/a --run-dir runs/b --listen 127.0.0.1:9747",
+    "headrace exporter --redis-url redis://127.0.0.1:6379 --fleet-id demo",
+    "headrace exporter --listen 0.0.0.0:9747 --token-file keys/http.token --run-dir runs/a",
+    "headrace exporter --print alert-rules > headrace-rules.yml",
 )
-@with_output_options
 def exporter(
+    *,
     listen: Listen = DEFAULT_LISTEN,
     run_dir: Annotated[
         list[Path] | None,
@@ -226,7 +207,7 @@ def exporter(
     fleet_id: Annotated[
         list[str] | None, typer.Option("--fleet-id", help="Name of a fleet in that Redis. May be repeated.")
     ] = None,
-    config: ConfigPath = None,
+    config: Path | None,
     token_file: TokenFile = None,
     print_: Annotated[
         MonitoringFile | None,
@@ -250,14 +231,14 @@ def exporter(
 
 
 def _fleets_named_in(config: Path) -> list[tuple[str, str]]:
-    fleets = [named for resolved in resolve_each(config, {}) if (named := named_fleet(resolved)) is not None]
+    fleets = [named for resolved in resolve_each(Asked(config)) if (named := named_fleet(resolved)) is not None]
     if not fleets:
         raise ConfigError(f"{config} names no fleet to export: it needs redis.url and fleet.fleet_id", key="--config")
     return fleets
 
 
 @contextlib.contextmanager
-def _chosen_fleet(run_dir: Path | None, config: Path | None, redis_url: str, fleet_id: str) -> Iterator[FactsReader]:
+def _chosen_fleet(asked: Asked, redis_url: str, fleet_id: str) -> Iterator[FactsReader]:
     """Give a reader of the fleet that the options name. The Redis of a run that has ended is started for this time.
 
     Raises `ConfigError`, `NoRunError`, or `RunDirError` for a directory without a fleet.
@@ -265,16 +246,16 @@ def _chosen_fleet(run_dir: Path | None, config: Path | None, redis_url: str, fle
     from headrace.deploy.monitoring.facts import FactsReader, facts_of_run
 
     if not redis_url and not fleet_id:
-        resolved, *others = resolve_each(config, {"fleet.run_dir": text_of(run_dir)})
+        resolved, *others = resolve_each(asked)
         if others:
             detail = f"should name one of the {len(others) + 1} brokers; set HEADRACE_BROKER__INDEX"
             raise ConfigError(detail, key="broker.index")
-        with _reader_of(config, resolved) or facts_of_run(chosen_run(resolved)) as reader:
+        with _reader_of(asked.config, resolved) or facts_of_run(chosen_run(resolved)) as reader:
             yield reader
         return
-    if not redis_url or not fleet_id or run_dir is not None:
+    if not redis_url or not fleet_id or asked.flags["fleet.run_dir"] is not None:
         raise ConfigError("name a run by --run-dir, or a fleet by --redis-url and --fleet-id together")
-    with FactsReader(redis_url=_url_of(redis_url), fleet_id=fleet_id) as reader:
+    with FactsReader(redis_url=named_redis(redis_url), fleet_id=fleet_id) as reader:
         yield reader
 
 
@@ -286,13 +267,3 @@ def _reader_of(config: Path | None, resolved: FleetConfig) -> FactsReader | None
     if named is None or (Path(resolved.fleet.run_dir) / "fleet.json").exists():
         return None
     return FactsReader(redis_url=named[0], fleet_id=named[1])
-
-
-def _url_of(given: str) -> str:
-    """Return the URL that `--redis-url` names. Raises `ConfigError`."""
-    from headrace.schemas.settings.redis_url import read_redis_url
-
-    try:
-        return read_redis_url(given)
-    except ValueError as error:
-        raise ConfigError(str(error), key="--redis-url") from None

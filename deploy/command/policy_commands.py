@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from headrace.deploy.run.options import Allow, AsJson, ConfigPath, Env, FleetId, Sets, examples
-from headrace.deploy.terminal.output import with_output_options
+from headrace.deploy.command.option_table import command
+from headrace.deploy.run.options import Asked
 
 app = typer.Typer()
 
@@ -28,17 +28,19 @@ Checkpoint = Annotated[
 ]
 
 
-@app.command(
-    epilog=examples(
-        "headrace evaluate runs/a --episodes 100",
-        "headrace evaluate runs/a --checkpoint best --render best.mp4",
-        "headrace evaluate runs/a/best.checkpoint --seed 7 --json",
-        "headrace evaluate redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1",
-        "headrace evaluate runs/a --watch --set learner.evaluate_every_steps=20000",
-    )
+@command(
+    app,
+    "headrace evaluate runs/a --episodes 100",
+    "headrace evaluate runs/a --checkpoint best --render best.mp4",
+    "headrace evaluate runs/a/best.checkpoint --seed 7 --json",
+    "headrace evaluate redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1",
+    "headrace evaluate runs/a --watch --set learner.evaluate_every_steps=20000",
+    options="run episodes checkpoint num_envs seed explore render render_episodes watch env fleet_id config sets allow"
+    " as_json",
 )
-@with_output_options
 def evaluate(
+    asked: Asked,
+    *,
     run: Run,
     episodes: Annotated[int, typer.Option("--episodes", min=1, help="Whole episodes to play.")] = 100,
     checkpoint: Checkpoint = CheckpointChoice.NEWEST,
@@ -48,7 +50,7 @@ def evaluate(
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, help="Of the episodes; default 0. A seed repeats its episodes.")
     ] = None,
-    explore: Annotated[bool, typer.Option("--explore/--no-explore", help="Sample actions, or take the best.")] = False,
+    explore: bool,
     render: Annotated[Path | None, typer.Option("--render", help="MP4 file for a video (extra video).")] = None,
     render_episodes: Annotated[
         int, typer.Option("--render-episodes", min=1, help="Episodes of the first env in the video.")
@@ -60,12 +62,7 @@ def evaluate(
             help="Evaluate checkpoints as they come, every learner.evaluate_every_steps, into evaluations.jsonl.",
         ),
     ] = False,
-    env: Env = None,
-    fleet_id: FleetId = None,
-    config: ConfigPath = None,
-    sets: Sets = None,
-    allow: Allow = None,
-    as_json: AsJson = False,
+    as_json: bool,
 ) -> None:
     """Play whole episodes with a trained policy, and print returns and lengths.
 
@@ -85,21 +82,19 @@ def evaluate(
         render=render,
         render_episodes=render_episodes,
         as_json=as_json,
-        allow=allow or (),
     )
-    flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
-    (watch_run if watch else evaluate_policy)(config, sets, flags, options)
+    (watch_run if watch else evaluate_policy)(asked, options)
 
 
-@app.command(
-    epilog=examples(
-        "headrace export runs/a --to policy.onnx",
-        "headrace export runs/a --checkpoint best --to policy.pt",
-        "headrace export runs/a --to policy.pt2 --module-id walker",
-    )
+@command(
+    app,
+    "headrace export runs/a --to policy.onnx",
+    "headrace export runs/a --checkpoint best --to policy.pt",
+    "headrace export runs/a --to policy.pt2 --module-id walker",
+    options="run to checkpoint module_id env fleet_id config sets allow",
 )
-@with_output_options
 def export(
+    asked: Asked,
     run: Run,
     to: Annotated[
         Path,
@@ -109,11 +104,6 @@ def export(
     module_id: Annotated[
         str | None, typer.Option("--module-id", help="Which one, where there are several policies.")
     ] = None,
-    env: Env = None,
-    fleet_id: FleetId = None,
-    config: ConfigPath = None,
-    sets: Sets = None,
-    allow: Allow = None,
 ) -> None:
     """Write a trained policy to a file for other programs: observations in, the best actions out.
 
@@ -126,9 +116,8 @@ def export(
     from headrace.schemas.errors import EnvError
 
     set_up_logging(Identity("", "export"))
-    flags = {"sampling.env": env, "fleet.fleet_id": fleet_id}
     with no_exit_from(EnvError, "the env or the module"):
-        policy = build_policy(resolve_policy(run, config, sets, flags, which=checkpoint.value, allow=allow or ()))
+        policy = build_policy(resolve_policy(run, asked, which=checkpoint.value))
         path = policy.export(to, module_id)
     with ignore_closed_reader(sys.stdout):
         typer.echo(f"{path}: {policy.source}")

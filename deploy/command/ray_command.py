@@ -6,23 +6,8 @@ from typing import Annotated
 
 import typer
 
-from headrace.deploy.run.options import (
-    Allow,
-    ConfigPath,
-    Endpoint,
-    Env,
-    FleetId,
-    NumEnvs,
-    RendezvousPlace,
-    RunDirPath,
-    Seed,
-    Sets,
-    chosen_run,
-    examples,
-    resolve,
-    text_of,
-)
-from headrace.deploy.terminal.output import with_output_options
+from headrace.deploy.command.option_table import command, examples
+from headrace.deploy.run.options import Asked
 from headrace.schemas.settings.config import MOST_WORKERS_ON_RAY
 
 app = typer.Typer(help="Workers on a Ray cluster (extra ray).", no_args_is_help=True, rich_markup_mode=None)
@@ -66,55 +51,36 @@ def up(
     headrace(["up", "--workers", "0", *context.args, *sets], prog_name="headrace")
 
 
-@app.command(
-    epilog=examples(
-        "headrace ray workers --count 4 --run-dir runs/a",
-        "headrace ray workers --count 8 --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
-        "headrace ray workers --count 8 --endpoint tcp://BROKER:5701 --fleet-id demo --set keys.dir=keys",
-    )
+@command(
+    app,
+    "headrace ray workers --count 4 --run-dir runs/a",
+    "headrace ray workers --count 8 --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
+    "headrace ray workers --count 8 --endpoint tcp://BROKER:5701 --fleet-id demo --set keys.dir=keys",
+    options="count address env num_envs seed endpoint rendezvous fleet_id run_dir config sets allow",
 )
-@with_output_options
 def workers(
+    asked: Asked,
+    *,
     count: Annotated[
         int | None,
         typer.Option("--count", min=0, max=MOST_WORKERS_ON_RAY, help="Workers; default: as `headrace ray scale` says."),
     ] = None,
     address: Address = None,
-    env: Env = None,
-    num_envs: NumEnvs = None,
-    seed: Seed = None,
-    endpoint: Endpoint = None,
-    rendezvous: RendezvousPlace = None,
-    fleet_id: FleetId = None,
-    run_dir: RunDirPath = None,
-    config: ConfigPath = None,
-    sets: Sets = None,
-    allow: Allow = None,
+    endpoint: str | None,
 ) -> None:
     """Lend a running fleet workers on a Ray cluster, until Ctrl-C; then they drain."""
     from headrace.deploy.ray.start import run_workers
 
-    flags = {
-        "sampling.env": env,
-        "sampling.num_envs": num_envs,
-        "sampling.seed": seed,
-        "fleet.fleet_id": fleet_id,
-        "fleet.run_dir": text_of(run_dir),
-        "fleet.rendezvous": rendezvous,
-        "ray.address": address,
-    }
-    run_workers(config, sets, flags, endpoint=endpoint, count=count, allow=allow or ())
+    run_workers(asked.with_flags({"ray.address": address}), endpoint=endpoint, count=count)
 
 
-@app.command(epilog=examples("headrace ray scale 16", "headrace ray scale 4 --run-dir runs/a"))
-@with_output_options
+@command(app, "headrace ray scale 16", "headrace ray scale 4 --run-dir runs/a", options="count run_dir")
 def scale(
+    asked: Asked,
     count: Annotated[int, typer.Argument(metavar="COUNT", min=0, max=MOST_WORKERS_ON_RAY, help="Workers on Ray.")],
-    run_dir: RunDirPath = None,
 ) -> None:
     """Have COUNT workers on Ray from now on, in a run that `headrace ray up` started. Those too many drain."""
     from headrace.deploy.ray.wanted_workers import scale_run
 
-    resolved, _ = resolve(None, None, {"fleet.run_dir": text_of(run_dir)})
-    before = scale_run(chosen_run(resolved), count)
+    before = scale_run(asked.run_dir(), count)
     typer.echo(f"{count} workers on Ray, {before} before")

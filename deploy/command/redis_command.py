@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.deploy.run.options import AsJson, examples
-from headrace.deploy.terminal.output import with_output_options
+from headrace.deploy.command.option_table import command
+from headrace.deploy.run.options import named_redis
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ConfigError
 
@@ -37,19 +37,18 @@ def _redis() -> None:
     """Show and remove what fleets have in a Redis."""
 
 
-@app.command(
-    epilog=examples(
-        "headrace redis keys --redis-url redis://localhost:6379/0",
-        "headrace redis keys demo --redis-url redis://localhost:6379/0",
-        "headrace redis keys --run-dir runs/a --json",
-    )
+@command(
+    app,
+    "headrace redis keys --redis-url redis://localhost:6379/0",
+    "headrace redis keys demo --redis-url redis://localhost:6379/0",
+    "headrace redis keys --run-dir runs/a --json",
 )
-@with_output_options
 def keys(
+    *,
     fleet: Annotated[str, typer.Argument(metavar="FLEET", help="A fleet's name; without it: all fleets.")] = "",
     redis_url: Server = "",
     run_dir: Run = None,
-    as_json: AsJson = False,
+    as_json: bool,
 ) -> None:
     """List the fleets in a Redis, or the keys of one with their size and when they expire."""
     with _inventory(redis_url, run_dir) as (inventory, own):
@@ -59,8 +58,7 @@ def keys(
             _show_fleets(inventory.fleets(), as_json=as_json)
 
 
-@app.command(epilog=examples("headrace redis forget demo --redis-url redis://localhost:6379/0"))
-@with_output_options
+@command(app, "headrace redis forget demo --redis-url redis://localhost:6379/0")
 def forget(
     fleet: Fleet,
     redis_url: Server = "",
@@ -113,16 +111,11 @@ def _inventory(redis_url: str, run_dir: Path | None) -> Iterator[tuple[Inventory
     from headrace.deploy.report.audit import find_books
     from headrace.deploy.run.redis_inventory import Inventory
     from headrace.deploy.run.redis_server import serving
-    from headrace.schemas.settings.redis_url import read_redis_url
 
     if bool(redis_url) == (run_dir is not None):
         raise ConfigError("name one of --redis-url and --run-dir")
     if run_dir is None:
-        try:
-            url = read_redis_url(redis_url)
-        except ValueError as error:
-            raise ConfigError(str(error), key="--redis-url") from None
-        with Inventory(url) as inventory:
+        with Inventory(named_redis(redis_url)) as inventory:
             yield inventory, ""
         return
     url, fleet_id = find_books(run_dir)

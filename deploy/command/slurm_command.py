@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +12,10 @@ import orjson
 import typer
 from rich.console import Console
 
-from headrace.deploy.run.options import AsJson, RunDirPath, Sets, chosen_run, config_file, examples, resolve, text_of
+from headrace.deploy.command.option_table import command
+from headrace.deploy.run.options import Asked, config_file
 from headrace.deploy.run.several_brokers import check_one_broker
-from headrace.deploy.terminal.output import with_output_options
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import ExitCode
 
@@ -31,26 +31,23 @@ def _slurm() -> None:
     """Run a fleet on a Slurm cluster. The run directory must be on a file system that all its nodes share."""
 
 
-@app.command(
-    epilog=examples(
-        "headrace slurm up fleet.toml",
-        "headrace slurm up fleet.toml --dry-run",
-        "headrace slurm up cartpole --run-dir runs/a --set slurm.worker_tasks=8 --set slurm.workers_per_task=4",
-        'headrace slurm up fleet.toml --set \'slurm.options=["--partition=cpu", "--time=1-00:00:00"]\'',
-    )
+@command(
+    app,
+    "headrace slurm up fleet.toml",
+    "headrace slurm up fleet.toml --dry-run",
+    "headrace slurm up cartpole --run-dir runs/a --set slurm.worker_tasks=8 --set slurm.workers_per_task=4",
+    'headrace slurm up fleet.toml --set \'slurm.options=["--partition=cpu", "--time=1-00:00:00"]\'',
+    options="config shared_run_dir dry_run sets as_json",
 )
-@with_output_options
 def up(
+    asked: Asked,
+    *,
     config: Annotated[
         Path,
         typer.Argument(metavar="CONFIG", callback=config_file, help="Settings, or the name of a recipe."),
     ],
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Folder of the run, shared by all nodes; default: runs/ENV-TIME.")
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the lines of sbatch, and do nothing.")] = False,
-    sets: Sets = None,
-    as_json: AsJson = False,
+    as_json: bool,
 ) -> None:
     """Submit a fleet: its head job, and arrays of workers and env hosts, which start once the head has started.
 
@@ -59,7 +56,7 @@ def up(
     """
     from headrace.deploy.slurm import lifecycle
 
-    resolved, _ = resolve(config, sets, {"fleet.run_dir": text_of(run_dir)})
+    resolved, _ = replace(asked, config=config).resolve()
     check_one_broker(resolved, "headrace slurm")
     if dry_run:
         for line in lifecycle.dry_run(resolved):
@@ -74,18 +71,20 @@ def up(
     typer.echo(f"look at it with: headrace slurm status --run-dir {where}")
 
 
-@app.command(
-    epilog=examples("headrace slurm scale 16 --run-dir runs/a", "headrace slurm scale --run-dir runs/a   # top up")
+@command(
+    app,
+    "headrace slurm scale 16 --run-dir runs/a",
+    "headrace slurm scale --run-dir runs/a   # top up",
+    options="tasks run_dir",
 )
-@with_output_options
 def scale(
+    asked: Asked,
     tasks: Annotated[
         int | None,
         typer.Argument(
             metavar="N", min=0, max=10_000, help="Worker tasks; without it, as many as were asked for last."
         ),
     ] = None,
-    run_dir: RunDirPath = None,
 ) -> None:
     """Submit worker tasks, or stop the newest, until there are TASKS of them.
 
@@ -93,22 +92,24 @@ def scale(
     """
     from headrace.deploy.slurm import lifecycle
 
-    there, wanted = lifecycle.scale(_run(run_dir), tasks)
+    there, wanted = lifecycle.scale(asked.run_dir().absolute(), tasks)
     typer.echo(f"worker tasks: {there} -> {wanted}" if there != wanted else f"worker tasks: {there}, as wanted")
 
 
-@app.command(
-    epilog=examples("headrace slurm status", "headrace slurm status --run-dir runs/a --json | python -m json.tool")
+@command(
+    app,
+    "headrace slurm status",
+    "headrace slurm status --run-dir runs/a --json | python -m json.tool",
+    options="run_dir as_json",
 )
-@with_output_options
-def status(run_dir: RunDirPath = None, as_json: AsJson = False) -> None:
+def status(asked: Asked, as_json: bool) -> None:
     """Show the fleet's jobs beside its own state, and what is wrong.
 
     Exit code 21 when something is wrong.
     """
     from headrace.deploy.slurm.overview import overview_of, table
 
-    seen = overview_of(_run(run_dir))
+    seen = overview_of(asked.run_dir().absolute())
     findings = list(seen.findings())
     if as_json:
         fleet = seen.fleet.model_dump(include={"fleet_id", "state", "env_steps", "best_return"}) if seen.fleet else None
@@ -122,33 +123,21 @@ def status(run_dir: RunDirPath = None, as_json: AsJson = False) -> None:
     raise typer.Exit(ExitCode.FINDINGS if findings else ExitCode.OK)
 
 
-@app.command(epilog=examples("headrace slurm down", "headrace slurm down --run-dir runs/a"))
-@with_output_options
-def down(run_dir: RunDirPath = None) -> None:
+@command(app, "headrace slurm down", "headrace slurm down --run-dir runs/a", options="run_dir")
+def down(asked: Asked) -> None:
     """Drain the fleet and end its jobs, workers first. Returns once their nodes are free.
 
     Jobs that do not drain in time are killed. What they had not delivered is counted then.
     """
     from headrace.deploy.slurm import lifecycle
 
-    lifecycle.down(_run(run_dir), _say)
+    lifecycle.down(asked.run_dir().absolute(), lambda line: say(printable(line), sys.stderr))
     typer.echo("its jobs have ended, and their nodes are free")
 
 
-@app.command(epilog=examples("headrace slurm scripts", "ls $(headrace slurm scripts)"))
-@with_output_options
+@command(app, "headrace slurm scripts", "ls $(headrace slurm scripts)")
 def scripts() -> None:
     """Print the folder of the scripts that jobs run, and of top_up.sh."""
     from headrace.deploy.slurm.submission import SCRIPTS
 
     typer.echo(SCRIPTS)
-
-
-def _run(run_dir: Path | None) -> Path:
-    resolved, _ = resolve(None, None, {"fleet.run_dir": text_of(run_dir)})
-    return chosen_run(resolved).absolute()
-
-
-def _say(line: str) -> None:
-    with ignore_closed_reader(sys.stderr):
-        print(printable(line), file=sys.stderr, flush=True)  # noqa: T201

@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +20,7 @@ from headrace.deploy.fleet.silence_limits import silence_limits
 from headrace.deploy.process.liveness_file import FIRST_SIGN_S, LivenessFile
 from headrace.deploy.run.health_file import HealthFile
 from headrace.deploy.run.joining import (
-    Flags,
     Joined,
-    Sets,
     await_place,
     broker_ports,
     check_port,
@@ -35,7 +33,7 @@ from headrace.deploy.run.joining import (
     resolve_role,
     worker_at,
 )
-from headrace.deploy.run.options import describe_origin, resolve
+from headrace.deploy.run.options import Asked, describe_origin
 from headrace.deploy.run.several_brokers import at_broker, whole_run_dir
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
@@ -65,7 +63,7 @@ def run_start_check(config: Path | None) -> None:
     from headrace.deploy.fleet.check_process import STEP
     from headrace.deploy.policies.start_check import check_start
 
-    resolved, _ = resolve(config, None, {})
+    resolved, _ = Asked(config).resolve()
 
     def say(step: str) -> None:
         print(STEP + step, flush=True)  # noqa: T201
@@ -81,23 +79,15 @@ def run_start_check(config: Path | None) -> None:
 
 
 def start_worker(
-    config: Path | None,
-    sets: Sets,
-    flags: Flags,
-    *,
-    endpoint: str | None,
-    slot: int | None,
-    incarnation: int,
-    allow: Iterable[str] = (),
-    count: int | None = None,
+    asked: Asked, *, endpoint: str | None, slot: int | None, incarnation: int, count: int | None = None
 ) -> None:
     """Run a worker until it is told to stop, or a group of `count` workers."""
     if endpoint is None:
-        flags = of_its_broker(config, sets, flags, slot)
+        asked = of_its_broker(asked, slot)
     if count is not None:
-        _start_group(config, sets, flags, endpoint, allow, count)
+        _start_group(asked, endpoint, count)
         return
-    joined = _join_to_work(config, sets, flags, endpoint, allow)
+    joined = _join_to_work(asked, endpoint)
     if joined is None:
         return
     resolved, origin, fleet_id, where = joined.config, joined.origin, joined.fleet_id, joined.endpoint
@@ -133,17 +123,15 @@ def start_worker(
         )
 
 
-def _start_group(
-    config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, allow: Iterable[str], count: int
-) -> None:
+def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
     """Run a group of workers. They find the fleet as the group does: by a fixed address, or by a rendezvous."""
     from headrace.deploy.fleet.worker_group import FleetElsewhere, run_group
     from headrace.deploy.process.child_environment import child_environment
     from headrace.deploy.process.fork_server import ForkServer
 
-    threads = resolve(config, sets, flags)[0].sampling.torch_threads
+    threads = asked.resolve()[0].sampling.torch_threads
     with ForkServer(child_environment(threads)) as fork_server:  # it imports torch while the group looks for its fleet
-        joined = _join_to_work(config, sets, flags, endpoint, allow)
+        joined = _join_to_work(asked, endpoint)
         if joined is None:
             return
         set_up_logging(Identity(joined.fleet_id, "supervisor"))
@@ -158,26 +146,24 @@ def _start_group(
         run_group(joined.config, fleet, count, fork_server)
 
 
-def _join_to_work(
-    config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, allow: Iterable[str]
-) -> Joined | None:
+def _join_to_work(asked: Asked, endpoint: str | None) -> Joined | None:
     """Find the fleet as `join` does. Raises `ConfigError` if the fleet's name stays unknown."""
-    joined = join(config, sets, flags, endpoint, "worker", allow)
+    joined = join(asked, endpoint, "worker")
     if joined is not None and not joined.fleet_id:
         raise ConfigError("the fleet to join is unknown; give --fleet-id, or --run-dir of a fleet on this machine")
     return joined
 
 
-def start_broker(config: Path | None, sets: Sets, flags: Flags, *, max_env_steps: int | None = None) -> None:
+def start_broker(asked: Asked, *, max_env_steps: int | None = None) -> None:
     """Run the broker until it is told to stop."""
-    asked, _ = resolve(config, sets, flags)
-    if asked.broker.count > 1:
-        if asked.broker.index is None:
-            detail = f"should say which of the {asked.broker.count} brokers this one is, from 0 on"
+    config, _ = asked.resolve()
+    if config.broker.count > 1:
+        if config.broker.index is None:
+            detail = f"should say which of the {config.broker.count} brokers this one is, from 0 on"
             raise ConfigError(detail, key="broker.index")
-        own = {"broker.count": asked.broker.count, "broker.index": asked.broker.index}
-        flags = {**flags, **at_broker(asked, asked.broker.index), **own}
-    resolved, origin = resolve_role(config, sets, flags, allow=None)
+        own = {"broker.count": config.broker.count, "broker.index": config.broker.index}
+        asked = asked.with_flags({**at_broker(config, config.broker.index), **own})
+    resolved, origin = resolve_role(asked)
     run_dir = _folder(Path(resolved.fleet.run_dir))
     fleet_id = resolved.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
     set_up_logging(Identity(fleet_id, "broker"))
@@ -197,31 +183,28 @@ def start_broker(config: Path | None, sets: Sets, flags: Flags, *, max_env_steps
         )
 
 
-def start_learner(
-    config: Path | None, sets: Sets, flags: Flags, *, endpoint: str | None, allow: Iterable[str] = ()
-) -> None:
+def start_learner(asked: Asked, *, endpoint: str | None) -> None:
     """Run the reference learner until it is told to stop."""
-    if endpoint is None and resolve(config, sets, flags)[0].broker.count > 1:
-        _start_learner_of_all(config, sets, flags, allow)
+    if endpoint is None and asked.resolve()[0].broker.count > 1:
+        _start_learner_of_all(asked)
         return
-    joined = join(config, sets, flags, endpoint, "learner", allow)
+    joined = join(asked, endpoint, "learner")
     if joined is not None:
         _learn(joined.config, joined.origin, joined.fleet_id, joined.endpoint, joined.source)
 
 
-def _start_learner_of_all(config: Path | None, sets: Sets, flags: Flags, allow: Iterable[str]) -> None:
+def _start_learner_of_all(asked: Asked) -> None:
     """Run the reference learner of several brokers. It waits for the first of them; the others may come later."""
-    asked = resolve(config, sets, flags)[0]
-    named = [at_broker(asked, index) for index in range(asked.broker.count)]
-    ports = broker_ports(asked)
+    config, _ = asked.resolve()
+    named = [at_broker(config, index) for index in range(config.broker.count)]
+    ports = broker_ports(config)
     places = [Rendezvous(str(settings["fleet.rendezvous"]), ports) for settings in named]
-    if await_place(FirstOf(places), "learner", asked, asked.fleet.fleet_id) is None:
+    if await_place(FirstOf(places), "learner", config, config.fleet.fleet_id) is None:
         return
     endpoints = [place.find("learner") for place in places]
     if not any(endpoints):
         raise RendezvousError(places[0].where, places[0].problem)
-    run_dir = {"fleet.run_dir": str(whole_run_dir(asked))}
-    resolved, origin = resolve_role(config, sets, {**flags, **run_dir}, endpoints[0], allow)
+    resolved, origin = resolve_role(asked.with_flags({"fleet.run_dir": str(whole_run_dir(config))}), endpoints[0])
     for place, settings in zip(places, named, strict=True):
         if (published := place.look()) is not None:
             check_published(published, place.where, resolved, str(settings["fleet.fleet_id"]), "learner")
@@ -254,9 +237,7 @@ def _learn(
         )
 
 
-def start_env_host(
-    config: Path | None, sets: Sets, flags: Flags, *, connect: str | None, slot: int | None, allow: Iterable[str] = ()
-) -> None:
+def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> None:
     """Lend envs to the worker at `connect`, or to that of `slot`, until told to stop, or refused.
 
     With a rendezvous, the worker is listed there, and may have any slot if `slot` is None. Otherwise it belongs to the
@@ -264,23 +245,23 @@ def start_env_host(
     """
     source: AddressSource | None = None
     if connect is None:
-        flags = of_its_broker(config, sets, flags, slot)
-    where = rendezvous_in(config, sets, flags) if connect is None else ""
+        asked = of_its_broker(asked, slot)
+    where = rendezvous_in(asked) if connect is None else ""
     if where:
-        resolved, origins = resolve(config, sets, flags)
-        origin = f"{describe_origin(config, origins)}; rendezvous: {where}"
+        resolved, origins = asked.resolve()
+        origin = f"{describe_origin(asked.config, origins)}; rendezvous: {where}"
         connect, source = worker_at(where, resolved, slot)
         if connect is None:
             return
     elif connect is not None:
-        if flags["fleet.run_dir"] is not None:
+        if asked.flags["fleet.run_dir"] is not None:
             raise ConfigError("give either --connect or --run-dir", key="--connect")
-        resolved, origins = resolve(config, sets, flags)
-        origin = describe_origin(config, origins)
+        resolved, origins = asked.resolve()
+        origin = describe_origin(asked.config, origins)
         check_port(connect, "--connect")
     else:
         slot = slot or 0
-        resolved, origin, connect = lent_to(config, sets, flags, slot, allow)
+        resolved, origin, connect = lent_to(asked, slot)
         if not connect:
             return
         source = RunDirAddresses(Path(resolved.fleet.run_dir))

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from headrace.deploy.fleet.roles import no_exit_from
 from headrace.deploy.process.service_manager import service_manager
-from headrace.deploy.run.joining import Flags, Sets
-from headrace.deploy.run.options import chosen_run, resolve
+from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.saved_policy import ResolvedPolicy, resolve_policy
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConnectorError, EnvError, ModuleError
 
 log = logging.getLogger("headrace.deploy")
 
 
-def serve(
-    config: Path | None, sets: Sets, flags: Flags, *, checkpoint: str | None, allow: Sequence[str], as_json: bool
-) -> None:
+def serve(asked: Asked, *, checkpoint: str | None, as_json: bool) -> None:
     """Serve the policy at `checkpoint` until SIGTERM or Ctrl-C; then let episodes end, and print their results.
 
     None is the newest run. Settings are those beside the checkpoint, unless another file is named.
     """
     if checkpoint is None:
-        checkpoint = str(chosen_run(resolve(config, sets, flags)[0]))
-    set_up_logging(Identity(str(flags.get("fleet.fleet_id") or ""), "serve"))
-    policy = resolve_policy(checkpoint, config, sets, flags, allow=allow)
+        checkpoint = str(chosen_run(asked.resolve()[0]))
+    set_up_logging(Identity(str(asked.flags.get("fleet.fleet_id") or ""), "serve"))
+    policy = resolve_policy(checkpoint, asked)
     with no_exit_from(EnvError, "the env or the module"):
         told = _serve(policy)
-    with ignore_closed_reader(sys.stdout):
-        print(orjson.dumps(told).decode() if as_json else _in_words(told), flush=True)  # noqa: T201
+    say(orjson.dumps(told).decode() if as_json else _in_words(told))
 
 
 def _serve(policy: ResolvedPolicy) -> dict[str, Any]:

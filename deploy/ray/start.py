@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import orjson
 
@@ -18,8 +16,8 @@ from headrace.deploy.ray.wanted_workers import read_wanted
 from headrace.deploy.ray.worker_actor import WorkerStart
 from headrace.deploy.ray.workers_on_ray import WorkersOnRay, keep_workers
 from headrace.deploy.run.fleet_file import read_addresses
-from headrace.deploy.run.named_code import resolve_found
-from headrace.deploy.run.options import chosen_run, resolve
+from headrace.deploy.run.joining import resolve_role
+from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.stop_event import stop_event
@@ -35,20 +33,12 @@ _MORE_TO_END_S = 20.0
 """Seconds beyond the drain of its worker that a group has to tell of it."""
 
 
-def run_workers(
-    config_path: Path | None,
-    sets: Iterable[str] | None,
-    flags: Mapping[str, Any],
-    *,
-    endpoint: str | None,
-    count: int | None,
-    allow: Iterable[str] = (),
-) -> None:
+def run_workers(asked: Asked, *, endpoint: str | None, count: int | None) -> None:
     """Keep workers on a Ray cluster until a stop signal; then drain them.
 
     `count`: the number of workers; None: follow the number in ray.json of the run directory.
     """
-    found = _find_fleet(config_path, sets, flags, endpoint, allow)
+    found = _find_fleet(asked, endpoint)
     config, run_dir = found.config, Path(found.config.fleet.run_dir)
     if count is None and not config.fleet.run_dir:
         raise ConfigError("say how many workers: only a run directory has a number", key="--count")
@@ -82,33 +72,22 @@ class _Found:
     rendezvous: str = ""
 
 
-def _find_fleet(
-    config_path: Path | None,
-    sets: Iterable[str] | None,
-    flags: Mapping[str, Any],
-    endpoint: str | None,
-    allow: Iterable[str],
-) -> _Found:
+def _find_fleet(asked: Asked, endpoint: str | None) -> _Found:
     """Return the fleet at the address or the rendezvous that is given, else that of the run."""
-    asked, _ = resolve(config_path, sets, flags)
-    check_one_broker(asked, "headrace ray")
+    config, _ = asked.resolve()
+    check_one_broker(config, "headrace ray")
     if endpoint is not None:
-        if not asked.fleet.fleet_id:
+        if not config.fleet.fleet_id:
             raise ConfigError("the fleet to join is unknown; give --fleet-id", key="--endpoint")
-        return _Found(asked, asked.fleet.fleet_id, endpoint)
-    if flags.get("fleet.rendezvous"):
-        return _Found(asked, _await_fleet(asked), rendezvous=asked.fleet.rendezvous)
-    run_dir = chosen_run(asked)
-    flags = {**flags, "fleet.run_dir": str(run_dir)}
-    settings = run_dir / "config.json"
-    if config_path is None and settings.exists():
-        asked, _ = resolve_found(settings, sets, flags, allow)
-    else:
-        asked, _ = resolve(config_path, sets, flags)
+        return _Found(config, config.fleet.fleet_id, endpoint)
+    if asked.flags.get("fleet.rendezvous"):
+        return _Found(config, _await_fleet(config), rendezvous=config.fleet.rendezvous)
+    run_dir = chosen_run(config)
+    config, _ = resolve_role(asked.with_flags({"fleet.run_dir": str(run_dir)}))
     fleet_id, endpoints = read_addresses(run_dir)
     if "worker" not in endpoints:
         raise RunDirError(str(run_dir), "no broker serves from it", "start `headrace up`, or give --endpoint")
-    return _Found(asked, asked.fleet.fleet_id or fleet_id, endpoints["worker"])
+    return _Found(config, config.fleet.fleet_id or fleet_id, endpoints["worker"])
 
 
 def _await_fleet(config: FleetConfig) -> str:

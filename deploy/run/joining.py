@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from headrace.deploy.run.fleet_file import read_addresses, read_fleet_file
 from headrace.deploy.run.named_code import resolve_found
-from headrace.deploy.run.options import chosen_run, describe_origin, resolve
+from headrace.deploy.run.options import Asked, chosen_run, describe_origin
 from headrace.deploy.run.run_dir import RUNS, file_name_of
 from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.deploy.terminal.logs import Identity, set_up_logging
@@ -31,9 +29,6 @@ from headrace.schemas.settings.config import FleetConfig
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _HIGHEST_PORT = 65_535
 
-Sets = Iterable[str] | None
-Flags = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Joined:
@@ -46,47 +41,46 @@ class Joined:
     source: AddressSource | None
 
 
-def join(
-    config: Path | None, sets: Sets, flags: Flags, endpoint: str | None, role: str, allow: Iterable[str]
-) -> Joined | None:
+def join(asked: Asked, endpoint: str | None, role: str) -> Joined | None:
     """Find the fleet by its address, its rendezvous or its run directory. Return None after a stop signal."""
-    where = rendezvous_in(config, sets, flags) if endpoint is None else ""
+    where = rendezvous_in(asked) if endpoint is None else ""
     if where:
-        return _meet(where, config, sets, flags, role, allow)
-    resolved, origin = resolve_role(config, sets, flags, endpoint, allow)
+        return _meet(where, asked, role)
+    resolved, origin = resolve_role(asked, endpoint)
     if endpoint is None:
         if not _await_run(resolved, role):
             return None
-        resolved, origin = resolve_role(config, sets, {**flags, "fleet.run_dir": resolved.fleet.run_dir}, None, allow)
+        resolved, origin = resolve_role(asked.with_flags({"fleet.run_dir": resolved.fleet.run_dir}))
     fleet_id, found = _place(resolved, endpoint, role)
     source = RunDirAddresses(Path(resolved.fleet.run_dir)) if endpoint is None else None
     return Joined(resolved, origin, fleet_id, found, source)
 
 
-def rendezvous_in(config: Path | None, sets: Sets, flags: Flags) -> str:
+def rendezvous_in(asked: Asked) -> str:
     """Return the rendezvous that the settings name; "" for none, or if a flag names a run directory instead."""
-    named = str(flags.get("fleet.rendezvous") or "")
-    return named or ("" if flags.get("fleet.run_dir") else resolve(config, sets, flags)[0].fleet.rendezvous)
+    named = str(asked.flags.get("fleet.rendezvous") or "")
+    return named or ("" if asked.flags.get("fleet.run_dir") else asked.resolve()[0].fleet.rendezvous)
 
 
-def _meet(where: str, config: Path | None, sets: Sets, flags: Flags, role: str, allow: Iterable[str]) -> Joined | None:
+def _meet(where: str, asked: Asked, role: str) -> Joined | None:
     """Find the fleet at a rendezvous, which may appear later. Raises `RendezvousError`, `WrongFleetError`, `KeysError`.
 
     Without a run directory, this process keeps its files in a folder named after the fleet.
     """
-    asked = resolve(config, sets, flags)[0]
-    rendezvous = Rendezvous(where, broker_ports(asked))
-    endpoint = await_place(rendezvous, role, asked, asked.fleet.fleet_id)
+    config, _ = asked.resolve()
+    wanted = config.fleet.fleet_id
+    rendezvous = Rendezvous(where, broker_ports(config))
+    endpoint = await_place(rendezvous, role, config, wanted)
     if endpoint is None:
         return None
     published = rendezvous.look()
     if not endpoint or published is None:
         raise RendezvousError(where, rendezvous.problem)
-    named = {**flags, "fleet.fleet_id": asked.fleet.fleet_id or published.fleet_id}
-    resolved, origin = resolve_role(config, sets, named, endpoint, allow)
-    check_published(published, where, resolved, asked.fleet.fleet_id, role)
+    fleet_id = wanted or published.fleet_id
+    resolved, origin = resolve_role(asked.with_flags({"fleet.fleet_id": fleet_id}), endpoint)
+    check_published(published, where, resolved, wanted, role)
     source = None if where.startswith("dns://") else rendezvous
-    return Joined(resolved, f"{origin}; rendezvous: {where}", named["fleet.fleet_id"], endpoint, source)
+    return Joined(resolved, f"{origin}; rendezvous: {where}", fleet_id, endpoint, source)
 
 
 def broker_ports(config: FleetConfig) -> dict[str, int]:
@@ -107,36 +101,29 @@ def _check_fleet(where: str, published: Published | None, wanted: str) -> None:
         raise WrongFleetError("wrong_fleet", detail)
 
 
-def of_its_broker(config: Path | None, sets: Sets, flags: Flags, slot: int | None) -> Flags:
-    """Return the flags of a worker. In a fleet of several brokers, they name only the broker of this worker."""
-    asked = resolve(config, sets, flags)[0]
-    if asked.broker.count == 1:
-        return flags
-    return {**flags, **at_broker(asked, index_for(asked, slot))}
+def of_its_broker(asked: Asked, slot: int | None) -> Asked:
+    """Return the settings of a worker. In a fleet of several brokers, they name only the broker of this worker."""
+    config, _ = asked.resolve()
+    return asked if config.broker.count == 1 else asked.with_flags(at_broker(config, index_for(config, slot)))
 
 
-def resolve_role(
-    config: Path | None, sets: Sets, flags: Flags, endpoint: str | None = None, allow: Iterable[str] | None = ()
-) -> tuple[FleetConfig, str]:
+def resolve_role(asked: Asked, endpoint: str | None = None) -> tuple[FleetConfig, str]:
     """Return the configuration, by default that of the fleet in the run directory, and its origin in words.
-
-    `config` names another file. `allow`: code that the run directory's file may name; None for a role that builds no
-    such code.
 
     Without a run directory and an `endpoint`, use the newest run. With an `endpoint` only, the broker may be on another
     machine, and this process keeps its files in a folder named after the fleet.
     """
-    run_dir = flags.get("fleet.run_dir")
-    if run_dir is None and not (asked := resolve(config, sets, flags)[0]).fleet.run_dir:
-        elsewhere = RUNS / file_name_of(asked.fleet.fleet_id or endpoint or "")
-        run_dir = str(chosen_run(asked) if endpoint is None else elsewhere)
-        flags = {**flags, "fleet.run_dir": run_dir}
-    if config is None and run_dir is not None and (Path(run_dir) / "config.json").exists():
-        config = Path(run_dir) / "config.json"
-        resolved, origins = resolve(config, sets, flags) if allow is None else resolve_found(config, sets, flags, allow)
+    run_dir = asked.flags.get("fleet.run_dir")
+    if run_dir is None and not (config := asked.resolve()[0]).fleet.run_dir:
+        elsewhere = RUNS / file_name_of(config.fleet.fleet_id or endpoint or "")
+        run_dir = str(chosen_run(config) if endpoint is None else elsewhere)
+        asked = asked.with_flags({"fleet.run_dir": run_dir})
+    if asked.config is None and run_dir is not None and (Path(run_dir) / "config.json").exists():
+        asked = replace(asked, config=Path(run_dir) / "config.json")
+        resolved, origins = asked.resolve() if asked.allow is None else resolve_found(asked)
     else:
-        resolved, origins = resolve(config, sets, flags)
-    return resolved, describe_origin(config, origins)
+        resolved, origins = asked.resolve()
+    return resolved, describe_origin(asked.config, origins)
 
 
 def _await_run(config: FleetConfig, role: str, *, may_be_new: bool = False) -> bool:
@@ -210,20 +197,18 @@ def worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | 
     return address, source
 
 
-def lent_to(
-    config: Path | None, sets: Sets, flags: Flags, slot: int, allow: Iterable[str]
-) -> tuple[FleetConfig, str, str]:
+def lent_to(asked: Asked, slot: int) -> tuple[FleetConfig, str, str]:
     """Return the run's configuration, its origin, and the address for env hosts of the worker in `slot`.
 
     Waits for the run as workers do; the address is "" after a stop signal.
     """
-    resolved, _ = resolve_role(config, sets, flags, None, allow)
+    resolved, _ = resolve_role(asked)
     run_dir, role = resolved.fleet.run_dir, f"envs-{slot}"
     if resolved.sampling.env_placement != "remote" or slot >= resolved.fleet.workers:
         wanted = f"its fleet has no worker {slot} that takes env hosts"
         raise RunDirError(run_dir, wanted, "start it with --set sampling.env_placement=remote, or give --connect")
-    is_running = _await_run(resolved, role, may_be_new=config is not None)
-    resolved, origin = resolve_role(config, sets, {**flags, "fleet.run_dir": run_dir}, None, allow)
+    is_running = _await_run(resolved, role, may_be_new=asked.config is not None)
+    resolved, origin = resolve_role(asked.with_flags({"fleet.run_dir": run_dir}))
     return resolved, origin, _place(resolved, None, role)[1] if is_running else ""
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from headrace.deploy.process.fleet_errors import ForeignCodeError
-from headrace.deploy.run.options import parse_sets, resolve
+from headrace.deploy.run.options import Asked, parse_sets
 from headrace.deploy.run.seal import is_sealed
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
@@ -58,27 +57,21 @@ Named = tuple[str, str]
 """A setting's key, and a name in it."""
 
 
-def resolve_found(
-    file: Path | None,
-    sets: Iterable[str] | None,
-    flags: Mapping[str, Any],
-    allow: Iterable[str] = (),
-    *,
-    with_loggers: bool = False,
-) -> tuple[FleetConfig, Origins]:
+def resolve_found(asked: Asked, *, with_loggers: bool = False) -> tuple[FleetConfig, Origins]:
     """Resolve the configuration with a file that the user did not name, or without a file.
 
     `with_loggers`: the caller also builds the run's loggers. Raises `ForeignCodeError` for names that are not to be
     built, and `ConfigError`.
     """
+    allow = asked.allow or ()
     _check_form(allow)
-    config, origins = resolve(file, sets, flags)
-    if file is not None and not is_sealed(file):
-        typed = set(_texts([parse_sets(sets or ()), flags, values_of_environment()]))
+    config, origins = asked.resolve()
+    if asked.config is not None and not is_sealed(asked.config):
+        typed = set(_texts([parse_sets(asked.sets or ()), asked.flags, values_of_environment()]))
         named = [one for one in names_in(config) if with_loggers or one[0] != "logging.loggers"]
         foreign = [(key, name) for key, name in named if not (name in typed or _may_be_built(key, name, allow))]
         if foreign:
-            raise ForeignCodeError(str(file), foreign, [name for _, name in foreign if _NAME.fullmatch(name)])
+            raise ForeignCodeError(str(asked.config), foreign, [name for _, name in foreign if _NAME.fullmatch(name)])
     return config, origins
 
 

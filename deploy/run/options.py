@@ -1,21 +1,22 @@
-"""Options that several commands share, and the one configuration that they and `--set` give."""
+"""The settings that the options of a command name, and the one configuration and run directory that they give."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
-import typer
 
 from headrace.deploy.run.run_dir import newest_run
 from headrace.deploy.run.several_brokers import at_broker
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import Origins, load_config
+from headrace.schemas.settings.redis_url import read_redis_url
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Configurations that were tuned for one env each, and came with the package."""
@@ -41,69 +42,31 @@ def config_file(path: Path | None) -> Path | None:
     raise ConfigError(f"{path} is neither a file nor a recipe; the recipes are {', '.join(recipes())}", key="--config")
 
 
-ConfigPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        callback=config_file,
-        help="A fleet.toml, or the name of a recipe: " + ", ".join(recipes()) + "; `--print-config` shows every key.",
-    ),
-]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Any other setting, also one in a table: module.config.hidden=[32]; may be repeated.",
-    ),
-]
-RunDirPath = Annotated[
-    Path | None, typer.Option("--run-dir", help="Folder of the run; default: the newest one in runs/.")
-]
-NewRunDirPath = Annotated[
-    Path | None, typer.Option("--run-dir", help="Folder of the run: fleet.json, logs, data; default: runs/ENV-TIME.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
-Env = Annotated[str | None, typer.Option("--env", help="gymnasium id, or package.module:make_env.")]
-NumEnvs = Annotated[int | None, typer.Option("--num-envs", help="Environments in each worker.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Root of all seeds; without it every run differs.")]
-Endpoint = Annotated[
-    str | None,
-    typer.Option("--endpoint", help="tcp://HOST:PORT or ipc:///PATH of the broker; default: from --run-dir."),
-]
-RendezvousPlace = Annotated[
-    str | None,
-    typer.Option(
-        "--rendezvous",
-        metavar="PATH|URL|dns://NAME",
-        help="Where the fleet's broker publishes its addresses: a file, a URL, or the name of its machine.",
-    ),
-]
-FleetId = Annotated[str | None, typer.Option("--fleet-id", help="Name of the fleet; default: from --run-dir.")]
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow",
-        metavar="PACKAGE:[NAME]",
-        help="Build this, though only a file beside the checkpoint names it: my_pkg:make_env, or all of my_pkg: "
-        "may be repeated.",
-    ),
-]
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-url", help="redis://..., rediss://..., or a file that has it; without it the fleet starts its own."
-    ),
-]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The settings that a command line names: a file, `--set`, and flags by dotted name. None was not given.
 
-
-def resolve(config: Path | None, sets: Iterable[str] | None, flags: Mapping[str, Any]) -> tuple[FleetConfig, Origins]:
-    """Resolve defaults < file < environment < `--set` < flags. A flag that is None was not given.
-
-    Raises `ConfigError`.
+    `allow`: code that may be built though only a file that the user did not name has it; None for a command that builds
+    no such code.
     """
-    given = {key: value for key, value in flags.items() if value is not None}
-    return load_config(config, {**parse_sets(sets or ()), **given})
+
+    config: Path | None = None
+    sets: Iterable[str] | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    allow: Iterable[str] | None = None
+
+    def resolve(self) -> tuple[FleetConfig, Origins]:
+        """Resolve defaults < file < environment < `--set` < flags. Raises `ConfigError`."""
+        given = {key: value for key, value in self.flags.items() if value is not None}
+        return load_config(self.config, {**parse_sets(self.sets or ()), **given})
+
+    def run_dir(self) -> Path:
+        """Return the run directory of a command; see `chosen_run`."""
+        return chosen_run(self.resolve()[0])
+
+    def with_flags(self, flags: Mapping[str, Any]) -> Asked:
+        """Return the same with other or more flags."""
+        return replace(self, flags={**self.flags, **flags})
 
 
 def chosen_run(config: FleetConfig) -> Path:
@@ -114,8 +77,7 @@ def chosen_run(config: FleetConfig) -> Path:
     if config.fleet.run_dir:
         return Path(config.fleet.run_dir)
     run = newest_run()
-    with ignore_closed_reader(sys.stderr):
-        print(f"run directory: {run}, the newest in {run.parent}/", file=sys.stderr, flush=True)  # noqa: T201
+    say(f"run directory: {run}, the newest in {run.parent}/", sys.stderr)
     return run
 
 
@@ -127,16 +89,16 @@ def named_fleet(config: FleetConfig) -> tuple[str, str] | None:
     return (config.redis.url, config.fleet.fleet_id) if config.redis.url and config.fleet.fleet_id else None
 
 
-def resolve_each(config: Path | None, flags: Mapping[str, Any]) -> list[FleetConfig]:
+def resolve_each(asked: Asked) -> list[FleetConfig]:
     """Return the configuration as the processes of each broker have it; of all brokers, or that of broker.index.
 
-    Raises the errors of `resolve` and `at_broker`.
+    Raises the errors of `Asked.resolve` and `at_broker`.
     """
-    asked, _ = resolve(config, None, flags)
-    if asked.broker.count == 1:
-        return [asked]
-    chosen = range(asked.broker.count) if asked.broker.index is None else [asked.broker.index]
-    return [resolve(config, None, {**flags, **at_broker(asked, index)})[0] for index in chosen]
+    config, _ = asked.resolve()
+    if config.broker.count == 1:
+        return [config]
+    chosen = range(config.broker.count) if config.broker.index is None else [config.broker.index]
+    return [asked.with_flags(at_broker(config, index)).resolve()[0] for index in chosen]
 
 
 def describe_origin(config: Path | None, origins: Origins) -> str:
@@ -149,9 +111,12 @@ def describe_origin(config: Path | None, origins: Origins) -> str:
     return " + ".join(sources)
 
 
-def examples(*lines: str) -> str:
-    """Return the end of a command's help: lines to paste."""
-    return "Examples:\n\n\b\n" + "\n".join(f"  {line}" for line in lines)
+def named_redis(text: str, key: str = "--redis-url") -> str:
+    """Return the URL of the Redis that an option names: the text itself, or that in a file. Raises `ConfigError`."""
+    try:
+        return read_redis_url(text)
+    except ValueError as error:
+        raise ConfigError(str(error), key=key) from None
 
 
 def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
@@ -166,8 +131,3 @@ def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
         except orjson.JSONDecodeError:
             found[key.strip()] = value
     return found
-
-
-def text_of(path: Path | None) -> str | None:
-    """Return a path as settings hold it."""
-    return None if path is None else str(path)

@@ -18,9 +18,10 @@ import redis
 from headrace.broker.redis.client import REDIS_FAILURES, ask, connect, unusable
 from headrace.broker.redis.commands import READER, USERS, WRITER, user_name, user_rules
 from headrace.deploy.run.key_pairs import writing_keys
+from headrace.deploy.run.options import named_redis
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
-from headrace.schemas.settings.redis_url import read_redis_url, without_password
+from headrace.schemas.settings.redis_url import without_password
 
 TIMEOUT_S = 2.0
 _ANY_SERVER = "redis://127.0.0.1:6379/0"
@@ -147,10 +148,7 @@ def _without_user(url: str) -> str:
 
 
 def _read_url(text: str, key: str) -> str:
-    try:
-        url = read_redis_url(text)
-    except ValueError as error:
-        raise ConfigError(str(error), key=key) from None
+    url = named_redis(text, key)
     connect(url).close()  # raises for a text that is no URL; opens no connection
     return url
 

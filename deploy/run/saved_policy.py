@@ -8,8 +8,8 @@ the file beside the checkpoint, or another file that the caller names, overridde
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from headrace.broker.redis.blob import weights_in
 from headrace.broker.redis.client import REDIS_FAILURES, connect, unusable
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.named_code import resolve_found
-from headrace.deploy.run.options import describe_origin, resolve
+from headrace.deploy.run.options import Asked, describe_origin, named_redis
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import (
@@ -33,7 +33,7 @@ from headrace.schemas.errors import (
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.messages.weights import read_weights, split_modules
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.redis_url import read_redis_url, without_password
+from headrace.schemas.settings.redis_url import without_password
 
 if TYPE_CHECKING:  # torch takes a second or two
     from headrace.workers.policy.trained_policy import TrainedPolicy
@@ -112,7 +112,8 @@ def load_policy(
     Raises `CheckpointError`, `RunDirError`, `RedisUnavailableError`, `ConfigError`, `EnvError`, `ModuleError` and
     `ConnectorError`.
     """
-    found = resolve_policy(str(run), Path(config) if config else None, (), settings or {}, fleet_id, which, allow)
+    asked = Asked(Path(config) if config else None, (), settings or {}, allow)
+    found = resolve_policy(str(run), asked, fleet_id, which)
     return build_policy(found, spaces, seed)
 
 
@@ -133,42 +134,28 @@ def build_policy(found: ResolvedPolicy, spaces: Any = None, seed: int | None = N
         raise found.build_error(error) from error
 
 
-def resolve_policy(
-    where: str,
-    config: Path | None,
-    sets: Iterable[str] | None,
-    flags: Mapping[str, Any],
-    fleet_id: str = "",
-    which: Which = "newest",
-    allow: Iterable[str] | None = None,
-) -> ResolvedPolicy:
+def resolve_policy(where: str, asked: Asked, fleet_id: str = "", which: Which = "newest") -> ResolvedPolicy:
     """Find the policy at `where` and the settings to build it. The module's docstring says which settings are trusted.
 
     Raises what `find_policy` and `resolve_settings` raise, and `ConfigError` if the settings lack a policy at `where`.
     """
-    resolved, origin = resolve_settings(where, config, sets, flags, allow)
+    resolved, origin = resolve_settings(where, asked)
     saved = find_policy(where, fleet_id or resolved.fleet.fleet_id, which)
     _check_policies(saved, resolved)
     return ResolvedPolicy(saved, resolved, origin)
 
 
-def resolve_settings(
-    where: str,
-    config: Path | None,
-    sets: Iterable[str] | None,
-    flags: Mapping[str, Any],
-    allow: Iterable[str] | None = None,
-) -> tuple[FleetConfig, str]:
+def resolve_settings(where: str, asked: Asked) -> tuple[FleetConfig, str]:
     """Return the settings for the policy at `where`, and their origin in words.
 
     Raises `ConfigError`, and `ForeignCodeError` for code that a file beside the policy names and `allow` does not.
     """
-    if config is None:
-        config = _config_beside(where)
-        resolved, origins = resolve_found(config, sets, flags, allow or ())
+    if asked.config is None:
+        asked = replace(asked, config=_config_beside(where))
+        resolved, origins = resolve_found(asked)
     else:
-        resolved, origins = resolve(config, sets, flags)
-    return resolved, describe_origin(config, origins)
+        resolved, origins = asked.resolve()
+    return resolved, describe_origin(asked.config, origins)
 
 
 def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPolicy:
@@ -198,12 +185,7 @@ def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPoli
 
 def _address(where: str) -> str:
     """Return the Redis URL in the file `where` if its name ends in ".url"; else `where`. Raises `ConfigError`."""
-    if not where.endswith(".url"):
-        return where
-    try:
-        return read_redis_url(where)
-    except ValueError as error:
-        raise ConfigError(str(error), key=where) from None
+    return named_redis(where, where) if where.endswith(".url") else where
 
 
 def _config_beside(where: str) -> Path | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 
 from headrace.deploy.terminal.output import LogFormat, chosen_output
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.printable import printable
 
 MOST_ALIKE, ALIKE_S = 10, 10.0
@@ -147,8 +147,7 @@ class _Stderr(logging.Handler):
 
     def _write(self, records: Iterable[logging.LogRecord]) -> None:
         for record in records:
-            with ignore_closed_reader(sys.stderr):
-                print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201
+            say(self.format(record), sys.stderr)
 
 
 class _File(logging.FileHandler):

@@ -53,6 +53,13 @@ def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
         os.close(kept)
 
 
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line to `stream`, by default stdout, as in `ignore_closed_reader`."""
+    stream = stream or sys.stdout
+    with ignore_closed_reader(stream):
+        print(line, file=stream, flush=True)
+
+
 def _send_nowhere(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

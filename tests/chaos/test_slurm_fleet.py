@@ -9,7 +9,7 @@ import pytest
 from documentation.blocks import blocks_of
 
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.deploy.run.options import resolve
+from headrace.deploy.run.options import Asked
 from headrace.deploy.slurm.lifecycle import dry_run, prepare
 from headrace.schemas.errors import ExitCode
 from support.fleets.slurm_fleet import SlurmFleet
@@ -95,7 +95,7 @@ def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: S
     hosted = hosted.replace("[sampling]", '[sampling]\nenv_placement = "remote"')
     one = SlurmFleet(cluster, tmp_path / "one", tmp_path / "one.toml", late)
     two = SlurmFleet(cluster, tmp_path / "two", tmp_path / "two.toml", hosted)
-    config, _ = resolve(one.toml, None, {"fleet.run_dir": str(one.run_dir)})
+    config, _ = Asked(one.toml, flags={"fleet.run_dir": str(one.run_dir)}).resolve()
     prepare(config)
     head, workers = dry_run(config)
     workers.remove("--dependency=after:HEAD_JOB_ID")

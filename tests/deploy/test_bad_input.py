@@ -19,7 +19,7 @@ import orjson
 import pytest
 import zmq
 
-from headrace.deploy.run.options import resolve
+from headrace.deploy.run.options import Asked
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, decode_header
 from headrace.schemas.messages import Reject, SupervisorHello, read
@@ -110,7 +110,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingBroker]:
 )
 def test_a_value_out_of_range_is_refused(setting: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(None, [setting], {})
+        Asked(sets=[setting]).resolve()
     for part in parts:
         assert part in str(caught.value)
 
@@ -134,14 +134,14 @@ def test_the_command_reports_a_bad_value_in_one_sentence() -> None:
 def test_a_bad_config_file_is_refused(tmp_path: Path, content: str, parts: tuple[str, ...]) -> None:
     (tmp_path / "bad.toml").write_text(content)
     with pytest.raises(ConfigError) as caught:
-        resolve(tmp_path / "bad.toml", None, {})
+        Asked(tmp_path / "bad.toml").resolve()
     for part in parts:
         assert part in str(caught.value)
 
 
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_bytes(b"\xef\xbb\xbf[fleet]\nworkers = 7\n")
-    assert resolve(tmp_path / "fleet.toml", None, {})[0].fleet.workers == 7
+    assert Asked(tmp_path / "fleet.toml").resolve()[0].fleet.workers == 7
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from headrace.deploy.process.child_environment import child_environment
-from headrace.deploy.run.options import describe_origin, resolve
+from headrace.deploy.run.options import Asked, describe_origin
 from headrace.deploy.terminal.config_print import print_config, to_toml
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
@@ -40,7 +40,7 @@ def test_print_config_prints_a_file_that_gives_the_same_config(monkeypatch: pyte
     monkeypatch.delenv("HEADRACE_DASHBOARD__ENABLED")  # which is set for all tests
     path = tmp_path / "mine.toml"
     path.write_text('[sampling]\nenv_config = {size = 3, "odd key" = [1, "a\\"b"]}\n')
-    config, origins = resolve(path, ["learner.gamma=0.9", "fleet.fleet_id=abc"], {"sampling.num_envs": 4})
+    config, origins = Asked(path, ["learner.gamma=0.9", "fleet.fleet_id=abc"], {"sampling.num_envs": 4}).resolve()
     text = print_config(config, origins)
     again = tmp_path / "again.toml"
     again.write_text(text)
@@ -57,37 +57,37 @@ def test_a_flag_reaches_into_a_table_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[module]\nconfig = {hidden = [8], activation = "relu"}\n')
     sets = ["module.config.hidden=[32]", "sampling.env_config.a.b=true", "sampling.env_config.a.c=x"]
-    config, origins = resolve(path, sets, {})
+    config, origins = Asked(path, sets).resolve()
     assert config.module.config == {"hidden": [32], "activation": "relu"}
     assert config.sampling.env_config == {"a": {"b": True, "c": "x"}}
     assert origins["module.config"] == "flag"
     with pytest.raises(ConfigError, match=r"unknown key; did you mean learner\.gamma"):
-        resolve(path, ["learner.gamma.x=1"], {})
+        Asked(path, ["learner.gamma.x=1"]).resolve()
 
 
 def test_print_config_shows_no_password() -> None:
-    config, origins = resolve(None, ["redis.url=redis://:secret@127.0.0.1:6379/0"], {})
+    config, origins = Asked(sets=["redis.url=redis://:secret@127.0.0.1:6379/0"]).resolve()
     text = print_config(config, origins)
     assert "secret" not in text
     assert tomllib.loads(text)["redis"]["url"].endswith("@127.0.0.1:6379/0")
 
 
 def test_flags_win_over_set_and_a_flag_of_none_is_ignored() -> None:
-    config, _ = resolve(
+    config, _ = Asked(
         None, ["sampling.num_envs=3", "sampling.seed=1"], {"sampling.num_envs": 5, "sampling.seed": None}
-    )
+    ).resolve()
     assert (config.sampling.num_envs, config.sampling.seed) == (5, 1)
 
 
 @pytest.mark.parametrize("text", ["sampling.num_envs", "num_envs=3", "=3"])
 def test_set_wants_section_key_value(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not SECTION\.KEY=VALUE"):
-        resolve(None, [text], {})
+        Asked(sets=[text]).resolve()
 
 
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"sampling.num_env: unknown key; did you mean sampling.num_envs"):
-        resolve(None, ["sampling.num_env=3"], {})
+        Asked(sets=["sampling.num_env=3"]).resolve()
 
 
 def test_children_get_the_resolved_values_whatever_the_environment_says(
@@ -96,7 +96,7 @@ def test_children_get_the_resolved_values_whatever_the_environment_says(
     """A flag beats HEADRACE_...; a child that read both from file and environment would see it the other way round."""
     monkeypatch.setenv("HEADRACE_SAMPLING__NUM_ENVS", "4")
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
-    config, _ = resolve(None, ["learner.target_kl=null"], {"sampling.num_envs": 9})
+    config, _ = Asked(sets=["learner.target_kl=null"], flags={"sampling.num_envs": 9}).resolve()
     path = tmp_path / "config.json"
     path.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     environment = child_environment(1)

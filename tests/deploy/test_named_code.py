@@ -14,6 +14,7 @@ import pytest
 from headrace.deploy import load_policy
 from headrace.deploy.process.fleet_errors import ForeignCodeError
 from headrace.deploy.run.named_code import OWN, names_in, resolve_found
+from headrace.deploy.run.options import Asked
 from headrace.deploy.run.seal import is_sealed, write_sealed
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
@@ -141,12 +142,12 @@ def test_code_that_the_user_names_or_allows_is_accepted(tmp_path: Path, monkeypa
     with pytest.raises(
         ForeignCodeError, match=r"--allow mine_too:make_env \(in a program allow=\[\"mine_too:make_env\""
     ):
-        resolve_found(tmp_path / "config.json", (), {})
+        resolve_found(Asked(tmp_path / "config.json"))
     for allowed in ("mine_too:", "mine_too:make_env"):
-        assert resolve_found(tmp_path / "config.json", (), {}, [allowed])[0].sampling.env == "mine_too:make_env"
-    assert resolve_found(tmp_path / "config.json", ["sampling.env=mine_too:make_env"], {})
+        assert resolve_found(Asked(tmp_path / "config.json", allow=[allowed]))[0].sampling.env == "mine_too:make_env"
+    assert resolve_found(Asked(tmp_path / "config.json", ["sampling.env=mine_too:make_env"]))
     monkeypatch.setenv("HEADRACE_SAMPLING__ENV", "mine_too:make_env")
-    assert resolve_found(tmp_path / "config.json", (), {})
+    assert resolve_found(Asked(tmp_path / "config.json"))
 
 
 def test_every_setting_that_names_code_is_checked() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.slot_owners import SlotOwners
-from headrace.deploy.run.options import resolve, resolve_each
+from headrace.deploy.run.options import Asked, resolve_each
 from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
@@ -186,16 +186,16 @@ def test_a_broker_gives_out_and_takes_only_its_own_slots(
 
 def test_settings_of_several_brokers_are_resolved_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"fleet.fleet_id": "pair", "fleet.run_dir": str(tmp_path), "broker.count": 3}
-    config, _ = resolve(None, None, named)
+    config, _ = Asked(flags=named).resolve()
     assert [index_for(config, slot) for slot in (0, 4, 1001)] == [0, 1, 2]
     assert index_for(config, None) == index_for(config, None), "a machine keeps its broker"
     monkeypatch.setenv("HEADRACE_BROKER__INDEX", "2")
-    assert index_for(resolve(None, None, named)[0], None) == 2
+    assert index_for(Asked(flags=named).resolve()[0], None) == 2
     monkeypatch.delenv("HEADRACE_BROKER__INDEX")
-    each = resolve_each(None, named)
+    each = resolve_each(Asked(flags=named))
     assert [one.fleet.fleet_id for one in each] == ["pair.0", "pair.1", "pair.2"]
     assert [one.fleet.rendezvous for one in each] == [f"{tmp_path}/broker-{i}/rendezvous.json" for i in range(3)]
-    published = resolve(None, None, {**named, "fleet.rendezvous": "http://head/{broker}.json"})[0]
+    published = Asked(flags={**named, "fleet.rendezvous": "http://head/{broker}.json"}).resolve()[0]
     assert at_broker(published, 1)["fleet.rendezvous"] == "http://head/1.json"
     for wrong, said in (
         ({"fleet.rendezvous": "one.json"}, r"should contain \{broker\}, since broker.count = 3"),
@@ -204,4 +204,4 @@ def test_settings_of_several_brokers_are_resolved_and_checked(tmp_path: Path, mo
         ({"sampling.synchronous": True}, "has one broker"),
     ):
         with pytest.raises(ConfigError, match=said):
-            resolve_each(None, {**named, **wrong})
+            resolve_each(Asked(flags={**named, **wrong}))

@@ -21,13 +21,12 @@ from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.web_port import WebPort
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.deploy.run.options import chosen_run
+from headrace.deploy.run.options import chosen_run, named_redis
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.redis_url import read_redis_url
 
 log = logging.getLogger("headrace.exporter")
 
@@ -129,10 +128,7 @@ def chosen_readers(options: ExporterOptions) -> dict[str, FactsReader]:
         return _once_each((read_fleet_file(path / "fleet.json").fleet_id, FactsReader(path)) for path in run_dirs)
     if options.run_dirs or not (options.redis_url and options.fleet_ids):
         raise ConfigError("name fleets by --run-dir, or by --redis-url and --fleet-id together")
-    try:
-        url = read_redis_url(options.redis_url)
-    except ValueError as error:
-        raise ConfigError(str(error), key="--redis-url") from None
+    url = named_redis(options.redis_url)
     return _once_each((fleet_id, FactsReader(redis_url=url, fleet_id=fleet_id)) for fleet_id in options.fleet_ids)
 
 

@@ -12,7 +12,7 @@ from headrace.deploy.loggers.row_files import csv_lines
 from headrace.deploy.monitoring.report.report_page import report_html
 from headrace.deploy.monitoring.report.run_report import read_run, rows_of, series_of
 from headrace.deploy.report.run_rows import COLUMNS
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import writing
 
@@ -53,5 +53,4 @@ def _write(path: Path, content: bytes) -> None:
         return
     with writing(path):
         replace_private(path, content)
-    with ignore_closed_reader(sys.stderr):
-        print(f"written: {path}", file=sys.stderr, flush=True)  # noqa: T201
+    say(f"written: {path}", sys.stderr)

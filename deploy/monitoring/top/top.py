@@ -18,7 +18,7 @@ from headrace.deploy.monitoring.series import SeriesReader
 from headrace.deploy.monitoring.top.terminal import Terminal
 from headrace.deploy.monitoring.top.top_view import SHOWN_CURVES, Curves, TopState, blocks_for, plain, press, screen
 from headrace.deploy.run.redis_view import FleetView
-from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import HeadraceError, RedisUnavailableError
 
 INTERVAL_S = 1.0
@@ -90,12 +90,12 @@ def top(reader: FactsReader, *, once: bool, as_json: bool) -> None:
     """
     source = StateSource(reader)
     if as_json:
-        _print(orjson.dumps(source.read()).decode())
+        say(orjson.dumps(source.read()).decode())
     elif once or not _is_interactive():
         width = Console().width if sys.stdout.isatty() else PLAIN_WIDTH
         document = source.read()
         lines = plain(document, source.curves, width, blocks_for(sys.stdout.encoding))
-        _print("\n".join(_rendered(lines, width, is_terminal=sys.stdout.isatty())))
+        say("\n".join(_rendered(lines, width, is_terminal=sys.stdout.isatty())))
     else:
         _show(source)
 
@@ -143,8 +143,3 @@ def _rendered(lines: Sequence[Text], width: int, *, is_terminal: bool) -> list[s
     for line in lines:
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True, soft_wrap=False)
     return file.getvalue().split("\n")[:-1]
-
-
-def _print(text: str) -> None:
-    with ignore_closed_reader(sys.stdout):
-        print(text, flush=True)  # noqa: T201
