@@ -36,31 +36,12 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.frames.compression import LZ4, compress, decompress
-from headrace.schemas.frames.manifest import ALLOWED_DTYPES, OWN_FRAME_BYTES, Buffer, pack, view
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS, WireLimits
-
-__all__ = [
-    "ALLOWED_DTYPES",
-    "DEFAULT_LIMITS",
-    "MAGIC",
-    "OWN_FRAME_BYTES",
-    "PROTOCOL_MAJOR",
-    "PROTOCOL_MINOR",
-    "Buffer",
-    "MessageKind",
-    "WireLimits",
-    "WireMessage",
-    "check_payload",
-    "decode",
-    "decode_arrays",
-    "decode_header",
-    "decompressed",
-    "encode",
-    "encode_packed",
-    "is_compressed",
-    "is_deeper",
-    "read_tag",
-]
+from headrace.schemas.frames.manifest import ALLOWED_DTYPES as ALLOWED_DTYPES
+from headrace.schemas.frames.manifest import OWN_FRAME_BYTES as OWN_FRAME_BYTES
+from headrace.schemas.frames.manifest import Buffer as Buffer
+from headrace.schemas.frames.manifest import pack, view
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS as DEFAULT_LIMITS
+from headrace.schemas.frames.wire_limits import WireLimits as WireLimits
 
 MAGIC = b"HDRC"
 PROTOCOL_MAJOR = 1
