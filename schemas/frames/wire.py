@@ -25,7 +25,7 @@ buffer. numpy and torch read such views correctly; other consumers should copy.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, unique
 from typing import Any
@@ -286,3 +286,12 @@ def check_payload(payload: dict[str, Any], frames: Sequence[Buffer]) -> None:
     """Raise `DecodeError` unless the frames hold the payload that was sent, which the header describes as `payload`."""
     if payload.get("checksum") != _checksum(frames[2:]):
         raise DecodeError("payload_checksum", "payload does not match its checksum")
+
+
+def frames_of(blob: Buffer, sizes: Iterable[int]) -> list[Buffer]:
+    """Return the frames of these `sizes` that make up `blob`, as views of it."""
+    whole, start, frames = memoryview(blob), 0, list[Buffer]()
+    for size in sizes:
+        frames.append(whole[start : start + size])
+        start += size
+    return frames

@@ -15,8 +15,7 @@ import numpy as np
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.blobs import frames_of
-from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, read_weights

@@ -26,9 +26,8 @@ from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.http.listening_socket import listen
-from headrace.workers.serving.multi_agent_open_episodes import MultiAgentOpenEpisodes
-from headrace.workers.serving.server import Server
+from headrace.workers.serving.open_episodes import MultiAgentOpenEpisodes
+from headrace.workers.serving.server import Server, listen
 
 log = logging.getLogger(__name__)
 

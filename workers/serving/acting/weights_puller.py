@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError, HeadraceError, UnreachableError
 from headrace.schemas.errors.serving import UnknownSessionError
-from headrace.schemas.frames.blobs import frames_of
-from headrace.schemas.frames.wire import decode
+from headrace.schemas.frames.wire import decode, frames_of
 from headrace.schemas.messages.serving_messages import ClientPart, ClientPull
 from headrace.schemas.messages.weights import Arrays, read_weights
 from headrace.workers.serving.client import PolicyClient
