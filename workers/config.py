@@ -59,7 +59,8 @@ class EnvRunnerConfig(SamplingSettings):
         if isinstance(data, Mapping):
             for key in data:
                 if key not in cls.model_fields:
-                    raise ConfigError(_unknown(key, list(cls.model_fields)), key=str(key))
+                    near = nearest_name(str(key), cls.model_fields, cutoff=0.0)
+                    raise ConfigError(f"no such setting of EnvRunnerConfig; the nearest is {near!r}", key=str(key))
             _refuse_built(data.get("env"))
         try:
             config = handler(data)
@@ -92,7 +93,3 @@ def _refuse_built(env: Any) -> None:
             "num_envs of them and rebuilds one that fails",
             key="env",
         )
-
-
-def _unknown(key: Any, known: list[str]) -> str:
-    return f"no such setting of EnvRunnerConfig; the nearest is {nearest_name(str(key), known, cutoff=0.0)!r}"
