@@ -9,7 +9,6 @@ are ignored, so the version in use never goes back.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, read_weights
+from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, read_weights
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
 log = logging.getLogger(__name__)
@@ -30,15 +29,6 @@ OTHERS_PULL_S = 10.0
 """Seconds to wait for a version that another worker of this machine pulls, before the worker pulls it too."""
 BROADCAST_S = 0.2
 """Seconds to wait for the broadcast of a version that the broker announced, before the worker pulls it."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsVersion:
-    """A whole, checked version."""
-
-    version: Version
-    digest: str
-    arrays: Arrays
 
 
 class WeightsReceiver:
