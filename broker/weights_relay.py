@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.frames.blobs import frames_of
-from headrace.schemas.frames.wire import Buffer, MessageKind, encode
+from headrace.schemas.frames.wire import Buffer, MessageKind, encode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 

@@ -39,20 +39,7 @@ _HOMES = {
     "register_env": "headrace.workers.envs.creators",
 }
 
-__all__ = [
-    "EnvContext",
-    "EnvRunner",
-    "EnvRunnerConfig",
-    "MultiAgentEnv",
-    "MultiAgentEnvRunner",
-    "PolicySpec",
-    "RunnerCallback",
-    "SingleAgentEnvRunner",
-    "StepFailedRecreateEnv",
-    "VectorEnv",
-    "merge_metrics",
-    "register_env",
-]
+__all__ = sorted(_HOMES.keys() - {"__version__"})
 
 
 def __getattr__(name: str) -> Any:

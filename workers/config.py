@@ -23,55 +23,35 @@ class EnvRunnerConfig(SamplingSettings):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    env: str | Callable[..., Any] | None = Field(
-        default=None,
-        description='gymnasium id (also "module:Id-v0"), registered name, "package.module:make_env", class, or '
-        "callable(EnvContext); it creates one env, or all of them as one `gymnasium.vector.VectorEnv` or as one "
-        "`VectorEnv` of Headrace",
-    )
-    num_envs: int = Field(default=1, ge=1, le=65_536, description="environments stepped together by one runner")
-    env_hosts_keys: str | None = Field(
-        default=None,
-        description="folder of the keys for the port of env hosts, or the run directory for whose token it asks; "
-        "None: the folder of HEADRACE_KEYS__DIR; '': no keys",
-    )
-    env_hosts_keys_group: str | None = Field(
-        default=None,
-        description="group of the worker's key at that port, as in keys.group; None: that of HEADRACE_KEYS__GROUP",
-    )
-    num_workers: int = Field(
-        default=1,
-        ge=0,
-        description="number of runners in the fleet: it is passed to env creators and divides the window of metrics",
-    )
-    module: str | Callable[..., Any] = Field(
-        default=DEFAULT_MODULE,
-        description='the policy: "package.module:build" or a callable, called as `build(spaces, **module_config)`',
-    )
-    module_config: dict[str, Any] = Field(default={}, description="keyword arguments of the module's builder")
-    policies: Any = Field(
-        default=None,
-        description="several agents: module id -> policy, or just the ids; a policy is a PolicySpec, a table of build "
-        "and config, a builder as in `module`, or None for `module` itself",
-    )
-    policy_mapping_fn: Any = Field(
-        default=None,
-        description="several agents: (agent id, episode id) -> module id, called once for each agent that appears in "
-        'an episode; or its "package.module:name", or a mapping from agent ids to module ids',
-    )
-    env_to_module: list[Any] = Field(
-        default=[],
-        description="pieces that observations pass on their way to the module: connectors, factories, or "
-        '"package.module:factory"',
-    )
-    module_to_env: list[Any] = Field(
-        default=[], description="pieces that actions pass on their way to the env, in the same forms"
-    )
-    callbacks: list[Any] = Field(
-        default=[],
-        description='classes, objects, {event: function or list of them}, or "package.module:name" of one; see '
-        "`callbacks.py`",
-    )
+    env: str | Callable[..., Any] | None = None
+    """gymnasium id (also "module:Id-v0"), registered name, "package.module:make_env", class, or callable(EnvContext);
+    it creates one env, or all of them as one `gymnasium.vector.VectorEnv` or as one `VectorEnv` of Headrace"""
+    num_envs: int = Field(default=1, ge=1, le=65_536)
+    """environments stepped together by one runner"""
+    env_hosts_keys: str | None = None
+    """folder of the keys for the port of env hosts, or the run directory for whose token it asks; None: the folder of
+    HEADRACE_KEYS__DIR; '': no keys"""
+    env_hosts_keys_group: str | None = None
+    """group of the worker's key at that port, as in keys.group; None: that of HEADRACE_KEYS__GROUP"""
+    num_workers: int = Field(default=1, ge=0)
+    """number of runners in the fleet: it is passed to env creators and divides the window of metrics"""
+    module: str | Callable[..., Any] = DEFAULT_MODULE
+    """the policy: "package.module:build" or a callable, called as `build(spaces, **module_config)`"""
+    module_config: dict[str, Any] = Field(default={})
+    """keyword arguments of the module's builder"""
+    policies: Any = None
+    """several agents: module id -> policy, or just the ids; a policy is a PolicySpec, a table of build and config, a
+    builder as in `module`, or None for `module` itself"""
+    policy_mapping_fn: Any = None
+    """several agents: (agent id, episode id) -> module id, called once for each agent that appears in an episode; or
+    its "package.module:name", or a mapping from agent ids to module ids"""
+    env_to_module: list[Any] = Field(default=[])
+    """pieces that observations pass on their way to the module: connectors, factories, or "package.module:factory" of
+    one"""
+    module_to_env: list[Any] = Field(default=[])
+    """pieces that actions pass on their way to the env, in the same forms"""
+    callbacks: list[Any] = Field(default=[])
+    """classes, objects, {event: function or list of them}, or "package.module:name" of one; see `callbacks.py`"""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -79,7 +59,8 @@ class EnvRunnerConfig(SamplingSettings):
         if isinstance(data, Mapping):
             for key in data:
                 if key not in cls.model_fields:
-                    raise ConfigError(_unknown(key, list(cls.model_fields)), key=str(key))
+                    near = nearest_name(str(key), cls.model_fields, cutoff=0.0)
+                    raise ConfigError(f"no such setting of EnvRunnerConfig; the nearest is {near!r}", key=str(key))
             _refuse_built(data.get("env"))
         try:
             config = handler(data)
@@ -112,7 +93,3 @@ def _refuse_built(env: Any) -> None:
             "num_envs of them and rebuilds one that fails",
             key="env",
         )
-
-
-def _unknown(key: Any, known: list[str]) -> str:
-    return f"no such setting of EnvRunnerConfig; the nearest is {nearest_name(str(key), known, cutoff=0.0)!r}"

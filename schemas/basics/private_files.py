@@ -23,6 +23,11 @@ def mode_for_others(descriptor: int, path: Path) -> int:
     return mode if mode & others else 0
 
 
+def open_at_once(name: str, flags: int) -> int:
+    """Open a file, as an `opener`, even if it is a pipe to which no process writes: a plain open would wait."""
+    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _is_credential(found: os.stat_result, path: Path) -> bool:
     """Return whether systemd made this file, for this service: nothing but root may have put it there."""
     folder = os.environ.get(_CREDENTIALS, "")

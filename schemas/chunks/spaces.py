@@ -177,6 +177,15 @@ def leaves(space: Space, root: str) -> Iterator[tuple[str, Leaf]]:
         yield root, space
 
 
+def leaf_values(space: Space, value: Any) -> list[Any]:
+    """Return the leaves of `value`, which is nested as `space` is, in the order of `leaves`."""
+    if isinstance(space, Dict):
+        return [leaf for key, sub in space.spaces.items() for leaf in leaf_values(sub, value[key])]
+    if isinstance(space, Tuple):
+        return [leaf for index, sub in enumerate(space.spaces) for leaf in leaf_values(sub, value[index])]
+    return [value]
+
+
 def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the lowest and highest value of each element: float64 of the leaf's shape, infinite where unbounded."""
     return _row(leaf, leaf.low, -np.inf), _row(leaf, leaf.high, np.inf)

@@ -19,8 +19,10 @@ from headrace.schemas.credentials.key_files import PeerKey, fingerprint, group_r
 from headrace.schemas.credentials.known_keys import KnownKeys
 from headrace.schemas.credentials.loopback_token import (
     LoopbackToken,
+    ServerToken,
     has_secret,
     read_named_token,
+    token_for_port,
     token_of_run,
     token_path,
 )
@@ -105,20 +107,13 @@ class BrokerKeys:
         }
 
 
-def read_env_port_keys(folder: Path, group: str | None = None) -> BrokerKeys:
-    """Read the keys with which a worker serves its env hosts: its own secret, and their public keys.
+def port_keys(folder: Path, role: str, group: str | None = None) -> BrokerKeys | ServerToken:
+    """Return the keys with which a worker serves peers of `role`: its own secret, and their public keys.
 
-    Raises `KeysError`.
+    In a run directory: return the token of the run. Raises `KeysError`.
     """
-    return BrokerKeys(_own(folder, "worker", group)["secret"].encode(), KnownKeys(folder, (ENV_HOST,)))
-
-
-def read_client_port_keys(folder: Path, group: str | None = None) -> BrokerKeys:
-    """Read the keys with which a worker serves clients of its policy: its secret, and their public keys.
-
-    Raises `KeysError`.
-    """
-    return BrokerKeys(_own(folder, "worker", group)["secret"].encode(), KnownKeys(folder, (CLIENT,)))
+    own_token = token_for_port(folder)
+    return own_token or BrokerKeys(_own(folder, "worker", group)["secret"].encode(), KnownKeys(folder, (role,)))
 
 
 PeerKeys = ClientKeys | LoopbackToken

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 from pathlib import Path
 
-from headrace.schemas.basics.private_files import mode_for_others
+from headrace.schemas.basics.private_files import mode_for_others, open_at_once
 from headrace.schemas.errors import KeysError
 
 _SHORTEST, _LARGEST_FILE = 16, 4096
@@ -32,7 +31,7 @@ def read_token(path: Path, remedy: str = "headrace keys init makes one") -> str:
     `remedy`: what to do if the file is missing or damaged.
     """
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=open_at_once) as file:
             if mode := mode_for_others(file.fileno(), path):
                 raise KeysError(str(path), f"others may read it (mode {mode:04o}); chmod 600 {path}")
             token = file.read(_LARGEST_FILE).decode("ascii").strip()
@@ -45,8 +44,3 @@ def read_token(path: Path, remedy: str = "headrace keys init makes one") -> str:
     if len(token) < _SHORTEST or not token.isprintable() or " " in token:
         raise KeysError(str(path), f"it should hold one word of at least {_SHORTEST} characters; {remedy}")
     return token
-
-
-def _open_at_once(name: str, flags: int) -> int:
-    """Open the file even if it is a pipe to which no process writes."""
-    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -27,8 +27,7 @@ class UnknownEnvError(EnvError):
     """No environment of that name was found. `env` is the name as given, `reason` says why."""
 
     def __init__(self, env: str, reason: str) -> None:
-        self.env = env
-        self.reason = reason
+        self.env, self.reason = env, reason
         super().__init__(
             f"environment {env!r} cannot be found: {reason}; give a registered gymnasium id or 'module:id', "
             "'package.module:make_env', an environment class, or a callable that takes an EnvContext"
@@ -39,9 +38,7 @@ class EnvContractError(EnvError, ValueError):
     """An env returned something that its contract forbids. `what` names it; `seen` is a short repr of it."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
-        self.what = what
-        self.seen = seen
-        self.expected = expected
+        self.what, self.seen, self.expected = what, seen, expected
         super().__init__(f"{what} should be {expected}, got {seen}")
 
 
@@ -49,9 +46,7 @@ class EnvRaisedError(EnvError):
     """An env in another process raised an error. `kind` is the error's class name, `trace` its traceback as text."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
-        self.kind = kind
-        self.message = message
-        self.trace = trace
+        self.kind, self.message, self.trace = kind, message, trace
         super().__init__(f"{kind}: {message}" if message else kind)
         if trace:
             self.add_note(trace.rstrip())
@@ -69,11 +64,8 @@ class EnvHangError(EnvError):
         stack: str,
         fate: str = "its process was killed",
     ) -> None:
-        self.env_index = env_index
-        self.phase = phase
-        self.timeout_s = timeout_s
-        self.setting = setting
-        self.stack = stack
+        self.env_index, self.phase, self.timeout_s = env_index, phase, timeout_s
+        self.setting, self.stack = setting, stack
         where = f"; it stood at\n{stack.rstrip()}" if stack else ""
         super().__init__(
             f"env {env_index} did not return from {phase} within {setting} = {timeout_s:g} s and {fate}{where}"
@@ -84,11 +76,8 @@ class EnvCrashError(EnvError):
     """A process of envs ended by `cause`, a signal or an exit code. `stack` and `output` are the last it wrote."""
 
     def __init__(self, pid: int, cause: str, during: str, stack: str, output: str) -> None:
-        self.pid = pid
-        self.cause = cause
-        self.during = during
-        self.stack = stack
-        self.output = output
+        self.pid, self.cause, self.during = pid, cause, during
+        self.stack, self.output = stack, output
         words = [f"the env's process {pid} ended by {cause} {during}"]
         words += [f"it stood at\n{stack.rstrip()}"] if stack else []
         words += [f"its last output was\n{output.rstrip()}"] if output else []
@@ -99,8 +88,7 @@ class EnvNeighbourError(EnvError):
     """This env is fine, but its process was lost: `culprit`, another env in it, took it down."""
 
     def __init__(self, culprit: int, cause: str) -> None:
-        self.culprit = culprit
-        self.cause = cause
+        self.culprit, self.cause = culprit, cause
         super().__init__(f"its process was lost to its neighbour, env {culprit} ({cause})")
 
 
@@ -108,8 +96,7 @@ class EnvHostLostError(EnvError):
     """This env is fine, but its host is lost. `host` names the host."""
 
     def __init__(self, host: str, reason: str) -> None:
-        self.host = host
-        self.reason = reason
+        self.host, self.reason = host, reason
         super().__init__(f"its host {host} {reason}")
 
 
@@ -121,9 +108,7 @@ class EnvRestartBudgetError(EnvError):
     def __init__(
         self, env_index: int, failures: int, window_s: float, last: str, setting: str = "max_env_restarts_per_window"
     ) -> None:
-        self.env_index = env_index
-        self.failures = failures
-        self.window_s = window_s
+        self.env_index, self.failures, self.window_s = env_index, failures, window_s
         super().__init__(
             f"env {env_index} failed {failures} times within {window_s:g} s and is given up (last: {last}); "
             f"repair the env, or raise {setting}"

@@ -126,9 +126,7 @@ class EpisodeTimeoutError(HeadraceError, TimeoutError):
     """`call` was not answered within `timeout_s` seconds, so its episode was given up."""
 
     def __init__(self, episode_id: str, call: str, setting: str, timeout_s: float) -> None:
-        self.episode_id = episode_id
-        self.call = call
-        self.timeout_s = timeout_s
+        self.episode_id, self.call, self.timeout_s = episode_id, call, timeout_s
         super().__init__(
             f"{call} of episode {episode_id!r:.80} waited for the sampler, which did not answer within "
             f"{setting} = {timeout_s:g} s; the episode was given up. Check that a runner samples and a learner trains"
@@ -139,8 +137,7 @@ class ExternalSilenceError(EnvError, TimeoutError):
     """`sample()` waited for external episodes and got no call for `timeout_s` seconds."""
 
     def __init__(self, timeout_s: float, open_episodes: int) -> None:
-        self.timeout_s = timeout_s
-        self.open_episodes = open_episodes
+        self.timeout_s, self.open_episodes = timeout_s, open_episodes
         super().__init__(
             f"sample() got no call about an external episode for external_silence_timeout_s = {timeout_s:g} s "
             f"({open_episodes} are open); what was sampled is kept for the next call"
@@ -158,6 +155,5 @@ class ClientLostError(EnvError):
     """The client that drove the episode is gone, for `reason`."""
 
     def __init__(self, episode_id: str, reason: str) -> None:
-        self.episode_id = episode_id
-        self.reason = reason
+        self.episode_id, self.reason = episode_id, reason
         super().__init__(f"the client of episode {episode_id!r:.80} is gone: {reason}")

@@ -20,8 +20,7 @@ class ConfigError(HeadraceError):
     exit_code = ExitCode.CONFIG
 
     def __init__(self, message: str, *, key: str | None = None, source: str | None = None) -> None:
-        self.key = key
-        self.source = source
+        self.key, self.source = key, source
         where = f" (from {source})" if source else ""
         super().__init__(f"{key}: {message}{where}" if key else f"{message}{where}")
 
@@ -32,8 +31,7 @@ class KeysError(HeadraceError):
     exit_code = ExitCode.KEYS
 
     def __init__(self, path: str, reason: str) -> None:
-        self.path = path
-        self.reason = reason
+        self.path, self.reason = path, reason
         super().__init__(f"keys: {path} cannot be used: {reason}")
 
 
@@ -43,8 +41,7 @@ class UnreachableError(HeadraceError):
     exit_code = ExitCode.UNREACHABLE
 
     def __init__(self, what: str, endpoint: str, deadline_s: float) -> None:
-        self.endpoint = endpoint
-        self.deadline_s = deadline_s
+        self.endpoint, self.deadline_s = endpoint, deadline_s
         where = " on this machine" if endpoint.startswith("ipc:") else ""
         advice = f"check that it runs{where} and the address is right"
         super().__init__(f"no {what} answers at {endpoint} after {deadline_s:g} s; {advice}")
@@ -54,8 +51,7 @@ class RendezvousError(UnreachableError):
     """The rendezvous at `endpoint` names no fleet that runs, for the reason `problem`."""
 
     def __init__(self, endpoint: str, problem: str) -> None:
-        self.endpoint = endpoint
-        self.problem = problem
+        self.endpoint, self.problem = endpoint, problem
         HeadraceError.__init__(self, f"no fleet is found: {problem}; start the fleet, or correct --rendezvous")
 
 
@@ -72,8 +68,7 @@ class RedisUnavailableError(UnreachableError):
         advice: str = "start it, correct --redis-url, or leave it out",
     ) -> None:
         self.endpoint = re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
-        self.deadline_s = deadline_s
-        self.reason = reason
+        self.deadline_s, self.reason = deadline_s, reason
         HeadraceError.__init__(
             self,
             f"Redis at {self.endpoint} cannot be used: {reason}; {advice}",
@@ -86,8 +81,7 @@ class RedisContractError(RedisUnavailableError):
     exit_code = ExitCode.VERSION_MISMATCH
 
     def __init__(self, url: str, fleet_id: str, seen: str, known: int) -> None:
-        self.fleet_id = fleet_id
-        self.seen = seen
+        self.fleet_id, self.seen = fleet_id, seen
         reason = f"it has fleet {fleet_id!r} by contract {seen[:20]!r}, and this Headrace knows contract {known} alone"
         advice = f"use the version that wrote it, or remove it with `headrace redis forget {fleet_id}`"
         super().__init__(url, reason, advice=advice)
@@ -100,9 +94,7 @@ class WorkerWaitsError(UnreachableError):
     """
 
     def __init__(self, endpoint: str, deadline_s: float, waiting_for: str) -> None:
-        self.endpoint = endpoint
-        self.deadline_s = deadline_s
-        self.waiting_for = waiting_for
+        self.endpoint, self.deadline_s, self.waiting_for = endpoint, deadline_s, waiting_for
         why = f"its worker waits for {waiting_for}" if waiting_for else "it is alive, and its worker is busy"
         what = f"the policy server at {endpoint} gave no answer within {deadline_s:g} s"
         HeadraceError.__init__(self, f"{what}: {why}; repeat the call")
@@ -112,9 +104,7 @@ class NoEnvHostError(UnreachableError):
     """No env host was at `endpoint`, the port of a worker or runner, for `deadline_s` seconds. `remedy` starts one."""
 
     def __init__(self, endpoint: str, deadline_s: float, remedy: str) -> None:
-        self.endpoint = endpoint
-        self.deadline_s = deadline_s
-        self.remedy = remedy
+        self.endpoint, self.deadline_s, self.remedy = endpoint, deadline_s, remedy
         HeadraceError.__init__(
             self,
             f"no env host was at {endpoint} for env_hosts_timeout_s = {deadline_s:g} s; start one: {remedy}",
@@ -158,8 +148,7 @@ class SocketFolderError(RunDirError):
     """The folder of Unix sockets at `path` cannot be used, as others could use it too. `reason` says what to do."""
 
     def __init__(self, path: str, reason: str) -> None:
-        self.path = path
-        self.reason = reason
+        self.path, self.reason = path, reason
         HeadraceError.__init__(self, f"the folder of Unix sockets {path} cannot be used: {reason}")
 
 
@@ -186,8 +175,7 @@ class CheckpointError(HeadraceError):
     exit_code = ExitCode.RUN_DIR
 
     def __init__(self, path: str, reason: str, advice: str = "move it away to train from the start") -> None:
-        self.path = path
-        self.reason = reason
+        self.path, self.reason = path, reason
         super().__init__(f"checkpoint {path} cannot be used: {reason}; {advice}")
 
 

@@ -62,8 +62,7 @@ class RefusedWeightsError(ModuleError):
     """A worker could not load weights `version`, and goes on with those it has."""
 
     def __init__(self, version: tuple[int, int], slot: int, detail: str) -> None:
-        self.version = version
-        self.slot = slot
+        self.version, self.slot = version, slot
         super().__init__(f"worker {slot} cannot load weights {version} and keeps those it has: {detail}")
 
 
@@ -76,8 +75,7 @@ class CallbackError(HeadraceError):
     exit_code = ExitCode.CALLBACK
 
     def __init__(self, event: str, callback: str, cause: BaseException) -> None:
-        self.event = event
-        self.callback = callback
+        self.event, self.callback = event, callback
         self.samples: Any = None
         super().__init__(
             f"callback {callback} failed in {event} ({type(cause).__name__}: {cause}); "
@@ -98,8 +96,7 @@ class RunnerBusyError(HeadraceError):
     exit_code = ExitCode.CALLBACK
 
     def __init__(self, call: str, event: str) -> None:
-        self.call = call
-        self.event = event
+        self.call, self.event = call, event
         super().__init__(
             f"{call} cannot be called in {event}, in the midst of what the runner does; call it in on_sample_end, or "
             "after sample()"
@@ -122,8 +119,7 @@ class ConnectorError(HeadraceError):
     exit_code = ExitCode.MODULE
 
     def __init__(self, connector: str, reason: str, seen: str = "") -> None:
-        self.connector = connector
-        self.seen = seen
+        self.connector, self.seen = connector, seen
         super().__init__(f"connector {connector} failed: {reason}" + (f" (it was given {seen})" if seen else ""))
 
 
@@ -137,6 +133,5 @@ class ExportError(HeadraceError):
     exit_code = ExitCode.MODULE
 
     def __init__(self, path: str, reason: str) -> None:
-        self.path = path
-        self.reason = reason
+        self.path, self.reason = path, reason
         super().__init__(f"the policy cannot be exported to {path}: {reason}")

@@ -15,8 +15,7 @@ class DecodeError(WireError):
     """A message is not a valid Headrace message. `reason` is a stable word, `detail` says what was seen."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        self.reason = reason
-        self.detail = detail
+        self.reason, self.detail = reason, detail
         super().__init__(f"{reason}: {detail}")
 
 
@@ -28,8 +27,7 @@ class InfosTooLargeError(EncodeError):
     """A batch's infos are `nbytes` bytes of JSON; one message carries `limit` at most."""
 
     def __init__(self, nbytes: int, limit: int) -> None:
-        self.nbytes = nbytes
-        self.limit = limit
+        self.nbytes, self.limit = nbytes, limit
         super().__init__(
             f"a batch's infos have {nbytes} bytes of JSON; {limit} are allowed; "
             "shorten rollout_fragment_length, drop values in the env, or set infos = 'none'"
@@ -42,8 +40,7 @@ class RefusedError(HeadraceError):
     exit_code = ExitCode.PROTOCOL
 
     def __init__(self, code: str, detail: str) -> None:
-        self.code = code
-        self.detail = detail
+        self.code, self.detail = code, detail
         super().__init__(detail)
 
 

@@ -25,7 +25,7 @@ buffer. numpy and torch read such views correctly; other consumers should copy.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, unique
 from typing import Any
@@ -36,31 +36,12 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.frames.compression import LZ4, compress, decompress
-from headrace.schemas.frames.manifest import ALLOWED_DTYPES, OWN_FRAME_BYTES, Buffer, pack, view
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS, WireLimits
-
-__all__ = [
-    "ALLOWED_DTYPES",
-    "DEFAULT_LIMITS",
-    "MAGIC",
-    "OWN_FRAME_BYTES",
-    "PROTOCOL_MAJOR",
-    "PROTOCOL_MINOR",
-    "Buffer",
-    "MessageKind",
-    "WireLimits",
-    "WireMessage",
-    "check_payload",
-    "decode",
-    "decode_arrays",
-    "decode_header",
-    "decompressed",
-    "encode",
-    "encode_packed",
-    "is_compressed",
-    "is_deeper",
-    "read_tag",
-]
+from headrace.schemas.frames.manifest import ALLOWED_DTYPES as ALLOWED_DTYPES
+from headrace.schemas.frames.manifest import OWN_FRAME_BYTES as OWN_FRAME_BYTES
+from headrace.schemas.frames.manifest import Buffer as Buffer
+from headrace.schemas.frames.manifest import pack, view
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS as DEFAULT_LIMITS
+from headrace.schemas.frames.wire_limits import WireLimits as WireLimits
 
 MAGIC = b"HDRC"
 PROTOCOL_MAJOR = 1
@@ -305,3 +286,12 @@ def check_payload(payload: dict[str, Any], frames: Sequence[Buffer]) -> None:
     """Raise `DecodeError` unless the frames hold the payload that was sent, which the header describes as `payload`."""
     if payload.get("checksum") != _checksum(frames[2:]):
         raise DecodeError("payload_checksum", "payload does not match its checksum")
+
+
+def frames_of(blob: Buffer, sizes: Iterable[int]) -> list[Buffer]:
+    """Return the frames of these `sizes` that make up `blob`, as views of it."""
+    whole, start, frames = memoryview(blob), 0, list[Buffer]()
+    for size in sizes:
+        frames.append(whole[start : start + size])
+        start += size
+    return frames

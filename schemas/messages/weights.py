@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +30,15 @@ T = TypeVar("T")
 
 Shapes = Mapping[str, Sequence[int]]
 """Shape of each of a module's tensors, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsVersion:
+    """A whole, checked version."""
+
+    version: Version
+    digest: str
+    arrays: Arrays
 
 
 def join_modules(by_module: Mapping[str, Mapping[str, T]]) -> dict[str, T]:

@@ -32,194 +32,129 @@ _DEFAULT_STALENESS = 8
 class FleetSection(ConfigSection):
     """Settings of the fleet as a whole."""
 
-    workers: int = Field(
-        default=2,
-        ge=0,
-        le=1000,  # the broker gives slots from 1000 on to workers that were started alone
-        description="sampler processes `up` starts on this machine",
-    )
-    env_hosts: int = Field(
-        default=0,
-        ge=0,
-        le=1000,
-        description="env hosts `up` starts on this machine too, shared out among the workers; for env_placement remote",
-    )
-    run_dir: str = Field(
-        default="",
-        description="folder for fleet.json, logs, recorders, checkpoints and Redis data; empty: `up` makes "
-        "runs/ENV-TIME, and other commands take the newest run in runs/",
-    )
-    check_env: bool = Field(
-        default=True,
-        description="build, reset and step one env in a process of its own before anything starts; false: only look up "
-        "what is named",
-    )
-    until_return: float | None = Field(
-        default=None, description="stop when the mean return of the last 100 episodes reaches this"
-    )
-    until_steps: int | None = Field(
-        default=None,
-        gt=0,
-        description="stop after this many env steps, counted from the start of the run or of its resume",
-    )
-    timeout_s: float | None = Field(
-        default=None, gt=0, description="give up after this many seconds with exit code 17 (TIMEOUT)"
-    )
-    fleet_id: str = Field(
-        default="", pattern=r"^[A-Za-z0-9_.-]*$", description="name of the fleet; empty makes one per run directory"
-    )
-    rendezvous: str = Field(
-        default="",
-        max_length=4096,
-        description="where the broker publishes its addresses, and peers on other machines find them: a file; for "
-        "peers also http(s)://..., or dns://NAME with the ports of [broker]; empty: rendezvous.json of run_dir; with "
-        "several brokers {broker} in it stands for the index of each",
-    )
-    scratch_dir: str = Field(
-        default="",
-        description="folder on a disk of this machine for recorders and logs of `headrace worker --count`, which go to "
-        "the run directory at its end; empty: the run directory itself",
-    )
+    workers: int = Field(default=2, ge=0, le=1000)  # from slot 1000 on are the workers that were started alone
+    """sampler processes `up` starts on this machine"""
+    env_hosts: int = Field(default=0, ge=0, le=1000)
+    """env hosts `up` starts on this machine too, shared out among the workers; for env_placement remote"""
+    run_dir: str = ""
+    """folder for fleet.json, logs, recorders, checkpoints and Redis data; empty: `up` makes runs/ENV-TIME, and other
+    commands take the newest run in runs/"""
+    check_env: bool = True
+    """build, reset and step one env in a process of its own before anything starts; false: only look up what is
+    named"""
+    until_return: float | None = None
+    """stop when the mean return of the last 100 episodes reaches this"""
+    until_steps: int | None = Field(default=None, gt=0)
+    """stop after this many env steps, counted from the start of the run or of its resume"""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """give up after this many seconds with exit code 17 (TIMEOUT)"""
+    fleet_id: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
+    """name of the fleet; empty makes one per run directory"""
+    rendezvous: str = Field(default="", max_length=4096)
+    """where the broker publishes its addresses, and peers on other machines find them: a file; for peers also
+    http(s)://..., or dns://NAME with the ports of [broker]; empty: rendezvous.json of run_dir; with several brokers
+    {broker} in it stands for the index of each"""
+    scratch_dir: str = ""
+    """folder on a disk of this machine for recorders and logs of `headrace worker --count`, which go to the run
+    directory at its end; empty: the run directory itself"""
 
 
 class SamplingSection(SamplingSettings):
     """Settings of sampling, for every worker."""
 
-    env: str = Field(
-        default="CartPole-v1", min_length=1, description='a registered gymnasium id, or "package.module:make_env"'
-    )
+    env: str = Field(default="CartPole-v1", min_length=1)
+    """a registered gymnasium id, or the "package.module:make_env" of a function"""
 
 
 class ModuleSection(ConfigSection):
     """The policy module. Workers and the learner build it by the same name."""
 
-    build: str = Field(
-        default="headrace.workers.modules:actor_critic", description='what builds the module, as "package.module:build"'
-    )
-    config: dict[str, Any] = Field(default={}, description="keyword arguments of build")
+    build: str = "headrace.workers.modules:actor_critic"
+    """the "package.module:build" of what builds the module"""
+    config: dict[str, Any] = Field(default={})
+    """keyword arguments of build"""
 
 
 class WorkerSection(ConfigSection):
     """Settings of a worker's connection to the broker."""
 
-    window_batches: int | None = Field(
-        default=None,
-        ge=1,
-        le=WINDOW - 1,
-        description="batches a worker keeps until they are settled; absent: the window follows the learner's updates",
-    )
-    window_bytes: int = Field(
-        default=256 << 20, ge=1, description="bytes a worker keeps until they are settled; one batch is always allowed"
-    )
-    random_actions_before_weights: bool = Field(
-        default=False, description="sample at random until the first weights arrive"
-    )
-    connect_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="how long to wait for a broker; a supervisor's own worker: for its first answer only",
-    )
-    drain_timeout_s: float = Field(default=10.0, gt=0, description="how long SIGTERM waits for batches to be accepted")
-    advertise: str = Field(
-        default="",
-        max_length=180,
-        pattern=r"^[^\s/@]*$",
-        description="name or address by which env hosts and clients reach this worker; empty: the address that it "
-        "binds for them, or this machine's name where that is a wildcard",
-    )
-    compression: Literal["auto", "lz4", "none"] = Field(
-        default="auto",
-        description="compress batches: auto, on the way to a broker on another machine; lz4, always; none, never; it "
-        "needs `pip install headrace[lz4]` here and at the broker, which unpacks them for a learner without it",
-    )
-    ends_with_fleet: bool = Field(
-        default=False,
-        description="a worker that `up` has not started ends, with exit code 0, once the fleet has reached its goal or "
-        "is stopped; false: it waits for the next fleet at the same address",
-    )
+    window_batches: int | None = Field(default=None, ge=1, le=WINDOW - 1)
+    """batches a worker keeps until they are settled; absent: the window follows the learner's updates"""
+    window_bytes: int = Field(default=256 << 20, ge=1)
+    """bytes a worker keeps until they are settled; one batch is always allowed"""
+    random_actions_before_weights: bool = False
+    """sample at random until the first weights arrive"""
+    connect_timeout_s: float = Field(default=60.0, gt=0)
+    """how long to wait for a broker; a supervisor's own worker: for its first answer only"""
+    drain_timeout_s: float = Field(default=10.0, gt=0)
+    """how long SIGTERM waits for batches to be accepted"""
+    advertise: str = Field(default="", max_length=180, pattern=r"^[^\s/@]*$")
+    """name or address by which env hosts and clients reach this worker; empty: the address that it binds for them, or
+    this machine's name where that is a wildcard"""
+    compression: Literal["auto", "lz4", "none"] = "auto"
+    """compress batches: auto, on the way to a broker on another machine; lz4, always; none, never; it needs `pip
+    install headrace[lz4]` here and at the broker, which unpacks them for a learner without it"""
+    ends_with_fleet: bool = False
+    """a worker that `up` has not started ends, with exit code 0, once the fleet has reached its goal or is stopped;
+    false: it waits for the next fleet at the same address"""
 
 
 class BrokerSection(ConfigSection):
     """The broker's endpoints and limits."""
 
-    transport: Literal["tcp", "ipc"] = Field(
-        default="tcp",
-        description="tcp: the three ports below; ipc: Unix sockets in a folder of mode 0700, for processes of this "
-        "user on this machine, without a token",
-    )
-    host: str = Field(default="127.0.0.1", description="address to bind; off loopback needs [keys]")
-    advertise: str = Field(
-        default="",
-        max_length=255,
-        pattern=r"^[^\s/@]*$",
-        description="name or address by which peers reach the broker; empty: host, or this machine's name where host "
-        "is 0.0.0.0 or ::",
-    )
-    count: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="brokers of the fleet, of which each is started alone and has the workers whose slot modulo count "
-        "is its index; one learner consumes all",
-    )
-    index: int | None = Field(
-        default=None,
-        ge=0,
-        le=63,
-        description="which broker this one is, or which one workers without a slot join; absent: by their machine",
-    )
-    worker_port: int = Field(default=0, ge=0, le=65535, description="port for workers; 0 takes a free one")
-    learner_port: int = Field(default=0, ge=0, le=65535, description="port for learners; 0 takes a free one")
-    weights_port: int = Field(default=0, ge=0, le=65535, description="port that relays weights; 0 takes a free one")
-    allow_insecure: bool = Field(
-        default=False,
-        description="serve other machines without keys and unencrypted, and every user of this one without a token; "
-        "every start warns",
-    )
-    max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16, description="largest batch accepted")
-    max_held_bytes: int = Field(
-        default=1 << 30, ge=1 << 20, description="bytes held until committed; beyond that, see overflow"
-    )
-    max_held_batches: int | None = Field(
-        default=None, ge=1, description="batches held until committed; beyond that, see overflow; absent: no bound"
-    )
-    max_held_age_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="with overflow drop_oldest: how long a batch may wait for the learner; absent: no bound",
-    )
-    max_connections: int = Field(
-        default=4096,
-        ge=1,
-        description="connections at each port; beyond that the one that is silent for longest is closed",
-    )
-    overflow: Literal["block", "drop_oldest", "drop_stale"] = Field(
-        default="block",
-        description="what happens beyond max_held_bytes and max_held_batches: workers wait (block), or the oldest "
-        "batches that no learner was given are dropped; drop_stale waits too, with max_staleness = 8",
-    )
-    max_staleness: int | None = Field(
-        default=None,
-        ge=1,
-        description="the largest lag in weights versions with which a batch may go to the learner; older ones are "
-        "dropped as stale, on arrival and in the queue; absent: no bound, or 8 with overflow drop_stale",
-    )
-    ack: Literal["learner", "broker"] = Field(
-        default="learner", description="whose acknowledgement lets a worker forget a batch"
-    )
-    log: bool = Field(
-        default=False,
-        description="keep accepted batches on disk, in broker-log of the run directory, until they are settled",
-    )
-    log_max_bytes: int = Field(default=4 << 30, ge=1 << 20, description="bytes of that log, at most")
-    log_when_full: Literal["stop", "go_on"] = Field(
-        default="stop",
-        description="what the broker does where the log, or its disk, is full: end with an error, or warn and "
-        "acknowledge batches without the log until there is room",
-    )
-    lease_s: float = Field(default=10.0, gt=0, description="silence after which a worker counts as lost")
-    heartbeat_interval_s: float = Field(default=1.0, gt=0, description="time between two heartbeats of a peer")
-    report_interval_s: float = Field(default=0.5, gt=0, description="time between reports of the broker to Redis")
+    transport: Literal["tcp", "ipc"] = "tcp"
+    """tcp: the three ports below; ipc: Unix sockets in a folder of mode 0700, for processes of this user on this
+    machine, without a token"""
+    host: str = "127.0.0.1"
+    """address to bind; off loopback needs [keys]"""
+    advertise: str = Field(default="", max_length=255, pattern=r"^[^\s/@]*$")
+    """name or address by which peers reach the broker; empty: host, or this machine's name where host is 0.0.0.0 or
+    ::"""
+    count: int = Field(default=1, ge=1, le=64)
+    """brokers of the fleet, of which each is started alone and has the workers whose slot modulo count is its index;
+    one learner consumes all"""
+    index: int | None = Field(default=None, ge=0, le=63)
+    """which broker this one is, or which one workers without a slot join; absent: by their machine"""
+    worker_port: int = Field(default=0, ge=0, le=65535)
+    """port for workers; 0 takes a free one"""
+    learner_port: int = Field(default=0, ge=0, le=65535)
+    """port for learners; 0 takes a free one"""
+    weights_port: int = Field(default=0, ge=0, le=65535)
+    """port that relays weights; 0 takes a free one"""
+    allow_insecure: bool = False
+    """serve other machines without keys and unencrypted, and every user of this one without a token; every start
+    warns"""
+    max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16)
+    """largest batch accepted"""
+    max_held_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """bytes held until committed; beyond that, see overflow"""
+    max_held_batches: int | None = Field(default=None, ge=1)
+    """batches held until committed; beyond that, see overflow; absent: no bound"""
+    max_held_age_s: float | None = Field(default=None, gt=0)
+    """with overflow drop_oldest: how long a batch may wait for the learner; absent: no bound"""
+    max_connections: int = Field(default=4096, ge=1)
+    """connections at each port; beyond that the one that is silent for longest is closed"""
+    overflow: Literal["block", "drop_oldest", "drop_stale"] = "block"
+    """what happens beyond max_held_bytes and max_held_batches: workers wait (block), or the oldest batches that no
+    learner was given are dropped; drop_stale waits too, with max_staleness = 8"""
+    max_staleness: int | None = Field(default=None, ge=1)
+    """the largest lag in weights versions with which a batch may go to the learner; older ones are dropped as stale, on
+    arrival and in the queue; absent: no bound, or 8 with overflow drop_stale"""
+    ack: Literal["learner", "broker"] = "learner"
+    """whose acknowledgement lets a worker forget a batch"""
+    log: bool = False
+    """keep accepted batches on disk, in broker-log of the run directory, until they are settled"""
+    log_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    """bytes of that log, at most"""
+    log_when_full: Literal["stop", "go_on"] = "stop"
+    """what the broker does where the log, or its disk, is full: end with an error, or warn and acknowledge batches
+    without the log until there is room"""
+    lease_s: float = Field(default=10.0, gt=0)
+    """silence after which a worker counts as lost"""
+    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    """time between two heartbeats of a peer"""
+    report_interval_s: float = Field(default=0.5, gt=0)
+    """time between reports of the broker to Redis"""
 
     @model_validator(mode="after")
     def _check(self) -> BrokerSection:
@@ -285,43 +220,45 @@ class LearnerSection(ConfigSection):
     The defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
     """
 
-    enabled: bool = Field(default=True, description="false: `up` starts no learner; connect your own EpisodeStream")
-    steps_per_update: int = Field(default=2048, gt=0, description="agent steps gathered for one PPO update")
-    epochs: int = Field(default=10, gt=0, description="passes over the steps of one update, at most")
-    minibatch_size: int = Field(default=256, gt=0, description="steps of one gradient step")
-    learning_rate: float = Field(default=1e-3, gt=0, description="learning rate of Adam")
-    anneal_steps: int | None = Field(
-        default=None,
-        gt=0,
-        description="agent steps over which learning_rate and clip fall in a line to anneal_to of their values; "
-        "absent: they stay",
-    )
-    anneal_to: float = Field(
-        default=0.0, ge=0, le=1, description="share of learning_rate and clip that is left after anneal_steps"
-    )
-    gamma: float = Field(default=0.98, gt=0, le=1, description="discount of rewards, for each step")
-    gae_lambda: float = Field(default=0.9, ge=0, le=1, description="lambda of generalised advantage estimation")
-    clip: float = Field(default=0.2, gt=0, description="bound of PPO's ratio: it is clipped to 1 - clip and 1 + clip")
-    value_coefficient: float = Field(default=0.5, ge=0, description="weight of the value loss")
-    entropy_coefficient: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
-    max_grad_norm: float = Field(default=0.5, gt=0, description="norm to which the gradient is clipped")
-    target_kl: float = Field(
-        default=0.03,
-        gt=0,
-        description="divergence at which an update stops after its current epoch; 1e9: never",
-    )
-    policies_to_train: list[str] | None = Field(
-        default=None, description="module ids to train; absent: all. The others stay frozen as they were built"
-    )
-    evaluate_every_steps: int = Field(
-        default=0,
-        ge=0,
-        description="agent steps trained on between two evaluations of the newest checkpoint, by a process of its own "
-        "that `up` starts; 0: none",
-    )
-    evaluate_episodes: int = Field(default=10, ge=1, description="whole episodes of one such evaluation")
-    seed: int = Field(default=0, ge=0, description="root of the learner's random numbers")
-    torch_threads: int = Field(default=1, gt=0, description="threads that torch may use in the learner")
+    enabled: bool = True
+    """false: `up` starts no learner; connect your own EpisodeStream"""
+    steps_per_update: int = Field(default=2048, gt=0)
+    """agent steps gathered for one PPO update"""
+    epochs: int = Field(default=10, gt=0)
+    """passes over the steps of one update, at most"""
+    minibatch_size: int = Field(default=256, gt=0)
+    """steps of one gradient step"""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """learning rate of Adam"""
+    anneal_steps: int | None = Field(default=None, gt=0)
+    """agent steps over which learning_rate and clip fall in a line to anneal_to of their values; absent: they stay"""
+    anneal_to: float = Field(default=0.0, ge=0, le=1)
+    """share of learning_rate and clip that is left after anneal_steps"""
+    gamma: float = Field(default=0.98, gt=0, le=1)
+    """discount of rewards, for each step"""
+    gae_lambda: float = Field(default=0.9, ge=0, le=1)
+    """lambda of generalised advantage estimation"""
+    clip: float = Field(default=0.2, gt=0)
+    """bound of PPO's ratio: it is clipped to 1 - clip and 1 + clip"""
+    value_coefficient: float = Field(default=0.5, ge=0)
+    """weight of the value loss"""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """weight of the entropy bonus"""
+    max_grad_norm: float = Field(default=0.5, gt=0)
+    """norm to which the gradient is clipped"""
+    target_kl: float = Field(default=0.03, gt=0)
+    """divergence at which an update stops after its current epoch; 1e9: never"""
+    policies_to_train: list[str] | None = None
+    """module ids to train; absent: all. The others stay frozen as they were built"""
+    evaluate_every_steps: int = Field(default=0, ge=0)
+    """agent steps trained on between two evaluations of the newest checkpoint, by a process of its own that `up`
+    starts; 0: none"""
+    evaluate_episodes: int = Field(default=10, ge=1)
+    """whole episodes of one such evaluation"""
+    seed: int = Field(default=0, ge=0)
+    """root of the learner's random numbers"""
+    torch_threads: int = Field(default=1, gt=0)
+    """threads that torch may use in the learner"""
 
 
 REDIS_BYTES_PER_HOUR = 2 << 30
@@ -330,18 +267,12 @@ REDIS_BYTES_PER_HOUR = 2 << 30
 class RedisSection(ConfigSection):
     """The Redis that the fleet reports to."""
 
-    url: str = Field(
-        default="",
-        description="address, redis://[user:password@]host:port/db, or rediss:// for TLS; or the path of a file of "
-        "mode 0600 that has it; empty: the fleet starts its own in the run directory",
-    )
-    bytes_per_hour: int = Field(
-        default=REDIS_BYTES_PER_HOUR,
-        ge=0,
-        le=1 << 48,
-        description="bytes that copies of checkpoints and weights may write to Redis in an hour, half each; large ones "
-        "are written less often; 0: Redis has no copies, and a start takes none from it",
-    )
+    url: str = ""
+    """address, redis://[user:password@]host:port/db, or rediss:// for TLS; or the path of a file of mode 0600 that has
+    it; empty: the fleet starts its own in the run directory"""
+    bytes_per_hour: int = Field(default=REDIS_BYTES_PER_HOUR, ge=0, le=1 << 48)
+    """bytes that copies of checkpoints and weights may write to Redis in an hour, half each; large ones are written
+    less often; 0: Redis has no copies, and a start takes none from it"""
 
     @field_validator("url")
     @classmethod
@@ -352,16 +283,12 @@ class RedisSection(ConfigSection):
 class KeysSection(ConfigSection):
     """Keys of the fleet's sockets; `schemas/credentials/keys.py` describes the files."""
 
-    dir: str = Field(
-        default="",
-        description="folder that `headrace keys init` made, or a copy of this machine's part; for peers on the same "
-        "machine also a run directory, or a copy of its token; empty: no keys",
-    )
-    group: str = Field(
-        default="",
-        description="group of this machine's keys; empty: that of the only key of its role in the folder, or among "
-        "several the default group; for `up` and the broker, the group of the fleet's own workers",
-    )
+    dir: str = ""
+    """folder that `headrace keys init` made, or a copy of this machine's part; for peers on the same machine also a run
+    directory, or a copy of its token; empty: no keys"""
+    group: str = ""
+    """group of this machine's keys; empty: that of the only key of its role in the folder, or among several the default
+    group; for `up` and the broker, the group of the fleet's own workers"""
 
     @field_validator("group")
     @classmethod
@@ -383,48 +310,35 @@ MOST_WORKERS_ON_RAY = 10_000
 class RaySection(ConfigSection):
     """Workers that `up` keeps on a Ray cluster (extra ray)."""
 
-    address: str = Field(
-        default="auto",
-        min_length=1,
-        description="the cluster: HOST:PORT of its head, or auto: that of RAY_ADDRESS, else the one on this machine",
-    )
-    workers: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_WORKERS_ON_RAY,
-        description="workers that `up` keeps there, each in an actor of its own",
-    )
-    cpus_per_worker: float = Field(default=1.0, gt=0, description="CPUs that Ray sets aside for a worker, num_cpus")
+    address: str = Field(default="auto", min_length=1)
+    """the cluster: HOST:PORT of its head, or auto: that of RAY_ADDRESS, else the one on this machine"""
+    workers: int = Field(default=0, ge=0, le=MOST_WORKERS_ON_RAY)
+    """workers that `up` keeps there, each in an actor of its own"""
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    """CPUs that Ray sets aside for a worker, num_cpus"""
 
 
 class SupervisorSection(ConfigSection):
     """Settings of the supervisor, by which `up` keeps its processes alive."""
 
-    restart_backoff_s: float = Field(
-        default=0.2,
-        gt=0,
-        description="pause before the first restart, if the process lived less than ten times as long; "
-        "it doubles each time, with jitter",
-    )
-    restart_backoff_max_s: float = Field(default=10.0, gt=0, description="longest pause before a restart")
-    max_restarts_per_window: int = Field(
-        default=10, ge=0, description="restarts of one process before it counts as crash-looping"
-    )
-    restart_window_s: float = Field(default=60.0, gt=0, description="time window of max_restarts_per_window")
-    zombie_grace_s: float = Field(
-        default=30.0, gt=0, description="how long a silent worker that was replaced may live on, to find itself fenced"
-    )
-    hung_after_s: float = Field(
-        default=300.0,
-        gt=0,
-        description="how long the learner may take for one minibatch before it counts as hung and is replaced",
-    )
-    stop_timeout_s: float = Field(default=20.0, gt=0, description="how long a draining process has before it is killed")
-    stop_signal: Literal["SIGTERM", "SIGINT"] = Field(
-        default="SIGTERM",
-        description="what tells a process of the fleet to drain; with SIGINT they take no notice of SIGTERM, for "
-        "managers that send it to each process of a job, as Slurm's scancel does",
-    )
+    restart_backoff_s: float = Field(default=0.2, gt=0)
+    """pause before the first restart, if the process lived less than ten times as long; it doubles each time, with
+    jitter"""
+    restart_backoff_max_s: float = Field(default=10.0, gt=0)
+    """longest pause before a restart"""
+    max_restarts_per_window: int = Field(default=10, ge=0)
+    """restarts of one process before it counts as crash-looping"""
+    restart_window_s: float = Field(default=60.0, gt=0)
+    """time window of max_restarts_per_window"""
+    zombie_grace_s: float = Field(default=30.0, gt=0)
+    """how long a silent worker that was replaced may live on, to find itself fenced"""
+    hung_after_s: float = Field(default=300.0, gt=0)
+    """how long the learner may take for one minibatch before it counts as hung and is replaced"""
+    stop_timeout_s: float = Field(default=20.0, gt=0)
+    """how long a draining process has before it is killed"""
+    stop_signal: Literal["SIGTERM", "SIGINT"] = "SIGTERM"
+    """what tells a process of the fleet to drain; with SIGINT they take no notice of SIGTERM, for managers that send it
+    to each process of a job, as Slurm's scancel does"""
 
     @property
     def blocks_sigterm(self) -> bool:
@@ -435,32 +349,27 @@ class SupervisorSection(ConfigSection):
 class LoggingSection(ConfigSection):
     """Settings of what `up` logs of a run. It always writes `metrics.jsonl` and `metrics.csv` in the run directory."""
 
-    interval_s: float = Field(default=5.0, gt=0, description="time between two rows about the whole fleet")
-    tensorboard: bool = Field(
-        default=False, description="log to TensorBoard files too, in run_dir/tensorboard (extra tensorboard)"
-    )
-    wandb: bool = Field(default=False, description="log to Weights & Biases too (extra wandb)")
-    mlflow: bool = Field(default=False, description="log to MLflow too (extra mlflow)")
-    loggers: list[str] = Field(
-        default=[], description='loggers of your own, each as "package.module:Class", which is called with a RunInfo'
-    )
-    max_file_bytes: int = Field(
-        default=16 << 20,
-        ge=1 << 16,
-        description="size at which a file in run_dir/logs is moved to one that ends in .1, in place of the one before",
-    )
+    interval_s: float = Field(default=5.0, gt=0)
+    """time between two rows about the whole fleet"""
+    tensorboard: bool = False
+    """log to TensorBoard files too, in run_dir/tensorboard (extra tensorboard)"""
+    wandb: bool = False
+    """log to Weights & Biases too (extra wandb)"""
+    mlflow: bool = False
+    """log to MLflow too (extra mlflow)"""
+    loggers: list[str] = Field(default=[])
+    """loggers of your own, each as "package.module:Class", which is called with a RunInfo"""
+    max_file_bytes: int = Field(default=16 << 20, ge=1 << 16)
+    """size at which a file in run_dir/logs is moved to one that ends in .1, in place of the one before"""
 
 
 class DashboardSection(ConfigSection):
     """Settings of the live page that `up` serves to browsers on this machine."""
 
-    enabled: bool = Field(default=True, description="`up` serves the page and prints its address")
-    port: int = Field(
-        default=0,
-        ge=0,
-        le=_HIGHEST_PORT,
-        description="of the page, on 127.0.0.1; 0: a free one, which `up` names at its start and in fleet.json",
-    )
+    enabled: bool = True
+    """`up` serves the page and prints its address"""
+    port: int = Field(default=0, ge=0, le=_HIGHEST_PORT)
+    """of the page, on 127.0.0.1; 0: a free one, which `up` names at its start and in fleet.json"""
 
 
 class FleetConfig(ConfigSection):

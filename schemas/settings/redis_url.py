@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
-from headrace.schemas.basics.private_files import mode_for_others
+from headrace.schemas.basics.private_files import mode_for_others, open_at_once
 
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 """Parameters of a rediss:// URL that name files."""
@@ -31,7 +30,7 @@ def read_redis_url(text: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        with open(path, encoding="utf-8", opener=_at_once) as file:
+        with open(path, encoding="utf-8", opener=open_at_once) as file:
             if mode := mode_for_others(file.fileno(), path):
                 raise ValueError(f"others may read {path} (mode {mode:04o}); chmod 600 {path}")
             text = file.read(_LARGEST_FILE).strip()
@@ -45,11 +44,6 @@ def _read(path: Path) -> str:
     if "://" not in text or len(text.split()) != 1:
         raise ValueError(f"{path} should have one line with a URL: {NOT_A_URL}")
     return text
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open a file without blocking: a plain open of a pipe would wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _with_absolute_files(url: str) -> str:

@@ -20,197 +20,125 @@ Piece = str | dict[str, Any]
 class PolicySettings(ConfigSection):
     """One of several policies; absent values are those of [module]."""
 
-    build: str | None = Field(default=None, description='what builds its module, as "package.module:build"')
-    config: dict[str, Any] | None = Field(default=None, description="keyword arguments of build")
-    env_to_module: list[Piece] | None = Field(
-        default=None, description="its own connectors, in place of those of [sampling]"
-    )
-    module_to_env: list[Piece] | None = Field(
-        default=None, description="its own connectors for actions, in place of those of [sampling]"
-    )
+    build: str | None = None
+    """the "package.module:build" of what builds its module"""
+    config: dict[str, Any] | None = None
+    """keyword arguments of build"""
+    env_to_module: list[Piece] | None = None
+    """its own connectors, in place of those of [sampling]"""
+    module_to_env: list[Piece] | None = None
+    """its own connectors for actions, in place of those of [sampling]"""
 
 
 class SamplingSettings(ConfigSection):
     """Settings of one runner's sampling, as plain values: the part of EnvRunnerConfig that a file can hold."""
 
-    env_config: dict[str, Any] = Field(
-        default={}, description="keyword arguments of a gymnasium id; the EnvContext of a callable"
-    )
-    num_envs: int = Field(default=8, ge=1, le=65_536, description="environments stepped together by one runner")
-    gym_env_vectorize_mode: Literal["sync", "async", "vector_entry_point"] | None = Field(
-        default=None,
-        description="have gymnasium step them as one vector, which fails as one; absent: each by itself, the faster "
-        "choice for envs in Python, unless the id has a vector of its own (vector_entry_point)",
-    )
-    seed: int | None = Field(
-        default=None, ge=0, description="root of every random number of the fleet's runners; None takes fresh entropy"
-    )
-    max_env_seed: int = Field(
-        default=2**63 - 1,
-        ge=1,
-        lt=2**63,
-        description="largest seed env.reset gets; 2**31 - 1 for envs that take a C int (seeds may then repeat)",
-    )
-    seed_every_episode: bool = Field(
-        default=True,
-        description="give every reset of an env a seed of its own; false: only its first one, for envs whose "
-        "reset(seed=...) is slow, as that of Atari games; chunks of later episodes have no seed",
-    )
-    batch_mode: Literal["truncate_episodes", "complete_episodes"] = Field(
-        default="truncate_episodes", description="cut fragments after a number of steps, or deliver whole episodes only"
-    )
-    rollout_fragment_length: int = Field(
-        default=64, ge=1, description="env steps of each env in a fragment, when episodes may be cut"
-    )
-    episode_lookback_horizon: int = Field(
-        default=0,
-        ge=0,
-        description="steps before its first that a chunk carries, in columns of their own; connectors and recurrent "
-        "modules need none, and with 0 a cut copies nothing",
-    )
-    synchronous: bool = Field(
-        default=False,
-        description="in a fleet: workers ship their share of an update with one version of the weights, and wait for "
-        "the next one; slower, but no step is older than the weights, and a fleet repeats itself to the bit",
-    )
-    explore: bool = Field(default=True, description="sample from the policy's distribution; False takes its mode")
-    env_to_module: list[Piece] = Field(
-        default=[],
-        description='connectors that observations pass on their way to the module: "package.module:factory", or '
-        "{build = ..., config = {...}}",
-    )
-    module_to_env: list[Piece] = Field(
-        default=[], description="connectors that actions pass on their way to the env, named as in env_to_module"
-    )
-    policies: dict[str, PolicySettings] | None = Field(
-        default=None, description="several agents: module id -> {build, config} of its policy; {} is that of [module]"
-    )
-    policy_mapping_fn: str | dict[str, str] | None = Field(
-        default=None,
-        description='several agents: "package.module:function" of (agent id, episode id), or a table, to module ids',
-    )
-    count_steps_by: Literal["env_steps", "agent_steps"] = Field(
-        default="env_steps", description="several agents: what rollout_fragment_length counts"
-    )
-    missing_final_observation: Literal["error", "repeat", "drop"] = Field(
-        default="error",
-        description="several agents: what to do when an agent is truncated without its last observation: fail the env, "
-        "repeat the observation it acted upon, or drop its last step; each is counted",
-    )
-    max_idle_env_steps: int = Field(
-        default=10_000,
-        ge=1,
-        description="several agents: env steps in a row in which no agent acts, after which the env has failed",
-    )
-    infos: Literal["all", "none"] = Field(default="all", description="whether non-empty infos travel with the chunks")
-    callbacks: list[str] = Field(
-        default=[], description='"package.module:Class" of each callback object, in the order in which they are called'
-    )
-    metrics_num_episodes_for_smoothing: int = Field(
-        default=100,
-        ge=1,
-        description="how many of the newest episodes, of all runners together, go into means, minima and maxima",
-    )
-    torch_threads: int = Field(default=1, ge=1, description="threads torch may use in the sampling process")
-    disable_env_checking: bool = Field(
-        default=False, description="skip the check of observations against their bounds; never that of shape and dtype"
-    )
-    restart_failed_sub_environments: bool = Field(
-        default=True, description="rebuild an env that failed and go on; False raises its error"
-    )
-    env_placement: Literal["inline", "process", "remote"] = Field(
-        default="inline",
-        description="where envs live: in the runner's own process; in others, where one may hang, crash or leak; or "
-        "with `headrace env-host`s on any machines, which connect to this worker",
-    )
-    env_hosts_host: str = Field(
-        default="127.0.0.1",
-        description="remote envs: address where a worker listens for their hosts; off loopback needs [keys]",
-    )
-    env_hosts_port: int = Field(
-        default=0,
-        ge=0,
-        le=65_535,
-        description="remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one",
-    )
-    env_hosts_allow_insecure: bool = Field(
-        default=False,
-        description="remote envs: listen for other machines without keys, or for every user of this one; "
-        "every start warns",
-    )
-    env_hosts_lease_s: Seconds = Field(
-        default=10.0, ge=1, description="silence after which an env host counts as lost, and its episodes with it"
-    )
-    env_hosts_timeout_s: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="remote envs: how long to wait while there is no env host at all; absent: forever",
-    )
-    envs_per_process: int = Field(
-        default=4, ge=1, description="envs that share a process, and its death; cheap ones share the cost of a message"
-    )
-    remote_env_batch_wait_ms: float | None = Field(
-        default=None,
-        ge=0,
-        le=LONGEST_S * 1000,
-        description="envs elsewhere: act for those that are ready, after waiting so long for more; absent: act for all "
-        "at once when the last is ready, which cuts the same chunks every time. External envs always act when ready",
-    )
-    double_buffering: bool = Field(
-        default=False,
-        description="envs elsewhere: act for one half while the other half is stepped; each half waits for its slowest",
-    )
-    env_construct_timeout_s: Seconds = Field(
-        default=120.0,
-        gt=0,
-        description="how long an env's construction may take, and before that the start of its process, which has at "
-        "least 60 s",
-    )
-    env_reset_timeout_s: Seconds = Field(
-        default=60.0,
-        gt=0,
-        description="how long reset() may take where envs have processes; then the process is killed",
-    )
-    env_step_timeout_s: Seconds = Field(
-        default=60.0, gt=0, description="how long step() may take where envs have processes; then the process is killed"
-    )
-    env_process_max_rss_mb: int | None = Field(
-        default=None,
-        ge=1,
-        description="memory at which a process of envs is replaced as its episodes end; a quarter above it is killed",
-    )
-    env_process_max_episodes: int | None = Field(
-        default=None, ge=1, description="episodes after which a process of envs is replaced as its episodes end"
-    )
-    external_start_timeout_s: Seconds = Field(
-        default=60.0, gt=0, description="external envs: how long start_episode() may wait for one of num_envs places"
-    )
-    external_action_timeout_s: Seconds = Field(
-        default=300.0, gt=0, description="external envs: how long get_action() may wait for the sampler"
-    )
-    external_log_timeout_s: Seconds = Field(
-        default=60.0, gt=0, description="external envs: how long log_action() may wait for the sampler"
-    )
-    external_fragment_max_age_s: Seconds = Field(
-        default=5.0, gt=0, description="external envs: time after which a worker ships what it has, however little"
-    )
-    external_silence_timeout_s: Seconds = Field(
-        default=300.0, gt=0, description="external envs: how long sample() waits while none says anything"
-    )
-    env_close_timeout_s: Seconds = Field(
-        default=5.0, gt=0, description="how long an env's close() may take before it is abandoned with a warning"
-    )
-    env_restart_attempts: int = Field(
-        default=8, ge=1, description="failures of one env in a row, without a delivery between them, that are tolerated"
-    )
-    env_restart_backoff_s: Seconds = Field(
-        default=0.05, ge=0, description="wait before the second rebuild in a row; doubles with each further one"
-    )
-    env_restart_backoff_max_s: Seconds = Field(default=5.0, ge=0, description="longest wait between rebuilds in a row")
-    max_env_restarts_per_window: int = Field(
-        default=600, ge=1, description="rebuilds of one env that are tolerated in env_restart_window_s"
-    )
-    env_restart_window_s: Seconds = Field(default=60.0, gt=0, description="time window of max_env_restarts_per_window")
+    env_config: dict[str, Any] = Field(default={})
+    """keyword arguments of a gymnasium id; the EnvContext of a callable"""
+    num_envs: int = Field(default=8, ge=1, le=65_536)
+    """environments stepped together by one runner"""
+    gym_env_vectorize_mode: Literal["sync", "async", "vector_entry_point"] | None = None
+    """have gymnasium step them as one vector, which fails as one; absent: each by itself, the faster choice for envs in
+    Python, unless the id has a vector of its own (vector_entry_point)"""
+    seed: int | None = Field(default=None, ge=0)
+    """root of every random number of the fleet's runners; None takes fresh entropy"""
+    max_env_seed: int = Field(default=2**63 - 1, ge=1, lt=2**63)
+    """largest seed env.reset gets; 2**31 - 1 for envs that take a C int (seeds may then repeat)"""
+    seed_every_episode: bool = True
+    """give every reset of an env a seed of its own; false: only its first one, for envs whose reset(seed=...) is slow,
+    as that of Atari games; chunks of later episodes have no seed"""
+    batch_mode: Literal["truncate_episodes", "complete_episodes"] = "truncate_episodes"
+    """cut fragments after a number of steps, or deliver whole episodes only"""
+    rollout_fragment_length: int = Field(default=64, ge=1)
+    """env steps of each env in a fragment, when episodes may be cut"""
+    episode_lookback_horizon: int = Field(default=0, ge=0)
+    """steps before its first that a chunk carries, in columns of their own; connectors and recurrent modules need none,
+    and with 0 a cut copies nothing"""
+    synchronous: bool = False
+    """in a fleet: workers ship their share of an update with one version of the weights, and wait for the next one;
+    slower, but no step is older than the weights, and a fleet repeats itself to the bit"""
+    explore: bool = True
+    """sample from the policy's distribution; False takes its mode"""
+    env_to_module: list[Piece] = Field(default=[])
+    """connectors that observations pass on their way to the module: "package.module:factory", or {build = ..., config =
+    {...}}"""
+    module_to_env: list[Piece] = Field(default=[])
+    """connectors that actions pass on their way to the env, named as in env_to_module"""
+    policies: dict[str, PolicySettings] | None = None
+    """several agents: module id -> {build, config} of its policy; {} is that of [module]"""
+    policy_mapping_fn: str | dict[str, str] | None = None
+    """several agents: "package.module:function" of (agent id, episode id), or a table, to module ids"""
+    count_steps_by: Literal["env_steps", "agent_steps"] = "env_steps"
+    """several agents: what rollout_fragment_length counts"""
+    missing_final_observation: Literal["error", "repeat", "drop"] = "error"
+    """several agents: what to do when an agent is truncated without its last observation: fail the env, repeat the
+    observation it acted upon, or drop its last step; each is counted"""
+    max_idle_env_steps: int = Field(default=10_000, ge=1)
+    """several agents: env steps in a row in which no agent acts, after which the env has failed"""
+    infos: Literal["all", "none"] = "all"
+    """whether non-empty infos travel with the chunks"""
+    callbacks: list[str] = Field(default=[])
+    """each callback object's "package.module:Class", in the order in which they are called"""
+    metrics_num_episodes_for_smoothing: int = Field(default=100, ge=1)
+    """how many of the newest episodes, of all runners together, go into means, minima and maxima"""
+    torch_threads: int = Field(default=1, ge=1)
+    """threads torch may use in the sampling process"""
+    disable_env_checking: bool = False
+    """skip the check of observations against their bounds; never that of shape and dtype"""
+    restart_failed_sub_environments: bool = True
+    """rebuild an env that failed and go on; False raises its error"""
+    env_placement: Literal["inline", "process", "remote"] = "inline"
+    """where envs live: in the runner's own process; in others, where one may hang, crash or leak; or with `headrace
+    env-host`s on any machines, which connect to this worker"""
+    env_hosts_host: str = "127.0.0.1"
+    """remote envs: address where a worker listens for their hosts; off loopback needs [keys]"""
+    env_hosts_port: int = Field(default=0, ge=0, le=65_535)
+    """remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one"""
+    env_hosts_allow_insecure: bool = False
+    """remote envs: listen for other machines without keys, or for every user of this one; every start warns"""
+    env_hosts_lease_s: Seconds = Field(default=10.0, ge=1)
+    """silence after which an env host counts as lost, and its episodes with it"""
+    env_hosts_timeout_s: Seconds | None = Field(default=None, gt=0)
+    """remote envs: how long to wait while there is no env host at all; absent: forever"""
+    envs_per_process: int = Field(default=4, ge=1)
+    """envs that share a process, and its death; cheap ones share the cost of a message"""
+    remote_env_batch_wait_ms: float | None = Field(default=None, ge=0, le=LONGEST_S * 1000)
+    """envs elsewhere: act for those that are ready, after waiting so long for more; absent: act for all at once when
+    the last is ready, which cuts the same chunks every time. External envs always act when ready"""
+    double_buffering: bool = False
+    """envs elsewhere: act for one half while the other half is stepped; each half waits for its slowest"""
+    env_construct_timeout_s: Seconds = Field(default=120.0, gt=0)
+    """how long an env's construction may take, and before that the start of its process, which has at least 60 s"""
+    env_reset_timeout_s: Seconds = Field(default=60.0, gt=0)
+    """how long reset() may take where envs have processes; then the process is killed"""
+    env_step_timeout_s: Seconds = Field(default=60.0, gt=0)
+    """how long step() may take where envs have processes; then the process is killed"""
+    env_process_max_rss_mb: int | None = Field(default=None, ge=1)
+    """memory at which a process of envs is replaced as its episodes end; a quarter above it is killed"""
+    env_process_max_episodes: int | None = Field(default=None, ge=1)
+    """episodes after which a process of envs is replaced as its episodes end"""
+    external_start_timeout_s: Seconds = Field(default=60.0, gt=0)
+    """external envs: how long start_episode() may wait for one of num_envs places"""
+    external_action_timeout_s: Seconds = Field(default=300.0, gt=0)
+    """external envs: how long get_action() may wait for the sampler"""
+    external_log_timeout_s: Seconds = Field(default=60.0, gt=0)
+    """external envs: how long log_action() may wait for the sampler"""
+    external_fragment_max_age_s: Seconds = Field(default=5.0, gt=0)
+    """external envs: time after which a worker ships what it has, however little"""
+    external_silence_timeout_s: Seconds = Field(default=300.0, gt=0)
+    """external envs: how long sample() waits while none says anything"""
+    env_close_timeout_s: Seconds = Field(default=5.0, gt=0)
+    """how long an env's close() may take before it is abandoned with a warning"""
+    env_restart_attempts: int = Field(default=8, ge=1)
+    """failures of one env in a row, without a delivery between them, that are tolerated"""
+    env_restart_backoff_s: Seconds = Field(default=0.05, ge=0)
+    """wait before the second rebuild in a row; doubles with each further one"""
+    env_restart_backoff_max_s: Seconds = Field(default=5.0, ge=0)
+    """longest wait between rebuilds in a row"""
+    max_env_restarts_per_window: int = Field(default=600, ge=1)
+    """rebuilds of one env that are tolerated in env_restart_window_s"""
+    env_restart_window_s: Seconds = Field(default=60.0, gt=0)
+    """time window of max_env_restarts_per_window"""
 
     @property
     def is_multi_agent(self) -> bool:

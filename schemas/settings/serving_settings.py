@@ -17,46 +17,32 @@ class ServingSection(ConfigSection):
     sampling.env is not stepped: its spaces are those of observations and actions that clients exchange.
     """
 
-    enabled: bool = Field(
-        default=False,
-        description="clients elsewhere drive the episodes, at most sampling.num_envs at once in each worker",
-    )
-    host: str = Field(default="127.0.0.1", min_length=1, description="address to bind; off loopback needs [keys]")
-    port: int = Field(
-        default=0,
-        ge=0,
-        le=HIGHEST_PORT,
-        description="port for ZeroMQ, to which the worker's slot is added; 0 takes a free one",
-    )
-    http_port: int | None = Field(
-        default=None,
-        ge=0,
-        le=HIGHEST_PORT,
-        description="port for HTTP, to which the worker's slot is added; 0 takes a free one; absent: no HTTP",
-    )
-    http_token: str = Field(
-        default="",
-        description="file, readable by its owner only, with the token HTTP clients show; empty: http.token of keys.dir",
-    )
-    http_hosts: list[str] = Field(
-        default=[],
-        description="names by which HTTP clients may call a server that wants no token, as in the URL; addresses, "
-        "localhost and serving.host always count",
-    )
-    allow_insecure: bool = Field(
-        default=False,
-        description="serve other machines without keys or token, or all users of this one; every start warns",
-    )
-    lease_s: float = Field(default=30.0, ge=0.2, description="silence after which a client's episodes are aborted")
-    max_sessions: int = Field(default=1024, ge=1, description="clients that may have a session at once")
-    http_max_connections: int = Field(
-        default=1024, ge=1, description="HTTP connections at once; at most half as many as files may be open"
-    )
-    max_message_bytes: int = Field(default=16 << 20, ge=1 << 12, le=1 << 28, description="largest message of a client")
+    enabled: bool = False
+    """clients elsewhere drive the episodes, at most sampling.num_envs at once in each worker"""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """address to bind; off loopback needs [keys]"""
+    port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
+    """port for ZeroMQ, to which the worker's slot is added; 0 takes a free one"""
+    http_port: int | None = Field(default=None, ge=0, le=HIGHEST_PORT)
+    """port for HTTP, to which the worker's slot is added; 0 takes a free one; absent: no HTTP"""
+    http_token: str = ""
+    """file, readable by its owner only, with the token HTTP clients show; empty: http.token of keys.dir"""
+    http_hosts: list[str] = Field(default=[])
+    """names by which HTTP clients may call a server that wants no token, as in the URL; addresses, localhost and
+    serving.host always count"""
+    allow_insecure: bool = False
+    """serve other machines without keys or token, or all users of this one; every start warns"""
+    lease_s: float = Field(default=30.0, ge=0.2)
+    """silence after which a client's episodes are aborted"""
+    max_sessions: int = Field(default=1024, ge=1)
+    """clients that may have a session at once"""
+    http_max_connections: int = Field(default=1024, ge=1)
+    """HTTP connections at once; at most half as many as files may be open"""
+    max_message_bytes: int = Field(default=16 << 20, ge=1 << 12, le=1 << 28)
+    """largest message of a client"""
 
-    client_inference: bool = Field(
-        default=False, description="clients may pull the weights, act by themselves and ship chunks"
-    )
+    client_inference: bool = False
+    """clients may pull the weights, act by themselves and ship chunks"""
 
     @field_validator("http_token")
     @classmethod

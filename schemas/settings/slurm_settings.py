@@ -32,18 +32,17 @@ Options = list[Annotated[str, AfterValidator(_checked)]]
 class SlurmSection(ConfigSection):
     """Settings of the jobs that `headrace slurm up` submits. Later options of sbatch win over earlier ones."""
 
-    worker_tasks: int = Field(
-        default=2, ge=0, le=_MOST_TASKS, description="array tasks of workers; `headrace slurm scale` changes it"
-    )
-    workers_per_task: int = Field(default=1, ge=1, le=1000, description="workers that one such task runs")
-    env_host_tasks: int = Field(
-        default=0,
-        ge=0,
-        le=_MOST_TASKS,
-        description="array tasks of one env host each, for the fleet.workers that the head job runs then; for "
-        "env_placement remote",
-    )
-    options: Options = Field(default=[], description='options of sbatch for every job, as "--partition=cpu"')
-    head_options: Options = Field(default=[], description="further options for the job of broker, Redis and learner")
-    worker_options: Options = Field(default=[], description="further options for tasks of workers")
-    env_host_options: Options = Field(default=[], description="further options for tasks of env hosts")
+    worker_tasks: int = Field(default=2, ge=0, le=_MOST_TASKS)
+    """array tasks of workers; `headrace slurm scale` changes it"""
+    workers_per_task: int = Field(default=1, ge=1, le=1000)
+    """workers that one such task runs"""
+    env_host_tasks: int = Field(default=0, ge=0, le=_MOST_TASKS)
+    """array tasks of one env host each, for the fleet.workers that the head job runs then; for env_placement remote"""
+    options: Options = Field(default=[])
+    """options of sbatch, as "--partition=cpu", for every job"""
+    head_options: Options = Field(default=[])
+    """further options for the job of broker, Redis and learner"""
+    worker_options: Options = Field(default=[])
+    """further options for tasks of workers"""
+    env_host_options: Options = Field(default=[])
+    """further options for tasks of env hosts"""

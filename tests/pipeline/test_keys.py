@@ -23,9 +23,9 @@ from headrace.schemas.credentials.keys import (
     BROKER,
     ENV_HOST,
     ClientKeys,
+    port_keys,
     read_broker_keys,
     read_client_keys,
-    read_env_port_keys,
 )
 from headrace.schemas.errors import (
     ConfigError,
@@ -427,7 +427,7 @@ def test_a_slot_stays_with_its_key_group_after_a_broker_restart(
 
 def test_a_workers_port_lets_in_all_groups_of_env_hosts_until_their_key_is_revoked(folder: Path) -> None:
     add_key(folder, ENV_HOST, "lab")
-    port = RouterPort(RouterPortSettings("127.0.0.1", 0, read_env_port_keys(folder)))
+    port = RouterPort(RouterPortSettings("127.0.0.1", 0, port_keys(folder, ENV_HOST)))
     try:
         outcomes = [knock(port, read_client_keys(folder, ENV_HOST, group)) for group in ("", "lab")]
         lab = read_client_keys(folder, ENV_HOST, "lab")

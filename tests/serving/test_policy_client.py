@@ -18,7 +18,7 @@ import zmq
 
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, Spaces, Tuple, nest
-from headrace.schemas.credentials.keys import read_client_port_keys
+from headrace.schemas.credentials.keys import CLIENT, port_keys
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, NoFreePlaceError
@@ -28,7 +28,6 @@ from headrace.schemas.messages.serving_messages import ClientHeartbeat
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.client.server_place import ServerPlace
-from headrace.workers.serving.served_env import client_port_keys
 from headrace.workers.serving.session_records import ServingLimits
 from support.fleets.env_hosts import cable_to
 from support.serving.plain_episodes import SPACES, rule
@@ -186,7 +185,7 @@ def test_a_server_with_keys_lets_in_only_clients_with_known_keys(tmp_path: Path)
     make_keys(keys)
     make_keys(others)
     (others / "worker.public").write_bytes((keys / "worker.public").read_bytes())
-    with Served(keys=read_client_port_keys(keys)) as server:
+    with Served(keys=port_keys(keys, CLIENT)) as server:
         with PolicyClient(server.endpoint, keys=str(keys)) as client:
             play(client)
         with pytest.raises(KeysRefusedError, match="does not let in the client key"):
@@ -199,7 +198,7 @@ def test_a_run_token_lets_in_only_clients_with_that_token(tmp_path: Path, monkey
     for folder in (run, other):
         folder.mkdir()
         server_token(folder, asked=True)
-    with Served(keys=client_port_keys(run)) as server:
+    with Served(keys=port_keys(run, CLIENT)) as server:
         with PolicyClient(server.endpoint) as client:
             play(client)
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -25,8 +25,8 @@ from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.http.listening_socket import listen
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
+from headrace.workers.serving.server import listen
 from support.waiting import TIMEOUT_S, wait_until
 
 

@@ -18,9 +18,8 @@ vector.
 from headrace.workers.connectors.action_pieces import ClipActions, UnsquashActions
 from headrace.workers.connectors.additions import AgentOneHot, PreviousActionReward, TimeOneHot
 from headrace.workers.connectors.connector import Connector, Rows
-from headrace.workers.connectors.flatten import FlattenObservations
-from headrace.workers.connectors.frame_stack import FrameStack
 from headrace.workers.connectors.mean_std import MeanStd
+from headrace.workers.connectors.observation_pieces import FlattenObservations, FrameStack
 
 __all__ = [
     "AgentOneHot",

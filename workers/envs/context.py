@@ -44,16 +44,9 @@ class EnvContext(dict[str, Any]):
 
     def with_config(self, env_config: Mapping[str, Any]) -> EnvContext:
         """Return a context with another `env_config` for the same place."""
-        return EnvContext(
-            env_config,
-            worker_index=self.worker_index,
-            num_workers=self.num_workers,
-            vector_index=self.vector_index,
-            num_envs=self.num_envs,
-            remote=self.remote,
-            recreated=self.recreated,
-            seed=self.seed,
-        )
+        other = EnvContext(env_config)
+        vars(other).update(vars(self))
+        return other
 
     @property
     def recreated_worker(self) -> bool:

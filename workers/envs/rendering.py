@@ -1,8 +1,10 @@
-"""The picture of one env."""
+"""The picture of one env, and its JSON on the way from a process of envs to its driver."""
 
 from __future__ import annotations
 
+import base64
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -12,6 +14,9 @@ from numpy.typing import NDArray
 from headrace.workers.envs.error_text import message_of
 
 logger = logging.getLogger(__name__)
+
+LARGEST = 16 << 20
+"""The largest picture as JSON, in bytes. A larger one would delay the other envs of the process too long."""
 
 
 def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
@@ -40,3 +45,25 @@ def picture_of(env: Any, index: int) -> NDArray[np.uint8] | None:
 def warn_of(index: int, problem: str) -> None:
     """Log why there is no picture of env `index`."""
     logger.warning("env %d could not be rendered (%s)", index, problem)
+
+
+def picture_to_json(env: Any, lane: int) -> dict[str, Any]:
+    """Return the picture of `env` as JSON, or why there is none."""
+    try:
+        picture = picture_of(env, lane)
+    except Exception as error:  # noqa: BLE001 - a user's env
+        return {"problem": f"{type(error).__name__}: {message_of(error)}"}
+    if picture is None:
+        return {}
+    if picture.nbytes > LARGEST:
+        return {"problem": f"a picture of {picture.nbytes} bytes, where {LARGEST} are the most"}
+    return {"shape": picture.shape, "rgb": base64.b64encode(np.ascontiguousarray(picture).data).decode()}
+
+
+def picture_from_json(told: Mapping[str, Any], lane: int) -> NDArray[np.uint8] | None:
+    """Return the picture as a read-only array, or None, with a warning if there was a problem."""
+    if "problem" in told:
+        warn_of(lane, told["problem"])
+    if "rgb" not in told:
+        return None
+    return np.frombuffer(base64.b64decode(told["rgb"]), np.uint8).reshape(told["shape"])

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import (
-    Box,
     Dict,
     Discrete,
     MultiBinary,
@@ -20,6 +19,7 @@ from headrace.schemas.chunks.spaces import (
 )
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import ALLOWED_DTYPES
+from headrace.workers.envs.bounds import bounded_box
 
 _WRAPPERS = {
     "MissionSpace": "give a function that wraps the env in minigrid.wrappers.ImgObsWrapper, which leaves the mission "
@@ -57,8 +57,7 @@ def convert(space: Any, where: str) -> Space:
         case gym.spaces.Dict() | gym.spaces.Tuple() if not len(space.spaces):
             raise EnvContractError(where, f"an empty {type(space).__name__}", "of one space or more (leave it out)")
         case gym.spaces.Box():
-            low, high = _bound(space.low), _bound(space.high)
-            return Box(shape=space.shape, dtype=_dtype(space, where), low=low, high=high)
+            return bounded_box(space.low.astype(float), space.high.astype(float), _dtype(space, where))
         case gym.spaces.Discrete():
             return Discrete(n=int(space.n), start=int(space.start), dtype=_dtype(space, where))
         case gym.spaces.MultiDiscrete():
@@ -91,9 +90,3 @@ def _key(key: Any, where: str) -> str:
 
 def _ints(values: NDArray[Any]) -> tuple[int, ...]:
     return tuple(values.ravel().tolist())
-
-
-def _bound(values: NDArray[Any]) -> float | tuple[float | None, ...] | None:
-    """Return one number if all elements share it, None for infinity."""
-    flat = [v if np.isfinite(v) else None for v in values.ravel().astype(float).tolist()]
-    return flat[0] if len(set(flat)) == 1 else tuple(flat)

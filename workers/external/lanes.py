@@ -25,8 +25,7 @@ from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.calls import Call, Place
 from headrace.workers.external.episodes import EpisodeTable
-from headrace.workers.external.run_thread import RunThread
-from headrace.workers.external.self_driven import Deadlines, SelfDrivenEnv
+from headrace.workers.external.self_driven import Deadlines, RunThread, SelfDrivenEnv
 from headrace.workers.metrics.time_budget import WAIT
 
 logger = logging.getLogger(__name__)

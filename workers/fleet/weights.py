@@ -9,17 +9,15 @@ are ignored, so the version in use never goes back.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.blobs import frames_of
-from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode, frames_of
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, read_weights
+from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, read_weights
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
 log = logging.getLogger(__name__)
@@ -31,15 +29,6 @@ OTHERS_PULL_S = 10.0
 """Seconds to wait for a version that another worker of this machine pulls, before the worker pulls it too."""
 BROADCAST_S = 0.2
 """Seconds to wait for the broadcast of a version that the broker announced, before the worker pulls it."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsVersion:
-    """A whole, checked version."""
-
-    version: Version
-    digest: str
-    arrays: Arrays
 
 
 class WeightsReceiver:

@@ -27,6 +27,7 @@ from headrace.schemas.errors import (
     StateError,
 )
 from headrace.schemas.messages import tellable_shapes
+from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
@@ -34,7 +35,6 @@ from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
-from headrace.workers.fleet.weights import WeightsVersion
 from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.any_runner import open_runner

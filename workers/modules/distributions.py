@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import (
     Box,
-    Dict,
     Discrete,
     MultiBinary,
     MultiDiscrete,
     Space,
-    Tuple,
     column_dtype,
     leaf_shape,
     leaf_size,
+    leaf_values,
     leaves,
     nest,
 )
@@ -239,8 +238,8 @@ class ActionDistribution:
     def logp(self, inputs: torch.Tensor, actions: Any) -> torch.Tensor:
         """Return the log-probability (rows,) of `actions`, nested as the action space is."""
         if len(self._parts) == 1:
-            return self._parts[0].logp(inputs, self._flat(self._space, actions)[0])
-        pairs = zip(self._split(inputs), self._flat(self._space, actions), strict=True)
+            return self._parts[0].logp(inputs, self._flat(actions)[0])
+        pairs = zip(self._split(inputs), self._flat(actions), strict=True)
         return torch.stack([part.logp(x, a) for (part, x), a in pairs]).sum(0)
 
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -261,12 +260,8 @@ class ActionDistribution:
         sizes = [part.inputs for part in self._parts]
         return list(zip(self._parts, torch.split(inputs, sizes, dim=-1), strict=True))
 
-    def _flat(self, space: Space, value: Any) -> list[torch.Tensor]:
-        if isinstance(space, Dict):
-            return [t for key, sub in space.spaces.items() for t in self._flat(sub, value[key])]
-        if isinstance(space, Tuple):
-            return [t for index, sub in enumerate(space.spaces) for t in self._flat(sub, value[index])]
-        return [torch.as_tensor(value)]
+    def _flat(self, actions: Any) -> list[torch.Tensor]:
+        return [torch.as_tensor(value) for value in leaf_values(self._space, actions)]
 
 
 def _log_std_places(parts: list[_Part]) -> list[int]:

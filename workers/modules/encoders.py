@@ -10,13 +10,13 @@ from torch import nn
 
 from headrace.schemas.chunks.spaces import (
     Box,
-    Dict,
     Discrete,
     Leaf,
     MultiDiscrete,
     Space,
-    Tuple,
     leaf_size,
+    leaf_values,
+    leaves,
     nest,
 )
 from headrace.workers.modules.layers import conv, linear
@@ -32,12 +32,12 @@ class Encoder(nn.Module):
     def __init__(self, space: Space, generator: torch.Generator) -> None:
         super().__init__()
         self._space = space
-        self._parts = nn.ModuleList(_part(leaf, generator) for leaf in _leaves(space))
+        self._parts = nn.ModuleList(_part(leaf, generator) for _, leaf in leaves(space, "obs"))
         self.size = sum(part.size for part in self._parts)  # type: ignore[misc]
 
     def forward(self, obs: Any) -> torch.Tensor:
         """Return the features of `obs`: a tensor (rows, ...), or nested as the space is."""
-        features = [part(value) for part, value in zip(self._parts, _values(self._space, obs), strict=True)]
+        features = [part(value) for part, value in zip(self._parts, leaf_values(self._space, obs), strict=True)]
         return features[0] if len(features) == 1 else torch.cat(features, -1)
 
     def nest(self, columns: Mapping[str, torch.Tensor]) -> Any:
@@ -108,19 +108,3 @@ def _part(leaf: Leaf, generator: torch.Generator) -> nn.Module:
     if isinstance(leaf, Box) and not is_flat(leaf):
         return _Image(leaf, generator)
     return _Flat(leaf)
-
-
-def _leaves(space: Space) -> list[Leaf]:
-    if isinstance(space, Dict):
-        return [leaf for sub in space.spaces.values() for leaf in _leaves(sub)]
-    if isinstance(space, Tuple):
-        return [leaf for sub in space.spaces for leaf in _leaves(sub)]
-    return [space]
-
-
-def _values(space: Space, obs: Any) -> list[torch.Tensor]:
-    if isinstance(space, Dict):
-        return [v for key, sub in space.spaces.items() for v in _values(sub, obs[key])]
-    if isinstance(space, Tuple):
-        return [v for index, sub in enumerate(space.spaces) for v in _values(sub, obs[index])]
-    return [obs]

@@ -21,8 +21,7 @@ from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
 from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors.serving import BadRequestError, NotYetError
-from headrace.schemas.frames.blobs import frames_of
-from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode_header
+from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode_header, frames_of
 from headrace.schemas.messages.serving_messages import ChunkShipment
 from headrace.schemas.messages.weights import Arrays, encode_weights
 from headrace.workers.policy.batch_columns import PolicyColumns

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
-from headrace.schemas.credentials.keys import CLIENT_PORT, TOKEN_FILE, BrokerKeys, keys_folder, read_client_port_keys
+from headrace.schemas.credentials.keys import CLIENT, CLIENT_PORT, TOKEN_FILE, BrokerKeys, keys_folder, port_keys
 from headrace.schemas.credentials.loopback_token import ServerToken, token_for_port
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
@@ -26,9 +26,8 @@ from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.http.listening_socket import listen
-from headrace.workers.serving.multi_agent_open_episodes import MultiAgentOpenEpisodes
-from headrace.workers.serving.server import Server
+from headrace.workers.serving.open_episodes import MultiAgentOpenEpisodes
+from headrace.workers.serving.server import Server, listen
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +89,8 @@ class ServedEnvs:
         if self._settings.http_port is not None:
             _check_http_installed()
         port, http_port = self._ports or self._ports_of(context.worker_index)
-        port_keys = client_port_keys(folder, self._keys_group) if folder is not None else None
-        router_port = self._open_router_port(port, port_keys)
+        keys = port_keys(folder, CLIENT, self._keys_group) if folder is not None else None
+        router_port = self._open_router_port(port, keys)
         try:
             http_socket = self._listen(http_port, token) if self._settings.http_port is not None else None
         except BaseException:
@@ -188,11 +187,6 @@ class ServedEnvs:
             if error.errno == errno.EADDRINUSE:
                 raise PortInUseError(f"http://{s.host}:{port}") from error
             raise ConfigError(f"{s.host!r} cannot be bound: {error.strerror}", key="serving.host") from error
-
-
-def client_port_keys(folder: Path, group: str | None = None) -> BrokerKeys | ServerToken:
-    """Return the keys of the port for clients in `folder`, or the token of the run there. Raises `KeysError`."""
-    return token_for_port(folder) or read_client_port_keys(folder, group)
 
 
 def _check_http_installed() -> None:

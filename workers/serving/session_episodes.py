@@ -6,6 +6,8 @@ While the step is under way, its newest request gets the answer. Afterwards the 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -24,7 +26,6 @@ from headrace.schemas.errors.serving import ServerFullError, StepOrderError, Sup
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.external.calls import Answer
-from headrace.workers.serving.latencies import Latencies
 from headrace.workers.serving.open_episodes import OpenEpisodes
 from headrace.workers.serving.session_records import (
     Address,
@@ -36,6 +37,37 @@ from headrace.workers.serving.session_records import (
     over_error,
     refusal_of,
 )
+
+_EVERY = 8
+_SIZE = 256
+
+
+class Latencies:
+    """The newest `_SIZE` latencies of one step in `_EVERY`, in seconds: how long the server takes to answer."""
+
+    def __init__(self) -> None:
+        self._ring = [0.0] * _SIZE
+        self._count = 0
+        self._steps = 0
+
+    def begin(self) -> float:
+        """Return the current time if this step is measured, else 0."""
+        self._steps += 1
+        return time.monotonic() if self._steps % _EVERY == 1 else 0.0
+
+    def end(self, begun: float) -> None:
+        """Note the answer to a step. `begun` is the result of `begin` for that step."""
+        if begun:
+            self._ring[self._count % _SIZE] = time.monotonic() - begun
+            self._count += 1
+
+    def quantiles(self) -> tuple[float, float]:
+        """Return the median and the 95th percentile; 0 before the first latency."""
+        ranked = sorted(self._ring[: min(self._count, _SIZE)])
+        if not ranked:
+            return 0.0, 0.0
+        return ranked[(len(ranked) - 1) // 2], ranked[math.ceil(0.95 * len(ranked)) - 1]
+
 
 CLIENT_LEFT = "client_left"
 """The reason of episodes that their client gave up, or whose session it ended."""

@@ -16,7 +16,7 @@ from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.dispatcher import Dispatcher
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.combined_listener import CombinedListener
-from headrace.workers.serving.http.listening_socket import listen
+from headrace.workers.serving.server import listen
 from headrace.workers.serving.session_records import ServingLimits
 from headrace.workers.serving.zmq.listener import ZmqListener
 from support.serving.plain_episodes import SPACES, PlainEpisodes

@@ -27,9 +27,9 @@ from headrace.workers.envs.process.exits import failures_of
 from headrace.workers.envs.process.handle import ProcessHandle, ProcessReply
 from headrace.workers.envs.process.job_settings import job_of, limits_of
 from headrace.workers.envs.process.lane_homes import LaneHomes, SeedFor
-from headrace.workers.envs.process.pictures import picture_from_json
 from headrace.workers.envs.process.processes import Processes
 from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
+from headrace.workers.envs.rendering import picture_from_json
 
 
 class EnvProcessPool:

@@ -23,8 +23,8 @@ from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot, reset_seed
 from headrace.workers.envs.process.error_json import error_to_json
-from headrace.workers.envs.process.pictures import picture_to_json
 from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
+from headrace.workers.envs.rendering import picture_to_json
 from headrace.workers.envs.sequential_step import step_all
 from headrace.workers.envs.spaces import spaces_of
 

@@ -35,10 +35,9 @@ from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command, order_seed
 from headrace.workers.envs.process.job_settings import answer_limits
 from headrace.workers.envs.process.lane_homes import SeedFor
-from headrace.workers.envs.remote.columns import RemoteColumns
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.host_wait import HostWait
-from headrace.workers.envs.remote.order_frames import encode_orders, take_replies
+from headrace.workers.envs.remote.order_frames import RemoteColumns, encode_orders, take_replies
 from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.envs.remote.spaces_check import KindProblem, problem_of

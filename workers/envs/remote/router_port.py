@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import zmq
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.credentials.keys import ENV_PORT, BrokerKeys, keys_folder, read_env_port_keys
-from headrace.schemas.credentials.loopback_token import ServerToken, token_for_port
+from headrace.schemas.credentials.keys import ENV_HOST, ENV_PORT, BrokerKeys, keys_folder, port_keys
+from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
@@ -67,9 +67,7 @@ def env_port_keys(folder: str | None, group: str | None = None) -> BrokerKeys | 
     None means HEADRACE_KEYS__DIR, or HEADRACE_KEYS__GROUP. A folder of "", or no keys there, means None.
     """
     found = keys_folder(folder)
-    if found is None:
-        return None
-    return token_for_port(found) or read_env_port_keys(found, group)
+    return port_keys(found, ENV_HOST, group) if found is not None else None
 
 
 class RouterPort:

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError, HeadraceError, UnreachableError
 from headrace.schemas.errors.serving import UnknownSessionError
-from headrace.schemas.frames.blobs import frames_of
-from headrace.schemas.frames.wire import decode
+from headrace.schemas.frames.wire import decode, frames_of
 from headrace.schemas.messages.serving_messages import ClientPart, ClientPull
-from headrace.schemas.messages.weights import Arrays, read_weights
+from headrace.schemas.messages.weights import WeightsVersion, read_weights
 from headrace.workers.serving.client import PolicyClient
 
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class PulledWeights:
-    """One complete version."""
-
-    version: Version
-    digest: str
-    arrays: Arrays
 
 
 class WeightsPuller:
@@ -35,7 +24,7 @@ class WeightsPuller:
     def __init__(self, link: PolicyClient, interval_s: float) -> None:
         self._link = link
         self._interval_s = interval_s
-        self._newest: PulledWeights | None = None
+        self._newest: WeightsVersion | None = None
         self._version: Version = (0, 0)
         self._blob = bytearray()
         self._stopping = threading.Event()
@@ -48,7 +37,7 @@ class WeightsPuller:
         self._thread = threading.Thread(target=self._pull, name="weights", daemon=True)
         self._thread.start()
 
-    def take(self) -> PulledWeights | None:
+    def take(self) -> WeightsVersion | None:
         """Return the newest weights that came since the last call, or None."""
         newest, self._newest = self._newest, None
         return newest
@@ -96,5 +85,5 @@ class WeightsPuller:
 
     def _read(self, part: ClientPart) -> None:
         header, arrays = read_weights(decode(frames_of(bytes(self._blob), part.frame_sizes)))
-        self._newest = PulledWeights(header.version, header.digest, arrays)
+        self._newest = WeightsVersion(header.version, header.digest, arrays)
         self.arrived.set()

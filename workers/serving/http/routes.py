@@ -63,14 +63,6 @@ def route(request: HttpRequest) -> Routed:
     return _unknown(request, 404)
 
 
-def _health(request: HttpRequest, ids: Ids) -> Routed:
-    return Query.HEALTH
-
-
-def _spaces(request: HttpRequest, ids: Ids) -> Routed:
-    return Query.SPACES
-
-
 def _message(kind: type[ClientRequest], request: HttpRequest, ids: Ids) -> Routed:
     """Read a message of ids and token only. Ignore the body."""
     return read(kind, {**ids, "token": token_of(request)})
@@ -88,11 +80,6 @@ def _abort(request: HttpRequest, ids: Ids) -> Routed:
     return read(EpisodeAbort, {**ids, "reason": reason, "token": token_of(request)})
 
 
-def _not_a_step(request: HttpRequest, ids: Ids) -> Routed:
-    """Refuse a step that `requests.step_path` could not read: its number is not a number, or too long."""
-    return _unknown(request, 404)
-
-
 def _unknown(request: HttpRequest, status: int) -> HttpAnswer:
     method, path = request.method.decode("latin-1"), request.target.partition(b"?")[0].decode("latin-1")
     message = f"{method} {path:.200} is nothing that this server knows"
@@ -102,10 +89,11 @@ def _unknown(request: HttpRequest, status: int) -> HttpAnswer:
 _SESSION = rb"/v1/sessions/(?P<session>[^/]+)"
 _EPISODE = _SESSION + rb"/episodes/(?P<episode>[^/]+)"
 _ROUTES: list[tuple[re.Pattern[bytes], dict[bytes, Handler]]] = [
-    (re.compile(rb"/v1/health"), {b"GET": _health}),
-    (re.compile(rb"/v1/spaces"), {b"GET": _spaces}),
+    (re.compile(rb"/v1/health"), {b"GET": lambda request, ids: Query.HEALTH}),
+    (re.compile(rb"/v1/spaces"), {b"GET": lambda request, ids: Query.SPACES}),
     (re.compile(_SESSION), {b"PUT": partial(_message, ClientHello), b"DELETE": partial(_message, ClientBye)}),
     (re.compile(_SESSION + rb"/heartbeat"), {b"POST": partial(_message, ClientHeartbeat)}),
     (re.compile(_EPISODE), {b"PUT": _start, b"DELETE": _abort}),
-    (re.compile(_EPISODE + rb"/steps/[^/]+"), {b"PUT": _not_a_step}),
+    (re.compile(_EPISODE + rb"/steps/[^/]+"), {b"PUT": lambda request, ids: _unknown(request, 404)}),
 ]
+"""Steps come here only where `requests.step_path` cannot read them: their number is none, or too long."""
