@@ -47,10 +47,6 @@ class ExternalDriver(Protocol):
     def episodes(self) -> EpisodeTable[Any]:
         """The table of the episodes."""
 
-    @property
-    def asking(self) -> NDArray[np.intp]:
-        """Live lanes with nothing under way, in order: a driver waits for each."""
-
 
 class ExternalLanes(ABC):
     """Lanes of one external env, which is the env of each of them. A lane is a place for one open episode.

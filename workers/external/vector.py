@@ -29,7 +29,7 @@ class ExternalEpisode(Episode):
 
 
 class ExternalVector(ExternalLanes):
-    """The lanes of an `ExternalEnv`: a `ReadyDriver`, and an `ExternalDriver`."""
+    """The lanes of an `ExternalEnv`: an `EnvDriver`, and an `ExternalDriver`."""
 
     episodes: ExternalEpisodes
     _episode_kind = ExternalEpisode
@@ -66,13 +66,12 @@ class ExternalVector(ExternalLanes):
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
-    def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Send all live lanes their actions, from the rows of the policy's columns."""
-        live = self.live
-        self.send_actions_of(np.arange(len(self.lanes)) if live is None else live, columns)
+    def send_actions(self, columns: dict[str, NDArray[Any]], lanes: NDArray[np.intp] | None = None) -> None:
+        """Send `lanes` (None: all that ask) their actions, from the rows of the policy's columns.
 
-    def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Send `lanes` their actions, from the rows of the policy's columns. The answers are sent when this returns."""
+        The answers are sent when this returns.
+        """
+        lanes = self.asking if lanes is None else lanes
         root = action_root(columns)
         rows = {name: columns[name][lanes] for name in self._action_names[root]}
         actions, version = to_env_form(self.spaces.action, rows, root), self.read_version()

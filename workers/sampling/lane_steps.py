@@ -16,7 +16,7 @@ from headrace.schemas.errors import ConnectorError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions
-from headrace.workers.envs.driver import EnvDriver, ReadyDriver
+from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.pace import Pace
@@ -87,7 +87,7 @@ class LaneSteps:
         self._policy = self._new_policy(config)
 
     def _new_policy(self, config: EnvRunnerConfig) -> ActingModule:
-        envs, blocks = self.envs, [] if self._pace is Pace.LOCK_STEP else list(self._ready_envs.halves)
+        envs = self.envs
         connectors = VectorConnectors(
             config.env_to_module, config.module_to_env, envs.spaces, envs.observations.columns
         )
@@ -97,11 +97,7 @@ class LaneSteps:
         }
         noise = ActionNoise(streams.__getitem__, in_step=self._pace is Pace.LOCK_STEP)
         random = RandomActions(connectors.spaces.action)
-        return ActingModule(DEFAULT_MODULE_ID, envs.spaces, connectors, random, noise, blocks)
-
-    @property
-    def _ready_envs(self) -> ReadyDriver:
-        return cast(ReadyDriver, self.envs)
+        return ActingModule(DEFAULT_MODULE_ID, envs.spaces, connectors, random, noise, list(envs.halves))
 
     @property
     def policies(self) -> dict[str, ActingModule]:
@@ -131,7 +127,7 @@ class LaneSteps:
     @property
     def has_pending(self) -> bool:
         """Return whether an action is not answered yet. In lock-step each is answered by the step it is sent in."""
-        return self._pace is not Pace.LOCK_STEP and bool(self._ready_envs.under_way)
+        return bool(self.envs.under_way)
 
     def look(self, lane: Lane, episode: Episode, *, undone: bool = False) -> EpisodeView:
         """Return how `episode` of the lane stands now, without its last row if that was `undone`."""
@@ -180,8 +176,7 @@ class LaneSteps:
         """Return a recurrent module's state for the lane; empty without one, or for random actions."""
         if self._policy.memory is None or self.mode.random_actions:
             return _NO_STATE
-        pending = self._pace is not Pace.LOCK_STEP and lane in self._ready_envs.under_way
-        return self._policy.state_in(lane, pending=pending)
+        return self._policy.state_in(lane, pending=lane in self.envs.under_way)
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +192,7 @@ class LaneSteps:
         if self._pace is Pace.EXTERNAL:
             acting = cast(ExternalVector, self.envs).asking
         else:
-            acting = next_to_act(self._ready_envs, self._width)
+            acting = next_to_act(self.envs, self._width)
         if not len(acting):
             return
         columns = self._choose(acting)
@@ -205,7 +200,7 @@ class LaneSteps:
             self._answer_callers(acting, columns)
         else:
             self._pending_fragment.act(acting, columns, weights_seq)
-            self._ready_envs.send_actions_of(acting, columns)
+            self.envs.send_actions(columns, acting)
 
     def _choose(self, acting: Rows | None) -> Columns:
         mode, act = self.mode, self._policy.act
@@ -225,7 +220,7 @@ class LaneSteps:
         if logged:
             columns = put_logged(columns, logged, self._policy.module, envs.spaces.action)
         self._is_spoilt = True  # reset below: an action that was sent must also be recorded
-        envs.send_actions_of(acting, columns)
+        envs.send_actions(columns, acting)
         self._pending_fragment.act(acting, columns, self._weights_seq)
         self._is_spoilt = False
 
@@ -237,7 +232,7 @@ class LaneSteps:
             self.reset_polls += outcome.resets
             return outcome
         answered = outcome.lanes
-        assert answered is not None, "a ReadyDriver says which lanes have answered"
+        assert answered is not None, "envs with a pace of their own say which lanes have answered"
         if not len(answered):
             return None
         if self._policy.connectors.sees:
@@ -369,7 +364,7 @@ class LaneSteps:
         fragment = self.fragment
         if self._pace is Pace.LOCK_STEP:
             return fragment.take_chunks(keep_open=keep_open)
-        chunks, moved = self._pending_fragment.take(sorted(self._ready_envs.under_way), (), keep_open=keep_open)
+        chunks, moved = self._pending_fragment.take(sorted(self.envs.under_way), (), keep_open=keep_open)
         if self._pace is Pace.READY:
             return chunks, moved
         for chunk in chunks:

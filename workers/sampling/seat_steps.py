@@ -122,9 +122,9 @@ class SeatSteps:
 
     @property
     def has_pending(self) -> bool:
-        if self._pace is not Pace.LOCK_STEP and self.envs.under_way:
-            return True
-        return any(seat.pending for episode in self.episodes for seat in episode.seats.values())
+        return bool(self.envs.under_way) or any(
+            seat.pending for episode in self.episodes for seat in episode.seats.values()
+        )
 
     def _fragment(self, seat: Seat) -> SeatFragment:
         return self._fragments[seat.module.module_id]
