@@ -81,8 +81,8 @@ class ExternalLanes(ABC):
 
     # -- what each kind of external env defines -----------------------------------------------------------------------
 
-    _episode_kind: type[Any]
-    """The class of the episodes, an `Episode` with `trains`."""
+    _episode_kind: type[Episode] = Episode
+    """The class of the episodes."""
 
     @abstractmethod
     def _checked(self, env: Any) -> SelfDrivenEnv[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.envs.actions import action_root, to_env_form
-from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.envs.spaces import spaces_of
@@ -21,18 +19,10 @@ from headrace.workers.external.lanes import ExternalLanes
 from headrace.workers.external.solo_episodes import ExternalEpisodes
 
 
-@dataclass(slots=True, eq=False)
-class ExternalEpisode(Episode):
-    """One external episode. `trains` False: the learner does not get it."""
-
-    trains: bool = True
-
-
 class ExternalVector(ExternalLanes):
     """The lanes of an `ExternalEnv`: an `EnvDriver`, and an `ExternalDriver`."""
 
     episodes: ExternalEpisodes
-    _episode_kind = ExternalEpisode
 
     def _checked(self, env: Any) -> ExternalEnv:
         if not isinstance(env, ExternalEnv):

@@ -21,7 +21,7 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.sequential_step import Outcome
-from headrace.workers.external.vector import ExternalEpisode, ExternalVector
+from headrace.workers.external.vector import ExternalVector
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting import Columns
@@ -121,7 +121,7 @@ class LaneSteps:
     def episodes_ended(self) -> int:
         """Episodes that finished in the fragment and will be delivered."""
         if self._pace is Pace.EXTERNAL:
-            return sum(_trains(chunk.episode) for chunk in self.fragment.ended)
+            return sum(chunk.episode.trains for chunk in self.fragment.ended)
         return len(self.fragment.ended)
 
     @property
@@ -368,9 +368,9 @@ class LaneSteps:
         if self._pace is Pace.READY:
             return chunks, moved
         for chunk in chunks:
-            if not _trains(chunk.episode):
+            if not chunk.episode.trains:
                 self._keep_back(chunk, fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop])
-        return [chunk for chunk in chunks if _trains(chunk.episode)], moved
+        return [chunk for chunk in chunks if chunk.episode.trains], moved
 
     def _keep_back(self, chunk: OpenChunk, rewards: NDArray[np.float64]) -> None:
         """Count a chunk that is excluded from training."""
@@ -407,8 +407,3 @@ class LaneSteps:
             noise.write(state)
 
         return write
-
-
-def _trains(episode: Episode) -> bool:
-    assert isinstance(episode, ExternalEpisode), "an ExternalVector begins them"
-    return episode.trains

@@ -411,8 +411,8 @@ class SeatSteps:
         """Return the chunks to deliver, and count the steps of chunks excluded from training."""
         delivered = []
         for chunk in chunks:
-            episode = cast(AgentEpisode, chunk.episode)
-            if episode.whole is None or episode.whole.trains:
+            episode = chunk.episode
+            if episode.trains:
                 delivered.append(chunk)
                 continue
             steps = chunk.stop - chunk.start
