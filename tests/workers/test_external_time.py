@@ -65,8 +65,8 @@ def test_episodes_that_ask_within_the_wait_are_answered_by_one_forward_pass() ->
     with idle(remote_env_batch_wait_ms=10_000, num_envs=4) as sampler:
         episodes, passes = table(sampler), list[int]()
         answered: Any = sampler._sampler
-        act, order = answered.envs.send_actions_of, [str(n) for n in range(3)]
-        answered.envs.send_actions_of = lambda lanes, columns: (passes.append(len(lanes)), act(lanes, columns))
+        act, order = answered.envs.send_actions, [str(n) for n in range(3)]
+        answered.envs.send_actions = lambda columns, lanes: (passes.append(len(lanes)), act(columns, lanes))
         for name in order:
             episodes.start(name)
         asking = threading.Thread(

@@ -70,8 +70,6 @@ class MultiAgentEpisode(Episode):
     """True while the agents have acted and the env has not answered. An abandoned step does not count."""
     is_plain: bool = False
     """True if an answer with observations and rewards of exactly these agents needs no bookkeeping."""
-    trains: bool = True
-    """False: the episode is counted, but no learner gets it."""
     idle_steps: int = 0
     """Env steps in a row after which no agent could act."""
 

@@ -76,10 +76,8 @@ class PackedAgents:
         """Step lanes, by index, with the actions of their agents."""
         for index, own in actions.items():
             self._packing.pack_actions(self._actions, index, own)
-        if self.envs.pace is Pace.LOCK_STEP:
-            self.envs.send_actions(self._actions)
-        else:
-            self.envs.send_actions_of(np.array(list(actions), np.intp), self._actions)
+        in_step = self.envs.pace is Pace.LOCK_STEP
+        self.envs.send_actions(self._actions, None if in_step else np.array(list(actions), np.intp))
 
     def poll(self) -> Outcome:
         """Return the lanes that have stepped or failed. In lock-step it waits for all lanes."""

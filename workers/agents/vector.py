@@ -101,9 +101,9 @@ class MultiAgentVector:
         self._source.send(sent)
 
     def take(self) -> tuple[ActingSeats, StepOutcome]:
-        """Return the seats whose lanes have replied, and the outcome. Waits as `ReadyDriver.poll`, raises as `step`."""
+        """Return the seats whose lanes have replied, and the outcome. Waits as `EnvDriver.poll`, raises as `step`."""
         outcome = self._source.poll()
-        assert outcome.lanes is not None, "a ReadyDriver says who has answered"
+        assert outcome.lanes is not None, "envs with a pace of their own say which lanes have answered"
         acting = acting_seats([self.lanes[index] for index in outcome.lanes.tolist()])
         for _, episode in acting.lanes:
             episode.under_way = False

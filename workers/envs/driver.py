@@ -110,35 +110,25 @@ class LaneDriver(Protocol):
 
 
 class EnvDriver(LaneDriver, Protocol):
-    """Lanes of envs of one agent that step together.
+    """Lanes of envs of one agent.
 
-    `observations.columns` have every lane's newest observation; `poll` and `try_reset` overwrite them.
+    `observations.columns` have every lane's newest observation; `poll` and `try_reset` overwrite them. They keep a
+    lane's observation while its action is under way.
     """
 
     spaces: Spaces
     gym_spaces: tuple[Any, Any]
     observations: Observations
 
-    def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Send all live lanes their actions: the policy's columns, with a row for every lane."""
+    def send_actions(self, columns: dict[str, NDArray[Any]], lanes: NDArray[np.intp] | None = None) -> None:
+        """Send `lanes` their actions: their rows of the policy's columns. Does not wait for steps.
+
+        In lock-step `lanes` is None, which means all live lanes. Otherwise they are live and not under way.
+        """
 
     def poll(self) -> Outcome:
-        """Return the results of the actions sent. May block as long as an env takes to step."""
+        """Return the results of the actions sent. May block as long as an env takes to step.
 
-
-class ReadyDriver(EnvDriver, Protocol):
-    """Lanes of envs of one agent that step each in its own time.
-
-    A lane's observation is valid until the lane is stepped: `observations.columns` keep it while an action is under
-    way.
-    """
-
-    def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Send `lanes`, live and not under way, their actions: their rows of the policy's columns. Does not block."""
-
-    def poll(self) -> Outcome:
-        """Return the results of actions of the lanes that are ready, which are `Outcome.lanes`.
-
-        Waits until a lane can act, then `remote_env_batch_wait_ms` for more lanes. Returns earlier if the caller has
-        other work, such as a rebuild.
+        Where each env has its own pace, it waits until a lane can act, then `remote_env_batch_wait_ms` for more lanes.
+        It returns earlier if the caller has other work, such as a rebuild. `Outcome.lanes` says which lanes are ready.
         """

@@ -38,6 +38,8 @@ class Episode:
     """The info of the observation at which the last chunk was cut."""
     custom_data: dict[str, Any] = field(default_factory=dict)
     """Data that callbacks keep with the episode."""
+    trains: bool = True
+    """False: its steps are counted, but no learner gets them."""
     last_steps: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Columns of the last steps before the last cut, at most `episode_lookback_horizon`."""
 

@@ -48,7 +48,7 @@ class EnvFacade(Protocol):
 
 
 class EnvVector:
-    """Lanes with an env each, in the backend of `placement`: an `EnvDriver`, or a `ReadyDriver` if `pace` says so.
+    """Lanes with an env each, in the backend of `placement`: an `EnvDriver` of that `pace`.
 
     A backend may reset an env in the step that ends its episode, unless a callback must be called before the reset.
     While an env is rebuilt the other envs go on.
@@ -147,15 +147,15 @@ class EnvVector:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Send all live lanes their actions: their rows of the policy's columns. Does not wait for steps."""
+    def send_actions(self, columns: dict[str, NDArray[Any]], lanes: NDArray[np.intp] | None = None) -> None:
+        """Send `lanes` (None: all live lanes) their actions: their rows of the policy's columns."""
+        resets_ahead = self.on_episode_created is None and self._resets_ahead
+        if lanes is not None:
+            self._steps.send(lanes.tolist(), columns, resets_ahead=resets_ahead)
+            return
         if self._resetting:
             self._await_resets()
-        self._steps.send_all(columns, self.on_wait, resets_ahead=self.on_episode_created is None and self._resets_ahead)
-
-    def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Send `lanes`, live and not under way, their actions: their rows of the policy's columns. Does not block."""
-        self._steps.send(lanes.tolist(), columns, resets_ahead=self.on_episode_created is None and self._resets_ahead)
+        self._steps.send_all(columns, self.on_wait, resets_ahead=resets_ahead)
 
     def poll(self) -> Outcome:
         """Return the results of the actions sent: of all lanes, or of the lanes that have replied."""

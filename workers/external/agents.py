@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
@@ -144,7 +141,6 @@ class ExternalAgents(MultiAgentVector):
         self._external = source
 
     episodes: ExternalAgentEpisodes = part_of("_external", "episodes")
-    asking: NDArray[np.intp] = part_of("_external", "asking")
     read_version: Callable[[], tuple[int, int]] = part_of("_external", "read_version")
     heard_at: float = part_of("_external", "heard_at")
     logged: Callable[[Iterable[Seat]], dict[int, Row]] = part_of("_external", "logged")

@@ -46,10 +46,6 @@ class ExternalDriver(Protocol):
     def episodes(self) -> EpisodeTable[Any]:
         """The table of the episodes."""
 
-    @property
-    def asking(self) -> NDArray[np.intp]:
-        """Live lanes with nothing under way, in order: a driver waits for each."""
-
 
 class ExternalLanes(ABC):
     """Lanes of one external env, which is the env of each of them. A lane is a place for one open episode.
@@ -84,8 +80,8 @@ class ExternalLanes(ABC):
 
     # -- what each kind of external env defines -----------------------------------------------------------------------
 
-    _episode_kind: type[Any]
-    """The class of the episodes, an `Episode` with `trains`."""
+    _episode_kind: type[Episode] = Episode
+    """The class of the episodes."""
 
     @abstractmethod
     def _checked(self, env: Any) -> SelfDrivenEnv[Any]:

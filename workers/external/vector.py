@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.envs.actions import action_root, to_env_form
-from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.envs.spaces import spaces_of
@@ -21,18 +19,10 @@ from headrace.workers.external.lanes import ExternalLanes
 from headrace.workers.external.solo_episodes import ExternalEpisodes
 
 
-@dataclass(slots=True, eq=False)
-class ExternalEpisode(Episode):
-    """One external episode. `trains` False: the learner does not get it."""
-
-    trains: bool = True
-
-
 class ExternalVector(ExternalLanes):
-    """The lanes of an `ExternalEnv`: a `ReadyDriver`, and an `ExternalDriver`."""
+    """The lanes of an `ExternalEnv`: an `EnvDriver`, and an `ExternalDriver`."""
 
     episodes: ExternalEpisodes
-    _episode_kind = ExternalEpisode
 
     def _checked(self, env: Any) -> ExternalEnv:
         if not isinstance(env, ExternalEnv):
@@ -66,13 +56,12 @@ class ExternalVector(ExternalLanes):
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
-    def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Send all live lanes their actions, from the rows of the policy's columns."""
-        live = self.live
-        self.send_actions_of(np.arange(len(self.lanes)) if live is None else live, columns)
+    def send_actions(self, columns: dict[str, NDArray[Any]], lanes: NDArray[np.intp] | None = None) -> None:
+        """Send `lanes` (None: all that ask) their actions, from the rows of the policy's columns.
 
-    def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Send `lanes` their actions, from the rows of the policy's columns. The answers are sent when this returns."""
+        The answers are sent when this returns.
+        """
+        lanes = self.asking if lanes is None else lanes
         root = action_root(columns)
         rows = {name: columns[name][lanes] for name in self._action_names[root]}
         actions, version = to_env_form(self.spaces.action, rows, root), self.read_version()

@@ -4,17 +4,20 @@
                                                 lane 1  ▮▮▮│▮▮▮▮▮▮
     column "obs"      (envs, capacity + 1)      lane 0  ▮▮▮▮▮▮▮▮▮▯      row r: the observation before that step
 
-Each lane has a cursor, the row of its next step, and the row where its open chunk starts. The rows of an aborted chunk
-are overwritten, so a lane has no holes. The final observation of an episode has no row, because the next episode's
-first one takes its place; it is kept separately. Each fragment has new buffers and gives them away with the batch. So
-nothing is copied when all lanes filled all rows and no episode ended.
+Each lane has a cursor, the row of its next step, and the row where its open chunk starts. The cursor advances when the
+action is answered: in the same poll in lock-step, otherwise some polls later. An action that is pending at a cut is not
+part of that chunk: its observation is the chunk's last one, and the row becomes the first row of the next fragment.
+
+The rows of an aborted chunk are overwritten, so a lane has no holes. The final observation of an episode has no row,
+because the next episode's first one takes its place; it is kept separately. Each fragment has new buffers and gives
+them away with the batch. So nothing is copied when all lanes filled all rows and no episode ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,7 @@ from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.lane import Episode
 
 ChunkInfos = dict[int, dict[str, Any]]
+Rows = NDArray[np.intp]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,31 +65,32 @@ class Fragment:
         self.open: list[OpenChunk | None] = [None] * width
         self.ended: list[OpenChunk] = []
         self.finals: dict[str, list[NDArray[Any]]] = {name: [] for name in observations}
+        self._finals_kept = 0
         self._level: int | None = 0
         """The row of all cursors while they are equal, which saves index arrays; else None."""
-        self._cursor: NDArray[np.intp] = np.zeros(width, np.intp)
+        self._cursor: Rows = np.zeros(width, np.intp)
         self._where: Any = None
         self._from: Any = slice(None)
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
-    def aim(self, live: NDArray[np.intp] | None) -> None:
-        """Begin a poll of the lanes `live` (None: all): make room, and write their current observations."""
-        if self._level is not None and live is None:
+    def aim(self, acting: Rows | None) -> None:
+        """Begin a step of the lanes `acting` (None: all): make room, and write their current observations."""
+        if self._level is not None and (acting is None or len(acting) == self.width):
             if self._level >= self.capacity:
                 self._grow()
             self._where, self._from = (slice(None), self._level), slice(None)
         else:
             self._settle_cursors()
-            lanes = np.arange(self.width) if live is None else live
+            lanes = np.arange(self.width) if acting is None else acting
             if np.maximum.reduce(self._cursor) >= self.capacity:
                 self._grow()
             self._where, self._from = (lanes, self._cursor[lanes]), lanes
         for name, current in self._observations.items():
             self.columns[name][self._where] = current[self._from]
 
-    def put(self, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Write the policy's columns (width, ...) at the cursors.
+    def put(self, columns: Mapping[str, NDArray[Any]], weights_seq: int) -> None:
+        """Write the policy's columns (width, ...) at the cursors of the acting lanes.
 
         Call it before the step, since an env may change its action. Raises `ModuleError` for a column whose dtype or
         shape has changed.
@@ -98,15 +103,32 @@ class Fragment:
                 was, now = (column.dtype, column.shape[2:]), (values.dtype, values.shape[1:])
                 raise ModuleError(f"the module's column {name!r} was {was} a step and is now {now}; keep it the same")
             column[self._where] = values[self._from]
-
-    def advance(self, rewards: NDArray[np.float64], weights_seq: int) -> None:
-        """Write the rewards of the live lanes, in their order, and advance their cursors."""
-        self.columns["rewards"][self._where] = rewards
         self.columns["weights_seq"][self._where] = weights_seq
+
+    def chosen(self, lanes: Rows | None, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Return copies of the newest actions of `lanes` (None: those that acted last), in the columns `names`.
+
+        Call it before `answer`.
+        """
+        where = self._at(lanes)
+        return {name: self.columns[name][where].copy() for name in names}
+
+    def answer(self, lanes: Rows | None, rewards: NDArray[np.float64]) -> None:
+        """Complete the steps of `lanes` (None: those that acted last), and advance their cursors."""
+        if lanes is not None and len(lanes) < self.width:
+            self._settle_cursors()
+        where = self._at(lanes)
+        self.columns["rewards"][where] = rewards
         if self._level is not None:
             self._level += 1
         else:
-            self._cursor[self._where[0]] += 1
+            self._cursor[where[0]] += 1
+
+    def _at(self, lanes: Rows | None) -> Any:
+        """Return the rows of the newest steps of `lanes` (None: those that acted last)."""
+        if lanes is None:
+            return self._where
+        return lanes, (self._level if self._level is not None else self._cursor[lanes])
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
@@ -125,15 +147,20 @@ class Fragment:
             chunk.infos[self.cursor(lane) - chunk.start] = dict(info)
 
     def end(self, ended: Sequence[tuple[int, ChunkEnd]]) -> None:
-        """End the episodes of these lanes. Their current observations are the final ones."""
-        kept = len(self.ended)
-        for place, (lane, end) in enumerate(ended):
-            chunk = self.open[lane]
+        """End the episodes of these lanes. Their current observations are the final ones.
+
+        Forgets chunks without a step.
+        """
+        lanes: list[int] = []
+        for lane, end in ended:
+            chunk, stop = self.open[lane], self.cursor(lane)
             assert chunk is not None, "only an episode that was begun can end"
-            chunk.stop, chunk.end, chunk.final = self.cursor(lane), end, kept + place
-            self.ended.append(chunk)
             self.open[lane] = None
-        lanes = [lane for lane, _ in ended]
+            if stop > chunk.start:
+                chunk.stop, chunk.end, chunk.final = stop, end, self._finals_kept + len(lanes)
+                self.ended.append(chunk)
+                lanes.append(lane)
+        self._finals_kept += len(lanes)
         for name, current in self._observations.items():
             self.finals[name].append(current[lanes])
 
@@ -151,26 +178,40 @@ class Fragment:
 
     # -- the end of the fragment --------------------------------------------------------------------------------------
 
-    def take_chunks(self, *, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
-        """Return all chunks with a step, by lane and time, and the fragment with the open chunks or None.
+    def take_chunks(
+        self, pending: Sequence[int], unfinished: Sequence[OpenChunk] = (), *, keep_open: bool
+    ) -> tuple[list[OpenChunk], Self | None]:
+        """Return the chunks to cut, by lane and time, and the next fragment, or None if nothing continues in it.
 
-        With `keep_open` the open chunks move to the returned fragment; else they are cut here. Do not call `aim` after
-        this: the columns are about to be given away.
+        Rows of `pending` lanes continue there. With `keep_open` all open chunks continue too, and the `unfinished`
+        chunks of `ended`, whose episodes go on with other agents. Without it, open chunks with a step are cut here. Do
+        not call `aim` after this: the columns are about to be given away.
         """
-        chunks, moved = self.ended, None
+        kept = [chunk for chunk in self.open if chunk is not None] + list(unfinished) if keep_open else []
+        moved = None
+        if pending or kept:
+            longest = max((self._stop(chunk) - chunk.start for chunk in kept), default=0)
+            moved = type(self)(self.width, max(self.capacity, longest + 1), self._observations)
+            self._move(moved, kept, np.array(pending, np.intp))
         if keep_open:
-            moved = self._carry()
+            left = set(map(id, unfinished))
+            chunks = [chunk for chunk in self.ended if id(chunk) not in left]
         else:
-            for lane, chunk in enumerate(self.open):
-                if chunk is None:
-                    continue
-                chunk.stop = self.cursor(lane)
-                for name, current in self._observations.items():
-                    self.columns[name][lane, chunk.stop] = current[lane]
-                if chunk.stop > chunk.start:
-                    chunks.append(chunk)
+            chunks = self.ended + self._cut_open()
         chunks.sort(key=_lane_and_start)
         return chunks, moved
+
+    def _cut_open(self) -> list[OpenChunk]:
+        cut = []
+        for lane, chunk in enumerate(self.open):
+            if chunk is None:
+                continue
+            chunk.stop = self.cursor(lane)
+            for name, current in self._observations.items():
+                self.columns[name][lane, chunk.stop] = current[lane]
+            if chunk.stop > chunk.start:
+                cut.append(chunk)
+        return cut
 
     def is_rectangle(self, chunks: Sequence[OpenChunk]) -> bool:
         """Return whether `chunks` are all lanes whole, from the first row to the last, so that columns need no copy."""
@@ -180,24 +221,38 @@ class Fragment:
             and not any(chunk.start or chunk.final >= 0 for chunk in chunks)
         )
 
-    def _carry(self) -> Fragment:
-        longest = max((self.cursor(c.lane) - c.start for c in self.open if c is not None), default=0)
-        moved = Fragment(self.width, max(self.capacity, longest), self._observations)
+    def _stop(self, chunk: OpenChunk) -> int:
+        return self.cursor(chunk.lane) if chunk.end is ChunkEnd.ONGOING else chunk.stop
+
+    def _move(self, moved: Self, kept: Sequence[OpenChunk], pending: Rows) -> None:
+        self._settle_cursors()
         moved._settle_cursors()
         for name, column in self.columns.items():
             if name not in moved.columns:
-                moved._add(name, column[0])
-        for chunk in self.open:
-            if chunk is None:
-                continue
-            stop = self.cursor(chunk.lane)
-            steps = stop - chunk.start
-            for name, column in self.columns.items():
-                moved.columns[name][chunk.lane, :steps] = column[chunk.lane, chunk.start : stop]
-            moved._cursor[chunk.lane] = steps
-            chunk.start = 0
-            moved.open[chunk.lane] = chunk
-        return moved
+                moved._add(name, column[:, 0])
+        for chunk in kept:
+            self._move_chunk(moved, chunk)
+        for name, column in self.columns.items():
+            current = (
+                self._observations[name][pending] if is_obs_column(name) else column[pending, self._cursor[pending]]
+            )
+            moved.columns[name][pending, moved._cursor[pending]] = current
+
+    def _move_chunk(self, moved: Self, chunk: OpenChunk) -> None:
+        row, stop = chunk.lane, self._stop(chunk)
+        steps = stop - chunk.start
+        for name, column in self.columns.items():
+            moved.columns[name][row, :steps] = column[row, chunk.start : stop]
+        moved._cursor[row] = steps
+        if chunk.end is ChunkEnd.ONGOING:
+            moved.open[row] = chunk
+        else:
+            for name, parts in self.finals.items():
+                moved.finals[name].append(np.concatenate(parts)[chunk.final, None])
+            chunk.final, moved._finals_kept = moved._finals_kept, moved._finals_kept + 1
+            chunk.stop = steps
+            moved.ended.append(chunk)
+        chunk.start = 0
 
     def _add(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
         """Add a step column for values (width, ...) and return it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,12 @@ from headrace.schemas.errors import ConnectorError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions
-from headrace.workers.envs.driver import EnvDriver, ReadyDriver
+from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.sequential_step import Outcome
-from headrace.workers.external.vector import ExternalEpisode, ExternalVector
+from headrace.workers.external.vector import ExternalVector
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting import Columns
@@ -35,7 +35,6 @@ from headrace.workers.sampling.episode_view import EpisodeView, OpenRows
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
-from headrace.workers.sampling.pending_fragment import PendingFragment
 
 _NO_STATE: dict[str, NDArray[Any]] = {}
 """Shared by all chunks: one dict for each would cost garbage collection."""
@@ -65,8 +64,9 @@ class LaneSteps:
         self.mode = ActionMode(config.explore, random_actions=False)
         self.timers: Timers | None = None
         self.reset_polls = 0
-        self.answered: int | None = None if envs.pace is Pace.LOCK_STEP else 0
-        self._pace = envs.pace
+        self._in_step = envs.pace is Pace.LOCK_STEP
+        self.answered: int | None = None if self._in_step else 0
+        self._external = envs if isinstance(envs, ExternalVector) else None
         self._steps_inline = envs.replies_at_once
         self._seeds = seeds
         self._totals = totals
@@ -79,15 +79,14 @@ class LaneSteps:
         self._on_policy = np.zeros(self._width, np.bool_)
         """The column "off_policy" while every action is the policy's."""
         self._is_spoilt = False
-        self._weights_seq = 0
         self._live: Rows | None = None
         """The lanes that act in the poll under way, in lock-step; None are all."""
         self._chosen: Columns = {}
-        """The actions that the newest outcome answers, in columns with a row for every lane."""
+        """The actions that the newest outcome answers, a row for each lane that has stepped, if a connector looks."""
         self._policy = self._new_policy(config)
 
     def _new_policy(self, config: EnvRunnerConfig) -> ActingModule:
-        envs, blocks = self.envs, [] if self._pace is Pace.LOCK_STEP else list(self._ready_envs.halves)
+        envs = self.envs
         connectors = VectorConnectors(
             config.env_to_module, config.module_to_env, envs.spaces, envs.observations.columns
         )
@@ -95,13 +94,9 @@ class LaneSteps:
             "policy": self._seeds.policy,
             "random_actions": self._seeds.random_actions,
         }
-        noise = ActionNoise(streams.__getitem__, in_step=self._pace is Pace.LOCK_STEP)
+        noise = ActionNoise(streams.__getitem__, in_step=self._in_step)
         random = RandomActions(connectors.spaces.action)
-        return ActingModule(DEFAULT_MODULE_ID, envs.spaces, connectors, random, noise, blocks)
-
-    @property
-    def _ready_envs(self) -> ReadyDriver:
-        return cast(ReadyDriver, self.envs)
+        return ActingModule(DEFAULT_MODULE_ID, envs.spaces, connectors, random, noise, list(envs.halves))
 
     @property
     def policies(self) -> dict[str, ActingModule]:
@@ -118,20 +113,15 @@ class LaneSteps:
         return self._fragment
 
     @property
-    def _pending_fragment(self) -> PendingFragment:
-        return cast(PendingFragment, self.fragment)
-
-    @property
     def episodes_ended(self) -> int:
         """Episodes that finished in the fragment and will be delivered."""
-        if self._pace is Pace.EXTERNAL:
-            return sum(_trains(chunk.episode) for chunk in self.fragment.ended)
-        return len(self.fragment.ended)
+        ended = self.fragment.ended
+        return len(ended) if self._external is None else sum(chunk.episode.trains for chunk in ended)
 
     @property
     def has_pending(self) -> bool:
         """Return whether an action is not answered yet. In lock-step each is answered by the step it is sent in."""
-        return self._pace is not Pace.LOCK_STEP and bool(self._ready_envs.under_way)
+        return bool(self.envs.under_way)
 
     def look(self, lane: Lane, episode: Episode, *, undone: bool = False) -> EpisodeView:
         """Return how `episode` of the lane stands now, without its last row if that was `undone`."""
@@ -163,8 +153,7 @@ class LaneSteps:
 
     def open_fragments(self, capacity: int) -> None:
         if self._fragment is None:
-            kind = Fragment if self._pace is Pace.LOCK_STEP else PendingFragment
-            self._fragment = kind(self._width, capacity, self._policy.connectors.columns)
+            self._fragment = Fragment(self._width, capacity, self._policy.connectors.columns)
 
     def begin(self, started: Sequence[Lane]) -> None:
         self._is_spoilt = True  # reset below: a connector that raises has already seen some of the lanes
@@ -180,32 +169,33 @@ class LaneSteps:
         """Return a recurrent module's state for the lane; empty without one, or for random actions."""
         if self._policy.memory is None or self.mode.random_actions:
             return _NO_STATE
-        pending = self._pace is not Pace.LOCK_STEP and lane in self._ready_envs.under_way
-        return self._policy.state_in(lane, pending=pending)
+        return self._policy.state_in(lane, pending=lane in self.envs.under_way)
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
     def act(self, weights_seq: int) -> None:
-        self._weights_seq = weights_seq
-        if self._pace is Pace.LOCK_STEP:
-            self._live = self.envs.live
-            self.fragment.aim(self._live)
-            self._chosen = self._choose(None)
-            self.fragment.put(self._chosen)
-            self.envs.send_actions(self._chosen)
-            return
-        if self._pace is Pace.EXTERNAL:
-            acting = cast(ExternalVector, self.envs).asking
+        if self._external is not None:
+            self._answer_callers(self._external, weights_seq)
+        elif self._in_step:
+            self._act_together(weights_seq)
         else:
-            acting = next_to_act(self._ready_envs, self._width)
+            self._act_when_ready(weights_seq)
+
+    def _act_together(self, weights_seq: int) -> None:
+        self._live = self.envs.live
+        self.fragment.aim(self._live)
+        columns = self._choose(None)
+        self.fragment.put(columns, weights_seq)
+        self.envs.send_actions(columns)
+
+    def _act_when_ready(self, weights_seq: int) -> None:
+        acting = next_to_act(self.envs, self._width)
         if not len(acting):
             return
+        self.fragment.aim(acting)
         columns = self._choose(acting)
-        if self._pace is Pace.EXTERNAL:
-            self._answer_callers(acting, columns)
-        else:
-            self._pending_fragment.act(acting, columns, weights_seq)
-            self._ready_envs.send_actions_of(acting, columns)
+        self.fragment.put(columns, weights_seq)
+        self.envs.send_actions(columns, acting)
 
     def _choose(self, acting: Rows | None) -> Columns:
         mode, act = self.mode, self._policy.act
@@ -217,43 +207,33 @@ class LaneSteps:
             self._is_spoilt = self._policy.memory is not None  # the memory holds a step that will not be taken
             raise
 
-    def _answer_callers(self, acting: Rows, columns: Columns) -> None:
+    def _answer_callers(self, envs: ExternalVector, weights_seq: int) -> None:
         """Send the actions before recording the step, so that the caller does not wait for the record."""
-        envs = cast(ExternalVector, self.envs)
-        columns = {**columns, OFF_POLICY: self._on_policy}
+        acting = envs.asking
+        if not len(acting):
+            return
+        columns = {**self._choose(acting), OFF_POLICY: self._on_policy}
         logged = envs.logged(acting)
         if logged:
             columns = put_logged(columns, logged, self._policy.module, envs.spaces.action)
         self._is_spoilt = True  # reset below: an action that was sent must also be recorded
-        envs.send_actions_of(acting, columns)
-        self._pending_fragment.act(acting, columns, self._weights_seq)
+        envs.send_actions(columns, acting)
+        self.fragment.aim(acting)
+        self.fragment.put(columns, weights_seq)
         self._is_spoilt = False
 
     def take(self) -> Outcome | None:
         poll = self.envs.poll if self.timers is None else self.timers.timed("env_step_timer", self.envs.poll)
         outcome = poll() if self._steps_inline else self._totals.timers.budget.of_envs(poll)
-        if self._pace is Pace.LOCK_STEP:
-            self.fragment.advance(outcome.rewards, self._weights_seq)
-            self.reset_polls += outcome.resets
-            return outcome
-        answered = outcome.lanes
-        assert answered is not None, "a ReadyDriver says which lanes have answered"
-        if not len(answered):
-            return None
+        if self.answered is not None:
+            self.answered += len(outcome.rewards)
+            if not len(outcome.rewards):
+                return None
         if self._policy.connectors.sees:
-            self._chosen = self._spread(answered)
-        self._pending_fragment.answer(answered, outcome.rewards)
-        assert self.answered is not None
-        self.answered += len(answered)
+            self._chosen = self.fragment.chosen(outcome.lanes, self._policy.connectors.actions)
+        self.fragment.answer(outcome.lanes, outcome.rewards)
+        self.reset_polls += outcome.resets
         return outcome
-
-    def _spread(self, lanes: Rows) -> Columns:
-        """Return the answered actions of `lanes`, in columns with a row for every lane."""
-        chosen = {}
-        for name, rows in self._pending_fragment.chosen(lanes, self._policy.connectors.actions).items():
-            chosen[name] = np.zeros((self._width, *rows.shape[1:]), rows.dtype)
-            chosen[name][lanes] = rows
-        return chosen
 
     def is_spoilt_by(self, error: BaseException) -> bool:
         spoilt, self._is_spoilt = self._is_spoilt, False
@@ -279,20 +259,15 @@ class LaneSteps:
 
     def _show(self, outcome: Outcome) -> None:
         """Pass the new observations through env_to_module, including the last ones of episodes that end."""
-        lanes, rewards = self._stepped_lanes(outcome), outcome.rewards
+        lanes, chosen, rewards = outcome.lanes, self._chosen, outcome.rewards
+        if lanes is None:
+            lanes = np.arange(self._width) if self._live is None else self._live
         if outcome.failures:
             sound = ~np.isin(lanes, [failure.lane for failure in outcome.failures])
             lanes, rewards = lanes[sound], rewards[sound]
+            chosen = {name: rows[sound] for name, rows in chosen.items()}
         if len(lanes):
-            connectors = self._policy.connectors
-            chosen = {name: self._chosen[name][lanes] for name in connectors.actions}
-            connectors.stepped(lanes, chosen, rewards)
-
-    def _stepped_lanes(self, outcome: Outcome) -> Rows:
-        """Return the lanes to which the rewards of `outcome` belong."""
-        if outcome.lanes is not None:
-            return outcome.lanes
-        return np.arange(self._width) if self._live is None else self._live
+            self._policy.connectors.stepped(lanes, chosen, rewards)
 
     def stepped(self, outcome: Outcome) -> Iterable[tuple[Lane, Episode]]:
         lanes = self.envs.lanes if outcome.lanes is None else [self.envs.lanes[i] for i in outcome.lanes.tolist()]
@@ -353,7 +328,8 @@ class LaneSteps:
     def cut(self, stamp: Stamp, *, keep_open: bool) -> tuple[Sequence[OpenChunk], ChunkBatch]:
         """Return the chunks to deliver, and a batch with those chunks as its first rows and then the end markers."""
         fragment, markers = self.fragment, self._markers
-        chunks, self._fragment = self._take_chunks(keep_open)
+        chunks, self._fragment = fragment.take_chunks(sorted(self.envs.under_way), keep_open=keep_open)
+        chunks = self._to_deliver(fragment, chunks)
         self._markers = []
         batch = cut(fragment, chunks, markers, self._policy.spaces, stamp)
         self._totals.open -= batch.steps
@@ -365,17 +341,12 @@ class LaneSteps:
             chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
         return chunks, batch
 
-    def _take_chunks(self, keep_open: bool) -> tuple[list[OpenChunk], Fragment | None]:
-        fragment = self.fragment
-        if self._pace is Pace.LOCK_STEP:
-            return fragment.take_chunks(keep_open=keep_open)
-        chunks, moved = self._pending_fragment.take(sorted(self._ready_envs.under_way), (), keep_open=keep_open)
-        if self._pace is Pace.READY:
-            return chunks, moved
+    def _to_deliver(self, fragment: Fragment, chunks: list[OpenChunk]) -> list[OpenChunk]:
+        """Return the chunks to deliver, and count the steps of chunks excluded from training."""
         for chunk in chunks:
-            if not _trains(chunk.episode):
+            if not chunk.episode.trains:
                 self._keep_back(chunk, fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop])
-        return [chunk for chunk in chunks if _trains(chunk.episode)], moved
+        return [chunk for chunk in chunks if chunk.episode.trains]
 
     def _keep_back(self, chunk: OpenChunk, rewards: NDArray[np.float64]) -> None:
         """Count a chunk that is excluded from training."""
@@ -412,8 +383,3 @@ class LaneSteps:
             noise.write(state)
 
         return write
-
-
-def _trains(episode: Episode) -> bool:
-    assert isinstance(episode, ExternalEpisode), "an ExternalVector begins them"
-    return episode.trains

@@ -247,7 +247,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     def _note_aborted(self, episode: Episode, view: AnyEpisodeView) -> None:
         """Note the return and length of an aborted episode, unless it has no step or is excluded from training."""
         earned = view.episode_return
-        if len(view) and math.isfinite(earned) and getattr(episode, "trains", True):
+        if len(view) and math.isfinite(earned) and episode.trains:
             self._totals.aborted.append((float(earned), len(view)))
 
     def finish(self, reason: Discard) -> None:

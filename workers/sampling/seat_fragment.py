@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.episode_view import OpenRows
-from headrace.workers.sampling.pending_fragment import PendingFragment, Rows
+from headrace.workers.sampling.fragment import Fragment, Rows
 
 
-class SeatFragment(PendingFragment):
-    """A `PendingFragment` whose lanes are seats."""
+class SeatFragment(Fragment):
+    """A `Fragment` whose lanes are seats."""
 
     def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
         super().__init__(width, capacity, observations)
@@ -36,10 +36,10 @@ class SeatFragment(PendingFragment):
     def act_at(
         self, rows: Rows, columns: Mapping[str, NDArray[Any]], weights_seq: int, env_t: NDArray[np.int64]
     ) -> None:
-        """Write actions as `act` does, with their env steps `env_t`, one for each of `rows`."""
-        self.act(rows, columns, weights_seq)
-        at = self._level if self._level is not None else self._cursor[rows]
-        self.columns["env_t"][rows, at] = env_t
+        """Write observations and actions of the seats `rows`, with their env steps `env_t`, one for each of them."""
+        self.aim(rows)
+        self.put(columns, weights_seq)
+        self.columns["env_t"][self._at(rows)] = env_t
 
     def rows_of(self, row: int, episode: Episode, *, pending: bool) -> OpenRows | None:
         """Return the open rows of a seat's `episode`, for callbacks; None if it has none."""

@@ -65,10 +65,11 @@ class SeatSteps:
         self.timers: Timers | None = None
         self.reset_polls = 0
         """No poll is a reset only: an env that has ended its episode is reset between two."""
-        self.answered: int | None = None if envs.pace is Pace.LOCK_STEP else 0
+        self._in_step = envs.pace is Pace.LOCK_STEP
+        self.answered: int | None = None if self._in_step else 0
         self.lost_rewards = LostRewards()
         self.observed_more: dict[tuple[str, str], int] = {}
-        self._pace = envs.pace
+        self._external = envs if isinstance(envs, ExternalAgents) else None
         self._steps_inline = envs.replies_at_once
         self._seeds = seeds
         self._totals = totals
@@ -122,9 +123,9 @@ class SeatSteps:
 
     @property
     def has_pending(self) -> bool:
-        if self._pace is not Pace.LOCK_STEP and self.envs.under_way:
-            return True
-        return any(seat.pending for episode in self.episodes for seat in episode.seats.values())
+        return bool(self.envs.under_way) or any(
+            seat.pending for episode in self.episodes for seat in episode.seats.values()
+        )
 
     def _fragment(self, seat: Seat) -> SeatFragment:
         return self._fragments[seat.module.module_id]
@@ -180,7 +181,7 @@ class SeatSteps:
         choose: Callable[[ActingSeats, int], list[Any]] = self._choose
         if self.timers is not None and not self.mode.random_actions:
             choose = self.timers.timed("rlmodule_inference_timer", choose)
-        if self._pace is Pace.LOCK_STEP:
+        if self._in_step:
             self._acting = acting = self.envs.acting()
             self._actions = choose(acting, weights_seq)
             return
@@ -210,16 +211,16 @@ class SeatSteps:
         """Return the actions of a group's module, in columns with a row for each seat of the module."""
         policy = group.module.policy
         columns = policy.act(group.rows, explore=self.mode.explore, random_actions=self.mode.random_actions)
-        if self._pace is not Pace.EXTERNAL:
+        if self._external is None:
             return columns
         columns = {**columns, OFF_POLICY: np.zeros(group.module.width, np.bool_)}
-        logged = cast(ExternalAgents, self.envs).logged(group.of(acting.seats))
+        logged = self._external.logged(group.of(acting.seats))
         if logged:
             columns = put_logged(columns, logged, policy.module, group.module.env_spaces.action)
         return columns
 
     def take(self) -> StepOutcome | None:
-        if self._pace is Pace.LOCK_STEP:
+        if self._in_step:
             step = self.envs.step if self.timers is None else self.timers.timed("env_step_timer", self.envs.step)
             if self._steps_inline:
                 return step(self._newest_acting, self._actions)
@@ -392,7 +393,7 @@ class SeatSteps:
             chunk = fragment.open[seat.row]
             if chunk is not None and fragment.cursor(seat.row) == chunk.start:
                 seat.episode.seam_info = chunk.infos.get(0)  # of a chunk without a step yet, which is not cut
-        taken, moved = fragment.take(pending, unfinished, keep_open=keep_open)
+        taken, moved = fragment.take_chunks(pending, unfinished, keep_open=keep_open)
         if moved is not None:
             self._fragments[module_id] = moved
         chunks = self._to_deliver(fragment, taken)
@@ -411,8 +412,8 @@ class SeatSteps:
         """Return the chunks to deliver, and count the steps of chunks excluded from training."""
         delivered = []
         for chunk in chunks:
-            episode = cast(AgentEpisode, chunk.episode)
-            if episode.whole is None or episode.whole.trains:
+            episode = chunk.episode
+            if episode.trains:
                 delivered.append(chunk)
                 continue
             steps = chunk.stop - chunk.start

@@ -35,7 +35,7 @@ def is_partial(env: Any) -> bool:
 
 
 class PartialNativeVector(NativeLanes):
-    """Native lanes with a pace of their own: a `ReadyDriver`. Its seeds are those of the vector's construction.
+    """Native lanes with a pace of their own: an `EnvDriver`. Its seeds are those of the vector's construction.
 
     `poll` may block as long as the slowest env of a batch takes, without a call of `on_wait`.
     """
@@ -91,12 +91,9 @@ class PartialNativeVector(NativeLanes):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Send all live lanes their actions: their rows of the policy's columns."""
-        self.send_actions_of(np.flatnonzero(~self._idle), columns)
-
-    def send_actions_of(self, lanes: NDArray[np.intp], columns: dict[str, NDArray[Any]]) -> None:
-        """Send `lanes`, live and not under way, their actions: their rows of the policy's columns. Does not block."""
+    def send_actions(self, columns: dict[str, NDArray[Any]], lanes: NDArray[np.intp] | None = None) -> None:
+        """Send `lanes` (None: all live lanes) their actions: their rows of the policy's columns. Does not block."""
+        lanes = np.flatnonzero(~self._idle) if lanes is None else lanes
         rows = {name: column[lanes] for name, column in columns.items()}
         actions = nest(self.spaces.action, rows, action_root(rows))
         self._awaited.update(lanes.tolist())

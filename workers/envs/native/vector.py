@@ -69,8 +69,8 @@ class NativeVector(NativeLanes):
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def send_actions(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Take the policy's columns, one row for every lane."""
+    def send_actions(self, columns: dict[str, NDArray[Any]], lanes: NDArray[np.intp] | None = None) -> None:
+        """Take the policy's columns, one row for every lane. They step together, so `lanes` is None."""
         self._actions = nest(self.spaces.action, columns, action_root(columns))
 
     def poll(self) -> Outcome:
