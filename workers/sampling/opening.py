@@ -22,8 +22,8 @@ from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.inline import CreatedEnvs, InlinePlacement
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.native.construction import limited_construction
 from headrace.workers.envs.native.partial import PartialNativeVector, is_partial
+from headrace.workers.envs.native.processes import limited_construction
 from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.process.child import SOLO_CHILD
