@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from headrace.workers.agents.acting_seats import acting_seats
+from headrace.workers.agents.episodes import MultiAgentEpisode
+from headrace.workers.envs.lane import Lane
 from support.envs.toy_agents import Together, check_books, multi_runner
 
 
@@ -51,3 +54,19 @@ def test_a_pause_is_no_failure_and_each_pause_is_counted_from_zero() -> None:
         assert {chunk.end for chunk in chunks} == {ChunkEnd.TERMINATED}
         assert sampler.totals.env_failures == 0
         check_books(sampler)
+
+
+def test_the_acting_seats_are_read_again_for_another_turn_and_for_another_episode() -> None:
+    lane = Lane(0, seeds=cast(Any, None), budget=cast(Any, None))
+    lane.episode = episode = lane.create_episode(None, MultiAgentEpisode)
+    acting = acting_seats([lane])
+    assert acting_seats([lane], acting) is acting
+    episode.let_act([])
+    another_turn = acting_seats([lane], acting)
+    assert another_turn is not acting
+    lane.episode = lane.create_episode(None, MultiAgentEpisode)
+    lane.episode.let_act([])
+    another_episode = acting_seats([lane], another_turn)
+    assert another_episode.lanes == [(lane, lane.episode)]
+    lane.release()
+    assert not acting_seats([lane], another_episode).lanes

@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from headrace.schemas.errors import EnvHangError, EnvRestartBudgetError
 from support.envs.native_vectors import vector_of
 from support.envs.toy import Counting, check_books, runner
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
 
@@ -58,6 +59,23 @@ def test_an_env_that_hangs_in_first_construction_raises_env_hang_error(kind: str
     words = "env [0-2] did not return from construction within env_construct_timeout_s = 0.5 s and "
     with pytest.raises(EnvHangError, match=words + ("its process was killed" if index else "is left alone")):
         _runner(kind, index, hangs)
+
+
+def test_an_env_0_that_is_made_after_its_deadline_is_closed() -> None:
+    let_go, closed = threading.Event(), threading.Event()
+
+    class Late(Counting):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            assert let_go.wait(TIMEOUT_S)
+
+        def close(self) -> None:
+            closed.set()
+
+    with pytest.raises(EnvHangError, match="is left alone"):
+        runner(Late, num_envs=1, gym_env_vectorize_mode="async", env_construct_timeout_s=0.2)
+    let_go.set()
+    assert closed.wait(TIMEOUT_S)
 
 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.

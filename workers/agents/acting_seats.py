@@ -34,14 +34,19 @@ class SeatGroup:
         return values if self.places is None else values[self.places]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ActingSeats:
-    """The seats that act, lane by lane. `env_t` int64: the env step of each. Valid until a lane is no longer plain."""
+    """The seats that act, lane by lane. `turns`: the `turn` of each lane's episode."""
 
     lanes: list[tuple[Lane, MultiAgentEpisode]]
+    turns: list[int]
     seats: list[Seat]
     groups: list[SeatGroup]
-    env_t: NDArray[np.int64]
+
+    def env_t(self) -> NDArray[np.int64]:
+        """Return the env step of each of `seats`, before their envs are stepped."""
+        counts = [len(episode.acting) for _, episode in self.lanes]
+        return np.repeat(np.array([episode.t for _, episode in self.lanes], np.int64), np.array(counts, np.intp))
 
     def by_lane(self, actions: Sequence[Any]) -> dict[int, AgentDict]:
         """Return lane index -> the actions of its agents, from `actions`, one for each of `seats`."""
@@ -53,15 +58,17 @@ class ActingSeats:
         return by_lane
 
 
-def acting_seats(lanes: Sequence[Lane]) -> ActingSeats:
-    """Return the seats with an observation to act on. An env without such a seat is stepped too."""
+def acting_seats(lanes: Sequence[Lane], newest: ActingSeats | None = None) -> ActingSeats:
+    """Return the seats with an observation to act on. An env without such a seat is stepped too.
+
+    Returns `newest` if the episodes of the lanes and their turns are still the same.
+    """
     pairs = [(lane, lane.episode) for lane in lanes if isinstance(lane.episode, MultiAgentEpisode)]
-    seats: list[Seat] = []
-    env_t: list[int] = []
-    for _, episode in pairs:
-        seats += episode.acting
-        env_t += [episode.t] * len(episode.acting)
-    return ActingSeats(pairs, seats, seat_groups(seats), np.array(env_t, np.int64))
+    turns = [episode.turn for _, episode in pairs]
+    if newest is not None and turns == newest.turns and pairs == newest.lanes:
+        return newest
+    seats = [seat for _, episode in pairs for seat in episode.acting]
+    return ActingSeats(pairs, turns, seats, seat_groups(seats))
 
 
 def seat_groups(seats: Sequence[Seat]) -> list[SeatGroup]:

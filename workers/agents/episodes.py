@@ -66,6 +66,8 @@ class MultiAgentEpisode(Episode):
     """Seats with an observation to act on, in the order in which the env gave them."""
     agents: list[Any] = field(default_factory=list)
     """The agent ids of `acting`."""
+    turn: int = 0
+    """How often other seats were set to act."""
     under_way: bool = False
     """True while the agents have acted and the env has not answered. An abandoned step does not count."""
     is_plain: bool = False
@@ -76,6 +78,7 @@ class MultiAgentEpisode(Episode):
     def let_act(self, seats: list[Seat]) -> None:
         """Set `seats`, which have an observation, to act next. All other seats wait or are done."""
         self.acting = seats
+        self.turn += 1
         self.agents = [seat.agent for seat in seats]
         self.idle_steps = 0 if seats else self.idle_steps + 1
         self.is_plain = bool(seats) and not any(seat.reward for seat in seats)

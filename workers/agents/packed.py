@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,22 @@ class PackedAgents:
         """Clear the modules' observations of the env in `lane`."""
         self._seating.blank(lane)
 
+    def begin(self, started: Sequence[int]) -> list[int]:
+        """Give the agents of new episodes their seats. Return the lanes by index, in whatever order they replied.
+
+        Raises as `Seating.seat` does.
+        """
+        lanes = sorted(set(started))
+        columns = self.envs.observations.columns
+        begun = []
+        for index in lanes:
+            episode = self.envs.lanes[index].episode
+            if isinstance(episode, MultiAgentEpisode):
+                episode.reset_info = self._packing.unpack_infos(episode.reset_info)
+                begun.append((episode, self._packing.unpack_observations(columns, index)))
+        self._seating.seat_first(begun)
+        return lanes
+
     # -- as an `AgentSource` ------------------------------------------------------------------------------------------
 
     def send(self, actions: Mapping[int, AgentDict]) -> None:
@@ -93,19 +109,3 @@ class PackedAgents:
                 episode.t += stepped[lane.index]
             else:
                 yield lane, episode, self._packing.unpack_step(columns, lane.index, infos.get(lane.index, {}))
-
-    def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call, by index, in whatever order they replied.
-
-        Gives the agents of each lane their seats. Raises as `Seating.seat` does.
-        """
-        started = sorted(set(self.envs.take_started()))
-        columns = self.envs.observations.columns
-        begun = []
-        for index in started:
-            episode = self.envs.lanes[index].episode
-            if isinstance(episode, MultiAgentEpisode):
-                episode.reset_info = self._packing.unpack_infos(episode.reset_info)
-                begun.append((episode, self._packing.unpack_observations(columns, index)))
-        self._seating.seat_first(begun)
-        return started

@@ -50,9 +50,3 @@ class AgentSource(Protocol):
 
         A failed lane whose env took the step has its `t` counted.
         """
-
-    def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call; their agents have seats.
-
-        Raises as `Seating.seat` does.
-        """

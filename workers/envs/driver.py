@@ -3,7 +3,7 @@
     while sampling:   send_actions(columns) ── poll() ── try_reset(lanes that ended) ── try_restart() if some failed
 
 Those of one agent are `EnvVector` (`vector.py`), native vectors (`native/`) and external episodes
-(`workers/external/`); those of several agents, `MultiAgentVector` (`workers/agents/`).
+(`workers/external/`). Envs of several agents are `InlineAgents` (`workers/agents/`), a packed `EnvVector` or external.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ StartEpisodes = Callable[[Callable[[], None]], None]
 class LaneDriver(Protocol):
     """Lanes of envs, with all operations of a sampler on them except steps. A lane is live while it has an episode.
 
-    Only `build`, `try_restart` and `wait_for_one` raise. Any other failure waits for `try_restart`.
+    Only `build`, `try_restart` and `wait_for_one` raise. Any other failure waits for `try_restart`. If an agent of
+    several gets no seat, `try_reset` and `take_started` raise too.
     """
 
     lanes: list[Lane]

@@ -46,6 +46,9 @@ class EnvFacade(Protocol):
     def blank(self, lane: int) -> None:
         """Clear the observation of the env in `lane`, because it is closed."""
 
+    def begin(self, started: Sequence[int]) -> list[int]:
+        """Take over the first observations of these lanes' episodes. Return the lanes in order."""
+
 
 class EnvVector:
     """Lanes with an env each, in the backend of `placement`: an `EnvDriver` of that `pace`.
@@ -230,8 +233,9 @@ class EnvVector:
             self._steps.show(lane.index)
 
     def take_started(self) -> list[int]:
-        """Return the lanes that began an episode since the last call."""
-        return self._table.take_started()
+        """Return the lanes that began an episode since the last call. Raises as `EnvFacade.begin` does."""
+        started = self._table.take_started()
+        return started if self._facade is None else self._facade.begin(started)
 
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned. A step under way in them does not count."""

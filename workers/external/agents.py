@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.schemas.errors import ConfigError, EnvContractError
@@ -11,7 +11,6 @@ from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agen
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
-from headrace.workers.agents.vector import MultiAgentVector, part_of
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.sequential_step import Outcome
@@ -22,7 +21,7 @@ from headrace.workers.external.lanes import ExternalLanes, keep
 
 
 class ExternalAgentLanes(ExternalLanes):
-    """An `AgentSource` whose episodes drive themselves, and the lanes of its env."""
+    """An `AgentSource` whose episodes drive themselves, the lanes of its env, and an `ExternalDriver`."""
 
     episodes: ExternalAgentEpisodes
     _episode_kind = MultiAgentEpisode
@@ -131,16 +130,3 @@ class ExternalAgentLanes(ExternalLanes):
         for index in lanes:
             self._heard.pop(index, None)
         super().end_episodes(lanes)
-
-
-class ExternalAgents(MultiAgentVector):
-    """A `MultiAgentVector` of episodes that drive themselves, and an `ExternalDriver`."""
-
-    def __init__(self, source: ExternalAgentLanes, seating: Seating, table: LaneTable) -> None:
-        super().__init__(source, seating, table)
-        self._external = source
-
-    episodes: ExternalAgentEpisodes = part_of("_external", "episodes")
-    read_version: Callable[[], tuple[int, int]] = part_of("_external", "read_version")
-    heard_at: float = part_of("_external", "heard_at")
-    logged: Callable[[Iterable[Seat]], dict[int, Row]] = part_of("_external", "logged")

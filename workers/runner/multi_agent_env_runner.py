@@ -11,7 +11,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import MissingEnvError
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.agents import ExternalAgents
+from headrace.workers.external.agents import ExternalAgentLanes
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import ModuleIdNames
@@ -55,12 +55,12 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     def _open_sampler(self) -> Sampler[Any, Any]:
         config, seeds, totals, callbacks = self.config, self._seeds, self.totals, self.callbacks
         parts = config, self.worker_index, seeds, totals, self._specs, self._id_high, callbacks
-        envs = open_agents(*parts, self._on_wait_for_hosts)
-        wait = None
-        if isinstance(envs, ExternalAgents):
+        vector = open_agents(*parts, self._on_wait_for_hosts)
+        envs, wait = vector.envs, None
+        if isinstance(envs, ExternalAgentLanes):
             envs.read_version = lambda: self.weights_version
             wait = ExternalWait(config, envs)
-        self._steps = SeatSteps(config, envs, seeds, totals, self._id_high)
+        self._steps = SeatSteps(config, vector, seeds, totals, self._id_high)
         return Sampler(config, envs, self._steps, totals, callbacks, wait)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
@@ -140,12 +140,13 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
 
     def get_spaces(self) -> dict[str, tuple[Any, Any]]:
         """See `EnvRunner`. A policy whose spaces are in the config has those spaces."""
-        envs = self._seat_steps.envs
-        by_kind = {own.model_dump_json(): envs.agent_gym_spaces[agent] for agent, own in envs.agent_spaces.items()}
+        seating = self._seat_steps.seating
+        of_agents = seating.agent_gym_spaces
+        by_kind = {own.model_dump_json(): of_agents[agent] for agent, own in seating.agent_spaces.items()}
         given = {module_id: policy.gym_spaces for module_id, policy in self._specs.specs.items()}
         of_modules = {
             module_id: given[module_id] or by_kind[module.env_spaces.model_dump_json()]
-            for module_id, module in envs.modules.items()
+            for module_id, module in seating.modules.items()
         }
-        seen, done = (gym.spaces.Dict({a: pair[i] for a, pair in envs.agent_gym_spaces.items()}) for i in (0, 1))
+        seen, done = (gym.spaces.Dict({a: pair[i] for a, pair in of_agents.items()}) for i in (0, 1))
         return {**of_modules, **self._env_spaces(seen, done)}

@@ -22,8 +22,8 @@ from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.inline import CreatedEnvs, InlinePlacement
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.native.construction import limited_construction
 from headrace.workers.envs.native.partial import PartialNativeVector, is_partial
+from headrace.workers.envs.native.processes import limited_construction
 from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.process.child import SOLO_CHILD
@@ -32,7 +32,7 @@ from headrace.workers.envs.remote.placement import RemotePlacement
 from headrace.workers.envs.user_vector import UserVectorEnvs
 from headrace.workers.envs.vector import EnvPlacement, EnvVector
 from headrace.workers.envs.vector_env import VectorEnv
-from headrace.workers.external.agents import ExternalAgentLanes, ExternalAgents
+from headrace.workers.external.agents import ExternalAgentLanes
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.external.vector import ExternalVector
@@ -83,7 +83,7 @@ def open_agents(
     first = _first_env(table)
     _check_batch_wait(config, is_external=isinstance(first, ExternalMultiAgentEnv))
     if isinstance(first, ExternalMultiAgentEnv):
-        return ExternalAgents(ExternalAgentLanes(table, seating, first), seating, table)
+        return MultiAgentVector(ExternalAgentLanes(table, seating, first), seating, table)
     return MultiAgentVector(InlineAgents(table, seating, first), seating, table)
 
 

@@ -27,7 +27,7 @@ from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.pace import Pace
-from headrace.workers.external.agents import ExternalAgents
+from headrace.workers.external.agents import ExternalAgentLanes
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.modules.action_masks import MASK
@@ -50,7 +50,7 @@ Taken = tuple[list[MultiAgentEpisode], ModuleBatches]
 
 
 class SeatSteps:
-    """`SampledSteps` of the agents of `envs`, in lock-step or with each env at its own pace.
+    """`SampledSteps` of the agents of `vector`, in lock-step or with each env at its own pace.
 
     The seats of a module share one fragment. `observed_more` is for the last cut: (agent, module) -> number of
     observations delivered minus number of actions. Chunks of external episodes have the column "off_policy": see
@@ -58,9 +58,11 @@ class SeatSteps:
     """
 
     def __init__(
-        self, config: EnvRunnerConfig, envs: MultiAgentVector, seeds: SeedTree, totals: RunnerTotals, id_high: int
+        self, config: EnvRunnerConfig, vector: MultiAgentVector, seeds: SeedTree, totals: RunnerTotals, id_high: int
     ) -> None:
-        self.envs = envs
+        self.envs = envs = vector.envs
+        self.seating = vector.seating
+        self._vector = vector
         self.mode = ActionMode(config.explore, random_actions=False)
         self.timers: Timers | None = None
         self.reset_polls = 0
@@ -69,7 +71,7 @@ class SeatSteps:
         self.answered: int | None = None if self._in_step else 0
         self.lost_rewards = LostRewards()
         self.observed_more: dict[tuple[str, str], int] = {}
-        self._external = envs if isinstance(envs, ExternalAgents) else None
+        self._external = envs if isinstance(envs, ExternalAgentLanes) else None
         self._steps_inline = envs.replies_at_once
         self._seeds = seeds
         self._totals = totals
@@ -102,7 +104,7 @@ class SeatSteps:
 
     @property
     def _modules(self) -> Iterable[ModuleSeats]:
-        return self.envs.modules.values()
+        return self.seating.modules.values()
 
     @property
     def policies(self) -> dict[str, ActingModule]:
@@ -182,22 +184,23 @@ class SeatSteps:
         if self.timers is not None and not self.mode.random_actions:
             choose = self.timers.timed("rlmodule_inference_timer", choose)
         if self._in_step:
-            self._acting = acting = self.envs.acting()
+            self._acting = acting = self._vector.acting()
             self._actions = choose(acting, weights_seq)
             return
         lanes = next_to_act(self.envs, self._width)
         if len(lanes):
             acting = acting_seats([self.envs.lanes[index] for index in lanes.tolist()])
-            self.envs.send(acting, choose(acting, weights_seq))
+            self._vector.send(acting, choose(acting, weights_seq))
 
     def _choose(self, acting: ActingSeats, weights_seq: int) -> list[Any]:
         """Let each module act once for all its seats; returns actions in the order of the seats of `acting`."""
         actions: list[Any] = [None] * len(acting.seats)
+        env_t = acting.env_t()
         for group in acting.groups:
             module, rows = group.module, group.rows
             columns = self._columns_of(acting, group)
             fragment = self._fragments[module.module_id]
-            fragment.act_at(rows, columns, weights_seq, group.of_array(acting.env_t))
+            fragment.act_at(rows, columns, weights_seq, group.of_array(env_t))
             root = "actions_for_env" if any(name.startswith("actions_for_env") for name in columns) else "actions"
             sent = {name: column[rows] for name, column in columns.items() if name.startswith(root)}
             formed = to_env_form(module.env_spaces.action, sent, root)
@@ -221,11 +224,11 @@ class SeatSteps:
 
     def take(self) -> StepOutcome | None:
         if self._in_step:
-            step = self.envs.step if self.timers is None else self.timers.timed("env_step_timer", self.envs.step)
+            step = self._vector.step if self.timers is None else self.timers.timed("env_step_timer", self._vector.step)
             if self._steps_inline:
                 return step(self._newest_acting, self._actions)
             return self._totals.timers.budget.of_envs(lambda: step(self._newest_acting, self._actions))
-        take = self.envs.take if self.timers is None else self.timers.timed("env_step_timer", self.envs.take)
+        take = self._vector.take if self.timers is None else self.timers.timed("env_step_timer", self._vector.take)
         acting, outcome = self._totals.timers.budget.of_envs(take)
         self._acting = acting
         if not acting.lanes:
@@ -440,15 +443,15 @@ class SeatSteps:
     def read_streams(self) -> dict[str, Any]:
         lanes = self.envs.lanes
         unstepped = [isinstance(lane.episode, MultiAgentEpisode) and not lane.episode.t for lane in lanes]
-        return {"lanes": read_lanes(lanes, unstepped), "seats": read_seats(self._seeds.seats, self.envs.modules)}
+        return {"lanes": read_lanes(lanes, unstepped), "seats": read_seats(self._seeds.seats, self.seating.modules)}
 
     def accept_streams(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        envs = self.envs
-        check_lanes(envs.lanes, state.get("lanes"))
-        check_seats(envs.modules, len(envs.lanes), len(envs.agents), state.get("seats"))
+        lanes, seating = self.envs.lanes, self.seating
+        check_lanes(lanes, state.get("lanes"))
+        check_seats(seating.modules, len(lanes), len(seating.agents), state.get("seats"))
 
         def write() -> None:
-            write_lanes(envs.lanes, state["lanes"])
-            write_seats(self._seeds.seats, envs.modules, state["seats"])
+            write_lanes(lanes, state["lanes"])
+            write_seats(self._seeds.seats, seating.modules, state["seats"])
 
         return write

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, EnvHangError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, gym_spec
-from headrace.workers.envs.native.construction import build_in_time
+from headrace.workers.envs.lane import close_envs
 
 
 def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
@@ -46,5 +48,36 @@ def _builders(creator: EnvCreator, context: EnvContext) -> list[Callable[[], Any
 
 def _async_vector(creator: EnvCreator, timeout_s: float, context: EnvContext) -> Any:
     builders = _builders(creator, context)
-    builders[0] = partial(build_in_time, builders[0], timeout_s, os.getpid())
+    builders[0] = partial(_build_in_time, builders[0], timeout_s, os.getpid())
     return AsyncVectorEnv(builders, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def _build_in_time(builder: Callable[[], Any], timeout_s: float, process: int) -> Any:
+    """Return the result of `builder`. Limit its time in `process`, where AsyncVectorEnv builds env 0 for its spaces.
+
+    Raises `EnvHangError` when it takes longer. The building thread cannot be stopped, and is abandoned.
+    """
+    if os.getpid() != process:
+        return builder()
+    built = Future[Any]()
+
+    def build() -> None:
+        env: Any = None
+        error: Exception | None = None
+        try:
+            env = builder()
+        except Exception as raised:  # noqa: BLE001 - a user's env
+            error = raised
+        if not built.set_running_or_notify_cancel():
+            close_envs([env], timeout_s)
+        elif error is not None:
+            built.set_exception(error)
+        else:
+            built.set_result(env)
+
+    threading.Thread(target=build, name="build-env-0", daemon=True).start()
+    wait([built], timeout_s)
+    if built.cancel():
+        lone = "is left alone, in a thread of this process"
+        raise EnvHangError(0, "construction", timeout_s, "env_construct_timeout_s", "", lone)
+    return built.result()

@@ -17,10 +17,9 @@ from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.native.construction import limited_construction
 from headrace.workers.envs.native.creators import vector_creator
 from headrace.workers.envs.native.kinds import autoreset_of, check_vector, seeding_of
-from headrace.workers.envs.native.processes import Watchdog, close_vector, processes_of
+from headrace.workers.envs.native.processes import Watchdog, close_vector, limited_construction, processes_of
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.recovery import SharedRecovery, wait_for_one
 from headrace.workers.envs.spaces import spaces_of_vector
@@ -90,7 +89,7 @@ class NativeLanes(ABC):
         check_vector(env, len(self.lanes))
         self._mode, self._seeding = autoreset_of(env), seeding_of(env)
         if processes_of(env):
-            self._watchdog = Watchdog(env, min(config.env_step_timeout_s, config.env_reset_timeout_s))
+            self._watchdog = Watchdog(lambda: env, min(config.env_step_timeout_s, config.env_reset_timeout_s))
         for lane in self.lanes:
             lane.seeds.renew()
             lane.env = env

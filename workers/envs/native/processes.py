@@ -1,15 +1,17 @@
 """Watches the processes of an AsyncVectorEnv, and kills them if they do not answer or do not end.
 
-By itself such a vector waits for ever for its envs, in `step` and in `close`. When a process is killed, its pipe
-closes, and the vector gets an error. So a watchdog thread only needs to know when to kill.
+By itself such a vector waits for ever for its envs, in its constructor, in `step` and in `close`. When a process is
+killed, its pipe closes, and the vector gets an error. So a watchdog thread only needs to know when to kill.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from gymnasium.vector import AsyncVectorEnv
@@ -21,12 +23,18 @@ _SLOWEST_LOOK_S = 0.25
 
 
 class Watchdog:
-    """Kills the processes of `env` when a call that is `limited` takes too long. Its thread lives until `stop`."""
+    """Kills the processes of a vector when a call that is `limited` takes too long. Its thread lives until `stop`.
 
-    def __init__(self, env: Any, shortest_s: float) -> None:
-        self._env = env
+    `find` returns the vector, or None while there is none.
+    """
+
+    def __init__(self, find: Callable[[], Any], shortest_s: float) -> None:
+        self.killed: Any = None
+        """The vector whose processes were killed."""
+        self._find = find
         self._deadline: float | None = None
-        self._late: int | None = None
+        self._late = 0
+        """The env for which the vector waited when it was killed."""
         self._stopped = threading.Event()
         self._interval_s = min(shortest_s / 4, _SLOWEST_LOOK_S)
         self._thread = threading.Thread(target=self._watch, name="vector-watchdog", daemon=True)
@@ -34,32 +42,65 @@ class Watchdog:
 
     @contextmanager
     def limited(self, phase: str, timeout_s: float, setting: str) -> Iterator[None]:
-        """Raise `EnvHangError` if the block takes longer than `timeout_s`, and fails because of that."""
+        """Raise `EnvHangError` if the processes were killed because the block takes longer than `timeout_s`."""
+        error: Exception | None = None
         self._deadline = time.monotonic() + timeout_s
         try:
             yield
-        except Exception as error:
-            if self._late is None:
+        except Exception as raised:
+            if self.killed is None:
                 raise
-            raise EnvHangError(self._late, phase, timeout_s, setting, "") from error
+            error = raised
         finally:
             self._deadline = None
+        if self.killed is not None:
+            raise EnvHangError(self._late, phase, timeout_s, setting, "") from error
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._interval_s):
             deadline = self._deadline
-            if deadline is not None and time.monotonic() > deadline:
-                try:
-                    self._late = hanging(self._env)
-                except OSError:  # a pipe was closed at this moment; its process is killed with all others
-                    self._late = 0
-                kill(self._env)
-                return
+            vector = self._find() if deadline is not None and time.monotonic() > deadline else None
+            if vector is None:
+                continue
+            if self.killed is None:
+                with suppress(OSError):  # a pipe was closed at this moment; its process is killed with all others
+                    self._late = hanging(vector)
+                self.killed = vector
+            kill(vector)  # at each look, because a constructor may go on starting processes
 
     def stop(self) -> None:
         """End the thread: a process that forks should have no other threads."""
         self._stopped.set()
         self._thread.join()
+
+
+@contextmanager
+def limited_construction(timeout_s: float) -> Iterator[None]:
+    """Raise `EnvHangError` if this thread makes an AsyncVectorEnv in the block and an env's process takes too long.
+
+    Then all processes of the vector are killed. Other code in the block may take any time.
+    """
+    watchdog = Watchdog(partial(_vector_in_the_making, threading.get_ident()), timeout_s)
+    try:
+        with watchdog.limited("construction", timeout_s, "env_construct_timeout_s"):
+            try:
+                yield
+            finally:
+                watchdog.stop()
+    finally:
+        if watchdog.killed is not None:
+            close_vector(watchdog.killed, 0.0, broken=True)
+
+
+def _vector_in_the_making(thread: int) -> AsyncVectorEnv | None:
+    """Return the vector whose constructor starts its processes in the thread. Its frame is found in the thread's."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, AsyncVectorEnv):
+            return owner if owner.__dict__.get("processes") else None
+        frame = frame.f_back
+    return None
 
 
 def processes_of(env: Any) -> Sequence[Any]:
@@ -83,7 +124,8 @@ def hanging(env: Any) -> int:
 def kill(env: Any) -> None:
     """Kill the vector's processes."""
     for process in processes_of(env):
-        process.kill()
+        if process.pid is not None:  # otherwise it is about to start
+            process.kill()
 
 
 def close_vector(env: Any, timeout_s: float, *, broken: bool) -> None:
