@@ -14,10 +14,12 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.deploy.command.option_table import TABLE
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
 from headrace.deploy.run.options import recipes
 from headrace.schemas.errors import ExitCode
+from headrace.schemas.settings.config_loading import known_keys
 from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.processes
@@ -59,6 +61,10 @@ def test_help_ends_with_examples_that_can_be_pasted(command: str) -> None:
     assert [line for line in examples if line.startswith(f"    headrace {command}")]
     named = re.findall(r"--config (\S+)", "".join(examples))
     assert set(named) <= set(recipes()), "an example names a file that an installed Headrace lacks"
+
+
+def test_each_option_of_the_table_gives_a_setting_that_exists() -> None:
+    assert {row.setting for row in TABLE.values()} - {""} <= set(known_keys())
 
 
 def test_the_version_option_prints_the_version() -> None:
