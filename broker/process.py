@@ -210,8 +210,9 @@ class Broker:
         if not config.log:
             warn_of_log(run_dir)
         live_s = max(LIVE_S, _LIVE_REPORTS * config.report_interval_s)
+        about = {"env": env[:_LONGEST_ENV], "version": headrace_version()}
         self.reporter = (
-            RedisReporter(redis_url, fleet_id, books_file, live_s, weights_per_hour, _about(env)) if redis_url else None
+            RedisReporter(redis_url, fleet_id, books_file, live_s, weights_per_hour, about) if redis_url else None
         )
         self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
         self.metrics.note_start(self.core.state.incarnations)
@@ -505,11 +506,6 @@ class Broker:
             else:
                 self._keep_weights(header, list(saved.weights.frames))
         return True
-
-
-def _about(env: str) -> dict[str, str]:
-    """Return what the key `fleet` says of the fleet."""
-    return {"env": env[:_LONGEST_ENV], "version": headrace_version()}
 
 
 _WORKER = b"w"

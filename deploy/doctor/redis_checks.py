@@ -110,17 +110,14 @@ def persistence_check(info: Mapping[str, Any]) -> Check:
 def _access_check(url: str, user: str) -> Check:
     """Check who may use the server, and whether the connection is encrypted."""
     parts = urlsplit(url)
-    remote, way = (
-        not is_loopback(parts.hostname or "localhost"),
-        "by TLS" if parts.scheme == "rediss" else "without TLS",
-    )
-    seen = f"user {user or parts.username or 'default'}, {way}"
+    remote, by_tls = not is_loopback(parts.hostname or "localhost"), parts.scheme == "rediss"
+    seen = f"user {user or parts.username or 'default'}, {'by TLS' if by_tls else 'without TLS'}"
     if parts.scheme == "unix":
         return Check("redis access", Verdict.OK, f"user {user or 'default'}, by a Unix socket")
     if not parts.password:
         advice = "everyone who reaches its port has all rights: headrace keys redis makes users, and set a password"
         return Check("redis access", Verdict.WARN, f"{seen}, no password", advice)
-    if remote and parts.scheme != "rediss":
+    if remote and not by_tls:
         advice = "passwords and data can be read on the way: use rediss://, or a private network"
         return Check("redis access", Verdict.WARN, seen, advice)
     if user == "default":

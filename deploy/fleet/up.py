@@ -149,12 +149,8 @@ def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, chan
 
 
 def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
-    restarts, learner_rows, evaluations = (
-        fleet.supervisor.restarts(),
-        fleet.take_learner_rows(),
-        fleet.evaluations.take_new(),
-    )
-    run_log.observe(fleet.snapshot, restarts, learner_rows, evaluations, last=last)
+    restarts, learner_rows = fleet.supervisor.restarts(), fleet.take_learner_rows()
+    run_log.observe(fleet.snapshot, restarts, learner_rows, fleet.evaluations.take_new(), last=last)
 
 
 def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: RunLog) -> None:

@@ -24,23 +24,12 @@ _LEAVE = "\x1b[?7h\x1b[0m\x1b[?25h\x1b[?1049l"
 _ESCAPE_S = 0.1
 """After an escape alone, the rest of a key's sequence comes within this time, also over ssh."""
 
-KEYS = {
-    "\x1b[A": "up",
-    "\x1bOA": "up",
-    "\x1b[B": "down",
-    "\x1bOB": "down",
-    "\x1b[C": "right",
-    "\x1bOC": "right",
-    "\x1b[D": "left",
-    "\x1bOD": "left",
+_BY_LETTER = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end"}
+KEYS = {f"\x1b{lead}{letter}": name for lead in "[O" for letter, name in _BY_LETTER.items()} | {
     "\x1b[5~": "page up",
     "\x1b[6~": "page down",
-    "\x1b[H": "home",
     "\x1b[1~": "home",
-    "\x1bOH": "home",
-    "\x1b[F": "end",
     "\x1b[4~": "end",
-    "\x1bOF": "end",
     "\x1b": "escape",
     "\r": "enter",
     "\n": "enter",
