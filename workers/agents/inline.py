@@ -114,10 +114,7 @@ class InlineAgents:
 
     def stop(self) -> None:
         """Close all envs, within one time limit for all of them."""
-        for lane in self.lanes:
-            lane.release()
-        self._table.forget()
-        self._recovery.refresh()
+        self._recovery.stop()
         if self._envs is not None:
             self._envs.close()
 
@@ -227,9 +224,6 @@ class InlineAgents:
         self._seating.blank(lane.index)
 
     def _rebuild(self, lane: Lane) -> None:
-        lane.due_at = None
-        lane.seeds.renew()
-        self._table.totals.env_rebuilds += 1
         if self.on_rebuild is not None:
             self.on_rebuild()
         try:

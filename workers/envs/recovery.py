@@ -66,6 +66,13 @@ class LaneRecovery:
             self._live = np.array([lane.index for lane in self.up], np.intp)
         return self._live
 
+    def stop(self) -> None:
+        """Drop all envs, episodes and records. The caller closes the envs."""
+        for lane in self._table.lanes:
+            lane.release()
+        self._table.forget()
+        self.refresh()
+
     def end_episodes(self, lanes: Sequence[int]) -> None:
         """Forget the episodes of `lanes`: they are over, or abandoned."""
         for index in lanes:
@@ -89,15 +96,21 @@ class LaneRecovery:
             self.refresh()
             del table.failed[0]
             if _is_mended_at_once(table, lane, failure, now):
-                self._rebuild(lane)
+                self._rebuild_now(lane)
 
     def revive(self, on_failure: OnFailure | None) -> None:
         """Rebuild the lanes whose wait is over."""
         now = time.monotonic()
         for lane in self._table.lanes:
             if lane.is_due(now):
-                self._rebuild(lane)
+                self._rebuild_now(lane)
         self.try_restart(on_failure)
+
+    def _rebuild_now(self, lane: Lane) -> None:
+        lane.due_at = None
+        lane.seeds.renew()
+        self._table.totals.env_rebuilds += 1
+        self._rebuild(lane)
 
 
 class SharedRecovery:

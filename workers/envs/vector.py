@@ -266,9 +266,6 @@ class EnvVector:
             self._facade.blank(lane.index)
 
     def _rebuild(self, lane: Lane) -> None:
-        lane.due_at = None
-        lane.seeds.renew()
-        self._table.totals.env_rebuilds += 1
         if self.on_rebuild is not None:
             self.on_rebuild()
         self._aside.ahead.pop(lane.index, None)
@@ -347,9 +344,6 @@ class EnvVector:
 
     def stop(self) -> None:
         """Close all envs, within one time limit for all of them."""
-        for lane in self.lanes:
-            lane.release()
-        self._table.forget()
-        self._recovery.refresh()
+        self._recovery.stop()
         if self._backend is not None:
             self._backend.close()
