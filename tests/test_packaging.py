@@ -130,8 +130,9 @@ def test_type_checkers_follow_an_editable_install(source: Path, tmp_path: Path) 
     assert "Found 2 errors" in checked, "the other one is the missing argument"
 
 
+@pytest.mark.thorough
 def test_the_wheel_runs_without_the_repository(wheel: Path, tmp_path: Path, project: dict[str, Any]) -> None:
-    """In a fresh environment, from an empty folder."""
+    """In a fresh environment, from an empty folder. `.ci/run` runs a fleet there too."""
     python, site = _fresh_environment(tmp_path / "fresh", wheel)
     (tmp_path / "empty").mkdir()
     code = "import headrace.schemas.frames.wire as w, headrace.deploy as d; print(w.__file__); print(d.__file__)"

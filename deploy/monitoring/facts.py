@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from headrace.deploy.monitoring.processes import SUPERVISOR, processes_of
+from headrace.deploy.monitoring.processes import STOPPED, SUPERVISOR, processes_of
 from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
@@ -82,7 +82,7 @@ class FactsReader:
         fleet = self._read_fleet()
         error = self._read_redis(fleet)
         processes = self._snapshot.processes if not error else {}
-        if fleet is not None and self._run_dir is not None and not _is_elsewhere_and_lives(processes):
+        if fleet is not None and self._run_dir is not None and not _is_elsewhere_and_lives(self._snapshot.processes):
             processes = processes if _lives(fleet) and processes else processes_of(fleet, self._run_dir)
         return Facts(
             unix_s=time.time(),
@@ -157,7 +157,7 @@ class FactsReader:
     def _read_last_books(self, fleet: FleetFile | None) -> None:
         """Read the final books of an ended run, once. Start its own Redis for the read if that has stopped too."""
         run_dir = self._run_dir
-        if run_dir is None or fleet is None or fleet.state != "stopped" or is_locked(run_dir):
+        if run_dir is None or fleet is None or fleet.state != STOPPED or is_locked(run_dir):
             self._read_last = False
         elif not self._read_last and self.view is not None:
             self._read_last = True
@@ -179,7 +179,7 @@ def facts_of_run(run_dir: Path) -> Iterator[FactsReader]:
 
 
 def _lives(fleet: FleetFile) -> bool:
-    return fleet.state != "stopped" and is_alive(fleet.supervisor_pid)
+    return fleet.state != STOPPED and is_alive(fleet.supervisor_pid)
 
 
 def _is_elsewhere_and_lives(processes: Mapping[str, ProcessState]) -> bool:

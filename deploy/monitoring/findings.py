@@ -15,7 +15,7 @@ from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KINDS, Observation, observe
 from headrace.deploy.monitoring.finding_kinds import Finding as Finding
 from headrace.deploy.monitoring.losses import losses_in_words
-from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
+from headrace.deploy.monitoring.processes import GONE, STOPPED, SUPERVISOR
 from headrace.schemas.settings.redis_url import without_password
 
 _WAITING = "waiting for "
@@ -46,7 +46,7 @@ def awaited(facts: Facts) -> str:
 def verdict(facts: Facts, findings: list[Finding]) -> str:
     """Return one line on the whole fleet."""
     state = _state(facts)
-    if state == "stopped":
+    if state == STOPPED:
         return f"Ended. {_books(facts)}"
     if state == "draining":
         return f"Draining. {losses_in_words(facts.snapshot.fleet)}"
@@ -69,7 +69,7 @@ def _books(facts: Facts) -> str:
 def _observations(facts: Facts) -> Iterator[Observation]:
     """Yield all observations of a fleet that has not ended, causes before their effects."""
     state = _state(facts)
-    if state == "stopped":
+    if state == STOPPED:
         return
     yield from process_checks.supervisor_check(facts)
     if state == GONE:
@@ -118,7 +118,7 @@ def _state(facts: Facts) -> str:
     """
     supervisor = facts.processes.get(SUPERVISOR)
     state = supervisor.state if supervisor is not None else ""
-    return "stopped" if state in ("", "draining") and facts.snapshot.ended_unix_s is not None else state
+    return STOPPED if state in ("", "draining") and facts.snapshot.ended_unix_s is not None else state
 
 
 def _moves(facts: Facts) -> bool:

@@ -18,6 +18,9 @@ from headrace.schemas.accounts.recorder import read_recorder
 GONE = "gone"
 """The state of a process that fleet.json names and that does not live."""
 
+STOPPED = "stopped"
+"""The state of the supervisor of a fleet that has ended in order."""
+
 SUPERVISOR = "supervisor"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -34,7 +37,7 @@ def processes_of(fleet: FleetFile, run_dir: Path) -> dict[str, ProcessState]:
 
 def _supervisor(fleet: FleetFile) -> ProcessState:
     pid, lives = fleet.supervisor_pid, is_alive(fleet.supervisor_pid)
-    state = fleet.state if lives or fleet.state == "stopped" else GONE
+    state = fleet.state if lives or fleet.state == STOPPED else GONE
     cpu_s, rss_bytes = _usage(pid) if lives else (0.0, 0)
     return ProcessState(
         name=SUPERVISOR,

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.chaos
 
 
 def test_kills_of_worker_and_broker_are_survived_on_unix_sockets(tmp_path: Path) -> None:
-    arguments = ("--workers", "2", "--num-envs", "8", "--until-steps", "20000", "--set", "broker.transport=ipc")
+    arguments = ("--workers", "2", "--num-envs", "8", "--until-steps", "12000", "--set", "broker.transport=ipc")
     with RunningFleet(tmp_path, *arguments) as fleet:
         reached = 3_000
-        for role in ("broker", "worker", "broker"):
+        for role in ("broker", "worker"):
             fleet.wait_until(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
             assert fleet.endpoint("worker") == f"ipc://{tmp_path}/ipc/worker"
             fleet.send(signal.SIGKILL, role)
@@ -24,6 +24,6 @@ def test_kills_of_worker_and_broker_are_survived_on_unix_sockets(tmp_path: Path)
         result = fleet.finish()
     assert result["returncode"] == 0, result["stderr"]
     assert result["goal_reached"] is True
-    assert result["restarts"] == {"worker": 1, "broker": 2, "learner": 0, "redis": 0}
+    assert result["restarts"] == {"worker": 1, "broker": 1, "learner": 0, "redis": 0}
     assert "token" not in result["stderr"], "no process asks for one, or warns that none is asked for"
     fleet.audited()

@@ -105,7 +105,7 @@ FIRING: dict[str, dict[str, str]] = {
 
 SILENT: dict[str, dict[str, str]] = {
     "HeadraceExporterGone": {'up{job="headrace"}': "1 0 1x20", 'up{job="other"}': "0x30"},
-    "HeadraceRedisAway": {"headrace_up": "1 0 1x30"},
+    "HeadraceRedisAway": {"headrace_up": "1 0x30", "headrace_broker_up": "1 0x30"},
     "HeadraceFleetGone": {"headrace_broker_up": "1 0x30", "headrace_ended": "0 1x30"},
     "HeadraceLearnerGone": {"headrace_learner_connected": "0x30", "headrace_broker_up": "0x30"},
     "HeadraceLearnerNotCommitting": {

@@ -12,6 +12,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
+from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.schemas.errors import ExitCode
@@ -33,6 +35,13 @@ def up_command(run_dir: Path, *arguments: str) -> list[str]:
 def up(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = up_command(run_dir, *arguments)
     return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+
+
+def exported(run_dir: Path) -> dict[str, str]:
+    """Whether the fleet is up, has a broker and has ended, as an exporter beside its run directory says."""
+    with FactsReader(run_dir) as reader:
+        text, _ = metrics_text({"fleet": reader.read()})
+    return dict(re.findall(r"^headrace_(up|broker_up|ended)\{.*\} (\S+)$", text.decode(), re.MULTILINE))
 
 
 def page_when(run_dir: Path, role: str) -> FleetFile:
@@ -61,6 +70,7 @@ def test_a_short_run_ends_at_its_goal_with_books_that_balance(tmp_path: Path) ->
     audited = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert audited.returncode == 0, audited.stderr
     assert orjson.loads(audited.stdout)["balanced"] is True
+    assert exported(tmp_path) == {"up": "0.0", "broker_up": "0.0", "ended": "1.0"}, "its own Redis has ended too"
 
 
 @pytest.mark.one_in(2)
@@ -175,3 +185,4 @@ def test_no_process_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     assert {process.role for process in page.processes} == {"redis", "broker", "learner", "worker"}
     pids = [process.pid for process in page.processes]
     wait_until(lambda: not any(is_alive(pid) for pid in pids), "the end of all processes")
+    assert exported(tmp_path) == {"up": "0.0", "broker_up": "0.0", "ended": "0.0"}

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encode
 from headrace.deploy.monitoring.facts import Facts, ProcessState
 from headrace.deploy.monitoring.finding_kinds import KINDS
 from headrace.deploy.monitoring.findings import find
-from headrace.deploy.monitoring.processes import SUPERVISOR
+from headrace.deploy.monitoring.processes import GONE, STOPPED, SUPERVISOR
 from headrace.deploy.report.progress import weights_lag
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import Discard, Drop
@@ -44,7 +44,7 @@ _ZEROS = {metric.name: 0 for metric in COUNTER_TABLE if not metric.label} | {
     labelled(name, "reason", reason.value): 0 for name, reasons in _REASONS.items() for reason in reasons
 }
 
-_UP = ("up", "1 if Redis told of this fleet at this scrape, else 0 and there is nothing else of it")
+_UP = ("up", "1 if Redis told of this fleet at this scrape, else 0 and only its run directory tells of it")
 _BROKER_UP = ("broker_up", "1 while a broker of this fleet reports to Redis")
 _ENDED = ("ended", "1 once this fleet has ended in order, and until it is started again")
 _OF_LEASE = {
@@ -112,7 +112,10 @@ class _Families:
 def _add_fleet(families: _Families, facts: Facts | None, labels: Mapping[str, str]) -> None:
     is_known = facts is not None and not facts.redis_error
     _add_own(families, _UP, is_known, labels)
-    if facts is None or not is_known:
+    if facts is None:
+        return
+    if not is_known:
+        _add_without_redis(families, facts.processes.get(SUPERVISOR), labels)
         return
     snapshot = facts.snapshot
     _add_own(families, _BROKER_UP, "unix_s" in snapshot.gauges, labels)
@@ -129,13 +132,20 @@ def _add_fleet(families: _Families, facts: Facts | None, labels: Mapping[str, st
         _add_own(families, _FINDINGS, counts[kind.name], {**labels, "kind": kind.name, "severity": kind.severity})
 
 
+def _add_without_redis(families: _Families, supervisor: ProcessState | None, labels: Mapping[str, str]) -> None:
+    """Add what the run directory tells: a fleet's own Redis ends with the fleet, and with a killed supervisor."""
+    if supervisor is not None and supervisor.state in (STOPPED, GONE):
+        _add_own(families, _BROKER_UP, 0, labels)
+        _add_own(families, _ENDED, supervisor.state == STOPPED, labels)
+
+
 def _add_own(families: _Families, metric: tuple[str, str], value: float, labels: Mapping[str, str]) -> None:
     families.add(PREFIX + metric[0], metric[1], value, labels)
 
 
 def _has_ended(facts: Facts) -> bool:
     supervisor = facts.processes.get(SUPERVISOR)
-    return facts.snapshot.ended_unix_s is not None or (supervisor is not None and supervisor.state == "stopped")
+    return facts.snapshot.ended_unix_s is not None or (supervisor is not None and supervisor.state == STOPPED)
 
 
 def _add_counters(families: _Families, totals: Mapping[str, int], labels: Mapping[str, str]) -> None:
