@@ -57,11 +57,6 @@ def sbatch_line(
         Part.WORKERS: slurm.worker_options,
         Part.ENV_HOSTS: slurm.env_host_options,
     }
-    arguments = {
-        Part.HEAD: [],
-        Part.WORKERS: [str(slurm.workers_per_task)],
-        Part.ENV_HOSTS: [str(config.fleet.workers)],
-    }
     return [
         *("sbatch", "--parsable", "--export=ALL", f"--job-name={job_prefix(run_dir)}-{part}"),
         f"--output={run_dir}/slurm/{name}.log",
@@ -73,7 +68,7 @@ def sbatch_line(
         str(part.script),
         str(run_dir),
         own_command(),
-        *arguments[part],
+        *([str(slurm.workers_per_task)] if part is Part.WORKERS else []),
     ]
 
 
@@ -81,7 +76,7 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
     """Return the configuration as the fleet's jobs read it.
 
     The broker serves all nodes, with keys: those of the run where the user names none. The head job starts no workers,
-    except those for env hosts. Workers end with the fleet, so that they hold no nodes afterwards. Only a
+    except where env hosts are asked for. Workers end with the fleet, so that they hold no nodes afterwards. Only a
     supervisor stops its processes: Slurm's SIGTERM to all of them at once would end broker and learner before the
     workers. Raises `ConfigError` for settings that cannot work on a cluster.
     """

@@ -37,7 +37,7 @@ class SlurmSection(ConfigSection):
     workers_per_task: int = Field(default=1, ge=1, le=1000)
     """workers that one such task runs"""
     env_host_tasks: int = Field(default=0, ge=0, le=_MOST_TASKS)
-    """array tasks of one env host each, for the fleet.workers that the head job runs then; for env_placement remote"""
+    """array tasks of one env host each, for workers of the head job (fleet.workers) and of worker_tasks"""
     options: Options = Field(default=[])
     """options of sbatch, as "--partition=cpu", for every job"""
     head_options: Options = Field(default=[])

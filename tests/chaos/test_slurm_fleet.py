@@ -91,7 +91,7 @@ def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: S
     shared = f'{QUICK}[slurm]\noptions = ["--nodelist=node2"]\nhead_options = ["--cpus-per-task=1"]\n'
     fails = "[supervisor]\nmax_restarts_per_window = 0\n"
     late = f"[fleet]\n{NOT_CHECKED}\n{fails}{shared}worker_tasks = 1\nworkers_per_task = 2\n"
-    hosted = f"[fleet]\n{NOT_CHECKED}\nuntil_steps = 4000\nworkers = 1\n{shared}worker_tasks = 0\nenv_host_tasks = 1\n"
+    hosted = f"[fleet]\n{NOT_CHECKED}\nworkers = 1\n{shared}worker_tasks = 1\nenv_host_tasks = 2\n"
     hosted = hosted.replace("[sampling]", '[sampling]\nenv_placement = "remote"')
     one = SlurmFleet(cluster, tmp_path / "one", tmp_path / "one.toml", late)
     two = SlurmFleet(cluster, tmp_path / "two", tmp_path / "two.toml", hosted)
@@ -105,15 +105,19 @@ def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: S
     one.note_jobs(int(cluster.run(*head)), array)
     one.wait_until(lambda: one.working() == 2, "two workers of the head that came last")
     one.kill("broker")
-    for fleet in (one, two):
-        fleet.await_end()
-    states = {(job.name, job.state, job.node) for fleet in (one, two) for job in fleet.all_tasks()}
-    assert states == {
+    two.wait_until(lambda: two.working() == 2, "a worker of the head job and one of the array, each with an env host")
+    stopped = two.headrace("slurm", "down", "--run-dir", str(two.run_dir))
+    assert (stopped.returncode, two.left()) == (0, []), stopped.stderr + two.said()
+    one.await_end()
+    assert {(job.name, job.state, job.node) for job in one.all_tasks()} == {
         ("one-head", "FAILED", "node2"),
         ("one-workers", "COMPLETED", "node2"),
-        ("two-head", "COMPLETED", "node2"),
-        ("two-env-hosts", "COMPLETED", "node2"),
-    }, one.said() + two.said()
+    }, one.said()
+    assert {(job.name, job.node) for job in two.all_tasks()} == {
+        ("two-head", "node2"),
+        ("two-workers", "node2"),
+        ("two-env-hosts", "node2"),
+    }, two.said()
     one.assert_recorders_tell_the_rest(2)
     books = two.assert_books_are_exact()
     assert {row["closed"] for row in books["rows"]} == {True}
