@@ -83,7 +83,7 @@ def _files(root: Path) -> list[Path]:
 
 @functools.cache
 def _nodes(source: str) -> list[ast.AST]:
-    """Of the whole tree; three tests look at every file."""
+    """Return all nodes of a source. They are cached, because three tests look at every file."""
     return list(ast.walk(ast.parse(source)))
 
 

@@ -196,7 +196,7 @@ def _loss(kind: str, reason: str, steps: int, chunks: int | None) -> Document:
 
 
 def _split(snapshot: Snapshot) -> tuple[Document, Document]:
-    """Return (unlabelled gauges and totals by name, labelled ones by name and label value)."""
+    """Return gauges and totals without a label, by name, and those with a label, by name and label value."""
     plain: Document = dict.fromkeys(_COUNTERS, 0) if snapshot.totals else {}
     labels: Document = {}
     for field_name, value in {**snapshot.totals, **snapshot.gauges}.items():

@@ -14,6 +14,7 @@ from support.fleets.running_fleet import RunningFleet
 pytestmark = pytest.mark.chaos
 
 
+@pytest.mark.thorough
 def test_a_killed_env_host_and_a_killed_worker_are_restarted_and_reconnect(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     settings = {

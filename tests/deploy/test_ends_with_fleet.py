@@ -34,6 +34,7 @@ def workers_for(where: str, own: Path) -> Iterator[subprocess.Popen[str]]:
                 workers.kill()
 
 
+@pytest.mark.thorough
 def test_a_group_of_workers_leaves_at_the_goal_and_the_books_are_closed(tmp_path: Path) -> None:
     run, elsewhere, port = tmp_path / "run", tmp_path / "elsewhere", free_port()
     dashboard = ("--dashboard", "--set", f"dashboard.port={port}")

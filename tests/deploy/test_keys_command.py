@@ -333,6 +333,7 @@ def test_doctor_says_whether_the_keys_are_there_and_sound(tmp_path: Path) -> Non
     assert next(check for check in examine(none) if check.name == "keys").verdict == "warn"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_fleet_with_keys_trains_and_its_books_balance(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")

@@ -38,7 +38,7 @@ def up(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def exported(run_dir: Path) -> dict[str, str]:
-    """Whether the fleet is up, has a broker and has ended, as an exporter beside its run directory says."""
+    """Return the metrics `up`, `broker_up` and `ended` of an exporter beside the run directory, as text by name."""
     with FactsReader(run_dir) as reader:
         text, _ = metrics_text({"fleet": reader.read()})
     return dict(re.findall(r"^headrace_(up|broker_up|ended)\{.*\} (\S+)$", text.decode(), re.MULTILINE))

@@ -15,14 +15,14 @@ PAGES = sorted(
     if "_build" not in page.relative_to(ROOT).parts
 )
 RUN = [page for page in PAGES if any(block.is_run for block in blocks_of(ROOT / page))]
-FIRST = {"README.md"}
-"""Of the pages that start processes, `make test` runs these: a new user reads it first."""
+FIRST = "README.md"
+"""The only page among those that start processes that `make test` runs: a new user reads it first."""
 
 
 def _marks(page: Path) -> list[pytest.MarkDecorator]:
     if not any(block.is_run and block.language == "sh" for block in blocks_of(ROOT / page)):
         return []
-    return [pytest.mark.slow] if str(page) in FIRST else [pytest.mark.slow, pytest.mark.thorough]
+    return [pytest.mark.slow] if str(page) == FIRST else [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

@@ -15,7 +15,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 MakeBatch = Callable[..., ChunkBatch]
 ENDS = [ChunkEnd.ONGOING, ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED]
 LOGGED = [0, 1, 0, 0, 1, 1, 1, 0, 0, 1, 0]
-"""Of chunks of 5, 2 and 4 steps: what stays are the runs of steps 0, 2-3, 7-8 and 10."""
+"""Which steps are logged, in chunks of 5, 2 and 4 steps. The learner keeps steps 0, 2-3, 7-8 and 10."""
 
 
 def with_logged(batch: ChunkBatch, **columns: np.ndarray) -> ChunkBatch:

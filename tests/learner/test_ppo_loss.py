@@ -83,7 +83,7 @@ def _update(make_batch: MakeBatch, **changes: Any) -> tuple[dict[str, np.ndarray
 
 
 def _advantages(module: Table) -> np.ndarray[Any, Any]:
-    """Of steps that are episodes of their own: normalized."""
+    """Return the normalized advantages. Each step is an episode of its own."""
     raw = REWARDS - module.value_of.detach().numpy()
     return (raw - raw.mean()) / raw.std()
 

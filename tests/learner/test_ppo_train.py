@@ -105,7 +105,7 @@ def _live(broker: Broker, epoch: int, policies: LearnerPolicies, path: Path) -> 
 
 
 def _batches(make_batch: MakeBatch, modules: Sequence[str] = (DEFAULT_MODULE,)) -> list[ChunkBatch]:
-    """Of each module in turn, each with word of one row that its connector has seen."""
+    """Return batches of each module in turn. Each says that its connector has seen one row."""
     plain = [make_batch([20, 12], [ChunkEnd.TERMINATED, ChunkEnd.ONGOING], seed=seed) for seed in range(2 * UPDATES)]
     seen = {"count": np.array(1.0), "m2": np.array(0.0)}
     return [

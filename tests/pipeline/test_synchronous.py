@@ -112,7 +112,7 @@ def stack() -> Any:
 
 @pytest.mark.chaos
 def test_each_worker_ships_its_share_and_waits(tmp_path: Path, stack: ExitStack) -> None:
-    """Of 2 workers of 4 envs, 250 steps: 128 and 124, in the order of slots. A broker may restart; a drain ends."""
+    """Two workers of 4 envs share 250 steps: slot 0 ships 128, slot 1 ships 124. Brokers restart."""
     fleet = Fleet(tmp_path, stack, 2, steps=250)
     for turn in range(1, 7):
         if turn in (3, 5):

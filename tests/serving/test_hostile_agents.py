@@ -25,7 +25,7 @@ USUAL = ("", "bad_request", "not_in_space", "unknown_episode", "step_order")
 
 
 class HostileAgents(Hostile):
-    """What `Hostile` says of one agent, said of some, of whom "green" is unknown."""
+    """A `Hostile` client whose steps are of several agents. The server does not know the agent "green"."""
 
     def message(self) -> tuple[MessageKind, dict[str, Any], dict[str, Any]]:
         kind, header, arrays = super().message()

@@ -37,7 +37,7 @@ class Certificates:
         return "&".join(named)
 
     def server_options(self) -> tuple[str, ...]:
-        """What a server with TLS is started with."""
+        """Return the options with which a server with TLS starts."""
         files = (("cert", "server", "pem"), ("key", "server", "key"), ("ca-cert", "ca", "pem"))
         return tuple(word for kind, name, suffix in files for word in (f"--tls-{kind}-file", self.path(name, suffix)))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 ONE_IN = 8
-"""Of the simulators' schedules, `make test` runs one in this many."""
+"""`make test` runs one in so many schedules of the simulators, mutated messages and kills of a recorder."""
 
 
 def schedules(counts: dict[str, int]) -> list[Any]:

@@ -114,7 +114,7 @@ DRIVERS: dict[str, Callable[[Any], Settings]] = {
     "remote": _remote,
 }
 ELSEWHERE = {kind for kind in DRIVERS if kind.startswith(("process", "remote"))}
-"""What is raised there comes as an `EnvRaisedError`, and envs are rebuilt while others go on."""
+"""In these kinds an env's exception comes as an `EnvRaisedError`, and envs are rebuilt while others go on."""
 
 every_kind = pytest.mark.parametrize("kind", DRIVERS)
 

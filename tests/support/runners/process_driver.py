@@ -84,7 +84,7 @@ class Driver:
 
 
 def live_inline(config: EnvRunnerConfig, lane: int, length: int) -> list[Any]:
-    """What lane sees when its env is in this process, in the form of `Driver.lives`."""
+    """Return the lives of a lane whose env is in this process, in the form of `Driver.lives`."""
     context = EnvContext(config.env_config, vector_index=lane)
     env = build_env(find_creator(config.env), context)
     life: list[Any] = []

@@ -32,7 +32,7 @@ class PlainAnswer:
 
 @dataclass
 class PlainEpisode:
-    """What the sampler would have made of it."""
+    """An episode as the sampler would have recorded it."""
 
     training_enabled: bool
     rows: list[Any] = field(default_factory=list)

@@ -81,7 +81,7 @@ class Served:
                     delivery.done()
 
     def counts(self) -> dict[str, int]:
-        """Of the sessions, told by the dispatcher's thread."""
+        """Return the counts of the sessions. The dispatcher's thread reads them."""
         told: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
         self.dispatcher.post(lambda sessions, now: told.put(sessions.counts()))
         return told.get(timeout=TIMEOUT_S)

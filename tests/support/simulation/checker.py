@@ -26,7 +26,7 @@ def _numbers(row: LedgerRow) -> dict[str, int]:
 
 
 class History:
-    """What happened, and whether it may have."""
+    """Records the events of a schedule, and judges whether each may happen."""
 
     def __init__(self) -> None:
         self.batches: dict[Key, dict[int, HeldBatch]] = defaultdict(dict)

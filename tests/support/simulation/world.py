@@ -100,7 +100,7 @@ class Settings:
 
 @dataclass
 class Recorder:
-    """What the worker's memory-mapped file holds; survives the process."""
+    """The content of the worker's memory-mapped file. It survives the process."""
 
     totals: WorkerTotals = WorkerTotals()
     settled: Settled = Settled()
@@ -428,7 +428,7 @@ class World:
         self.log: dict[tuple[int, int], dict[int, BatchHeader]] = {}
         """The broker's log on disk, by source and number."""
         self.log_notes: dict[tuple[int, int], Settled] = {}
-        """What the log says is settled."""
+        """Batches that are settled according to the log, by source."""
         self.promised: dict[tuple[int, int], int] = {}
         """The newest batch that a worker was told is accepted."""
         self.peers = 0
