@@ -45,8 +45,7 @@ class ActingSeats:
 
     def env_t(self) -> NDArray[np.int64]:
         """Return the env step of each of `seats`, before their envs are stepped."""
-        counts = [len(episode.acting) for _, episode in self.lanes]
-        return np.repeat(np.array([episode.t for _, episode in self.lanes], np.int64), np.array(counts, np.intp))
+        return np.array([episode.t for _, episode in self.lanes for _ in episode.acting], np.int64)
 
     def by_lane(self, actions: Sequence[Any]) -> dict[int, AgentDict]:
         """Return lane index -> the actions of its agents, from `actions`, one for each of `seats`."""

@@ -16,7 +16,7 @@ from headrace.workers.envs.error_text import message_of
 logger = logging.getLogger(__name__)
 
 LARGEST = 16 << 20
-"""The largest picture as JSON, in bytes. A larger one would delay the other envs of the process too long."""
+"""Bytes of the largest picture that a process sends. A larger one would delay its other envs too long."""
 
 
 def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:

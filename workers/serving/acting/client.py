@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.schemas.accounts.ledger import Discard
-from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_size, leaves
 from headrace.schemas.credentials.keys import CLIENT, PeerKeys, client_keys
 from headrace.schemas.errors import ConfigError, HeadraceError
@@ -25,11 +24,10 @@ from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSession
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.schemas.messages.serving_messages import ClientBye
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer
-from headrace.workers.external.env import ExternalEnv
 from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.sampling.module_batches import Cut
+from headrace.workers.serving.acting.caller_driven_env import caller_driven_env
 from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
@@ -113,7 +111,7 @@ class ActingClient:
         try:
             _check_kind(config, self.spaces)
             self._codec = EpisodeCodec.of(self.spaces)
-            self._env = _caller_driven_env(self.spaces)
+            self._env = caller_driven_env(self.spaces)
             here = config.model_copy(update={"env": lambda context: self._env, "env_placement": "inline"})
             self._runner = open_runner(here, index, run_uid=secrets.token_hex(8))
         except BaseException:
@@ -250,22 +248,6 @@ class ActingClient:
         self._link.open_new_session(_LEAVING_S if self._closing.is_set() else self._timeout_s)
         self._shipments.start_over()
         self._puller.session_lost.clear()
-
-
-def _caller_driven_env(spaces: Spaces | Mapping[str, Spaces]) -> ExternalEnv | ExternalMultiAgentEnv:
-    """Return an env with a server's `spaces`: those of one agent, or of several by the texts of their ids.
-
-    The client's callers drive its episodes. Its `run` only waits until the env is closed.
-    """
-    env: ExternalEnv | ExternalMultiAgentEnv
-    if isinstance(spaces, Spaces):
-        env = ExternalEnv(to_gym(spaces.action), to_gym(spaces.observation))
-    else:
-        actions = {agent: to_gym(own.action) for agent, own in spaces.items()}
-        env = ExternalMultiAgentEnv(actions, {agent: to_gym(own.observation) for agent, own in spaces.items()})
-    closed = threading.Event()
-    vars(env).update(run=closed.wait, close=closed.set)
-    return env
 
 
 def _check_kind(config: EnvRunnerConfig, spaces: Any) -> None:
