@@ -57,19 +57,19 @@ def told_by(run_dir: Path) -> dict[str, Any]:
 
 def train_and_kill_everything(run_dir: Path, *options: str) -> None:
     with RunningFleet(run_dir, *SMALL, *options) as fleet:
-        fleet.wait_until(lambda: fleet.steps() > 20_000, "training has begun")
+        fleet.wait_until(lambda: fleet.steps() > 6_000, "training has begun")
         # A life that has ended, whose recorder is deleted, is in the books too.
         fleet.send(signal.SIGKILL, "worker", slot=0)
         recorder = run_dir / "recorders" / "worker-0-1.rec"
         fleet.wait_until(lambda: not recorder.exists(), "the dead worker's recorder is deleted")
         before = fleet.steps()
-        fleet.wait_until(lambda: fleet.steps() > before + 4_000, "its next life samples")
+        fleet.wait_until(lambda: fleet.steps() > before + 2_000, "its next life samples")
         fleet.kill_everything()
 
 
 def go_on(run_dir: Path, *options: str) -> tuple[str, dict[tuple[int, int], LedgerRow]]:
     """Run for a while more, drain, and judge the books. Return what the supervisor said, and the rows."""
-    with RunningFleet(run_dir, *SMALL, *options, "--until-steps", "15000") as fleet:
+    with RunningFleet(run_dir, *SMALL, *options, "--until-steps", "5000") as fleet:
         result = fleet.finish()
     said = result["stderr"]
     assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), said
@@ -137,6 +137,7 @@ def test_with_redis_lost_training_goes_on_from_the_run_directory(tmp_path: Path)
     assert told_by(run)["state"]["steps"] == trained, "every committed step is in the model, and none twice"
 
 
+@pytest.mark.thorough
 def test_a_run_moved_to_another_folder_and_ports_goes_on_training(tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     train_and_kill_everything(run)

@@ -10,7 +10,7 @@ import pytest
 
 from support.fleets.running_fleet import RunningFleet
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.thorough]
 
 
 def test_envs_that_segfault_and_hang_cost_no_worker(tmp_path: Path) -> None:
@@ -25,7 +25,6 @@ def test_envs_that_segfault_and_hang_cost_no_worker(tmp_path: Path) -> None:
     assert fleet.audit().returncode == 0
 
 
-@pytest.mark.thorough
 def test_a_killed_process_of_multi_agent_envs_costs_no_worker(tmp_path: Path) -> None:
     settings = ('policies={"short": {}, "long": {}}', "env_placement=process", "envs_per_process=2")
     settings += ("rollout_fragment_length=1000",)  # a kill right after a cut would have nothing to lose

@@ -33,7 +33,8 @@ def assert_goal_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("role", ["worker", "broker", "learner", "redis"])
 def test_a_fleet_survives_a_kill_of_any_role_and_counts_the_restart(tmp_path: Path, role: str) -> None:
-    with RunningFleet(tmp_path, *SMALL, "--until-return", "150") as fleet:
+    goal = ("--until-return", "150") if role == "learner" else ("--until-steps", "12000")
+    with RunningFleet(tmp_path, *SMALL, *goal) as fleet:
         fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         fleet.send(signal.SIGKILL, role)
         result = fleet.finish()

@@ -57,7 +57,7 @@ def test_the_next_supervisor_closes_the_books_of_a_killed_supervisor(tmp_path: P
         fleet.wait_until(lambda: fleet.steps() > 5_000, "training has begun")
         reached = fleet.steps()
         fleet.kill()
-    with RunningFleet(tmp_path, *SMALL, "--until-steps", str(reached + 30_000)) as fleet:
+    with RunningFleet(tmp_path, *SMALL, "--until-steps", str(reached + 5_000)) as fleet:
         result = fleet.finish()
     assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
     assert result["ledger"]["queued"] == 0

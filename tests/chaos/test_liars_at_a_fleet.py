@@ -13,7 +13,7 @@ from headrace.schemas.messages import Heartbeat, WorkerHello, WorkerWelcome, rea
 from support.fleets.running_fleet import RunningFleet
 from support.pipeline.delivery import RawPeer
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.thorough]
 
 
 def test_a_lying_peer_cannot_end_the_run_and_keeps_no_slot(tmp_path: Path) -> None:

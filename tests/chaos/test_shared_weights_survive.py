@@ -18,7 +18,7 @@ LARGE = ("--set", 'module.config={"hidden": [600, 600]}', "--set", "learner.epoc
 
 
 def test_a_fleet_with_shared_weights_survives_kills_of_broker_and_worker(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, "--workers", "2", "--num-envs", "8", *LARGE, "--until-steps", "25000") as fleet:
+    with RunningFleet(tmp_path, "--workers", "2", "--num-envs", "8", *LARGE, "--until-steps", "15000") as fleet:
         fleet.wait_until(lambda: fleet.steps() > 2_000, "training has begun")
         shared = SharedWeights(orjson.loads((tmp_path / "fleet.json").read_bytes())["fleet_id"])._folder
         for role, slot in (("broker", None), ("worker", 0), ("broker", None)):

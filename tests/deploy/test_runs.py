@@ -45,6 +45,7 @@ def summary_of(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_is_found_again_refuses_other_settings_and_is_resumed(tmp_path: Path) -> None:
     asked = headrace(tmp_path, "up", "--until-steps", str(UNTIL), "--json")
     first = summary_of(asked)

@@ -38,6 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_every_page_is_built_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     """One test, since each of several, run at once, would build all pages for itself."""
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts]
