@@ -45,7 +45,7 @@ class Hosts:
     def start(self, machine: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = self.machines.command(machine, sys.executable, "-m", "headrace.deploy", *arguments)
         with (self.shared / f"{machine}.log").open("ab") as log:
-            process = self._stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
+            process = self._stack.enter_context(subprocess.Popen(command, cwd=self.shared, stdout=log, stderr=log))
         self._stack.callback(lambda: process.poll() is None and process.kill())
         return process
 
