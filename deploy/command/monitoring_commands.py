@@ -224,7 +224,9 @@ def exporter(
         return
     from headrace.deploy.monitoring.exporter.exporter import ExporterOptions, export_metrics
 
-    if config is not None and not (run_dir or redis_url or fleet_id):
+    if config is not None:
+        if run_dir or redis_url or fleet_id:
+            raise ConfigError("name fleets by --config, or by the other options, not by both", key="--config")
         fleets = _fleets_named_in(config)
         redis_url, fleet_id = fleets[0][0], [named for _, named in fleets]
     export_metrics(ExporterOptions(listen, token_file, run_dir or (), redis_url, fleet_id or ()))

@@ -122,6 +122,7 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self.supervisor.kill()
         self.loop.turn_until(self.supervisor.gone, 5.0)
+        remove_unused_weights()
         if self._obituary_sender is not None:
             self._obituary_sender.close()
         if self._copier is not None:
@@ -432,7 +433,6 @@ class Fleet:
 
     def _note_stopped(self) -> None:
         note_stopped(rendezvous_path(self.config.fleet.rendezvous, self.run_dir.path))
-        remove_unused_weights()
 
     def _look_at_recorders(self) -> None:
         """Send obituaries of ended workers, and delete recorders whose books Redis has. Repeat every second."""

@@ -241,6 +241,9 @@ def test_the_exporter_refuses_settings_without_a_fleet(tmp_path: Path) -> None:
     result = headrace("exporter", "--config", "fleet.toml", cwd=tmp_path)
     assert result.returncode == ExitCode.CONFIG
     assert "fleet.toml names no fleet to export: it needs redis.url and fleet.fleet_id" in result.stderr
+    result = headrace("exporter", "--config", "fleet.toml", "--run-dir", "run", cwd=tmp_path)
+    assert result.returncode == ExitCode.CONFIG
+    assert "name fleets by --config, or by the other options, not by both" in result.stderr
 
 
 @pytest.mark.parametrize("command", [["audit", "--strict"], ["why"]])

@@ -20,6 +20,7 @@ from headrace.deploy.report.summary import Summary
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.terminal.log_rotation import rotated_path
 from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
+from headrace.schemas.messages import shared_weights
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
 from support.waiting import TIMEOUT_S, wait_until
@@ -202,10 +203,14 @@ def test_the_first_signal_drains_and_is_no_failure(
 
 
 def test_the_second_signal_stops_the_fleet_without_a_drain(
-    tmp_path: Path, meanwhile: Callable[[Callable[[], object]], None]
+    tmp_path: Path, meanwhile: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that is stopped cannot drain: without the second signal it would be waited for."""
     pids: list[int] = []
+    monkeypatch.setattr(shared_weights, "MEMORY", tmp_path)
+    weights = tmp_path / f"headrace-{os.geteuid()}" / "of a broker that was killed"
+    weights.mkdir(mode=0o700, parents=True)
+    weights.parent.chmod(0o700)
 
     def interrupt() -> None:
         page = stepping(tmp_path)
@@ -220,6 +225,7 @@ def test_the_second_signal_stops_the_fleet_without_a_drain(
     assert "second signal" in str(summary.failure)
     assert len(pids) == 5
     assert not [pid for pid in pids if is_alive(pid)]
+    assert not weights.exists()
 
 
 @pytest.mark.thorough
