@@ -9,9 +9,10 @@ import gc
 import logging
 import math
 import secrets
+import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -279,16 +280,24 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
     from headrace.workers.agents.env_process import AGENTS_CHILD
     from headrace.workers.config import EnvRunnerConfig
     from headrace.workers.envs.remote.host.process import run_env_host
+    from headrace.workers.fleet.link import StoppedError
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
     alive = LivenessFile.from_environment()
     place = FleetPlace(connect, f"envs-{slot}", source, server="worker", patience_s=_patience_s(resolved, alive))
-    with no_exit_from(EnvError, "the env"), _health_file(resolved, ENV_HOST, alive) as health:
+    with no_exit_from(EnvError, "the env"), _health_file(resolved, ENV_HOST, alive) as health, suppress(StoppedError):
+
+        def look() -> None:
+            health.alive()
+            if resolved.worker.ends_with_fleet and place.has_stopped(time.monotonic()):
+                log.info("the fleet has stopped; this env host leaves, as worker.ends_with_fleet says")
+                raise StoppedError("the fleet has stopped")
+
         run_env_host(
             EnvRunnerConfig(**settings),
             connect,
             keys,
-            health.alive,
+            look,
             AGENTS_CHILD,
             place,
             on_answer=health.progressed,

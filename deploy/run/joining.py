@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +29,10 @@ from headrace.schemas.peers.socket_folder import check_socket, is_socket
 from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
 from headrace.schemas.settings.config import FleetConfig
 
+log = logging.getLogger("headrace.fleet")
+
+STOPPED_WAIT_S = 10.0
+"""Seconds for which a process that ends with its fleet waits for a fleet that has stopped and may start again."""
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 _HIGHEST_PORT = 65_535
 
@@ -146,10 +153,25 @@ def _await_run(config: FleetConfig, role: str, *, may_be_new: bool = False) -> b
 
 
 def await_place(source: AddressSource, role: str, config: FleetConfig, fleet_id: str = "") -> str | None:
-    """Return the address for `role`, "" if there is none within `worker.connect_timeout_s`, None after a signal."""
+    """Return the address for `role`, or "" if there is none within `worker.connect_timeout_s`.
+
+    Return None if this process is to end: after a stop signal, or where it ends with its fleet, which has stopped.
+    """
     set_up_logging(Identity(fleet_id, role))
+    ends_with_fleet = config.worker.ends_with_fleet and role != "learner"
+    stopped_at = math.inf
     with stop_event() as stopping:
-        address = await_address(source, role, config.worker.connect_timeout_s, stopping.wait)
+
+        def pause(seconds: float) -> bool:
+            nonlocal stopped_at
+            now = time.monotonic()
+            stopped_at = min(stopped_at, now) if ends_with_fleet and source.stopped() is not None else math.inf
+            if now - stopped_at >= STOPPED_WAIT_S:
+                log.info("%s; this process leaves, as worker.ends_with_fleet says", source.problem)
+                stopping.set()
+            return stopping.wait(seconds)
+
+        address = await_address(source, role, config.worker.connect_timeout_s, pause)
         return None if stopping.is_set() else address
 
 

@@ -60,6 +60,7 @@ def prepare(config: FleetConfig) -> tuple[FleetConfig, Path]:
     with jobs_locked(run_dir):
         _refuse_a_second(run_dir)
         _check_earlier_run(run_dir, ready)
+        (run_dir / RENDEZVOUS_FILE).unlink(missing_ok=True)  # an earlier fleet's: tasks would leave with it
         if not config.keys.dir and not config.broker.allow_insecure and not Path(ready.keys.dir).exists():
             make_keys(Path(ready.keys.dir))
         write_sealed(settings_file(run_dir), orjson.dumps(ready.model_dump(mode="json")))

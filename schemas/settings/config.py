@@ -95,8 +95,8 @@ class WorkerSection(ConfigSection):
     """compress batches: auto, on the way to a broker on another machine; lz4, always; none, never; it needs `pip
     install headrace[lz4]` here and at the broker, which unpacks them for a learner without it"""
     ends_with_fleet: bool = False
-    """a worker that `up` has not started ends, with exit code 0, once the fleet has reached its goal or is stopped;
-    false: it waits for the next fleet at the same address"""
+    """a worker or env host that `up` has not started ends, with exit code 0, once the fleet has reached its goal or is
+    stopped; false: it waits for the next fleet at the same address"""
 
 
 class BrokerSection(ConfigSection):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from headrace.deploy.run import joining
 from headrace.schemas.errors import ExitCode
+from headrace.schemas.peers.rendezvous import Port, Published, Rendezvous
+from headrace.schemas.settings.config_loading import build_config
 from support.fleets.running_fleet import RunningFleet, snapshot_of
 from support.ports import free_port
 from support.waiting import TIMEOUT_S
@@ -74,6 +78,52 @@ def test_workers_end_after_a_failed_broker_and_the_next_start_closes_the_books(
     with RunningFleet(run, "--workers", "1", "--until-steps", "1", *ENDS) as again:
         assert again.finish()["returncode"] == 0
     assert again.audited()["ledger"]["dropped"]
+
+
+STOPPED = Published(fleet_id="f", state="stopped", endpoints={"worker": "tcp://127.0.0.1:1"})
+
+
+@pytest.mark.parametrize(
+    ("role", "ends_with_fleet", "address"),
+    [("worker", True, None), ("env-host", True, None), ("worker", False, ""), ("learner", True, "")],
+)
+def test_a_process_that_finds_its_fleet_stopped_leaves_only_if_it_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, ends_with_fleet: bool, address: str | None
+) -> None:
+    monkeypatch.setattr(joining, "STOPPED_WAIT_S", 0.3)
+    meet = tmp_path / "meet.json"
+    STOPPED.write(meet)
+    worker = {"ends_with_fleet": ends_with_fleet, "connect_timeout_s": 60.0 if address is None else 0.6}
+    config = build_config({"worker": worker})
+    assert joining.await_place(Rendezvous(str(meet)), role, config) == address
+
+
+def test_a_process_waits_a_while_for_a_stopped_fleet_to_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "STOPPED_WAIT_S", TIMEOUT_S)
+    meet = tmp_path / "meet.json"
+    STOPPED.write(meet)
+    config = build_config({"worker": {"ends_with_fleet": True}})
+    again = threading.Timer(0.5, lambda: STOPPED.model_copy(update={"state": "running"}).write(meet))
+    again.start()
+    assert joining.await_place(Rendezvous(str(meet)), "worker", config) == "tcp://127.0.0.1:1"
+    again.join()
+
+
+def test_an_env_host_leaves_with_the_fleet_that_it_waits_for(tmp_path: Path) -> None:
+    meet, port = tmp_path / "meet.json", free_port()
+    running = Published(fleet_id="f", endpoints={}, ports={"envs-0": Port(address=f"tcp://127.0.0.1:{port}")})
+    running.write(meet)
+    command = [sys.executable, "-m", "headrace.deploy", "env-host", "--env", "CartPole-v1", *ENDS]
+    command += ["--rendezvous", str(meet), "--set", "sampling.env_placement=remote"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as host:
+        assert host.stderr is not None
+        said = iter(host.stderr.readline, "")
+        assert any("for the worker at" in line for line in said)
+        running.model_copy(update={"state": "stopped"}).write(meet)
+        assert any("the fleet has stopped; this env host leaves" in line for line in said)
+        assert host.wait(TIMEOUT_S) == 0
 
 
 def open_lives(run: Path) -> list[tuple[int, int]]:
