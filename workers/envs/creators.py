@@ -16,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec
 from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, MissingEnvError, UnknownEnvError
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.error_text import message_of
+from headrace.workers.envs.mujoco_warnings import log_warnings_of_mujoco
 
 if TYPE_CHECKING:  # there are many processes of envs, and they start faster without it
     from headrace.workers.config import EnvRunnerConfig
@@ -47,6 +48,7 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
     """
     if env is None:
         raise MissingEnvError
+    log_warnings_of_mujoco()
     if not isinstance(env, str):
         return _of_callable(env)
     if env in _registered:
