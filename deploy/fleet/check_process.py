@@ -67,8 +67,9 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     if took_s > limit_s:
         raise StartCheckError(
             ExitCode.ENV,
-            f"{_step(child)} took longer than sampling.env_construct_timeout_s = "
-            f"{config.sampling.env_construct_timeout_s:g} s; raise it, or start without: --no-check-env",
+            f"{_step(child)} was not done after {limit_s:g} s: {config.sampling.env_construct_timeout_s:g} s of "
+            f"sampling.env_construct_timeout_s, and {_START_S:g} s for the rest; raise it, or start without: "
+            "--no-check-env",
         )
     raise _error(child, returncode)
 

@@ -299,6 +299,6 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
         check_process.check_before_start(slow, run_dir, signals, fork_server)
         assert "still building one env of 'user:slow'" in caplog.text
         monkeypatch.setattr(check_process, "_START_S", 0.0)
-        with pytest.raises(HeadraceError, match=r"took longer than sampling\.env_construct_timeout_s = 0\.1") as caught:
+        with pytest.raises(HeadraceError, match=r"after 0\.1 s: 0\.1 s of sampling\.env_con") as caught:
             check_process.check_before_start(slow, run_dir, signals, fork_server)
     assert caught.value.exit_code == EnvError.exit_code
