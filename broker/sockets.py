@@ -116,19 +116,19 @@ class BrokerSockets:
 
 
 def receive(socket: Socket) -> list[zmq.Frame] | None:
-    """Return the next message, its frames without a copy; None if there is none.
+    """Return the next message, its frames without a copy; None if there is none, or its connection ended meanwhile.
 
     If a message has more frames than any decoder takes, read the rest and drop it.
     """
     try:
-        frames = [socket.recv(sockets.DONTWAIT, copy=False)]
+        last = socket.recv(sockets.DONTWAIT, copy=False)
+        frames = [last]
+        while last.more:
+            last = socket.recv(sockets.DONTWAIT, copy=False)
+            if len(frames) <= _MOST_FRAMES:
+                frames.append(last)
     except zmq.Again:
         return None
-    last = frames[0]
-    while last.more:
-        last = socket.recv(sockets.DONTWAIT, copy=False)
-        if len(frames) <= _MOST_FRAMES:
-            frames.append(last)
     return frames
 
 

@@ -165,17 +165,20 @@ class LearnerSocket:
     def receive(self) -> list[memoryview] | None:
         """Return the frames of the next message; None if there is none.
 
-        Frames are read-only views that keep the message's memory.
+        Frames are read-only views that keep the message's memory. What the broker has sent and nobody has read is lost
+        when its connection ends.
         """
-        try:
-            frame = self.socket.recv(sockets.DONTWAIT, copy=False)
-        except zmq.Again:
+        if not sockets.has_message(self.socket):
             self._observe_handshakes()
             return None
-        frames = [frame.buffer]
-        while frame.more:
+        try:
             frame = self.socket.recv(sockets.DONTWAIT, copy=False)
-            frames.append(frame.buffer)
+            frames = [frame.buffer]
+            while frame.more:
+                frame = self.socket.recv(sockets.DONTWAIT, copy=False)
+                frames.append(frame.buffer)
+        except zmq.Again:  # the connection has ended in the midst of the message
+            return None
         return frames
 
     def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:

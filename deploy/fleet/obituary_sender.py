@@ -34,6 +34,7 @@ from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
 from headrace.schemas.frames.wire import decode_header
 from headrace.schemas.messages import Ack, Obituary, Reject, SupervisorHello, messages_to, read
+from headrace.schemas.peers import sockets
 from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 
 log = logging.getLogger("headrace.supervisor")
@@ -281,7 +282,7 @@ class ObituarySender:
         death.pause_s = min(2 * death.pause_s, LONGEST_PAUSE_S)
 
     def _receive(self) -> None:
-        while True:
+        while sockets.has_message(self._socket):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -9,8 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 
 from headrace.learner_stub import EpisodeStream, stall_detector
+from headrace.learner_stub.connection import LearnerSocket
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import WorkerTotals, add_up
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -30,6 +32,7 @@ from support.pipeline.delivery import (
     batches_of,
     script_process,
 )
+from support.ports import free_port
 from support.waiting import TIMEOUT_S, wait_until
 
 OpenStream = Callable[..., EpisodeStream]
@@ -347,3 +350,19 @@ def test_a_loop_with_batch_timeout_s_ends_with_a_logged_reason(
     with EpisodeStream(broker.endpoints.learner, batch_timeout_s=0.5) as stream:
         assert len(list(stream)) == 3
     assert "no batch for batch_timeout_s = 0.5 s" in caplog.text
+
+
+def test_a_message_that_is_cut_off_by_the_brokers_death_is_left_out() -> None:
+    """libzmq drops what a connection has left when it ends, also in the midst of a message that is being read."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind(endpoint)
+        learner = LearnerSocket(endpoint, None)
+        wait_until(lambda: learner.send([b"here"]), "a connection")
+        peer, _ = server.recv_multipart()
+        server.send_multipart([peer, *[b"frame"] * 1_000])
+        assert learner.socket.poll(1000 * TIMEOUT_S)
+        server.close(linger=0)
+        threading.Event().wait(0.5)  # any call of the socket would take note of the end
+        assert learner.receive() is None
+        learner.close()

@@ -162,7 +162,7 @@ class BrokerLink:
         return True
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        while True:
+        while sockets.has_message(socket):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

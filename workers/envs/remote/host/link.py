@@ -69,7 +69,7 @@ class WorkerLink:
 
     def receive(self) -> Iterator[list[bytes]]:
         """Yield the received messages."""
-        while True:
+        while sockets.has_message(self._socket):
             try:
                 yield self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
