@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from headrace.broker.state_file import Endpoints
@@ -18,6 +19,9 @@ from headrace.schemas.settings.config import BrokerSection, FleetConfig, is_loop
 _ROOM = 2000
 """Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
 _TRIES = 64
+_MOST_HELD = 32
+_HELD: list[ExitStack] = []
+"""Sockets that are bound to the ports of this process's fleet."""
 _ROLES = ("worker", "learner", "weights")
 """The broker serves each of these at a port of its own."""
 
@@ -25,12 +29,13 @@ _ROLES = ("worker", "learner", "weights")
 def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0) -> int:
     """Return the first of `workers` consecutive free ports at `host`, apart from the range that begins at `never`.
 
-    Raises `ConfigError` with `key` for a host that cannot be bound, `PortInUseError` where no ports are free.
+    No other `headrace up` of this machine finds them free while this process lives. Raises `ConfigError` with `key` for
+    a host that cannot be bound, `PortInUseError` where no ports are free.
     """
     tries = random.sample(range(LOWEST, HIGHEST - _ROOM), _TRIES)
     for first in (port for port in [*quiet_ports(), *tries] if port + _ROOM <= HIGHEST):
         away = not never or abs(first - never) >= workers
-        if away and all(is_free(host, first + slot, key) for slot in range(workers)):
+        if away and _hold(host, range(first, first + workers), key):
             return first
     raise PortInUseError(f"each of {2 * _TRIES} ports tried on {host} for {who}")
 
@@ -55,16 +60,39 @@ def _check(host: str, first: int, count: int, key: str) -> None:
 
 def is_free(host: str, port: int, key: str) -> bool:
     """Return whether a server can bind this port. Raises `ConfigError` with `key` for a host that is not ours."""
+    with ExitStack() as probes:
+        return _bind(host, port, key, probes, shares=True) is not None
+
+
+def _hold(host: str, ports: Sequence[int], key: str) -> bool:
+    """Bind these ports, or the first ones of many, until this process ends. Return False if one of them is taken.
+
+    A socket that shares its port may be bound there too, as those of servers are: nothing listens at the ones held.
+    """
+    with ExitStack() as probes:
+        for place, port in enumerate(ports):
+            probe = _bind(host, port, key, probes, shares=False)
+            if probe is None:
+                return False
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if place >= _MOST_HELD:
+                probe.close()
+        _HELD.append(probes.pop_all())
+    return True
+
+
+def _bind(host: str, port: int, key: str, probes: ExitStack, *, shares: bool) -> socket.socket | None:
+    """Bind a socket, which `probes` close; None if the port is taken. Raises `ConfigError` for a host not ours."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        probe = probes.enter_context(socket.socket(family, kind))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shares)
+        probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return False
+            return None
         raise ConfigError(f"{host!r} cannot be bound: {error.strerror}", key=key) from error
-    return True
+    return probe
 
 
 def first_endpoints(broker: BrokerSection, run_dir: Path) -> Endpoints:

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+import zmq
 
 from headrace.deploy.run.ports import client_endpoints, with_client_ports
 from headrace.schemas.errors import ConfigError
@@ -44,6 +45,17 @@ def test_without_http_there_is_no_port_for_it_and_a_taken_one_is_not_chosen(
         endpoints = client_endpoints(with_client_ports(config(1)))
     assert list(endpoints) == ["clients-0"]
     assert port_of(endpoints["clients-0"]) != free_port
+
+
+def test_a_port_that_one_fleet_has_found_is_free_for_its_server_and_for_no_other_fleet(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    """Its server starts a moment later. Another fleet that starts at the same time would take the same port."""
+    monkeypatch.setattr("headrace.deploy.run.ports.quiet_ports", lambda: [free_port])
+    first, second = (client_endpoints(with_client_ports(config(1)))["clients-0"] for _ in range(2))
+    assert port_of(first) == free_port != port_of(second)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.bind(first)
 
 
 def test_an_address_of_another_machine_cannot_be_bound() -> None:
