@@ -110,6 +110,11 @@ class HashParser:
                 lease.update(kept)
         return lease
 
+    def settings(self, raw: bytes | None) -> dict[str, Any]:
+        """Parse the settings that the broker tells, by dotted key; empty when it tells none."""
+        found = self._parse("fleet", {} if raw is None else {b"settings": raw}, str, _plain_values)
+        return found.get("settings", {})
+
     def moment(self, key: str, raw: bytes | None) -> float | None:
         """Parse a single time in unix seconds; None when it is absent."""
         found = self._parse(key, {} if raw is None else {b"time": raw}, str, finite)
@@ -191,6 +196,13 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
+
+
+def _plain_values(text: str) -> dict[str, Any]:
+    values = _object(text)
+    if not all(isinstance(value, int | float | str | None) for value in values.values()):
+        raise ValueError("no plain values")
+    return values
 
 
 def _metric_name(text: str) -> str:

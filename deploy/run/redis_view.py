@@ -82,6 +82,8 @@ class Snapshot:
     env: str = ""
     """`sampling.env`, and `version` of Headrace, at the broker; "" where it does not tell."""
     version: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Values by dotted key, of `redis_keys.TOLD_SETTINGS`; empty where the broker does not tell them."""
     reported_unix_s: float | None = None
     """Unix time (s) of the broker's last report, by the broker's clock; None before the first."""
     ended_unix_s: float | None = None
@@ -161,6 +163,7 @@ class FleetView:
             policy_quantiles=values.policy_quantiles(raw["policies"]),
             env=_text(raw["fleet"].get(b"env")),
             version=_text(raw["fleet"].get(b"version")),
+            settings=values.settings(raw["fleet"].get(b"settings")),
             reported_unix_s=values.moment("fleet", raw["fleet"].get(b"reported_unix_s")),
             ended_unix_s=values.moment("fleet", raw["fleet"].get(b"ended_unix_s")),
             garbage=tuple(values.garbage),

@@ -89,6 +89,9 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path) -> N
         members = {member.name for member in keys.WORKER_TABLE}
         fleet.wait_until(lambda: members - at_times <= seen().workers.get(0, {}).keys(), "all of a worker's row")
         snapshot = seen()
+        assert snapshot.settings.keys() == set(keys.TOLD_SETTINGS)
+        assert (snapshot.settings["fleet.workers"], snapshot.settings["sampling.num_envs"]) == (2, 2)
+        assert (snapshot.processes["supervisor"].disk_free_bytes or 0) > 0
         [group] = snapshot.errors.values()
         assert (group.kind, group.exception, group.message) == (
             "env_exception",
