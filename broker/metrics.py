@@ -191,6 +191,7 @@ class FleetMetrics:
         if core.state.epoch != self._lease_epoch:
             self._lease_epoch, self._lease_since = core.state.epoch, time.time()
         lease = {
+            "unix_s": time.time(),
             "epoch": core.state.epoch,
             "token": core.state.learner_token,
             "since_unix_s": self._lease_since,

@@ -68,7 +68,7 @@ _BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
 _LIVE_REPORTS = 20
-"""Reports that may fail in a row before gauges and workers' states expire in Redis."""
+"""Reports that may fail in a row before gauges and all else of `LIVE_S` expire in Redis."""
 
 _LONGEST_ENV = 200
 

@@ -28,7 +28,7 @@ from headrace.schemas.accounts.runner_counters import Counters
 log = logging.getLogger(__name__)
 
 LIVE_S = 15.0
-"""Seconds after which gauges and workers' states expire in Redis if no broker reports."""
+"""Seconds after which gauges, workers' states, returns by module and logged metrics expire if no broker reports."""
 
 _WRITTEN = (
     keys.FLEET,

@@ -100,10 +100,10 @@ class HashParser:
     def lease(self, raw: Hash) -> dict[str, Any]:
         """Parse the learner's lease; empty when there is none.
 
-        epoch, since_unix_s, connected and committed_unix_s are numbers, the rest is text.
+        unix_s, epoch, since_unix_s, connected and committed_unix_s are numbers, the rest is text.
         """
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
-        moments = dict.fromkeys(("since_unix_s", "connected", "committed_unix_s"), finite)
+        moments = dict.fromkeys(("unix_s", "since_unix_s", "connected", "committed_unix_s"), finite)
         for name, read in {"epoch": _epoch, **moments}.items():
             if name in lease:
                 kept = self._parse("lease", {name.encode(): lease.pop(name).encode()}, str, read)

@@ -68,6 +68,7 @@ class Snapshot:
     sources: Mapping[SourceKey, Mapping[str, int]] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     lease: Mapping[str, Any] = field(default_factory=dict)
+    """The learner's lease. It tells `connected` only while the gauges have not expired, so while a broker reports."""
     incarnations: Mapping[int, int] = field(default_factory=dict)
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
     """Metrics that callbacks have logged, by name, merged over all workers."""
@@ -145,6 +146,9 @@ class FleetView:
             raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
         values = HashParser(garbage=wrong)
         rows, folded = values.rows(raw["ledger"]), values.folded(raw["folded"])
+        lease = values.lease(raw["lease"])
+        if not raw["gauges"]:
+            lease.pop("connected", None)
         return Snapshot(
             fleet_id=self._fleet_id,
             rows=rows,
@@ -154,7 +158,7 @@ class FleetView:
             totals=values.totals(raw["totals"]),
             sources=values.sources(raw["sources"]),
             workers=values.workers(raw["workers"]),
-            lease=values.lease(raw["lease"]),
+            lease=lease,
             incarnations=values.incarnations(raw["incarnations"]),
             metrics=values.metrics(raw["metrics"]),
             errors=values.env_errors(raw["errors"]),

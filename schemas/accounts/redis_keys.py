@@ -146,8 +146,9 @@ LEASE = Key(
     "hash",
     "",
     "broker",
-    "learner epoch, digest of its token, since when it holds the lease (unix s), whether it is connected (1 or 0), "
-    "headrace_version (of Headrace, at the learner), and when it last committed (unix s)",
+    "unix_s (of these values), epoch (of the learner), token (its digest), since_unix_s (since when it holds it), "
+    "connected (1 or 0, as of unix_s: once `gauges` have expired, no broker knows), headrace_version (of Headrace, at "
+    "the learner), and committed_unix_s (when it last committed). It stays, so no later learner gets a lower epoch",
     example="epoch 3",
     when="each report",
 )
@@ -229,6 +230,7 @@ METRICS = Key(
     "sums are since the fleet's first run",
     example='goals {"reduce":"sum","value":17.0,"count":17}',
     when="each report",
+    expires="as `gauges`, but not after the last report of a broker that stopped in order",
 )
 METRIC_SUMS = Key(
     "metric_sums",
@@ -253,6 +255,7 @@ POLICIES = Key(
     "this policy",
     example='hunter {"return_mean":3.5,"return_min":1.0,"return_max":7.0,"agents":100,"quantiles":{"0.05":1.0,...}}',
     when="each report",
+    expires="as `metrics`",
 )
 ERRORS = Key(
     "errors",
