@@ -130,6 +130,7 @@ class FleetMetrics:
             metric_sums=self.workers.sums(),
             env_errors=self.env_errors.rows(),
             events=events,
+            refused=core.refusals.most(),
         )
 
     def forget(self, sources: Iterable[Source]) -> None:

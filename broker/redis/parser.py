@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
@@ -25,6 +25,8 @@ from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 
 Hash = Mapping[bytes, bytes]
 SourceKey = tuple[int, int]
+_Word = Annotated[str, Field(max_length=256)]
+_REFUSED = TypeAdapter(Annotated[list[tuple[_Word, _Word, NonNegativeInt]], Field(max_length=16)]).validate_json
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -114,6 +116,10 @@ class HashParser:
         """Parse the settings that the broker tells, by dotted key; empty when it tells none."""
         found = self._parse("fleet", {} if raw is None else {b"settings": raw}, str, _plain_values)
         return found.get("settings", {})
+
+    def refused(self, raw: bytes | None) -> list[tuple[str, str, int]]:
+        """Parse (peer, kind, count) of the messages that the broker refused most; none where it does not tell."""
+        return self._parse("fleet", {} if raw is None else {b"refused": raw}, str, _REFUSED).get("refused", [])
 
     def moment(self, key: str, raw: bytes | None) -> float | None:
         """Parse a single time in unix seconds; None when it is absent."""

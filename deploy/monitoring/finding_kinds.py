@@ -95,7 +95,7 @@ KINDS = (
     FindingKind("episodes_censored", "warning", 0, ""),
     FindingKind("envs_down", "warning", 20, "sampling.env_construct_timeout_s"),
     FindingKind("env_hosts_missing", "warning", 0, "sampling.env_hosts_lease_s"),
-    FindingKind("batches_refused", "warning", 0, "broker.max_batch_bytes"),
+    FindingKind("batches_refused", "warning", 0, ""),
     FindingKind("keys_revoked", "warning", 0, "keys.dir"),
 )
 KIND = {kind.name: kind for kind in KINDS}

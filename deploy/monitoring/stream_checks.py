@@ -23,6 +23,8 @@ _FAILED_LATELY_S = 20.0
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
 _NO_COMMITS_S = 60.0
+_TOO_LARGE = "payload_too_large"
+"""The reason of `DecodeError` for a message above `broker.max_batch_bytes`."""
 
 
 def no_worker(facts: Facts) -> Iterator[Observation]:
@@ -105,9 +107,14 @@ def refusals(facts: Facts) -> Iterator[Observation]:
     """Yield batches that the broker refused, and sessions that ended because their key was revoked, both lately."""
     refused = risen(facts, "messages_refused", _LATELY_S)
     if refused >= _MANY:
-        sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute"
+        most = [
+            (f"{count:,} of {one_line(peer)} ({one_line(kind)})", kind) for peer, kind, count in facts.snapshot.refused
+        ]
+        so_far = f"; most since its start: {', '.join(text for text, _ in most)}" if most else ""
+        sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute{so_far}"
+        limit = "broker.max_batch_bytes" if any(kind == _TOO_LARGE for _, kind in most) else ""
         log = "" if facts.run_dir is None else f"grep refused {facts.run_dir / 'logs' / 'broker.log'}"
-        yield observe(facts, "batches_refused", "broker", sentence, command=log)
+        yield observe(facts, "batches_refused", "broker", sentence, command=log, limit=limit)
     now = revoked_sessions(facts.snapshot.gauges)
     before = revoked_sessions(facts.recent[0][1]) if facts.recent else {}
     ended = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}

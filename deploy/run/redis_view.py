@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +85,8 @@ class Snapshot:
     version: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values by dotted key, of `redis_keys.TOLD_SETTINGS`; empty where the broker does not tell them."""
+    refused: Sequence[tuple[str, str, int]] = ()
+    """(peer, kind, count) of the messages that the broker has refused most since it started."""
     reported_unix_s: float | None = None
     """Unix time (s) of the broker's last report, by the broker's clock; None before the first."""
     ended_unix_s: float | None = None
@@ -168,6 +170,7 @@ class FleetView:
             env=_text(raw["fleet"].get(b"env")),
             version=_text(raw["fleet"].get(b"version")),
             settings=values.settings(raw["fleet"].get(b"settings")),
+            refused=values.refused(raw["fleet"].get(b"refused")),
             reported_unix_s=values.moment("fleet", raw["fleet"].get(b"reported_unix_s")),
             ended_unix_s=values.moment("fleet", raw["fleet"].get(b"ended_unix_s")),
             garbage=tuple(values.garbage),

@@ -77,7 +77,8 @@ FLEET = Key(
     "broker",
     "contract_version, fleet_id, env (`sampling.env`), version (of Headrace, at the broker), settings (JSON: the "
     "values, by name, of the settings by which `headrace why` judges, as the broker has them; "
-    "`worker.window_batches` is the one in force), started_unix_s (of the reporter), reported_unix_s (of its last "
+    "`worker.window_batches` is the one in force), refused (JSON: [peer, kind, count] of the three kinds of refused "
+    "messages with the most since the broker started), started_unix_s (of the reporter), reported_unix_s (of its last "
     "report), ended_unix_s (of the last report of a broker that has stopped in order; the next broker removes it, so a "
     "fleet without it and without reports has not ended in order), event_source and event_number (the last event in "
     "`events`, so that a repeated one is known), written (the last part of a report; where it is another, Redis has "

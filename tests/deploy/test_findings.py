@@ -383,6 +383,17 @@ def test_redis_alone_gives_the_same_finding_with_the_same_limit(case: str) -> No
     assert ("=" in elsewhere.limit) == (here.limit.partition(" = ")[0] in TOLD_SETTINGS and "=" in here.limit)
 
 
+@pytest.mark.parametrize("kind", ["payload_too_large", "implausible batch"])
+def test_refused_messages_are_named_by_peer_and_reason_and_the_limit_only_for_size(kind: str) -> None:
+    most = [("worker 3 (pid 7 on 'a\x1bb')", kind, 1500), ("the learner", "implausible figures", 2)]
+    (found,) = find(told(healthy(recent=BEFORE), {"messages_refused": 9.0}, refused=most))
+    named = (
+        rf"most since its start: 1,500 of worker 3 (pid 7 on 'a\x1bb') ({kind}), 2 of the learner (implausible figures)"
+    )
+    assert found.sentence.endswith(named)
+    assert found.limit == (f"broker.max_batch_bytes = {1 << 27}" if kind == "payload_too_large" else "")
+
+
 def test_a_fleet_that_tells_no_settings_is_judged_as_before() -> None:
     silent = {
         case: {one.kind for one in find(told(by_redis_alone(WRONG[case][0]), settings={}))}

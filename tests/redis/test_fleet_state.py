@@ -10,7 +10,10 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.broker.core import BrokerCore
 from headrace.broker.env_errors import EnvErrors
+from headrace.broker.limits import BrokerLimits
+from headrace.broker.metrics import FleetMetrics
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
@@ -129,6 +132,20 @@ def test_settings_in_redis_that_are_no_plain_values_are_named_and_left_out(
     assert snapshot.settings == {}
     [sentence] = snapshot.garbage
     assert sentence.startswith("fleet: field b'settings' holds")
+
+
+def test_the_three_kinds_of_messages_refused_most_are_in_redis(url: str, client: Any, fleet_id: str) -> None:
+    core = BrokerCore(fleet_id, BrokerLimits())
+    for peer, kind, count in (("a", "late", 1), ("b" * 300, "late", 4), ("a", "bad", 2), ("c", "bad", 3)):
+        for _ in range(count):
+            core.refusals.note(peer, kind, "")
+    MergeScript(client, fleet_id)(Part(FleetMetrics().report(core, 0.0)), [], 0)
+    with FleetView(url, fleet_id) as view:
+        assert view.read().refused == [("b" * 200, "late", 4), ("c", "bad", 3), ("a", "bad", 2)]
+        for wrong in ("{", '[["a", "b"]]', '[["a", "b", -1]]', '[["a", 1, 1]]'):
+            client.hset(keys.key_name(fleet_id, keys.FLEET), "refused", wrong)
+            snapshot = view.read()
+            assert (snapshot.refused, len(snapshot.garbage)) == ([], 1)
 
 
 def test_each_loss_reason_has_a_meaning_and_unknown_reasons_are_shown() -> None:
