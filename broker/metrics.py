@@ -130,6 +130,7 @@ class FleetMetrics:
             metric_sums=self.workers.sums(),
             env_errors=self.env_errors.rows(),
             events=events,
+            refused=core.refusals.most(),
         )
 
     def forget(self, sources: Iterable[Source]) -> None:
@@ -191,6 +192,7 @@ class FleetMetrics:
         if core.state.epoch != self._lease_epoch:
             self._lease_epoch, self._lease_since = core.state.epoch, time.time()
         lease = {
+            "unix_s": time.time(),
             "epoch": core.state.epoch,
             "token": core.state.learner_token,
             "since_unix_s": self._lease_since,

@@ -7,11 +7,12 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import zmq
 
 from headrace.broker.books_file import BooksFile
@@ -30,6 +31,7 @@ from headrace.broker.sockets import BrokerSockets, Socket, receive, send
 from headrace.broker.state_file import read_broker_file, write_broker_file
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.broker.worker_ports import WorkerPorts
+from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.run_files import rendezvous_path
 from headrace.schemas.basics.stop_event import stop_event
@@ -66,7 +68,7 @@ _BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
 _LIVE_REPORTS = 20
-"""Reports that may fail in a row before gauges and workers' states expire in Redis."""
+"""Reports that may fail in a row before gauges and all else of `LIVE_S` expire in Redis."""
 
 _LONGEST_ENV = 200
 
@@ -105,6 +107,7 @@ def run_broker(
             weights_per_hour=config.redis.bytes_per_hour // 2,
             group=config.keys.group,
             env=config.sampling.env,
+            settings={key: config.value_of(key) for key in TOLD_SETTINGS},
             until_return=config.fleet.until_return,
         )
         rendezvous = None
@@ -158,6 +161,7 @@ class Broker:
         weights_per_hour: int = REDIS_BYTES_PER_HOUR // 2,
         group: str = "",
         env: str = "",
+        settings: Mapping[str, Any] | None = None,
         until_return: float | None = None,
     ) -> None:
         before = read_broker_file(run_dir)
@@ -210,7 +214,11 @@ class Broker:
         if not config.log:
             warn_of_log(run_dir)
         live_s = max(LIVE_S, _LIVE_REPORTS * config.report_interval_s)
-        about = {"env": env[:_LONGEST_ENV], "version": headrace_version()}
+        about = {
+            "env": env[:_LONGEST_ENV],
+            "version": headrace_version(),
+            "settings": orjson.dumps(settings or {}).decode(),
+        }
         self.reporter = (
             RedisReporter(redis_url, fleet_id, books_file, live_s, weights_per_hour, about) if redis_url else None
         )

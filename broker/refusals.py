@@ -10,6 +10,8 @@ from headrace.schemas.basics.counted_warnings import CountedWarnings
 log = logging.getLogger(__name__)
 
 _MOST_NAMED = 1000
+_MOST_TOLD = 3
+_LONGEST_NAME = 200
 
 
 class Refusals:
@@ -20,6 +22,10 @@ class Refusals:
         self._warnings = CountedWarnings(log)
         self.counts: Counter[tuple[str, str]] = Counter()
         """By (peer, kind). Peers beyond the first 1,000 pairs are counted together."""
+
+    def most(self) -> list[tuple[str, str, int]]:
+        """Return (peer, kind, count) of the three pairs that were refused most. A peer may have chosen its name."""
+        return [(peer[:_LONGEST_NAME], kind, count) for (peer, kind), count in self.counts.most_common(_MOST_TOLD)]
 
     def note(self, peer: str, kind: str, detail: str) -> None:
         """Count one refusal, and log it where that is due. `detail` may hold text of the peer."""

@@ -28,7 +28,7 @@ from headrace.schemas.accounts.runner_counters import Counters
 log = logging.getLogger(__name__)
 
 LIVE_S = 15.0
-"""Seconds after which gauges and workers' states expire in Redis if no broker reports."""
+"""Seconds after which gauges, workers' states, returns by module and logged metrics expire if no broker reports."""
 
 _WRITTEN = (
     keys.FLEET,
@@ -66,6 +66,7 @@ class Report:
       are not known yet, so metrics and sums in Redis stay.
     - env_errors: all groups of failures of envs, by fingerprint. None: those in Redis are not known yet, and stay.
     - events: news since the last report, each a flat dict.
+    - refused: (peer, kind, count) of the messages refused most since the broker started.
     - ended_unix_s: the time at which the broker stops in order, in its last report; else None.
     """
 
@@ -83,6 +84,7 @@ class Report:
     metric_sums: Mapping[str, SumsOfLife] | None = None
     env_errors: Mapping[str, Mapping[str, Any]] | None = None
     events: Sequence[Mapping[str, Any]] = ()
+    refused: Sequence[tuple[str, str, int]] = ()
     ended_unix_s: float | None = None
 
 
@@ -152,6 +154,7 @@ class MergeScript:
                 **self._fleet,
                 "reported_unix_s": f"{now:.3f}",
                 "written": written,
+                "refused": orjson.dumps(part.report.refused).decode(),
                 **({} if ended is None else {"ended_unix_s": f"{ended:.3f}"}),
             },
             "after": self._newest if after_last else "",

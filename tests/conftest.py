@@ -74,7 +74,7 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="session", autouse=True)
 def fleets_have_no_dashboard() -> Iterator[None]:
-    """Start no dashboard in each of the many fleets of tests. Those that are about it ask for it by --dashboard."""
+    """Start no dashboard in each of the many fleets of tests. Those that are about it unset this variable."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADRACE_DASHBOARD__ENABLED", "false")
         yield

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
@@ -25,6 +25,8 @@ from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 
 Hash = Mapping[bytes, bytes]
 SourceKey = tuple[int, int]
+_Word = Annotated[str, Field(max_length=256)]
+_REFUSED = TypeAdapter(Annotated[list[tuple[_Word, _Word, NonNegativeInt]], Field(max_length=16)]).validate_json
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -100,15 +102,24 @@ class HashParser:
     def lease(self, raw: Hash) -> dict[str, Any]:
         """Parse the learner's lease; empty when there is none.
 
-        epoch, since_unix_s, connected and committed_unix_s are numbers, the rest is text.
+        unix_s, epoch, since_unix_s, connected and committed_unix_s are numbers, the rest is text.
         """
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
-        moments = dict.fromkeys(("since_unix_s", "connected", "committed_unix_s"), finite)
+        moments = dict.fromkeys(("unix_s", "since_unix_s", "connected", "committed_unix_s"), finite)
         for name, read in {"epoch": _epoch, **moments}.items():
             if name in lease:
                 kept = self._parse("lease", {name.encode(): lease.pop(name).encode()}, str, read)
                 lease.update(kept)
         return lease
+
+    def settings(self, raw: bytes | None) -> dict[str, Any]:
+        """Parse the settings that the broker tells, by dotted key; empty when it tells none."""
+        found = self._parse("fleet", {} if raw is None else {b"settings": raw}, str, _plain_values)
+        return found.get("settings", {})
+
+    def refused(self, raw: bytes | None) -> list[tuple[str, str, int]]:
+        """Parse (peer, kind, count) of the messages that the broker refused most; none where it does not tell."""
+        return self._parse("fleet", {} if raw is None else {b"refused": raw}, str, _REFUSED).get("refused", [])
 
     def moment(self, key: str, raw: bytes | None) -> float | None:
         """Parse a single time in unix seconds; None when it is absent."""
@@ -191,6 +202,13 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
+
+
+def _plain_values(text: str) -> dict[str, Any]:
+    values = _object(text)
+    if not all(isinstance(value, int | float | str | None) for value in values.values()):
+        raise ValueError("no plain values")
+    return values
 
 
 def _metric_name(text: str) -> str:

@@ -241,11 +241,14 @@ end
 if report.clears_workers then redis.call('DEL', WORKERS) end
 set(WORKERS, report.workers)
 for _, slot in ipairs(report.workers_gone) do redis.call('HDEL', WORKERS, slot) end
-redis.call('PEXPIRE', GAUGES, report.live_ms)
-redis.call('PEXPIRE', WORKERS, report.live_ms)
 if report.metric_sums then  -- known
   replace(METRICS, report.metrics)
   replace(METRIC_SUMS, report.metric_sums)
+end
+-- A fleet that is gone looks gone. One that ended in order keeps the returns and metrics of its last report.
+for _, key in ipairs({GAUGES, WORKERS, POLICIES, METRICS}) do redis.call('PEXPIRE', key, report.live_ms) end
+if report.fleet.ended_unix_s then
+  for _, key in ipairs({POLICIES, METRICS}) do redis.call('PERSIST', key) end
 end
 local held = tonumber(redis.call('HGET', LEASE, 'epoch') or '0') or 0
 if held >= 2^40 then held = 0 end  -- MOST_EPOCH of bounds.py: an older broker without bounds wrote it

@@ -23,9 +23,9 @@ from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
 from headrace.deploy.fleet.silence_limits import silence_limits
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
-from headrace.deploy.monitoring.facts import Facts, free_bytes
+from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.process_reporter import ProcessReporter
-from headrace.deploy.monitoring.processes import processes_of
+from headrace.deploy.monitoring.processes import free_bytes, processes_of
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop

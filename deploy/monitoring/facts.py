@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from headrace.deploy.monitoring.processes import STOPPED, SUPERVISOR, processes_of
+from headrace.deploy.monitoring.processes import STOPPED, SUPERVISOR, free_bytes, processes_of
 from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
@@ -50,6 +50,13 @@ class Facts:
     disk_free_bytes: int | None = None
     """Bytes free on the disk of the run directory."""
 
+    def setting(self, key: str) -> Any:
+        """Return the value of a setting: of the run directory, or as the broker told it; None if it is not known.
+
+        Redis may hold any plain value under this name.
+        """
+        return self.snapshot.settings.get(key) if self.config is None else self.config.value_of(key)
+
 
 class FactsReader:
     """Reads the facts of a fleet repeatedly. The run directory names the fleet, or a Redis URL and the fleet's name do.
@@ -84,6 +91,8 @@ class FactsReader:
         processes = self._snapshot.processes if not error else {}
         if fleet is not None and self._run_dir is not None and not _is_elsewhere_and_lives(self._snapshot.processes):
             processes = processes if _lives(fleet) and processes else processes_of(fleet, self._run_dir)
+        supervisor = processes.get(SUPERVISOR)
+        told_free = supervisor.disk_free_bytes if supervisor is not None else None
         return Facts(
             unix_s=time.time(),
             snapshot=self._snapshot,
@@ -94,7 +103,7 @@ class FactsReader:
             endpoints=fleet.endpoints if fleet is not None else {},
             run_dir=self._run_dir,
             recent=self._recent,
-            disk_free_bytes=free_bytes(self._run_dir) if self._run_dir is not None else None,
+            disk_free_bytes=free_bytes(self._run_dir) if self._run_dir is not None else told_free,
         )
 
     @property
@@ -193,12 +202,4 @@ def read_config(run_dir: Path) -> FleetConfig | None:
     try:
         return FleetConfig.model_validate_json((run_dir / "config.json").read_bytes())
     except (OSError, ValidationError):
-        return None
-
-
-def free_bytes(run_dir: Path) -> int | None:
-    """Return the bytes that this user may still write to the disk of a directory; None once it was removed."""
-    try:
-        return shutil.disk_usage(run_dir).free
-    except OSError:
         return None

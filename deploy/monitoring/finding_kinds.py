@@ -11,6 +11,7 @@ from typing import Literal
 import orjson
 
 from headrace.deploy.monitoring.facts import Facts
+from headrace.schemas.basics.printable import one_line
 
 Severity = Literal["warning", "error"]
 
@@ -94,7 +95,7 @@ KINDS = (
     FindingKind("episodes_censored", "warning", 0, ""),
     FindingKind("envs_down", "warning", 20, "sampling.env_construct_timeout_s"),
     FindingKind("env_hosts_missing", "warning", 0, "sampling.env_hosts_lease_s"),
-    FindingKind("batches_refused", "warning", 0, "broker.max_batch_bytes"),
+    FindingKind("batches_refused", "warning", 0, ""),
     FindingKind("keys_revoked", "warning", 0, "keys.dir"),
 )
 KIND = {kind.name: kind for kind in KINDS}
@@ -122,11 +123,7 @@ def observe(
 
 def _with_value(facts: Facts, key: str) -> str:
     """Return a setting with its value, if that is known and is no secret."""
-    config = facts.config
-    if not key or config is None or key == "redis.url":
-        return key
-    section, _, name = key.partition(".")
-    value = config.window_batches() if key == "worker.window_batches" else getattr(getattr(config, section), name)
+    value = None if key in ("", "redis.url") else facts.setting(key)
     if value is None or value == "":
         return key
-    return f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {orjson.dumps(value).decode()}"
+    return f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {one_line(orjson.dumps(value).decode())}"

@@ -16,6 +16,7 @@ from headrace.deploy.monitoring.finding_kinds import KINDS, Observation, observe
 from headrace.deploy.monitoring.finding_kinds import Finding as Finding
 from headrace.deploy.monitoring.losses import losses_in_words
 from headrace.deploy.monitoring.processes import GONE, STOPPED, SUPERVISOR
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.settings.redis_url import without_password
 
 _WAITING = "waiting for "
@@ -144,10 +145,17 @@ def _no_reports(facts: Facts) -> Observation:
 
 
 def _of_disk(facts: Facts) -> Iterator[Observation]:
-    if facts.disk_free_bytes is not None and facts.disk_free_bytes < _LEAST_ROOM:
-        free = f"{facts.disk_free_bytes / 2**20:.1f} MiB"
-        sentence = f"the disk of {facts.run_dir} is full: {free} are left"
-        yield observe(facts, "disk_full", "disk", sentence, command=f"df -h {facts.run_dir}")
+    if facts.disk_free_bytes is None or facts.disk_free_bytes >= _LEAST_ROOM:
+        return
+    left = f"is full: {facts.disk_free_bytes / 2**20:.1f} MiB are left"
+    supervisor = facts.processes.get(SUPERVISOR)
+    if facts.run_dir is None and supervisor is not None:
+        sentence = f"the disk of the run directory on {one_line(supervisor.host)} {left}"
+        yield observe(facts, "disk_full", "disk", sentence)
+    else:
+        yield observe(
+            facts, "disk_full", "disk", f"the disk of {facts.run_dir} {left}", command=f"df -h {facts.run_dir}"
+        )
 
 
 def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:

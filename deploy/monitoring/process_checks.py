@@ -104,7 +104,7 @@ def names_of(states: Sequence[ProcessState]) -> str:
 
 
 def _dies_often(facts: Facts, state: ProcessState) -> bool:
-    window_s = 60.0 if facts.config is None else facts.config.supervisor.restart_window_s
+    window_s = number(facts.setting("supervisor.restart_window_s")) or 60.0
     lately = not state.started_unix_s or facts.unix_s - state.started_unix_s < window_s
     return state.recent_deaths >= _MANY_DEATHS and lately and state.state in ("running", "restarting")
 
@@ -143,7 +143,7 @@ def _why_stuck_elsewhere(facts: Facts, slot: int, told: Mapping[str, Any]) -> Ob
     key = f"worker-{slot}"
     name = f"{key} (pid {number(told.get('pid')):.0f} on {one_line(str(told.get('host', '')))})"
     silent_s = (facts.snapshot.reported_unix_s or 0.0) - number(told.get("unix_s"))
-    heartbeat_s = 1.0 if facts.config is None else facts.config.broker.heartbeat_interval_s
+    heartbeat_s = number(facts.setting("broker.heartbeat_interval_s")) or 1.0
     if silent_s > max(SILENT_S, _LATE_HEARTBEATS * heartbeat_s):
         sentence = f"waiting for {name}, silent for {silent_s:.0f} s: it is stopped, builds its envs, or an env hangs"
         return observe(facts, "worker_late", key, sentence, silent_s)
@@ -164,10 +164,11 @@ def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any])
 def _building(facts: Facts, building: list[ProcessState]) -> Observation:
     whom, age_s = names_of(building), _age(facts, building)
     if not _is_remote(facts):
-        each = "" if facts.config is None else f"{facts.config.sampling.num_envs} envs each "
-        sentence = f"waiting for {whom} to build {each or 'its envs '}({age_s:.0f} s so far)"
+        num_envs = number(facts.setting("sampling.num_envs"))
+        what = f"{num_envs:.0f} envs each" if num_envs else "its envs"
+        sentence = f"waiting for {whom} to build {what} ({age_s:.0f} s so far)"
         return observe(facts, "worker_building", whom, sentence, age_s)
-    if facts.config is not None and facts.config.fleet.env_hosts:
+    if facts.setting("fleet.env_hosts"):
         sentence = f"waiting for the env hosts of {whom} ({age_s:.0f} s so far)"
         return observe(facts, "worker_building", whom, sentence, age_s)
     return observe(
@@ -176,7 +177,7 @@ def _building(facts: Facts, building: list[ProcessState]) -> Observation:
 
 
 def _is_remote(facts: Facts) -> bool:
-    return facts.config is not None and facts.config.sampling.env_placement == "remote"
+    return bool(facts.setting("sampling.env_placement") == "remote")
 
 
 def _connected_hosts(told: Mapping[str, Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +32,19 @@ def processes_of(fleet: FleetFile, run_dir: Path) -> dict[str, ProcessState]:
 
     Leave out a replaced process that still lives: its successor has its name. Takes about 0.2 ms a process.
     """
-    found = [_supervisor(fleet), *_living(fleet, run_dir), *map(_state, fleet.waiting)]
+    found = [_supervisor(fleet, run_dir), *_living(fleet, run_dir), *map(_state, fleet.waiting)]
     return {state.name: state for state in found}
 
 
-def _supervisor(fleet: FleetFile) -> ProcessState:
+def free_bytes(run_dir: Path) -> int | None:
+    """Return the bytes that this user may still write to the disk of a directory; None once it was removed."""
+    try:
+        return shutil.disk_usage(run_dir).free
+    except OSError:
+        return None
+
+
+def _supervisor(fleet: FleetFile, run_dir: Path) -> ProcessState:
     pid, lives = fleet.supervisor_pid, is_alive(fleet.supervisor_pid)
     state = fleet.state if lives or fleet.state == STOPPED else GONE
     cpu_s, rss_bytes = _usage(pid) if lives else (0.0, 0)
@@ -49,6 +58,7 @@ def _supervisor(fleet: FleetFile) -> ProcessState:
         cpu_s=cpu_s,
         rss_bytes=rss_bytes,
         is_stopped=is_stopped(pid),
+        disk_free_bytes=free_bytes(run_dir),
         unix_s=time.time(),
     )
 

@@ -23,6 +23,8 @@ _FAILED_LATELY_S = 20.0
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
 _NO_COMMITS_S = 60.0
+_TOO_LARGE = "payload_too_large"
+"""The reason of `DecodeError` for a message above `broker.max_batch_bytes`."""
 
 
 def no_worker(facts: Facts) -> Iterator[Observation]:
@@ -51,11 +53,7 @@ def waits_of_workers(facts: Facts, states: States) -> Iterator[Observation]:
         yield _all_wait(facts, waiting)
     else:
         yield from _some_wait(facts, states)
-        if (
-            facts.config is not None
-            and facts.config.serving.enabled
-            and not facts.snapshot.gauges.get("env_steps_per_s")
-        ):
+        if facts.setting("serving.enabled") and not facts.snapshot.gauges.get("env_steps_per_s"):
             yield _no_clients(facts)
 
 
@@ -109,9 +107,14 @@ def refusals(facts: Facts) -> Iterator[Observation]:
     """Yield batches that the broker refused, and sessions that ended because their key was revoked, both lately."""
     refused = risen(facts, "messages_refused", _LATELY_S)
     if refused >= _MANY:
-        sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute"
+        most = [
+            (f"{count:,} of {one_line(peer)} ({one_line(kind)})", kind) for peer, kind, count in facts.snapshot.refused
+        ]
+        so_far = f"; most since its start: {', '.join(text for text, _ in most)}" if most else ""
+        sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute{so_far}"
+        limit = "broker.max_batch_bytes" if any(kind == _TOO_LARGE for _, kind in most) else ""
         log = "" if facts.run_dir is None else f"grep refused {facts.run_dir / 'logs' / 'broker.log'}"
-        yield observe(facts, "batches_refused", "broker", sentence, command=log)
+        yield observe(facts, "batches_refused", "broker", sentence, command=log, limit=limit)
     now = revoked_sessions(facts.snapshot.gauges)
     before = revoked_sessions(facts.recent[0][1]) if facts.recent else {}
     ended = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
@@ -142,7 +145,7 @@ def _lack_weights(facts: Facts, states: States) -> bool:
 
     With an empty Redis, a broker that has just started knows no weights, although its workers have some.
     """
-    random_first = facts.config is not None and facts.config.worker.random_actions_before_weights
+    random_first = facts.setting("worker.random_actions_before_weights")
     if facts.snapshot.gauges.get("weights_seq") or random_first or not states:
         return False
     return not all(number(state.get("weights_seq")) for state in states.values())
@@ -218,13 +221,12 @@ def _no_clients(facts: Facts) -> Observation:
 
 def _full(facts: Facts) -> tuple[str, str] | None:
     """Return (setting, description of the held batches) if the broker is at its limit; else None."""
-    if facts.config is None:
-        return None
-    gauges, limits = facts.snapshot.gauges, facts.config.broker
+    gauges = facts.snapshot.gauges
     batches, nbytes = gauges.get("held_batches", 0.0), gauges.get("held_bytes", 0.0)
-    if limits.max_held_batches is not None and batches >= limits.max_held_batches:
+    most_batches, most_bytes = (number(facts.setting(f"broker.max_held_{unit}")) for unit in ("batches", "bytes"))
+    if most_batches and batches >= most_batches:
         return "broker.max_held_batches", f"{batches:.0f} batches, as many as it may"
-    if nbytes >= _FULL * limits.max_held_bytes:
+    if most_bytes and nbytes >= _FULL * most_bytes:
         return "broker.max_held_bytes", f"{nbytes / 2**20:,.0f} MiB, as much as it may"
     return None
 
@@ -237,8 +239,8 @@ def _whose(facts: Facts) -> str:
     if own.state != "fenced":
         return "the learner"
     left = ""
-    if facts.snapshot.lease.get("connected") == 0 and facts.config is not None:
-        limit_s = facts.config.broker.lease_s
+    limit_s = number(facts.setting("broker.lease_s"))
+    if facts.snapshot.lease.get("connected") == 0 and limit_s:
         left = f" and has left; the fleet's own starts again once none came for {limit_s:g} s"
     return f"the learner that took over from the fleet's own{left}"
 

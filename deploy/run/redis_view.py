@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +68,7 @@ class Snapshot:
     sources: Mapping[SourceKey, Mapping[str, int]] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     lease: Mapping[str, Any] = field(default_factory=dict)
+    """The learner's lease. It tells `connected` only while the gauges have not expired, so while a broker reports."""
     incarnations: Mapping[int, int] = field(default_factory=dict)
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
     """Metrics that callbacks have logged, by name, merged over all workers."""
@@ -82,6 +83,10 @@ class Snapshot:
     env: str = ""
     """`sampling.env`, and `version` of Headrace, at the broker; "" where it does not tell."""
     version: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Values by dotted key, of `redis_keys.TOLD_SETTINGS`; empty where the broker does not tell them."""
+    refused: Sequence[tuple[str, str, int]] = ()
+    """(peer, kind, count) of the messages that the broker has refused most since it started."""
     reported_unix_s: float | None = None
     """Unix time (s) of the broker's last report, by the broker's clock; None before the first."""
     ended_unix_s: float | None = None
@@ -143,6 +148,9 @@ class FleetView:
             raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
         values = HashParser(garbage=wrong)
         rows, folded = values.rows(raw["ledger"]), values.folded(raw["folded"])
+        lease = values.lease(raw["lease"])
+        if not raw["gauges"]:
+            lease.pop("connected", None)
         return Snapshot(
             fleet_id=self._fleet_id,
             rows=rows,
@@ -152,7 +160,7 @@ class FleetView:
             totals=values.totals(raw["totals"]),
             sources=values.sources(raw["sources"]),
             workers=values.workers(raw["workers"]),
-            lease=values.lease(raw["lease"]),
+            lease=lease,
             incarnations=values.incarnations(raw["incarnations"]),
             metrics=values.metrics(raw["metrics"]),
             errors=values.env_errors(raw["errors"]),
@@ -161,6 +169,8 @@ class FleetView:
             policy_quantiles=values.policy_quantiles(raw["policies"]),
             env=_text(raw["fleet"].get(b"env")),
             version=_text(raw["fleet"].get(b"version")),
+            settings=values.settings(raw["fleet"].get(b"settings")),
+            refused=values.refused(raw["fleet"].get(b"refused")),
             reported_unix_s=values.moment("fleet", raw["fleet"].get(b"reported_unix_s")),
             ended_unix_s=values.moment("fleet", raw["fleet"].get(b"ended_unix_s")),
             garbage=tuple(values.garbage),

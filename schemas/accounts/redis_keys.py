@@ -42,16 +42,47 @@ class Metric:
     label: str = ""
 
 
+TOLD_SETTINGS = (
+    "broker.heartbeat_interval_s",
+    "broker.lease_s",
+    "broker.max_batch_bytes",
+    "broker.max_held_batches",
+    "broker.max_held_bytes",
+    "fleet.env_hosts",
+    "fleet.run_dir",
+    "fleet.workers",
+    "sampling.env_construct_timeout_s",
+    "sampling.env_hosts_lease_s",
+    "sampling.env_hosts_timeout_s",
+    "sampling.env_placement",
+    "sampling.env_restart_attempts",
+    "sampling.env_step_timeout_s",
+    "sampling.num_envs",
+    "sampling.synchronous",
+    "serving.enabled",
+    "supervisor.hung_after_s",
+    "supervisor.max_restarts_per_window",
+    "supervisor.restart_backoff_max_s",
+    "supervisor.restart_window_s",
+    "worker.connect_timeout_s",
+    "worker.random_actions_before_weights",
+    "worker.window_batches",
+)
+"""Settings that the broker tells in `fleet`, so that `headrace why` can judge the fleet by Redis alone. No secrets."""
+
 FLEET = Key(
     "fleet",
     "hash",
     "",
     "broker",
-    "contract_version, fleet_id, env (`sampling.env`), version (of Headrace, at the broker), started_unix_s (of the "
-    "reporter), reported_unix_s (of its last report), ended_unix_s (of the last report of a broker that has stopped in "
-    "order; the next broker removes it, so a fleet without it and without reports has not ended in order), "
-    "event_source and event_number (the last event in `events`, so that a repeated one is known), written (the last "
-    "part of a report; where it is another, Redis has lost or got something, and the broker reports all again)",
+    "contract_version, fleet_id, env (`sampling.env`), version (of Headrace, at the broker), settings (JSON: the "
+    "values, by name, of the settings by which `headrace why` judges, as the broker has them; "
+    "`worker.window_batches` is the one in force), refused (JSON: [peer, kind, count] of the three kinds of refused "
+    "messages with the most since the broker started), started_unix_s (of the reporter), reported_unix_s (of its last "
+    "report), ended_unix_s (of the last report of a broker that has stopped in order; the next broker removes it, so a "
+    "fleet without it and without reports has not ended in order), event_source and event_number (the last event in "
+    "`events`, so that a repeated one is known), written (the last part of a report; where it is another, Redis has "
+    "lost or got something, and the broker reports all again)",
     example="reported_unix_s 1795280623.412",
     when="each report",
 )
@@ -116,8 +147,9 @@ LEASE = Key(
     "hash",
     "",
     "broker",
-    "learner epoch, digest of its token, since when it holds the lease (unix s), whether it is connected (1 or 0), "
-    "headrace_version (of Headrace, at the learner), and when it last committed (unix s)",
+    "unix_s (of these values), epoch (of the learner), token (its digest), since_unix_s (since when it holds it), "
+    "connected (1 or 0, as of unix_s: once `gauges` have expired, no broker knows), headrace_version (of Headrace, at "
+    "the learner), and committed_unix_s (when it last committed). It stays, so no later learner gets a lower epoch",
     example="epoch 3",
     when="each report",
 )
@@ -199,6 +231,7 @@ METRICS = Key(
     "sums are since the fleet's first run",
     example='goals {"reduce":"sum","value":17.0,"count":17}',
     when="each report",
+    expires="as `gauges`, but not after the last report of a broker that stopped in order",
 )
 METRIC_SUMS = Key(
     "metric_sums",
@@ -223,6 +256,7 @@ POLICIES = Key(
     "this policy",
     example='hunter {"return_mean":3.5,"return_min":1.0,"return_max":7.0,"agents":100,"quantiles":{"0.05":1.0,...}}',
     when="each report",
+    expires="as `metrics`",
 )
 ERRORS = Key(
     "errors",
@@ -279,7 +313,8 @@ PROCESSES = Key(
     "",
     "supervisor",
     "field name: JSON of accounts.process_state.ProcessState, for the supervisor itself and each process that it keeps "
-    "alive, broker, learner and the fleet's own Redis included; all are replaced together",
+    "alive, broker, learner and the fleet's own Redis included; all are replaced together; that of the supervisor has "
+    "disk_free_bytes, of the disk of the run directory",
     example='worker-0 {"name":"worker-0","role":"worker","slot":0,"pid":4711,"state":"running","cpu_s":12.5,...}',
     when="every 5 s, and when a process starts or ends",
     expires="after 30 s",

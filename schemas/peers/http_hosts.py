@@ -6,6 +6,12 @@ import ipaddress
 from functools import lru_cache
 from urllib.parse import urlsplit
 
+BY_PROGRAM = "Sec-Headrace"
+"""A header that programs send, with any value, where a Host header may name anything.
+
+A web page cannot set it: browsers reserve all names that begin with "Sec-" (Fetch standard, forbidden request-header).
+"""
+
 
 @lru_cache(64)
 def is_known_host(value: bytes, hosts: frozenset[str]) -> bool:

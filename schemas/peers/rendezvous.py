@@ -40,6 +40,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headrace.schemas.accounts.worker_figures import PortAddress
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, HeadraceError, RendezvousError
+from headrace.schemas.peers.http_hosts import BY_PROGRAM
 from headrace.schemas.settings.config import is_loopback
 
 LIFETIME_S = 60.0
@@ -189,7 +190,8 @@ class _Fetcher:
 
     def _fetch(self) -> None:
         try:
-            with urllib.request.urlopen(self.url, timeout=_ANSWER_S) as answer:
+            request = urllib.request.Request(self.url, headers={BY_PROGRAM: "1"})
+            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
                 self.content, self.error = answer.read(_LARGEST), ""
         except (OSError, HTTPException, ValueError) as error:
             self.error = str(error)[:200] or type(error).__name__

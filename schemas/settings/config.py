@@ -469,6 +469,11 @@ class FleetConfig(ConfigSection):
         """Return the number of modules; a cut gives one batch for each."""
         return len(self.sampling.policies or ("default_policy",))
 
+    def value_of(self, key: str) -> Any:
+        """Return the value of a setting by its dotted key; of `worker.window_batches`, the number in force."""
+        section, _, name = key.partition(".")
+        return self.window_batches() if key == "worker.window_batches" else getattr(getattr(self, section), name)
+
     def window_batches(self) -> int:
         """Return how many batches a worker keeps until they are settled, as long as the learner tells no size.
 

@@ -1,4 +1,4 @@
-"""The dashboard that `headrace up` starts: it restarts after a kill, and shows the end of the run."""
+"""The dashboard that `headrace up` starts by default: it restarts after a kill, and shows the end of the run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from support.fleets.running_fleet import RunningFleet
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
-def test_the_dashboard_restarts_after_a_kill_and_shows_the_final_books(tmp_path: Path) -> None:
-    arguments = ("--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--dashboard")
+def test_the_dashboard_restarts_after_a_kill_and_shows_the_final_books(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADRACE_DASHBOARD__ENABLED")  # which turns it off for all tests
+    arguments = ("--env", "CartPole-v1", "--workers", "1", "--num-envs", "4")
     with RunningFleet(tmp_path, *arguments) as fleet:
 
         def page() -> str:

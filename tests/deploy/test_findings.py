@@ -15,6 +15,7 @@ from headrace.deploy.monitoring.findings import awaited, find, verdict
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
 from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection
 from headrace.schemas.settings.config import SamplingSection as Sampling
 from headrace.schemas.settings.config_loading import known_keys
@@ -90,6 +91,14 @@ def of_own_learner(facts: Facts) -> Facts:
     """These facts, of a fleet without a learner of its own."""
     config = FleetConfig(learner=LearnerSection(enabled=False))
     return replace(without("learner", facts=facts), config=config)
+
+
+def by_redis_alone(facts: Facts) -> Facts:
+    """These facts as a machine without the run directory has them."""
+    assert facts.config is not None
+    settings = {key: facts.config.value_of(key) for key in TOLD_SETTINGS}
+    snapshot = replace(facts.snapshot, settings=settings)
+    return replace(facts, config=None, run_dir=None, endpoints={}, snapshot=snapshot)
 
 
 REMOTE = FleetConfig(sampling=Sampling(env_placement="remote"))
@@ -362,6 +371,48 @@ def test_each_kind_of_finding_has_a_case_and_names_an_existing_setting() -> None
     assert {kind for _, kind, _, _ in WRONG.values()} == set(KIND)
     assert len(KIND) == len(KINDS)
     assert {kind.limit for kind in KINDS} - {""} <= set(known_keys())
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_redis_alone_gives_the_same_finding_with_the_same_limit(case: str) -> None:
+    facts, _, _, _ = WRONG[case]
+    (here,) = find(facts)
+    (elsewhere,) = find(by_redis_alone(facts))
+    assert (elsewhere.kind, elsewhere.whom, elsewhere.since_unix_s) == (here.kind, here.whom, here.since_unix_s)
+    assert elsewhere.limit in (here.limit, here.limit.partition(" = ")[0])
+    assert ("=" in elsewhere.limit) == (here.limit.partition(" = ")[0] in TOLD_SETTINGS and "=" in here.limit)
+
+
+@pytest.mark.parametrize("kind", ["payload_too_large", "implausible batch"])
+def test_refused_messages_are_named_by_peer_and_reason_and_the_limit_only_for_size(kind: str) -> None:
+    most = [("worker 3 (pid 7 on 'a\x1bb')", kind, 1500), ("the learner", "implausible figures", 2)]
+    (found,) = find(told(healthy(recent=BEFORE), {"messages_refused": 9.0}, refused=most))
+    named = (
+        rf"most since its start: 1,500 of worker 3 (pid 7 on 'a\x1bb') ({kind}), 2 of the learner (implausible figures)"
+    )
+    assert found.sentence.endswith(named)
+    assert found.limit == (f"broker.max_batch_bytes = {1 << 27}" if kind == "payload_too_large" else "")
+
+
+def test_a_fleet_that_tells_no_settings_is_judged_as_before() -> None:
+    silent = {
+        case: {one.kind for one in find(told(by_redis_alone(WRONG[case][0]), settings={}))}
+        for case in ("no env host ever", "all env hosts gone", "a worker without credit")
+    }
+    assert list(silent.values()) == [{"worker_building"}, {"envs_silent"}, {"window_full"}]
+
+
+def test_a_setting_of_another_type_in_redis_is_shown_safely_and_never_compared() -> None:
+    facts = by_redis_alone(WRONG["a worker without credit"][0])
+    wild = dict.fromkeys(TOLD_SETTINGS, "\x1b[2J\x9b") | {"worker.window_batches": "a\n\x9b"}
+    (found,) = find(told(facts, workers=blocked(slots=(1,)), settings=wild))
+    assert (found.kind, found.limit) == ("window_full", r'worker.window_batches = "a\n\x9b"')
+
+
+def test_the_broker_tells_each_limit_but_addresses_and_paths_of_secrets() -> None:
+    limits = {kind.limit for kind in KINDS} - {""}
+    assert limits - set(TOLD_SETTINGS) == {"redis.url", "keys.dir"}
+    assert set(TOLD_SETTINGS) <= set(known_keys())
 
 
 AFRESH = {"started_unix_s": NOW - 5}

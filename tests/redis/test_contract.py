@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.deploy.report.audit import find_books
+from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_inventory import Inventory
 from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.redis_view import FleetView, Snapshot
@@ -63,9 +64,10 @@ def headrace(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path) -> None:
+def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADRACE_DASHBOARD__ENABLED")  # which does for all tests what --no-dashboard does here
     (tmp_path / "counts.py").write_text(COUNTS)
-    with RunningFleet(tmp_path / "run", *TWO_POLICIES, cwd=tmp_path) as fleet:
+    with RunningFleet(tmp_path / "run", *TWO_POLICIES, "--no-dashboard", cwd=tmp_path) as fleet:
 
         def seen() -> Snapshot:
             return fleet.snapshot() or Snapshot()
@@ -89,6 +91,13 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path) -> N
         members = {member.name for member in keys.WORKER_TABLE}
         fleet.wait_until(lambda: members - at_times <= seen().workers.get(0, {}).keys(), "all of a worker's row")
         snapshot = seen()
+        assert snapshot.settings.keys() == set(keys.TOLD_SETTINGS)
+        assert (snapshot.settings["fleet.workers"], snapshot.settings["sampling.num_envs"]) == (2, 2)
+        assert (
+            "dashboard"
+            not in snapshot.processes.keys() | read_fleet_file(fleet.run_dir / "fleet.json").endpoints.keys()
+        )
+        assert (snapshot.processes["supervisor"].disk_free_bytes or 0) > 0
         [group] = snapshot.errors.values()
         assert (group.kind, group.exception, group.message) == (
             "env_exception",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import platform
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from headrace.deploy.monitoring.page.app import ASSETS, SCRIPTS
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import ExitCode
+from headrace.schemas.peers.http_hosts import BY_PROGRAM
 from support.dashboards import Dashboard, States, ask
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -134,6 +136,16 @@ def test_the_dashboard_requires_its_token_and_swaps_it_for_a_cookie(tmp_path: Pa
             assert TOKEN not in refused.body.decode()
         assert ask(at, "/state.json", headers={"Authorization": f"Bearer {TOKEN}"}).status == 200
         assert ask(at, "/rendezvous.json").status == 404, "it asks for no token, and there is no run directory here"
+        of_a_name = {"Host": "fleet.example:8090"}
+        by_program, shown = of_a_name | {BY_PROGRAM: "1"}, of_a_name | {"Authorization": f"Bearer {TOKEN}"}
+        rebound = ask(at, "/rendezvous.json", headers=of_a_name)
+        assert (rebound.status, BY_PROGRAM in rebound.body.decode()) == (421, True)
+        assert ask(at, "/rendezvous.json", headers=by_program).status == 404
+        assert ask(at, "/rendezvous.json", headers=shown).status == 404
+        assert ask(at, "/rendezvous.json", headers={"Host": platform.node()}).status == 404
+        assert ask(at, "/state.json", headers=shown).status == 200
+        assert ask(at, "/state.json", headers=by_program).status == 401
+        assert ask(at, f"/?token={TOKEN}", headers=of_a_name).status == 200
         swapped = ask(at, f"/worker/3?token={TOKEN}")
         cookie = swapped.headers["set-cookie"]
         assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(cookie.split("; "))

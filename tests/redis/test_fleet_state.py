@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
 import orjson
 import pytest
 
+from headrace.broker.core import BrokerCore
 from headrace.broker.env_errors import EnvErrors
+from headrace.broker.limits import BrokerLimits
+from headrace.broker.metrics import FleetMetrics
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.monitoring.facts import FactsReader
+from headrace.deploy.monitoring.findings import find
 from headrace.deploy.monitoring.fleet_state import StateReader, cpu_shares, ledger
 from headrace.deploy.monitoring.losses import LOSSES
 from headrace.deploy.monitoring.series import SeriesReader
@@ -24,6 +29,7 @@ from headrace.schemas.accounts.lag_buckets import LAG_LABELS, lag_quantiles
 from headrace.schemas.accounts.ledger import Discard, Drop, FleetLedger, LedgerRow
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.messages import LearnerRow
+from headrace.schemas.settings.config import FleetConfig, SamplingSection
 
 MakeRow = Callable[..., LedgerRow]
 START = 1_795_280_000.0
@@ -90,6 +96,56 @@ def test_during_a_redis_outage_the_old_numbers_stay_and_are_marked_as_old(
     assert state["severity"] == "error"
     for part in ("numbers", "labelled", "ledger"):
         assert state[part] == before[part]
+
+
+def test_a_machine_with_redis_alone_finds_what_settings_and_the_disk_tell(
+    url: str, client: Any, fleet_id: str, make_row: MakeRow
+) -> None:
+    config = FleetConfig(sampling=SamplingSection(env_placement="remote", env_hosts_timeout_s=300))
+    settings = orjson.dumps({key: config.value_of(key) for key in keys.TOLD_SETTINGS}).decode()
+    hostless = {"incarnation": 1, "weights_seq": 1, "env_silence_s": 15.0, "env_hosts": {"connected": 0, "wanted": 1}}
+    worker = hostless | {"pid": 7, "host": "box", "unix_s": time.time()}
+    report = Report(rows=[make_row(0, 1)], workers={0: worker}, lease={"epoch": 1, "connected": 1})
+    MergeScript(client, fleet_id, about={"settings": settings})(Part(report), [], 0)
+    supervisor = ProcessState(name="supervisor", role="supervisor", host="there", pid=9, disk_free_bytes=1 << 20)
+    client.hset(keys.key_name(fleet_id, keys.PROCESSES), "supervisor", supervisor.model_dump_json())
+    with FactsReader(redis_url=url, fleet_id=fleet_id) as reader:
+        facts = reader.read()
+        found = {one.kind: (one.sentence, one.limit) for one in find(facts)}
+    assert facts.snapshot.garbage == ()
+    assert found == {
+        "disk_full": ("the disk of the run directory on there is full: 1.0 MiB are left", "fleet.run_dir"),
+        "no_env_hosts": (
+            "waiting for worker-0 (pid 7 on box): no env host serves its envs, for 15 s",
+            "sampling.env_hosts_timeout_s = 300",
+        ),
+    }
+
+
+@pytest.mark.parametrize("told", ["[]", '{"broker.lease_s": [1]}', "{", '{"broker.lease_s": {}}'])
+def test_settings_in_redis_that_are_no_plain_values_are_named_and_left_out(
+    url: str, client: Any, fleet_id: str, told: str
+) -> None:
+    MergeScript(client, fleet_id, about={"settings": told})(Part(Report()), [], 0)
+    with FleetView(url, fleet_id) as view:
+        snapshot = view.read()
+    assert snapshot.settings == {}
+    [sentence] = snapshot.garbage
+    assert sentence.startswith("fleet: field b'settings' holds")
+
+
+def test_the_three_kinds_of_messages_refused_most_are_in_redis(url: str, client: Any, fleet_id: str) -> None:
+    core = BrokerCore(fleet_id, BrokerLimits())
+    for peer, kind, count in (("a", "late", 1), ("b" * 300, "late", 4), ("a", "bad", 2), ("c", "bad", 3)):
+        for _ in range(count):
+            core.refusals.note(peer, kind, "")
+    MergeScript(client, fleet_id)(Part(FleetMetrics().report(core, 0.0)), [], 0)
+    with FleetView(url, fleet_id) as view:
+        assert view.read().refused == [("b" * 200, "late", 4), ("c", "bad", 3), ("a", "bad", 2)]
+        for wrong in ("{", '[["a", "b"]]', '[["a", "b", -1]]', '[["a", 1, 1]]'):
+            client.hset(keys.key_name(fleet_id, keys.FLEET), "refused", wrong)
+            snapshot = view.read()
+            assert (snapshot.refused, len(snapshot.garbage)) == ([], 1)
 
 
 def test_each_loss_reason_has_a_meaning_and_unknown_reasons_are_shown() -> None:

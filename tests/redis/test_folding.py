@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,26 @@ from headrace.broker.books_file import BooksFile, EndedLives
 from headrace.broker.mirror import Mirror
 from headrace.broker.report import MergeScript, Part, Report, read_saved_state
 from headrace.broker.reporter import RedisReporter
+from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
+from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.folded_lives import FoldedLives, fold
 from headrace.schemas.accounts.ledger import LedgerRow, add_up
-from headrace.schemas.accounts.redis_keys import FOLDED, GAUGES, LEDGER, SOURCES, TOTALS, WORKERS, key_name
+from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
+from headrace.schemas.accounts.redis_keys import (
+    FOLDED,
+    GAUGES,
+    LEASE,
+    LEDGER,
+    METRIC_SUMS,
+    METRICS,
+    POLICIES,
+    SOURCES,
+    TOTALS,
+    WORKERS,
+    key_name,
+)
 from headrace.schemas.errors import RunDirError
 from support.waiting import wait_until
 
@@ -273,15 +289,43 @@ def test_a_report_has_only_changed_rows_until_redis_is_emptied(
     assert reporter.close(30.0)
 
 
-def test_gauges_and_worker_rows_expire_and_the_ledger_and_counters_stay(
-    url: str, fleet_id: str, client: Any, make_row: MakeRow
+def shown_by_the_exporter(url: str, fleet_id: str) -> str:
+    with FactsReader(redis_url=url, fleet_id=fleet_id) as reader:
+        return metrics_text({fleet_id: reader.read()}, "text/plain")[0].decode()
+
+
+@pytest.mark.parametrize("ended_unix_s", [None, 1_795_280_000.0], ids=["killed", "ended in order"])
+def test_what_is_of_a_moment_expires_and_books_and_the_epoch_stay(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, ended_unix_s: float | None
 ) -> None:
-    reporter = RedisReporter(url, fleet_id, live_s=0.2)
-    reporter.offer(Report(rows=[make_row()], gauges={"held_batches": 1.0}, workers={0: {"pid": 1}}))
-    assert reporter.close(30.0)
-    for key in (GAUGES, WORKERS):
+    report = Report(
+        rows=[make_row()],
+        gauges={"held_batches": 1.0},
+        workers={0: {"pid": 1}},
+        policies={"short": {"return_mean": 2.0}},
+        metrics={"goals": LoggedMetric(reduce="sum", value=3.0)},
+        metric_sums={"0": SumsOfLife(incarnation=1, sums={"goals": 3.0})},
+        lease={"unix_s": 1_795_280_000.0, "epoch": 3, "connected": 1},
+        ended_unix_s=ended_unix_s,
+    )
+    shown = ("headrace_policy_return{", "headrace_callback_metric{")
+    MergeScript(client, fleet_id)(Part(report), [], 0)
+    text = shown_by_the_exporter(url, fleet_id)
+    assert all(name in text for name in (*shown, "headrace_learner_connected{"))
+    MergeScript(client, fleet_id, live_s=0.2)(Part(report), [], 0)
+    of_a_moment, final = [GAUGES, WORKERS], [POLICIES, METRICS]
+    for key in of_a_moment if ended_unix_s else of_a_moment + final:
         wait_until(lambda key=key: not client.exists(key_name(fleet_id, key)))
-    assert all(client.ttl(key_name(fleet_id, key)) == -1 for key in (LEDGER, TOTALS, SOURCES))
+    stay = [LEDGER, TOTALS, SOURCES, METRIC_SUMS, LEASE, *(final if ended_unix_s else ())]
+    assert all(client.ttl(key_name(fleet_id, key)) == -1 for key in stay)
+    text = shown_by_the_exporter(url, fleet_id)
+    assert [name in text for name in shown] == [ended_unix_s is not None] * 2
+    assert "headrace_learner_connected{" not in text
+    lease = read(url, fleet_id).lease
+    assert (lease["epoch"], lease["unix_s"], "connected" in lease) == (3, 1_795_280_000.0, False)
+    MergeScript(client, fleet_id)(Part(replace(report, ended_unix_s=None)), [], 0)
+    assert all(client.ttl(key_name(fleet_id, key)) > 0 for key in of_a_moment + final), "of a fleet that goes on"
+    assert read(url, fleet_id).lease["connected"] == 1
 
 
 @pytest.mark.parametrize("damage", [b'"highest":2', b'"stepped":4', b'"settled":{"seq":1'])

@@ -23,6 +23,7 @@ from headrace.schemas.errors import ConfigError, KeysError, RunDirError, Unreach
 from headrace.schemas.peers import advertised as advertising
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.http_hosts import BY_PROGRAM
 from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Published, Rendezvous
 from headrace.schemas.settings.config_loading import build_config
 from support.waiting import wait_until
@@ -89,9 +90,19 @@ def test_content_that_is_no_rendezvous_is_reported_as_a_problem(tmp_path: Path, 
     assert "is no rendezvous (" in rendezvous.problem
 
 
+class OnlyForPrograms(SimpleHTTPRequestHandler):
+    """Serves files to programs, as the fleet's page serves its rendezvous at a name that it does not know."""
+
+    def do_GET(self) -> None:
+        if BY_PROGRAM in self.headers:
+            super().do_GET()
+        else:
+            self.send_error(421)
+
+
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
-    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    handler = partial(OnlyForPrograms, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
