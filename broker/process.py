@@ -217,6 +217,7 @@ class Broker:
         self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
         self.metrics.note_start(self.core.state.incarnations)
         self._written: BrokerState | None = None
+        self._noted_learner: bool | None = None
         self._next_report = 0.0
         self._next_tick = 0.0
         self._poller = zmq.Poller()
@@ -257,6 +258,9 @@ class Broker:
         if now >= self._next_report:
             self._next_report = now + self.config.report_interval_s
             self._report(now)
+            if self._noted_learner is not self.core.has_learner:
+                self._noted_learner = self.core.has_learner
+                self._write_state()  # the supervisor reads it there, since Redis may be away
 
     def _is_at_goal(self) -> bool:
         mean_return, env_steps = self._goal
@@ -466,8 +470,8 @@ class Broker:
     # -- what outlives the process ------------------------------------------------------------------------------------
 
     def _write_state(self) -> None:
-        write_broker_file(self.run_dir, self.fleet_id, self.sockets.endpoints, self.core.state)
-        state = self.core.state
+        state, has_learner = self.core.state, self._noted_learner
+        write_broker_file(self.run_dir, self.fleet_id, self.sockets.endpoints, state, has_learner)
         self._written = replace(state, incarnations=dict(state.incarnations), owners=dict(state.owners))
 
     def _report(self, now: float, ended_unix_s: float | None = None) -> None:

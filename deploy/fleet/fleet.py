@@ -176,8 +176,9 @@ class Fleet:
         return self._poller.take_learner_rows() if self._poller else []
 
     def learner_has_left(self) -> bool:
-        """Return whether the broker reported, a moment ago, that no learner is connected."""
-        return self.snapshot is not None and self.redis_age_s < STALE_S and self.snapshot.lease.get("connected") == 0
+        """Return whether the running broker has noted in its file that no learner is connected. Redis is not asked."""
+        found = _file_of(self.run_dir.broker_json, self.supervisor.services["broker"])
+        return found is not None and found.get("has_learner") is False
 
     def numbers(self) -> RunNumbers:
         """Return the newest numbers by which goals are judged."""
@@ -426,8 +427,9 @@ class Fleet:
         self._stop(Role.REDIS)
 
     def _close_poller(self) -> None:
-        if self._poller is not None and self._poller.fd >= 0:
-            self.loop.forget(self._poller.fd)
+        if self._poller is not None:
+            if self._poller.fd >= 0:
+                self.loop.forget(self._poller.fd)
             self._poller.close()
 
     def _note_stopped(self) -> None:
@@ -544,12 +546,16 @@ def _answers(url: str) -> bool:
     return True
 
 
-def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
-    """Return the endpoints that the running broker has written; None before it has."""
+def _file_of(broker_json: Path, service: Service) -> dict[str, Any] | None:
+    """Return the content of the file that the running broker has written; None before it has."""
     try:
         found: Any = orjson.loads(broker_json.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None
-    if service.child is None or found.get("pid") != service.child.pid:
-        return None
-    return {str(name): str(endpoint) for name, endpoint in found["endpoints"].items()}
+    return found if service.child is not None and found.get("pid") == service.child.pid else None
+
+
+def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
+    """Return the endpoints that the running broker has written; None before it has."""
+    found = _file_of(broker_json, service)
+    return {str(name): str(endpoint) for name, endpoint in found["endpoints"].items()} if found is not None else None
