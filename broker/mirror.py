@@ -13,6 +13,7 @@ from headrace.broker.report import Part, Report
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.lifetime_counters import folded_counters, row_counters
+from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.runner_counters import Counters
 
 K = TypeVar("K")
@@ -88,6 +89,13 @@ class Mirror:
         counters = [self._counters.values.get((row.slot, row.incarnation), {}) for row in rows]
         counted = [own.get("accepted_bytes_total", 0) for own in counters]
         return EndedLives(folded=dict(self._folded.values), rows=rows, bytes_total=counted)
+
+    def lifetime(self) -> tuple[dict[int, Counters], Mapping[str, SumsOfLife], dict[str, Mapping[str, object]]] | None:
+        """Return the runners' counters, the sums and the env failures; None while those of before are not known."""
+        sums = self._newest.metric_sums
+        if sums is None:
+            return None
+        return dict(self._runner_state.values), sums, dict(self._env_errors.values)
 
     @property
     def _kinds(self) -> tuple[_Fields[Any, Any], ...]:

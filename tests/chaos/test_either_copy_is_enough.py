@@ -13,6 +13,9 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.broker.lifetime_file import Lifetime, LifetimeFile
+from headrace.broker.redis.client import connect
+from headrace.broker.report import SavedState, read_saved_state
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.deploy.run.resume import read_told
 from headrace.schemas.accounts.ledger import LedgerRow
@@ -25,11 +28,27 @@ FLEET = "two-copies"
 SETTINGS = ("learner.epochs=1", f"fleet.fleet_id={FLEET}")
 SMALL = ("--workers", "2", "--num-envs", "8", *(word for setting in SETTINGS for word in ("--set", setting)))
 CHECKPOINT = "learner.checkpoint"
+LOGS = (
+    *("--env", "support.envs.troubled:Troubled", "--no-check-env"),
+    *("--set", 'sampling.env_config={"lane": 1, "faults": {"step": "raises"}}'),
+    *("--set", 'sampling.callbacks=["support.pipeline.worker_callbacks:CountsEpisodes"]'),
+)
+"""One env of each life of a worker fails once, and callbacks log a sum."""
 
 
 def in_redis(url: str) -> Snapshot:
     with FleetView(url, FLEET) as view:
         return view.read()
+
+
+def lifetime_of(known: Lifetime | SavedState) -> dict[str, float]:
+    """Return the steps of runners, the sum that callbacks have logged, and the failures of envs, of all lives."""
+    steps = [counters["num_env_steps_sampled_lifetime"] for counters in known.runner_state.values()]
+    return {
+        "steps of runners": sum(count for count in steps if isinstance(count, int)),
+        "logged sum": sum(life.sums["episodes"] for life in known.metric_sums.values()),
+        "env failures": sum(row.count for row in known.env_errors.values()),
+    }
 
 
 def told_by(run_dir: Path) -> dict[str, Any]:
@@ -103,12 +122,16 @@ def test_with_the_run_directory_lost_training_goes_on_from_the_copy_in_redis(tmp
 def test_with_redis_lost_training_goes_on_from_the_run_directory(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with redis_in(tmp_path / "first") as (url, _):
-        train_and_kill_everything(run, "--redis-url", url)
+        train_and_kill_everything(run, "--redis-url", url, *LOGS)
         before = in_redis(url)
-    told = told_by(run)
+    told, lifetime = told_by(run), lifetime_of(LifetimeFile(run, FLEET).read())
     recorders = {path.name: read_recorder(path) for path in (run / "recorders").glob("*.rec")}
     with redis_in(tmp_path / "second") as (url, _):
-        said, rows = go_on(run, "--redis-url", url)
+        said, rows = go_on(run, "--redis-url", url, *LOGS)
+        with connect(url) as client:
+            after = lifetime_of(read_saved_state(client, FLEET))
+    for kind, count in lifetime.items():
+        assert after[kind] > count > 0, f"{kind} of the lives before, and more"
     assert f"going on from {CHECKPOINT} in the run directory, save {told['saves']:,} of learner epoch 1; Redis" in said
     for life, row in before.rows.items():
         reading = recorders.get(f"worker-{life[0]}-{life[1]}.rec")
