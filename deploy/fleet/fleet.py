@@ -61,6 +61,7 @@ from headrace.schemas.errors import RedisUnavailableError, RunDirError, Unreacha
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.redis_url import without_password
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -68,6 +69,8 @@ REDIS_DEADLINE_S = 15.0
 REDIS_ATTEMPTS = 2
 """Number of restarts without an answer after which the fleet gives up its own server: its files are the likely cause.
 """
+BOOKS_DEADLINE_S = 60.0
+"""Seconds for the first read of the books in Redis, which a fleet needs: no life or learner epoch may begin twice."""
 BROKER_DEADLINE_S = 30.0
 OBITUARY_DEADLINE_S = 5.0
 RECORDERS_INTERVAL_S = 1.0
@@ -299,10 +302,20 @@ class Fleet:
         self.record.note(redis_url=url)
         self._poller = SnapshotPoller(url, self.fleet_id)
         self.loop.watch(self._poller.fd, self._poller.clear)
+        self._await_books(self._poller, url)
+        if self.stop_asked or self.supervisor.failure is not None:
+            return
         self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes)
         self._choose_checkpoint(url)
         steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
+
+    def _await_books(self, poller: SnapshotPoller, url: str) -> None:
+        """Wait until Redis has told what it knows of the fleet. Raises `RedisUnavailableError`."""
+        where = f"Redis at {without_password(url)} to tell what it knows of the fleet"
+        self.wait(lambda: poller.snapshot is not None, BOOKS_DEADLINE_S, where)
+        if poller.snapshot is None and not self.stop_asked and self.supervisor.failure is None:
+            raise RedisUnavailableError(url, poller.error, BOOKS_DEADLINE_S)
 
     def _ended_lives(self) -> EndedLives:
         return BooksFile(self.run_dir.path, self.fleet_id).read()

@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.broker.redis.client import connect
+from headrace.deploy.fleet import fleet as fleet_module
 from headrace.deploy.fleet.fleet import Fleet
+from headrace.deploy.fleet.snapshot_poller import SnapshotPoller
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, ServiceState
+from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.run_dir import RunDir
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.errors import ExitCode, HeadraceError
+from headrace.schemas.accounts.redis_keys import INCARNATIONS, key_name
+from headrace.schemas.errors import ExitCode, HeadraceError, RedisUnavailableError
 from headrace.schemas.settings.config_loading import build_config
 from support.fleets.running_fleet import RunningFleet, redis_in
 from support.waiting import PATIENCE, TIMEOUT_S
@@ -97,12 +104,10 @@ sys.exit({ExitCode.FENCED:d})
 """
 
 
-def test_while_redis_is_away_a_fenced_learner_is_back_once_the_other_has_left(tmp_path: Path) -> None:
-    with (
-        redis_in(tmp_path / "elsewhere") as (url, server),
-        RunDir(tmp_path / "run") as run_dir,
-        StopSignals() as signals,
-    ):
+@contextmanager
+def fleet_of_a_broker(folder: Path) -> Iterator[tuple[Fleet, subprocess.Popen[bytes]]]:
+    """A fleet in this process that has a broker alone, and the process of its Redis. It is not started yet."""
+    with redis_in(folder / "elsewhere") as (url, server), RunDir(folder / "run") as run_dir, StopSignals() as signals:
         config = build_config(
             {
                 "fleet": {"workers": 0},
@@ -113,18 +118,58 @@ def test_while_redis_is_away_a_fenced_learner_is_back_once_the_other_has_left(tm
             }
         )
         with Fleet(config, run_dir, signals, None) as fleet:
-            fleet.start()
-            with EpisodeStream(fleet.endpoints["learner"]):
-                turn(fleet, lambda: fleet.facts().snapshot.lease.get("connected") == 1, "the other learner in Redis")
-                server.send_signal(signal.SIGSTOP)
-                command = [sys.executable, "-c", FENCED_ONCE]
-                own = fleet.supervisor.start(ProcessSpec("learner", Role.LEARNER, lambda life: [*command, str(life)]))
-                turn(fleet, lambda: own.state is ServiceState.FENCED, "the fence")
-                assert not fleet.loop.turn_until(lambda: own.restarts > 0, 2 * PATIENCE), (
-                    "the other learner is connected"
-                )
-            turn(fleet, lambda: own.restarts == 1 and own.state is ServiceState.RUNNING, "the fleet's own learner")
+            yield fleet, server
             server.send_signal(signal.SIGCONT)
+
+
+def test_while_redis_is_away_a_fenced_learner_is_back_once_the_other_has_left(tmp_path: Path) -> None:
+    with fleet_of_a_broker(tmp_path) as (fleet, server):
+        fleet.start()
+        with EpisodeStream(fleet.endpoints["learner"]):
+            turn(fleet, lambda: fleet.facts().snapshot.lease.get("connected") == 1, "the other learner in Redis")
+            server.send_signal(signal.SIGSTOP)
+            command = [sys.executable, "-c", FENCED_ONCE]
+            own = fleet.supervisor.start(ProcessSpec("learner", Role.LEARNER, lambda life: [*command, str(life)]))
+            turn(fleet, lambda: own.state is ServiceState.FENCED, "the fence")
+            assert not fleet.loop.turn_until(lambda: own.restarts > 0, 2 * PATIENCE), "the other learner is connected"
+        turn(fleet, lambda: own.restarts == 1 and own.state is ServiceState.RUNNING, "the fleet's own learner")
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_fleet_starts_no_broker_before_redis_has_told_what_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    began: list[bool] = []
+    """Whether the fleet had a broker, at each read of Redis that failed."""
+    with fleet_of_a_broker(tmp_path) as (fleet, server):
+
+        def check_then_stop(url: str, fleet_id: str) -> None:
+            check_url(url, fleet_id)
+            with connect(url) as client:
+                client.hset(key_name(fleet_id, INCARNATIONS), mapping={"0": "7"})
+            server.send_signal(signal.SIGSTOP)
+
+        def read_and_note(poller: SnapshotPoller) -> bool:
+            answered = read(poller)
+            if not answered:
+                began.append("broker" in fleet.supervisor.services)
+                if comes_back and len(began) == 2:
+                    server.send_signal(signal.SIGCONT)
+            return answered
+
+        read = SnapshotPoller.read
+        monkeypatch.setattr(SnapshotPoller, "read", read_and_note)
+        monkeypatch.setattr(fleet_module, "check_url", check_then_stop)
+        if comes_back:
+            fleet.start()
+            assert fleet.facts().snapshot.incarnations == {0: 7}
+            assert "broker" in fleet.supervisor.services
+        else:
+            monkeypatch.setattr(fleet_module, "BOOKS_DEADLINE_S", 0.5)
+            with pytest.raises(RedisUnavailableError, match=r"Redis at redis://:?\*\*\*@"):
+                fleet.start()
+            assert not fleet.supervisor.services
+    assert not any(began)
 
 
 def turn(fleet: Fleet, done: Callable[[], bool], what: str) -> None:
