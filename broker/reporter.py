@@ -291,15 +291,18 @@ class RedisReporter:
 
     def _write_ended(self) -> None:
         """Write the books of ended lives to the file, before Redis gets them, and also while it is away."""
-        if not self._mirror.has_new_ends or self._books_file is None:
+        if not self._mirror.has_new_ends:
             return
         try:
-            self._books_file.write(self._mirror.ended())
-            self._mirror.has_new_ends = self._file_failed = False
+            if self._books_file is not None:
+                self._books_file.write(self._mirror.ended())
         except OSError as error:
             if not self._file_failed:
-                log.error("books.json cannot be written (%s): only Redis has the books of ended lives", error)
+                log.error("books.json cannot be written (%s): recorders of ended lives stay, and Redis waits", error)
             self._file_failed = True
+        else:
+            self._file_failed = False
+            self._mirror.ends_written()
 
     def _write_lifetime(self, *, last: bool) -> None:
         """Write what Redis would lose with it to the file, also while Redis is away."""
