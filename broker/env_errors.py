@@ -2,7 +2,8 @@
 
 Each worker tells the counts of its life, one group in each heartbeat. The broker adds what is new in them. So a
 repeated heartbeat adds nothing, and a lost one costs nothing. The broker keeps what the newest life of each slot has
-told. Earlier lives tell nothing more. Redis keeps it too, so a broker that starts later goes on counting.
+told. Earlier lives tell nothing more. Redis and `lifetime_file.py` keep it too, so a broker that starts later goes on
+counting.
 """
 
 from __future__ import annotations

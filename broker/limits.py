@@ -52,6 +52,8 @@ class BrokerState:
     owners: dict[int, str] = field(default_factory=dict)
     """The group of keys that has each slot, as far as a worker with a key has joined there."""
     counters: dict[int, Counters] = field(default_factory=dict, compare=False)
-    """Lifetime counters of the runner in each slot. Redis alone keeps them: no promise depends on the newest."""
+    """Lifetime counters of the runner in each slot. Redis and `lifetime_file.py` keep them: no promise depends on the
+    newest.
+    """
     folded: dict[int, FoldedLives] = field(default_factory=dict, compare=False)
     """The folded lives of each slot. They have a file of their own (`books_file.py`)."""

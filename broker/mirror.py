@@ -13,6 +13,7 @@ from headrace.broker.report import Part, Report
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.lifetime_counters import folded_counters, row_counters
+from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.runner_counters import Counters
 
 K = TypeVar("K")
@@ -64,7 +65,9 @@ class Mirror:
         self.is_whole = True
         """True if the next parts must have all state, since this Redis may lack any of it."""
         self.has_new_ends = False
-        """True once what `ended` returns has changed; the caller sets it back."""
+        """True once what `ended` returns has changed, until `ends_written`."""
+        self._unwritten: dict[SourceKey, None] = {}
+        """Ended lives whose rows no part may have yet: books.json lacks them, and recorders go once Redis has them."""
         self._rows: _Fields[SourceKey, LedgerRow] = _Fields()
         self._counters: _Fields[SourceKey, Mapping[str, int]] = _Fields()
         self._folded: _Fields[int, FoldedLives] = _Fields()
@@ -89,6 +92,19 @@ class Mirror:
         counted = [own.get("accepted_bytes_total", 0) for own in counters]
         return EndedLives(folded=dict(self._folded.values), rows=rows, bytes_total=counted)
 
+    def ends_written(self) -> None:
+        """Note that what `ended` returned last is in its file. Redis may have it now."""
+        self.has_new_ends = False
+        self._rows.unsent.update(self._unwritten)
+        self._unwritten.clear()
+
+    def lifetime(self) -> tuple[dict[int, Counters], Mapping[str, SumsOfLife], dict[str, Mapping[str, object]]] | None:
+        """Return the runners' counters, the sums and the env failures; None while those of before are not known."""
+        sums = self._newest.metric_sums
+        if sums is None:
+            return None
+        return dict(self._runner_state.values), sums, dict(self._env_errors.values)
+
     @property
     def _kinds(self) -> tuple[_Fields[Any, Any], ...]:
         ended = self._rows, self._counters, self._folded
@@ -104,6 +120,7 @@ class Mirror:
         self._newest, self._is_first = report, True
         self.has_new_ends = self.has_new_ends or bool(report.folded) or any(row.closed for row in report.rows)
         self._rows.take({(row.slot, row.incarnation): row for row in report.rows})
+        self._hold_back((row.slot, row.incarnation) for row in report.rows if row.closed)
         self._counters.take(report.counters)
         self._folded.take(report.folded)
         self._workers.take(report.workers)
@@ -117,6 +134,13 @@ class Mirror:
             self._gone[slot] = None
         if report.folded:
             self.remove_folded([*self._rows.values, *self._counters.values])
+
+    def _hold_back(self, lives: Iterable[SourceKey]) -> None:
+        """Hold back the rows of those lives that are not confirmed, until `ends_written`."""
+        for life in lives:
+            if life in self._rows.unsent:
+                del self._rows.unsent[life]
+                self._unwritten[life] = None
 
     def _take_env_errors(self, groups: Mapping[str, Mapping[str, object]] | None) -> None:
         if groups is None:
@@ -134,6 +158,7 @@ class Mirror:
             lives = self._folded.values.get(slot)
             if lives is not None and incarnation in lives:
                 self._rows.drop((slot, incarnation))
+                self._unwritten.pop((slot, incarnation), None)
                 self._counters.drop((slot, incarnation))
                 self._lives.setdefault(slot, set()).add(incarnation)
                 self._folded.unsent[slot] = None
@@ -147,6 +172,7 @@ class Mirror:
         self.is_whole = self._is_first = True
         for fields in self._kinds:
             fields.forget_confirmed()
+        self._hold_back(list(self._unwritten))
 
     def next_part(self) -> Part | None:
         """Return the next part to send; None when Redis lacks nothing. The first part of a report has its gauges."""

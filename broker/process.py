@@ -18,6 +18,7 @@ import zmq
 from headrace.broker.books_file import BooksFile
 from headrace.broker.core import BrokerCore
 from headrace.broker.keyed_peers import KeyedPeers
+from headrace.broker.lifetime_file import LifetimeFile
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.logged_batches import LoggedBatches, warn_of_log
 from headrace.broker.metrics import FleetMetrics
@@ -39,7 +40,7 @@ from headrace.schemas.chunks.batch import read_batch_header
 from headrace.schemas.credentials.key_files import fingerprint
 from headrace.schemas.credentials.keys import BROKER, BrokerKeys, read_broker_keys
 from headrace.schemas.credentials.loopback_token import ServerToken, server_token
-from headrace.schemas.errors import ConfigError, DecodeError
+from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode, decode_header
 from headrace.schemas.messages import (
     LearnerHello,
@@ -207,7 +208,9 @@ class Broker:
         ended = books_file.read()
         state.folded.update(ended.folded)
         self.core = BrokerCore(fleet_id, limits, state, time.monotonic())
-        self.core.restore(ended.rows, {}, 0)
+        lifetime_file = LifetimeFile(run_dir, fleet_id)
+        self._lifetime = lifetime_file.read()
+        self.core.restore(ended.rows, {}, 0, self._lifetime.runner_state)
         self._bytes_of_ended = {key: {"accepted_bytes_total": count} for key, count in ended.bytes_of().items()}
         self.metrics.continue_from(self._bytes_of_ended)
         self.log = LoggedBatches(config, run_dir, self.core, self._limits) if config.log else None
@@ -220,11 +223,14 @@ class Broker:
             "settings": orjson.dumps(settings or {}).decode(),
         }
         self.reporter = (
-            RedisReporter(redis_url, fleet_id, books_file, live_s, weights_per_hour, about) if redis_url else None
+            RedisReporter(redis_url, fleet_id, books_file, live_s, weights_per_hour, about, lifetime_file)
+            if redis_url
+            else None
         )
         self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
         self.metrics.note_start(self.core.state.incarnations)
         self._written: BrokerState | None = None
+        self._noted_learner: bool | None = None
         self._next_report = 0.0
         self._next_tick = 0.0
         self._poller = zmq.Poller()
@@ -265,6 +271,7 @@ class Broker:
         if now >= self._next_report:
             self._next_report = now + self.config.report_interval_s
             self._report(now)
+            self._note_learner()
 
     def _is_at_goal(self) -> bool:
         mean_return, env_steps = self._goal
@@ -474,9 +481,23 @@ class Broker:
     # -- what outlives the process ------------------------------------------------------------------------------------
 
     def _write_state(self) -> None:
-        write_broker_file(self.run_dir, self.fleet_id, self.sockets.endpoints, self.core.state)
-        state = self.core.state
+        state, has_learner = self.core.state, self._noted_learner
+        write_broker_file(self.run_dir, self.fleet_id, self.sockets.endpoints, state, has_learner)
         self._written = replace(state, incarnations=dict(state.incarnations), owners=dict(state.owners))
+
+    def _note_learner(self) -> None:
+        """Note in the file whether a learner is connected, since the supervisor must know it while Redis is away.
+
+        On a full disk, try again after the next report.
+        """
+        before, self._noted_learner = self._noted_learner, self.core.has_learner
+        if before is self._noted_learner:
+            return
+        try:
+            self._write_state()
+        except HeadraceError as error:
+            self._noted_learner = before
+            log.debug("whether a learner is connected cannot be noted now: %s", error)
 
     def _report(self, now: float, ended_unix_s: float | None = None) -> None:
         if self.reporter is None:
@@ -504,8 +525,8 @@ class Broker:
         known, is_folded = self._bytes_of_ended, self.core.store.is_folded
         news = {key: own for key, own in saved.counters.items() if key not in known and key[1] and not is_folded(*key)}
         self.metrics.continue_from(news)
-        self.metrics.workers.go_on_from(saved.metric_sums)
-        self.metrics.env_errors.go_on_from(saved.env_errors)
+        self.metrics.workers.go_on_from(saved.metric_sums or self._lifetime.metric_sums)
+        self.metrics.env_errors.go_on_from(saved.env_errors or self._lifetime.env_errors)
         if saved.weights is not None:
             try:
                 header, _ = read_weights(decode(saved.weights.frames))

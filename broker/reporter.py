@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from redis.exceptions import RedisError
 
 from headrace.broker.books_file import BooksFile
+from headrace.broker.lifetime_file import LifetimeFile
 from headrace.broker.mirror import Mirror
 from headrace.broker.redis.blob import LARGEST_WEIGHTS, ByteBudget, StoredBlob, weights_in
 from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, in_words
@@ -66,6 +67,7 @@ class RedisReporter:
         live_s: float = LIVE_S,
         weights_per_hour: int = REDIS_BYTES_PER_HOUR // 2,
         about: Mapping[str, str] | None = None,
+        lifetime_file: LifetimeFile | None = None,
     ) -> None:
         self._url = without_password(url)
         self._client = connect(url)
@@ -73,6 +75,7 @@ class RedisReporter:
         self._merge = MergeScript(self._client, fleet_id, live_s, about=about)
         self._mirror = Mirror()
         self._books_file = books_file
+        self._lifetime_file = lifetime_file
         self._file_failed = False
         self._shelf = weights_in(self._client, fleet_id)
         self._budget = ByteBudget(weights_per_hour)
@@ -243,6 +246,7 @@ class RedisReporter:
         for report in offered:
             self._mirror.take(report)
         self._write_ended()
+        self._write_lifetime(last=closing)
         if not saved_read:
             saved = read_saved_state(self._client, self._fleet_id)
             self._mirror.know_counters(name for counters in saved.counters.values() for name in counters)
@@ -287,15 +291,28 @@ class RedisReporter:
 
     def _write_ended(self) -> None:
         """Write the books of ended lives to the file, before Redis gets them, and also while it is away."""
-        if not self._mirror.has_new_ends or self._books_file is None:
+        if not self._mirror.has_new_ends:
             return
         try:
-            self._books_file.write(self._mirror.ended())
-            self._mirror.has_new_ends = self._file_failed = False
+            if self._books_file is not None:
+                self._books_file.write(self._mirror.ended())
         except OSError as error:
             if not self._file_failed:
-                log.error("books.json cannot be written (%s): only Redis has the books of ended lives", error)
+                log.error("books.json cannot be written (%s): recorders of ended lives stay, and Redis waits", error)
             self._file_failed = True
+        else:
+            self._file_failed = False
+            self._mirror.ends_written()
+
+    def _write_lifetime(self, *, last: bool) -> None:
+        """Write what Redis would lose with it to the file, also while Redis is away."""
+        lifetime = self._mirror.lifetime()
+        if self._lifetime_file is None or lifetime is None:
+            return
+        try:
+            self._lifetime_file.write(*lifetime, last=last)
+        except OSError as error:
+            log.debug("lifetime.json cannot be written now: %s", error)
 
     def _find_folded_rows(self) -> None:
         """Find rows in Redis whose lives are folded, and counters there: it may have lost the newest writes."""

@@ -42,6 +42,8 @@ class BrokerFile(BaseModel):
     learner_token: str = ""
     incarnations: dict[int, int] = {}
     owners: dict[int, str] = {}
+    has_learner: bool | None = None
+    """Whether a learner was connected at the broker's last report; None before its first."""
 
     def state(self) -> BrokerState:
         """Return the part of the file from which the broker's core goes on."""
@@ -85,7 +87,9 @@ def _without_impossible(file: BrokerFile) -> BrokerFile:
     return file.model_copy(update=update)
 
 
-def write_broker_file(run_dir: Path, fleet_id: str, endpoints: Endpoints, state: BrokerState) -> None:
+def write_broker_file(
+    run_dir: Path, fleet_id: str, endpoints: Endpoints, state: BrokerState, has_learner: bool | None = None
+) -> None:
     """Replace the file. Raises `RunDirError`."""
     content = BrokerFile(
         pid=os.getpid(),
@@ -95,6 +99,7 @@ def write_broker_file(run_dir: Path, fleet_id: str, endpoints: Endpoints, state:
         learner_token=state.learner_token,
         incarnations=state.incarnations,
         owners=state.owners,
+        has_learner=has_learner,
     )
     path = file_path(run_dir)
     with writing(path, "the broker's state"):

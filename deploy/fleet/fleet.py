@@ -61,6 +61,7 @@ from headrace.schemas.errors import RedisUnavailableError, RunDirError, Unreacha
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.redis_url import without_password
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -68,6 +69,8 @@ REDIS_DEADLINE_S = 15.0
 REDIS_ATTEMPTS = 2
 """Number of restarts without an answer after which the fleet gives up its own server: its files are the likely cause.
 """
+BOOKS_DEADLINE_S = 60.0
+"""Seconds for the first read of the books in Redis, which a fleet needs: no life or learner epoch may begin twice."""
 BROKER_DEADLINE_S = 30.0
 OBITUARY_DEADLINE_S = 5.0
 RECORDERS_INTERVAL_S = 1.0
@@ -177,8 +180,9 @@ class Fleet:
         return self._poller.take_learner_rows() if self._poller else []
 
     def learner_has_left(self) -> bool:
-        """Return whether the broker reported, a moment ago, that no learner is connected."""
-        return self.snapshot is not None and self.redis_age_s < STALE_S and self.snapshot.lease.get("connected") == 0
+        """Return whether the running broker has noted in its file that no learner is connected. Redis is not asked."""
+        found = _file_of(self.run_dir.broker_json, self.supervisor.services["broker"])
+        return found is not None and found.get("has_learner") is False
 
     def numbers(self) -> RunNumbers:
         """Return the newest numbers by which goals are judged."""
@@ -299,10 +303,20 @@ class Fleet:
         self.record.note(redis_url=url)
         self._poller = SnapshotPoller(url, self.fleet_id)
         self.loop.watch(self._poller.fd, self._poller.clear)
+        self._await_books(self._poller, url)
+        if self.stop_asked or self.supervisor.failure is not None:
+            return
         self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes)
         self._choose_checkpoint(url)
         steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
+
+    def _await_books(self, poller: SnapshotPoller, url: str) -> None:
+        """Wait until Redis has told what it knows of the fleet. Raises `RedisUnavailableError`."""
+        where = f"Redis at {without_password(url)} to tell what it knows of the fleet"
+        self.wait(lambda: poller.snapshot is not None, BOOKS_DEADLINE_S, where)
+        if poller.snapshot is None and not self.stop_asked and self.supervisor.failure is None:
+            raise RedisUnavailableError(url, poller.error, BOOKS_DEADLINE_S)
 
     def _ended_lives(self) -> EndedLives:
         return BooksFile(self.run_dir.path, self.fleet_id).read()
@@ -427,8 +441,9 @@ class Fleet:
         self._stop(Role.REDIS)
 
     def _close_poller(self) -> None:
-        if self._poller is not None and self._poller.fd >= 0:
-            self.loop.forget(self._poller.fd)
+        if self._poller is not None:
+            if self._poller.fd >= 0:
+                self.loop.forget(self._poller.fd)
             self._poller.close()
 
     def _note_stopped(self) -> None:
@@ -544,12 +559,16 @@ def _answers(url: str) -> bool:
     return True
 
 
-def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
-    """Return the endpoints that the running broker has written; None before it has."""
+def _file_of(broker_json: Path, service: Service) -> dict[str, Any] | None:
+    """Return the content of the file that the running broker has written; None before it has."""
     try:
         found: Any = orjson.loads(broker_json.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return None
-    if service.child is None or found.get("pid") != service.child.pid:
-        return None
-    return {str(name): str(endpoint) for name, endpoint in found["endpoints"].items()}
+    return found if service.child is not None and found.get("pid") == service.child.pid else None
+
+
+def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
+    """Return the endpoints that the running broker has written; None before it has."""
+    found = _file_of(broker_json, service)
+    return {str(name): str(endpoint) for name, endpoint in found["endpoints"].items()} if found is not None else None

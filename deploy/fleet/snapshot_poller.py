@@ -79,14 +79,18 @@ class SnapshotPoller:
         return taken
 
     def close(self) -> None:
-        """End the thread; `read` and `snapshot` still work. Waits for a read under way, about a second at most.
+        """End the thread and the connection, which a later `read` opens again. `snapshot` stays.
+
+        Waits for a read under way, about a second at most.
 
         Stop watching `fd` before the call: `fd` is closed, and -1 afterwards.
         """
         self._closing.set()
         self._thread.join(5.0)
-        if self.fd >= 0 and not self._thread.is_alive():
-            os.close(self.fd)
+        if not self._thread.is_alive():
+            self._view.close()
+            if self.fd >= 0:
+                os.close(self.fd)
         self.fd = -1
 
     def clear(self) -> None:

@@ -6,21 +6,21 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from headrace.deploy.run.redis_server import prepare_redis, wait_ready
+from headrace.broker.lifetime_file import Lifetime, LifetimeFile
+from headrace.broker.redis.client import connect
+from headrace.broker.report import SavedState, read_saved_state
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.deploy.run.resume import read_told
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import read_recorder
-from support.fleets.running_fleet import RunningFleet
+from support.fleets.running_fleet import RunningFleet, redis_in
 
 pytestmark = pytest.mark.chaos
 
@@ -28,24 +28,27 @@ FLEET = "two-copies"
 SETTINGS = ("learner.epochs=1", f"fleet.fleet_id={FLEET}")
 SMALL = ("--workers", "2", "--num-envs", "8", *(word for setting in SETTINGS for word in ("--set", setting)))
 CHECKPOINT = "learner.checkpoint"
-
-
-@contextmanager
-def redis_in(folder: Path) -> Iterator[str]:
-    """A Redis server that is no part of the fleet; yields its URL."""
-    launch = prepare_redis(folder)
-    server = subprocess.Popen(launch.argv, stdout=subprocess.DEVNULL)
-    try:
-        wait_ready(launch.url, 60.0)
-        yield launch.url
-    finally:
-        server.kill()
-        server.wait()
+LOGS = (
+    *("--env", "support.envs.troubled:Troubled", "--no-check-env"),
+    *("--set", 'sampling.env_config={"lane": 1, "faults": {"step": "raises"}}'),
+    *("--set", 'sampling.callbacks=["support.pipeline.worker_callbacks:CountsEpisodes"]'),
+)
+"""One env of each life of a worker fails once, and callbacks log a sum."""
 
 
 def in_redis(url: str) -> Snapshot:
     with FleetView(url, FLEET) as view:
         return view.read()
+
+
+def lifetime_of(known: Lifetime | SavedState) -> dict[str, float]:
+    """Return the steps of runners, the sum that callbacks have logged, and the failures of envs, of all lives."""
+    steps = [counters["num_env_steps_sampled_lifetime"] for counters in known.runner_state.values()]
+    return {
+        "steps of runners": sum(count for count in steps if isinstance(count, int)),
+        "logged sum": sum(life.sums["episodes"] for life in known.metric_sums.values()),
+        "env failures": sum(row.count for row in known.env_errors.values()),
+    }
 
 
 def told_by(run_dir: Path) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def trained_on_copy(said: str, rows: dict[tuple[int, int], LedgerRow]) -> int:
 
 def test_with_the_run_directory_lost_training_goes_on_from_the_copy_in_redis(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with redis_in(tmp_path / "elsewhere") as url:
+    with redis_in(tmp_path / "elsewhere") as (url, _):
         train_and_kill_everything(run, "--redis-url", url)
         shutil.rmtree(run)
         before = in_redis(url)
@@ -118,13 +121,17 @@ def test_with_the_run_directory_lost_training_goes_on_from_the_copy_in_redis(tmp
 
 def test_with_redis_lost_training_goes_on_from_the_run_directory(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with redis_in(tmp_path / "first") as url:
-        train_and_kill_everything(run, "--redis-url", url)
+    with redis_in(tmp_path / "first") as (url, _):
+        train_and_kill_everything(run, "--redis-url", url, *LOGS)
         before = in_redis(url)
-    told = told_by(run)
+    told, lifetime = told_by(run), lifetime_of(LifetimeFile(run, FLEET).read())
     recorders = {path.name: read_recorder(path) for path in (run / "recorders").glob("*.rec")}
-    with redis_in(tmp_path / "second") as url:
-        said, rows = go_on(run, "--redis-url", url)
+    with redis_in(tmp_path / "second") as (url, _):
+        said, rows = go_on(run, "--redis-url", url, *LOGS)
+        with connect(url) as client:
+            after = lifetime_of(read_saved_state(client, FLEET))
+    for kind, count in lifetime.items():
+        assert after[kind] > count > 0, f"{kind} of the lives before, and more"
     assert f"going on from {CHECKPOINT} in the run directory, save {told['saves']:,} of learner epoch 1; Redis" in said
     for life, row in before.rows.items():
         reading = recorders.get(f"worker-{life[0]}-{life[1]}.rec")

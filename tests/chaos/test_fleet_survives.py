@@ -5,16 +5,30 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.broker.redis.client import connect
+from headrace.deploy.fleet import fleet as fleet_module
+from headrace.deploy.fleet.fleet import Fleet
+from headrace.deploy.fleet.snapshot_poller import SnapshotPoller
+from headrace.deploy.process.stop_signals import StopSignals
+from headrace.deploy.process.supervisor import ProcessSpec, Role, ServiceState
+from headrace.deploy.run.redis_server import check_url
+from headrace.deploy.run.run_dir import RunDir
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.errors import HeadraceError
-from support.fleets.running_fleet import RunningFleet
-from support.waiting import TIMEOUT_S
+from headrace.schemas.accounts.redis_keys import INCARNATIONS, key_name
+from headrace.schemas.errors import ExitCode, HeadraceError, RedisUnavailableError
+from headrace.schemas.settings.config_loading import build_config
+from support.fleets.running_fleet import RunningFleet, redis_in
+from support.waiting import PATIENCE, TIMEOUT_S
 
 pytestmark = pytest.mark.chaos
 
@@ -59,18 +73,107 @@ def test_a_role_that_is_stopped_is_replaced(tmp_path: Path, role: str) -> None:
 
 
 @pytest.mark.thorough
-def test_the_fleets_own_learner_is_back_after_another_came_and_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("redis_answers", [True, False])
+def test_the_fleets_own_learner_is_back_after_another_came_and_left(tmp_path: Path, redis_answers: bool) -> None:
     arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
-    with RunningFleet(tmp_path, *SMALL, *arguments) as fleet:
+    with (
+        redis_in(tmp_path / "elsewhere") as (url, server),
+        RunningFleet(tmp_path / "run", *SMALL, *arguments, "--redis-url", url) as fleet,
+    ):
         fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         with EpisodeStream(fleet.endpoint("learner")) as other:
             fleet.wait_until(lambda: fleet.pid("learner") is None, "the fleet's own learner has ended")
             assert other.next(timeout_s=TIMEOUT_S) is not None
+            if not redis_answers:
+                server.send_signal(signal.SIGSTOP)
         fleet.wait_until(lambda: fleet.pid("learner"), "the fleet's own learner is back")
+        server.send_signal(signal.SIGCONT)
         result = fleet.finish()
-    assert_goal_and_books(fleet, result)
+        assert_goal_and_books(fleet, result)
     assert result["restarts"]["learner"] == 1
     assert "learner starts again: no learner was connected for" in result["stderr"]
+
+
+FENCED_ONCE = f"""
+import sys, time
+from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
+if int(sys.argv[1]) > 1:
+    time.sleep(600)
+write_exit_record(exit_record_path(), {ExitCode.FENCED:d}, "fenced")
+sys.exit({ExitCode.FENCED:d})
+"""
+
+
+@contextmanager
+def fleet_of_a_broker(folder: Path) -> Iterator[tuple[Fleet, subprocess.Popen[bytes]]]:
+    """A fleet in this process that has a broker alone, and the process of its Redis. It is not started yet."""
+    with redis_in(folder / "elsewhere") as (url, server), RunDir(folder / "run") as run_dir, StopSignals() as signals:
+        config = build_config(
+            {
+                "fleet": {"workers": 0},
+                "learner": {"enabled": False},
+                "dashboard": {"enabled": False},
+                "redis": {"url": url},
+                "broker": {"lease_s": PATIENCE, "heartbeat_interval_s": 0.3},
+            }
+        )
+        with Fleet(config, run_dir, signals, None) as fleet:
+            yield fleet, server
+            server.send_signal(signal.SIGCONT)
+
+
+def test_while_redis_is_away_a_fenced_learner_is_back_once_the_other_has_left(tmp_path: Path) -> None:
+    with fleet_of_a_broker(tmp_path) as (fleet, server):
+        fleet.start()
+        with EpisodeStream(fleet.endpoints["learner"]):
+            turn(fleet, lambda: fleet.facts().snapshot.lease.get("connected") == 1, "the other learner in Redis")
+            server.send_signal(signal.SIGSTOP)
+            command = [sys.executable, "-c", FENCED_ONCE]
+            own = fleet.supervisor.start(ProcessSpec("learner", Role.LEARNER, lambda life: [*command, str(life)]))
+            turn(fleet, lambda: own.state is ServiceState.FENCED, "the fence")
+            assert not fleet.loop.turn_until(lambda: own.restarts > 0, 2 * PATIENCE), "the other learner is connected"
+        turn(fleet, lambda: own.restarts == 1 and own.state is ServiceState.RUNNING, "the fleet's own learner")
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_fleet_starts_no_broker_before_redis_has_told_what_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    began: list[bool] = []
+    """Whether the fleet had a broker, at each read of Redis that failed."""
+    with fleet_of_a_broker(tmp_path) as (fleet, server):
+
+        def check_then_stop(url: str, fleet_id: str) -> None:
+            check_url(url, fleet_id)
+            with connect(url) as client:
+                client.hset(key_name(fleet_id, INCARNATIONS), mapping={"0": "7"})
+            server.send_signal(signal.SIGSTOP)
+
+        def read_and_note(poller: SnapshotPoller) -> bool:
+            answered = read(poller)
+            if not answered:
+                began.append("broker" in fleet.supervisor.services)
+                if comes_back and len(began) == 2:
+                    server.send_signal(signal.SIGCONT)
+            return answered
+
+        read = SnapshotPoller.read
+        monkeypatch.setattr(SnapshotPoller, "read", read_and_note)
+        monkeypatch.setattr(fleet_module, "check_url", check_then_stop)
+        if comes_back:
+            fleet.start()
+            assert fleet.facts().snapshot.incarnations == {0: 7}
+            assert "broker" in fleet.supervisor.services
+        else:
+            monkeypatch.setattr(fleet_module, "BOOKS_DEADLINE_S", 0.5)
+            with pytest.raises(RedisUnavailableError, match=r"Redis at redis://:?\*\*\*@"):
+                fleet.start()
+            assert not fleet.supervisor.services
+    assert not any(began)
+
+
+def turn(fleet: Fleet, done: Callable[[], bool], what: str) -> None:
+    assert fleet.loop.turn_until(done, TIMEOUT_S), what
 
 
 @pytest.mark.thorough

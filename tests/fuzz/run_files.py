@@ -23,9 +23,11 @@ from fuzz.mutations import Mutator, as_json
 
 from headrace.broker.books_file import BooksFile, EndedLives
 from headrace.broker.core import BrokerCore
+from headrace.broker.lifetime_file import LifetimeFile
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.log_records import BATCH, MAGIC, NOTE, Record, encode_record
 from headrace.broker.logged_batches import LoggedBatches
+from headrace.broker.metrics import FleetMetrics
 from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.obituary_sender import write_obituary
 from headrace.deploy.loggers.row_files import CsvFile, JsonlFile
@@ -44,8 +46,10 @@ from headrace.deploy.run.saved_policy import find_policy
 from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.fleet_place import keys_folder
 from headrace.learner_stub.learner_state import LearnerState
+from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.basics.run_files import endpoint_in, run_state
 from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
@@ -109,6 +113,11 @@ class RunFiles:
         assert folded is not None
         row = ROW.model_copy(update={"incarnation": 4})
         BooksFile(self.folder, FLEET).write(EndedLives(folded={3: folded}, rows=[row], bytes_total=[90]))
+        sums = {"past": SumsOfLife(sums={"wins": 2.0})}
+        failures = EnvErrorRow(kind="env_exception", count=2, slots=[3], lives={"3/2": 2})
+        LifetimeFile(self.folder, FLEET).write(
+            {3: {"num_episodes_lifetime": 7}}, sums, {failures.fingerprint: failures.model_dump()}
+        )
         fleet = FleetFile(fleet_id=FLEET, state="running", supervisor_pid=os.getpid(), started=1.0, env_steps=9)
         self.fleet = fleet.model_dump() | {
             "best_return": 1.5,
@@ -239,6 +248,17 @@ class RunFiles:
         orjson.dumps(list(ended.bytes_of().values()))
         file.write(ended)
 
+    def _read_lifetime(self) -> None:
+        lifetime = LifetimeFile(self.folder, FLEET).read()
+        metrics = FleetMetrics()
+        metrics.workers.go_on_from(lifetime.metric_sums)
+        metrics.env_errors.go_on_from(lifetime.env_errors)
+        core = BrokerCore(FLEET, BrokerLimits(), BrokerState())
+        core.restore([], {}, 0, lifetime.runner_state)
+        LifetimeFile(self.folder, FLEET).write(
+            core.state.counters, metrics.workers.sums(), metrics.env_errors.rows(), last=True
+        )
+
     def _read_state(self) -> None:
         found = read_broker_file(self.folder)
         assert all(isinstance(endpoint_in(self.folder, role), str) for role in ("learner", "worker"))
@@ -301,7 +321,8 @@ class RunFiles:
     def cases(self) -> Iterator[Case]:
         """Every kind of file, with what reads it."""
         rec, episodes = "recorders/worker-3-2.rec", "recorders/worker-3-2.episodes"
-        books, broker = (orjson.loads(self.honest[Path(name)]) for name in ("books.json", "broker.json"))
+        own = ("books.json", "broker.json", "lifetime.json")
+        books, broker, lifetime = (orjson.loads(self.honest[Path(name)]) for name in own)
         exit_record = ExitRecord(pid=os.getpid(), exit_code=3, sentence="x").model_dump()
         yield "recorder", self._words, self._read_ends
         yield "recorder", partial(self._bytes_of, rec), lambda: read_recorder(self.recorder)
@@ -310,6 +331,7 @@ class RunFiles:
         yield "log of episodes", partial(self._bytes_of, episodes), self._read_episodes
         yield "log of episodes in an obituary", self._episodes, self._read_ends
         yield "books.json", partial(self._json, "books.json", books), self._read_books
+        yield "lifetime.json", partial(self._json, "lifetime.json", lifetime), self._read_lifetime
         yield "broker.json", partial(self._json, "broker.json", broker), self._read_state
         yield "broker.json in an audit", partial(self._json, "broker.json", broker), self._read_audit
         yield "fleet.json", partial(self._json, "fleet.json", self.fleet), self._read_fleet

@@ -110,7 +110,7 @@ class Reports:
         self.mirror.take(Report())
         if self.mirror.has_new_ends:
             self.file.write(self.mirror.ended())
-            self.mirror.has_new_ends = False
+            self.mirror.ends_written()
         for _ in range(most):
             if self.mirror.is_whole:
                 names = self.client.hkeys(key_name(self.fleet_id, LEDGER))
@@ -355,6 +355,26 @@ def test_folded_lives_know_each_life_in_any_order(make_row: MakeRow) -> None:
             assert (lives.lives, list(lives.problems())) == (count + 1, [])
             assert before is None or (lives.covers(before) and not before.covers(lives))
             assert fold(lives, make_row(0, incarnation, 2, 2, closed=True)) is None, "a life was added twice"
+
+
+def test_redis_gets_the_row_of_an_ended_life_only_once_the_books_file_has_it(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, ended, live = tmp_path / "absent", make_row(0, 1, 4, 4, closed=True), make_row(0, 2)
+    reporter = RedisReporter(url, fleet_id, BooksFile(folder, fleet_id))
+    for _ in range(2):
+        reporter.offer(Report(rows=[ended, live]))
+        wait_until(lambda: reporter.is_idle, "the report")
+        assert set(read(url, fleet_id).rows) == {(0, 2)}, "its recorder is kept"
+        assert reporter.take_closed_rows() == []
+        client.delete(*client.keys(f"*{fleet_id}*"))  # so that all is reported again
+    assert caplog.text.count("books.json cannot be written") == 1
+    folder.mkdir()
+    reporter.offer(Report())
+    assert reporter.close(30.0)
+    assert read(url, fleet_id).rows == {(0, 1): ended, (0, 2): live}
+    assert reporter.take_closed_rows() == [ended]
+    assert BooksFile(folder, fleet_id).read().rows == [ended]
 
 
 def test_a_damaged_or_foreign_books_file_gives_an_error(tmp_path: Path) -> None:

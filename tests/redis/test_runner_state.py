@@ -1,19 +1,25 @@
-"""Lifetime counters of runners in Redis: handed to the next broker, checked, and kept when a slot is empty."""
+"""Lifetime counters of runners: handed to the next broker by Redis, or by a file where Redis is empty, and checked."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from headrace.broker.core import BrokerCore
+from headrace.broker.lifetime_file import SHORTEST_PAUSE_S, Lifetime, LifetimeFile
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.report import Report, SavedState
 from headrace.broker.reporter import RedisReporter
+from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.accounts.runner_counters import LARGEST_BYTES, Counters
 from headrace.schemas.messages import Bye, Heartbeat, WorkerHello, WorkerWelcome
+from support.pipeline.delivery import BrokerThread
 
 KNOWN: Counters = {"num_episodes_lifetime": 7, "num_agent_steps_sampled_lifetime": {"a": 12}}
 
@@ -70,3 +76,83 @@ def test_a_new_worker_gets_the_lifetime_counters_of_its_slot() -> None:
     )
     core.receive(b"b", bye, 3.0)
     assert welcome(core, "c").counters["num_episodes_lifetime"] == 11
+
+
+FAILURES = EnvErrorRow(kind="env_exception", where="a", count=3, slots=[0], lives={"0/1": 3})
+LIFETIME = Lifetime(
+    {0: KNOWN},
+    {"past": SumsOfLife(sums={"wins": 2.5}), "0": SumsOfLife(incarnation=1, sums={"wins": 1.0})},
+    {FAILURES.fingerprint: FAILURES},
+)
+
+
+def write(file: LifetimeFile, lifetime: Lifetime = LIFETIME, *, last: bool = False) -> None:
+    rows = {name: row.model_dump() for name, row in lifetime.env_errors.items()}
+    file.write(lifetime.runner_state, lifetime.metric_sums, rows, last=last)
+
+
+def known_by(broker: BrokerThread) -> Lifetime:
+    def look(asked: Any) -> Lifetime:
+        rows = asked.metrics.env_errors.rows()
+        failures = {name: EnvErrorRow.model_validate_json(orjson.dumps(row)) for name, row in rows.items()}
+        return Lifetime(dict(asked.core.state.counters), asked.metrics.workers.sums(), failures)
+
+    return broker.ask(look)
+
+
+def test_a_broker_at_an_empty_redis_goes_on_from_the_file(url: str, fleet_id: str, client: Any, tmp_path: Path) -> None:
+    write(LifetimeFile(tmp_path, fleet_id))
+    for _ in range(2):  # the second time Redis has all of it too, and nothing counts twice
+        with BrokerThread(tmp_path, fleet_id, redis_url=url) as broker:
+            assert known_by(broker) == LIFETIME
+        assert client.hlen(key_name(fleet_id, RUNNER_STATE)) == 1
+        assert LifetimeFile(tmp_path, fleet_id).read() == LIFETIME
+    (tmp_path / "lifetime.json").unlink()
+    with BrokerThread(tmp_path, fleet_id, redis_url=url) as broker:
+        assert known_by(broker) == LIFETIME, "from Redis alone"
+    assert LifetimeFile(tmp_path, fleet_id).read() == LIFETIME, "its last report is written there too"
+
+
+def test_a_damaged_or_foreign_lifetime_file_is_logged_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, path = LifetimeFile(tmp_path, "f"), tmp_path / "lifetime.json"
+    assert file.read() == Lifetime()
+    assert not caplog.records
+    for content in (b"{", b"[]", b'{"fleet_id": "f"}', b'{"fleet_id": "f", "runner_state": 1}'):
+        path.write_bytes(content)
+        assert file.read() == Lifetime()
+    assert caplog.text.count("cannot be used") == 4
+    write(LifetimeFile(tmp_path, "another"))
+    assert file.read() == Lifetime()
+    assert "it is of fleet 'another'" in caplog.text
+    write(file)
+    content = orjson.loads(path.read_bytes())
+    content["runner_state"]["1"] = {"num_episodes_lifetime": -1}
+    content["metric_sums"]["x"] = {}
+    path.write_bytes(orjson.dumps(content))
+    assert file.read() == LIFETIME
+    assert caplog.text.count("left out a value in lifetime.json") == 2
+
+
+def test_the_lifetime_file_is_written_after_a_pause_by_its_size(tmp_path: Path) -> None:
+    now = [0.0]
+    file, path = LifetimeFile(tmp_path, "f", lambda: now[0]), tmp_path / "lifetime.json"
+
+    def is_written(lifetime: Lifetime, *, last: bool = False) -> bool:
+        path.unlink(missing_ok=True)
+        write(file, lifetime, last=last)
+        return path.exists()
+
+    assert is_written(LIFETIME)
+    assert not is_written(Lifetime({0: {"a": 1}}))
+    now[0] += SHORTEST_PAUSE_S
+    assert not is_written(LIFETIME), "nothing has changed"
+    assert is_written(Lifetime({0: {"a": 1}}), last=True)
+    now[0] += SHORTEST_PAUSE_S
+    large: Counters = {f"{number:0100}": 1 for number in range(100)}
+    assert is_written(Lifetime(dict.fromkeys(range(50), large)))
+    now[0] += 4 * SHORTEST_PAUSE_S
+    assert not is_written(LIFETIME), "half a megabyte waits for five seconds"
+    now[0] += 2 * SHORTEST_PAUSE_S
+    assert is_written(LIFETIME)

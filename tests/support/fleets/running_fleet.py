@@ -7,19 +7,33 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.redis_server import prepare_redis, wait_ready
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.errors import HeadraceError
 from support.waiting import TIMEOUT_S, wait_until
 
 _PAUSE_S = 0.1
 """To ask Redis how far a fleet is takes 2 ms of CPU time here, and more in the server."""
+
+
+@contextlib.contextmanager
+def redis_in(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A Redis server that is no part of the fleet; yields its URL and its process."""
+    launch = prepare_redis(folder)
+    server = subprocess.Popen(launch.argv, stdout=subprocess.DEVNULL)
+    try:
+        wait_ready(launch.url, 60.0)
+        yield launch.url, server
+    finally:
+        server.kill()
+        server.wait()
 
 
 class RunningFleet:

@@ -40,3 +40,10 @@ class StepRaises:
     def on_episode_step(self, episode: Any) -> None:
         if len(episode) == 3:
             raise RuntimeError("third step")
+
+
+class CountsEpisodes:
+    """Logs the number of episodes as a sum."""
+
+    def on_episode_end(self, metrics_logger: Any) -> None:
+        metrics_logger.log_value("episodes", 1, reduce="sum")
