@@ -278,14 +278,10 @@ def _check_growth(source: Source, totals: WorkerTotals, now: float) -> None:
         for name, was, value in _counted(before, totals):
             if value < was:
                 raise _lie(f"{name} is {value}; before it was {was}")
-    elapsed = _seconds_since_met(source, now)
+    elapsed = source.seconds_since_met(now)
     most = source.brought + STEPS_AT_ONCE + int(STEPS_PER_S * elapsed)
     if totals.largest > most:
         raise _lie(f"a counter is {totals.largest}; {elapsed:.0f} s allow {most}")
-
-
-def _seconds_since_met(source: Source, now: float) -> float:
-    return 0.0 if source.met_at is None else max(0.0, now - source.met_at)
 
 
 def _counted(before: WorkerTotals, now: WorkerTotals) -> Iterator[tuple[str, int, int]]:
@@ -298,7 +294,7 @@ def _counted(before: WorkerTotals, now: WorkerTotals) -> Iterator[tuple[str, int
 
 def _check_counters(source: Source, counters: Counters, now: float) -> None:
     """Check the lifetime counters of a slot's runner, from which its next life goes on."""
-    elapsed = _seconds_since_met(source, now)
+    elapsed = source.seconds_since_met(now)
     grown = STEPS_AT_ONCE + int(STEPS_PER_S * elapsed)
     for name, value in _flat(counters):
         most = (source.counters_met.get(name, 0) if source.native else MOST_BROUGHT) + grown
