@@ -14,7 +14,7 @@ from functools import reduce
 from itertools import takewhile
 
 from headrace.broker.worker_figures import WorkerFigures
-from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.worker_figures import Ports
 from headrace.schemas.basics.bounds import Version
@@ -307,7 +307,8 @@ class Source:
         """
         discarded = dict(totals.discarded)
         if totals.open:
-            discarded[reason] = discarded.get(reason, 0) + totals.open
+            lost_by = reason if reason in set(Discard) else Discard.WORKER_KILLED
+            discarded[lost_by] = discarded.get(lost_by, 0) + totals.open
         by_module = self.totals.module_steps if self.totals.seq == self.accepted else {}
         self.totals = totals.model_copy(update={"open": 0, "discarded": discarded, "module_steps": by_module})
         self.left = {batch.seq: batch for batch in window if batch.seq > self.accepted}

@@ -17,7 +17,7 @@ from headrace.broker.outbox import Outbox
 from headrace.broker.slot_owners import OTHER_GROUP, SlotOwners, of_group
 from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.broker.waiting_ends import WaitingEnds
-from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.runner_counters import Counters, larger
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json, told_by_module
@@ -353,7 +353,8 @@ class WorkerSessions:
     def on_skip(self, peer: Peer, skip: Skip, now: float) -> None:
         """Accept, in place of a batch, the message that the batch exists no more."""
         batch = skip.batch
-        held = StoredBatch(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=skip.reason)
+        reason = skip.reason if skip.reason in set(Drop) else Drop.OTHER
+        held = StoredBatch(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=reason)
         self._accept(peer, skip, held, now)
 
     def _accept(self, peer: Peer, told: BatchHeader | Skip, held: StoredBatch, now: float) -> bool:

@@ -9,13 +9,21 @@ import pytest
 from simulation.fuzz import play, play_honestly
 
 from headrace.broker import waiting_ends
-from headrace.broker.claims import MOST_BROUGHT, MOST_FORGOTTEN, MOST_UNHEARD, STEPS_AT_ONCE, STEPS_PER_S
+from headrace.broker.claims import (
+    MOST_BROUGHT,
+    MOST_FORGOTTEN,
+    MOST_TOLD_REASONS,
+    MOST_UNHEARD,
+    STEPS_AT_ONCE,
+    STEPS_PER_S,
+)
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.refusals import Refusals
 from headrace.broker.source import UNSEEN_AT_ONCE
 from headrace.broker.worker_sessions import UNHEARD_S
-from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.basics.bounds import MOST_REASONS
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.messages import (
@@ -86,7 +94,19 @@ def obituary(batches: int, **changes: Any) -> Obituary:
     return Obituary(**said | changes)
 
 
+REASONS = [f"reason {i}" for i in range(MOST_TOLD_REASONS + 1)]
+
 LIES: dict[str, tuple[bytes, Message, str]] = {
+    "more reasons of discards than there are": (
+        WORKER,
+        beat(totals=totals(3, stepped=63, discarded=dict.fromkeys(REASONS, 1))),
+        "33 reasons",
+    ),
+    "more reasons of drops than there are": (
+        STRANGER,
+        hello(slot=7, totals=totals(40), settled=Settled(seq=33, dropped=dict.fromkeys(REASONS, (1, 1)))),
+        "33 reasons",
+    ),
     "a jump of env steps": (WORKER, beat(totals=totals(3, env_steps=99_999_999)), "s allow"),
     "a jump of open steps": (WORKER, beat(totals=totals(3, stepped=99_999_999, open=99_999_969)), "s allow"),
     "failures without end": (WORKER, beat(totals=totals(3, env_failures=1 << 40)), "s allow"),
@@ -204,6 +224,23 @@ def test_a_batch_with_an_implausible_header_is_rejected_by_its_seq(lie: dict[str
     assert words in reject.detail
     assert broker.books() == before
     assert broker.ship(4)
+
+
+def test_reasons_of_a_liar_take_no_room_in_what_others_are_told() -> None:
+    """It skips batches, each for another reason, and ends for one that does not exist."""
+    broker = Broker()
+    for seq in range(4, 4 + 2 * MOST_REASONS):
+        skip = Skip(slot=0, incarnation=1, batch=window(seq, seq)[0], reason=f"reason {seq}", totals=totals(seq))
+        broker.say(WORKER, skip)
+    last = 3 + 2 * MOST_REASONS
+    broker.say(LEARNER, Commit(epoch=1, position=position(3)))
+    broker.core.tick(1.0)
+    broker.say(SUPERVISOR, obituary(last, totals=totals(last, stepped=10 * last + 1, open=1), reason="boredom"))
+    broker.core.tick(2.0)
+    (row,) = broker.core.rows()
+    assert row.totals.discarded == {"worker_killed": 1}
+    assert {source.dropped for source in broker.core.sources[(0, 1)].held.values()} <= {"other"}
+    assert LedgerRow.model_validate_json(row.model_dump_json()) == row
 
 
 def test_a_learner_settles_no_batch_that_this_broker_did_not_take() -> None:
