@@ -16,7 +16,7 @@ docs/internals/numbers.md lists every bound and its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sized
 from functools import reduce
 from operator import attrgetter, gt
 from typing import Any
@@ -26,7 +26,7 @@ from headrace.broker.limits import BrokerState
 from headrace.broker.source import Peer, Source
 from headrace.schemas.accounts.ledger import GROWING, Count, HeldBatch, Settled, WorkerTotals, plus
 from headrace.schemas.accounts.runner_counters import Counters
-from headrace.schemas.basics.bounds import WINDOW, Version
+from headrace.schemas.basics.bounds import MOST_REASONS, WINDOW, Version
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import Bye, Heartbeat, LastWords, LearnerHello, Message, Obituary, Skip, WorkerHello
@@ -48,6 +48,9 @@ MOST_FORGOTTEN = 10_000
 """Takes the place of `MOST_UNHEARD` where the broker knows of no such life or learner: its state may be lost."""
 
 LIVES_PER_S = 10
+
+MOST_TOLD_REASONS = MOST_REASONS // 2
+"""Reasons that a peer may name. The broker and the learner add others, and all must fit the messages between them."""
 
 _GROWING = attrgetter(*GROWING)
 
@@ -244,8 +247,15 @@ def _sum(batches: Iterable[HeldBatch]) -> Count:
     return reduce(plus, ((batch.steps, batch.chunks) for batch in batches), (0, 0))
 
 
+def _check_reasons(*told: Sized) -> None:
+    for reasons in told:
+        if len(reasons) > MOST_TOLD_REASONS:
+            raise _lie(f"{len(reasons)} reasons; there are fewer than {MOST_TOLD_REASONS}")
+
+
 def _check_totals(totals: WorkerTotals) -> None:
     """Check that totals add up, as the ledger's equation says."""
+    _check_reasons(totals.discarded, totals.dropped)
     dropped = sum(count[0] for count in totals.dropped.values())
     parts = totals.open + sum(totals.discarded.values()) + dropped + totals.shipped
     if totals.stepped != parts:
@@ -258,6 +268,7 @@ def _check_totals(totals: WorkerTotals) -> None:
 
 def _check_settled(settled: Settled, totals: WorkerTotals) -> None:
     """Check what a worker or its recorder says of its own batches: no more are settled than were cut."""
+    _check_reasons(settled.dropped)
     if settled.seq > totals.seq or totals.seq - settled.seq > WINDOW:
         raise _lie(f"{settled.seq} batches settled of {totals.seq}; at most {WINDOW} may be under way")
     total, shipped = settled.total(), _shipped(totals)
@@ -278,14 +289,10 @@ def _check_growth(source: Source, totals: WorkerTotals, now: float) -> None:
         for name, was, value in _counted(before, totals):
             if value < was:
                 raise _lie(f"{name} is {value}; before it was {was}")
-    elapsed = _seconds_since_met(source, now)
+    elapsed = source.seconds_since_met(now)
     most = source.brought + STEPS_AT_ONCE + int(STEPS_PER_S * elapsed)
     if totals.largest > most:
         raise _lie(f"a counter is {totals.largest}; {elapsed:.0f} s allow {most}")
-
-
-def _seconds_since_met(source: Source, now: float) -> float:
-    return 0.0 if source.met_at is None else max(0.0, now - source.met_at)
 
 
 def _counted(before: WorkerTotals, now: WorkerTotals) -> Iterator[tuple[str, int, int]]:
@@ -298,7 +305,7 @@ def _counted(before: WorkerTotals, now: WorkerTotals) -> Iterator[tuple[str, int
 
 def _check_counters(source: Source, counters: Counters, now: float) -> None:
     """Check the lifetime counters of a slot's runner, from which its next life goes on."""
-    elapsed = _seconds_since_met(source, now)
+    elapsed = source.seconds_since_met(now)
     grown = STEPS_AT_ONCE + int(STEPS_PER_S * elapsed)
     for name, value in _flat(counters):
         most = (source.counters_met.get(name, 0) if source.native else MOST_BROUGHT) + grown

@@ -14,13 +14,19 @@ from functools import reduce
 from itertools import takewhile
 
 from headrace.broker.worker_figures import WorkerFigures
-from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.worker_figures import Ports
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import ModuleShapes, WeightsRefusal, WorkerHello
+
+UNSEEN_AT_ONCE = 1_000
+UNSEEN_PER_S = 10_000
+"""Env steps of one life, at once and in a second, that count without a batch that arrived: those of open episodes, and
+those that the worker discarded. As many again count as arrived in batches.
+"""
 
 Peer = bytes
 """The routing id of one connection; a reconnect is another peer."""
@@ -74,7 +80,9 @@ class Source:
     unlogged: deque[int] = field(default_factory=deque)
     """Accepted batches that the log has not written yet, where acknowledgements wait for it."""
     totals: WorkerTotals = field(default_factory=WorkerTotals)
-    """The worker's totals as of batch `accepted`; older only between a restart and the next batch."""
+    """The worker's totals as of batch `accepted`; older only between a restart and the next batch. Its `env_steps` are
+    those that count (`counting`).
+    """
     dropped: dict[str, list[int]] = field(default_factory=dict)
     """Batches that the broker has dropped and that are not settled yet: numbers by reason."""
     left: dict[int, HeldBatch] = field(default_factory=dict)
@@ -135,6 +143,10 @@ class Source:
     """The largest counter of the life when its worker joined."""
     counters_met: dict[str, int] = field(default_factory=dict)
     """Lifetime counters of its slot when its worker joined, by `flat_counters`."""
+    seen: int = 0
+    """Steps in batches of which this broker got the bytes."""
+    believed: int = 0
+    """Env steps that the life made before it joined, if `broker.json` knew the life."""
     cut: WorkerTotals = field(default_factory=WorkerTotals)
     """The totals with the highest number of a batch that its worker, its recorder or Redis told."""
     made_before: int = 0
@@ -171,16 +183,37 @@ class Source:
         """Return whether batch `seq` is settled, or can no longer be accepted."""
         return seq <= self.settled.seq or (self.closed and seq > self.accepted)
 
-    def meet(self, hello: WorkerHello, counters: dict[str, int], now: float) -> None:
-        """Note that the worker has joined this broker for the first time, and with what."""
+    def meet(self, hello: WorkerHello, counters: dict[str, int], now: float, *, was_known: bool) -> None:
+        """Note that the worker has joined this broker for the first time, and with what.
+
+        was_known: `broker.json` knew the life when this broker began.
+        """
         if self.met_at is None:
+            self.believed = hello.totals.steps_of_envs if was_known else 0
             self.met_at, self.counters_met = now, counters
             self.brought = max(hello.totals.largest, self.made_before)
             before = self.brought or hello.totals.seq or self.accepted or self.cut.seq
             self.native = not before and hello.weights == (0, 0)
 
-    def take_totals(self, totals: WorkerTotals) -> None:
+    def seconds_since_met(self, now: float) -> float:
+        """Return the seconds since the worker first joined this broker; 0 if it never has."""
+        return 0.0 if self.met_at is None else max(0.0, now - self.met_at)
+
+    def counting(self, totals: WorkerTotals, now: float) -> WorkerTotals:
+        """Return `totals` with no more env steps than count towards goals.
+
+        A worker tells how many env steps it made, and nothing proves those in no batch. So they count only as far as
+        the steps that arrived, and the time, make them plausible. The others count later, as both grow.
+        """
+        most = max(self.made_before, self.believed) + 2 * self.seen
+        most += UNSEEN_AT_ONCE + int(UNSEEN_PER_S * self.seconds_since_met(now))
+        if totals.steps_of_envs <= most:
+            return totals
+        return totals.model_copy(update={"env_steps": max(most, self.totals.steps_of_envs)})
+
+    def take_totals(self, totals: WorkerTotals, now: float) -> None:
         """Take newer totals as of batch `accepted`. Equal ones leave the row as it is."""
+        totals = self.counting(totals, now)
         if totals.__dict__ != self.totals.__dict__:
             self.totals = totals
 
@@ -216,7 +249,9 @@ class Source:
         self.accepted = held.seq
         self.accepted_count = plus(self.accepted_count, held.count)
         self.held[held.seq] = held
-        self.totals = totals
+        if held.nbytes:
+            self.seen += held.steps
+        self.totals = self.counting(totals, held.at)
         self.know_cut(totals)
         self.weights = max(self.weights, held.weights)  # news between two heartbeats, for the lag that people see
         self.batch_bytes = max(held.nbytes, self.batch_bytes * 15 // 16)
@@ -272,7 +307,8 @@ class Source:
         """
         discarded = dict(totals.discarded)
         if totals.open:
-            discarded[reason] = discarded.get(reason, 0) + totals.open
+            lost_by = reason if reason in set(Discard) else Discard.WORKER_KILLED
+            discarded[lost_by] = discarded.get(lost_by, 0) + totals.open
         by_module = self.totals.module_steps if self.totals.seq == self.accepted else {}
         self.totals = totals.model_copy(update={"open": 0, "discarded": discarded, "module_steps": by_module})
         self.left = {batch.seq: batch for batch in window if batch.seq > self.accepted}

@@ -58,8 +58,8 @@ def file_path(run_dir: Path) -> Path:
 def read_broker_file(run_dir: Path) -> BrokerFile | None:
     """Read what an earlier broker of this run directory left; None without one.
 
-    A number out of bounds, which a broker took from a peer before it judged numbers, is logged and left out. Raises
-    `RunDirError` for a damaged file.
+    A number out of bounds, which a broker took from a peer before it judged numbers, is logged and left out. So is an
+    incarnation or epoch at its bound: it has no next number. Raises `RunDirError` for a damaged file.
     """
     path = file_path(run_dir)
     try:
@@ -72,12 +72,12 @@ def read_broker_file(run_dir: Path) -> BrokerFile | None:
 
 
 def _without_impossible(file: BrokerFile) -> BrokerFile:
-    known = {slot: n for slot, n in file.incarnations.items() if 0 <= slot <= MOST_LIVES and 0 <= n <= MOST_LIVES}
+    known = {slot: n for slot, n in file.incarnations.items() if 0 <= slot <= MOST_LIVES and 0 <= n < MOST_LIVES}
     wrong = [f"incarnation {n} of slot {slot}" for slot, n in file.incarnations.items() if slot not in known]
     owners = {slot: group for slot, group in file.owners.items() if 0 <= slot <= MOST_LIVES and is_group(group)}
     wrong += [f"owner {group!r} of slot {slot}" for slot, group in file.owners.items() if slot not in owners]
     update: dict[str, object] = {"incarnations": known, "owners": owners}
-    if not 0 <= file.epoch <= MOST_EPOCH:
+    if not 0 <= file.epoch < MOST_EPOCH:
         wrong.append(f"learner epoch {file.epoch}")
         update |= {"epoch": 0, "learner_token": ""}
     for what in wrong:

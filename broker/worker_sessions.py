@@ -17,7 +17,7 @@ from headrace.broker.outbox import Outbox
 from headrace.broker.slot_owners import OTHER_GROUP, SlotOwners, of_group
 from headrace.broker.source import Peer, Source, StoredBatch
 from headrace.broker.waiting_ends import WaitingEnds
-from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.runner_counters import Counters, larger
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json, told_by_module
@@ -100,6 +100,8 @@ class WorkerSessions:
         self._next_look = 0.0
         self._began = math.inf
         """Time of the first tick."""
+        self._in_file = dict(state.incarnations)
+        """The highest incarnation of each slot when this broker began."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,8 @@ class WorkerSessions:
         if source.incarnation < highest or source.ended:
             self._fence(peer, source)
             return
-        source.meet(hello, flat_counters(self._state.counters.get(slot, {})), now)
+        counters = flat_counters(self._state.counters.get(slot, {}))
+        source.meet(hello, counters, now, was_known=self._was_known(source))
         self._store.merge_settled(source, hello.settled)
         self._store.prove(source, hello.totals)
         source.token = hello.token
@@ -146,6 +149,10 @@ class WorkerSessions:
                 return given
         slot = hello.slot if hello.slot is not None else self._free_slot(group, now)
         return self._store.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
+
+    def _was_known(self, source: Source) -> bool:
+        """Return whether `broker.json` knew this life when this broker began."""
+        return source.incarnation <= self._in_file.get(source.slot, 0)
 
     def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float, group: str | None) -> None:
         """Note a supervisor, which may report deaths from now on. Refuse one of another fleet; do not answer ours.
@@ -279,7 +286,7 @@ class WorkerSessions:
         source.weight_shapes = tellable_shapes(hello.weight_shapes)
         source.weights = max(source.weights, hello.weights)
         if hello.totals.seq == source.accepted:
-            source.totals = hello.totals
+            source.take_totals(hello.totals, now)
 
     def forget_peer(self, source: Source) -> None:
         """Forget this source's connection; send nothing to it any more."""
@@ -346,7 +353,8 @@ class WorkerSessions:
     def on_skip(self, peer: Peer, skip: Skip, now: float) -> None:
         """Accept, in place of a batch, the message that the batch exists no more."""
         batch = skip.batch
-        held = StoredBatch(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=skip.reason)
+        reason = skip.reason if skip.reason in set(Drop) else Drop.OTHER
+        held = StoredBatch(batch.seq, batch.steps, batch.chunks, 0, None, 0, now, dropped=reason)
         self._accept(peer, skip, held, now)
 
     def _accept(self, peer: Peer, told: BatchHeader | Skip, held: StoredBatch, now: float) -> bool:
@@ -377,7 +385,7 @@ class WorkerSessions:
         source.env_silence_s = beat.env_silence_s
         source.know_cut(beat.totals)
         if beat.totals.seq == source.accepted:
-            source.take_totals(beat.totals)
+            source.take_totals(beat.totals, now)
             self._store.rounds.learn(source, beat.weights, beat.round_steps)
         self._keep_counters(source.slot, beat.counters)
         self._store.note_changed(source)
@@ -470,7 +478,9 @@ class WorkerSessions:
             self.forget_peer(source)
             # A recorder may be older than the log where the machine lost its power.
             totals = source.totals if source.totals.seq > words.totals.seq else words.totals
-            source.close(totals, words.window or source.rest_of(totals), words.reason)
+            if source.met_at is None and self._was_known(source):
+                source.believed = totals.steps_of_envs
+            source.close(source.counting(totals, now), words.window or source.rest_of(totals), words.reason)
             source.open_episodes = words.open_episodes
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)
@@ -528,7 +538,7 @@ class WorkerSessions:
             closes_at = self._closes_at(source)
             if now > closes_at:
                 if source.met_at is None:
-                    source.take_totals(source.cut)
+                    source.take_totals(source.cut, now)
                 log.warning(
                     "worker %d (incarnation %d, %s) was lost, and no supervisor has told of its end: its "
                     "books are closed with the %d steps that it had told of",

@@ -176,11 +176,12 @@ def _slot(text: str) -> int:
     return _bounded(text, MOST_LIVES)
 
 
-_incarnation = _slot
+def _incarnation(text: str) -> int:
+    return _bounded(text, MOST_LIVES - 1)  # one at the bound has no next number; the same holds for epochs
 
 
 def _epoch(text: str) -> int:
-    return _bounded(text, MOST_EPOCH)
+    return _bounded(text, MOST_EPOCH - 1)
 
 
 def _bounded(text: str, most: int) -> int:

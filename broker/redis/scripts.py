@@ -251,11 +251,11 @@ if report.fleet.ended_unix_s then
   for _, key in ipairs({POLICIES, METRICS}) do redis.call('PERSIST', key) end
 end
 local held = tonumber(redis.call('HGET', LEASE, 'epoch') or '0') or 0
-if held >= 2^40 then held = 0 end  -- MOST_EPOCH of bounds.py: an older broker without bounds wrote it
+if held >= 2^40 - 1 then held = 0 end  -- MOST_EPOCH of bounds.py: an older broker without bounds wrote it
 if report.lease.epoch and tonumber(report.lease.epoch) >= held then replace(LEASE, report.lease) end
 for slot, incarnation in pairs(report.incarnations) do
   local highest = tonumber(redis.call('HGET', INCARNATIONS, slot) or '0') or 0
-  if highest > 999999999 then highest = 0 end  -- MOST_LIVES
+  if highest >= 999999999 then highest = 0 end  -- MOST_LIVES
   if incarnation > highest then redis.call('HSET', INCARNATIONS, slot, string.format('%.0f', incarnation)) end
 end
 

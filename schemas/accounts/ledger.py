@@ -24,14 +24,29 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Strict
+from pydantic import BaseModel, ConfigDict, Field, Strict
 
-from headrace.schemas.basics.bounds import BatchCount, IncarnationOrNone, Natural, OpenSteps, Positive, Slot
+from headrace.schemas.basics.bounds import (
+    MOST_REASONS,
+    BatchCount,
+    ChosenName,
+    IncarnationOrNone,
+    Natural,
+    OpenSteps,
+    Positive,
+    Reason,
+    Slot,
+)
 
 _MODEL = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 Count = Annotated[tuple[Natural, Natural], Strict(False)]
 """(steps, chunks). Not strict, since JSON has only lists; the two integers are strict."""
+
+CountsByReason = Annotated[dict[Reason, Count], Field(max_length=MOST_REASONS)]
+
+StepsByModule = Annotated[dict[ChosenName, Natural], Field(max_length=1024)]
+"""Twice as many modules as a fleet may have: a slot's earlier lives may have had others."""
 
 
 class Discard(StrEnum):
@@ -114,8 +129,8 @@ class WorkerTotals(BaseModel):
     open: Annotated[OpenSteps, CounterRow(3, falls=True)] = 0
     shipped: Annotated[Natural, CounterRow(4)] = 0
     shipped_chunks: Annotated[Natural, CounterRow(5)] = 0
-    discarded: dict[str, Natural] = {}
-    dropped: dict[str, Count] = {}
+    discarded: Annotated[dict[Reason, Natural], Field(max_length=MOST_REASONS)] = {}
+    dropped: CountsByReason = {}
     """Dropped by the worker itself before the batch got a number, such as the last cut of a fenced worker."""
     episodes: Annotated[Natural, CounterRow(6, "episodes_total", "episodes", "finished")] = 0
     env_failures: Annotated[Natural, CounterRow(7, "env_failures_total", "failures", "of sub-environments")] = 0
@@ -134,7 +149,7 @@ class WorkerTotals(BaseModel):
     """Steps of envs, counted once for all agents that acted. None from a peer or a book that knows envs of one agent
     only.
     """
-    module_steps: dict[str, Natural] = {}
+    module_steps: StepsByModule = {}
     """`shipped` by module; in a row, as of the last batch accepted. Empty where that is not known."""
 
     @property
@@ -180,7 +195,7 @@ class Settled(BaseModel):
     model_config = _MODEL
     seq: Natural = 0
     committed: Count = (0, 0)
-    dropped: dict[str, Count] = {}
+    dropped: CountsByReason = {}
 
     def add(self, committed: Count, dropped: Mapping[str, Count]) -> Settled:
         """Return the value one batch further on."""
@@ -270,7 +285,7 @@ def add_up(rows: Mapping[tuple[int, int], LedgerRow]) -> FleetLedger:
     """Add up the books of every incarnation to those of the fleet."""
     stepped = queued = 0
     committed: Count = (0, 0)
-    dropped: dict[str, Count] = {}
+    dropped: CountsByReason = {}
     discarded: dict[str, int] = {}
     for row in rows.values():
         stepped += row.totals.stepped

@@ -1,4 +1,4 @@
-"""Types of the integers in messages: each has the bound that its meaning gives.
+"""Types of the integers in messages, and of short names: each has the bound that its meaning gives.
 
 A number from a peer is a claim. These bounds are the first judge: they hold wherever a message is read, and keep sums
 far below 2^63. The broker judges by what it knows too (`broker/claims.py`). docs/internals/numbers.md has all of them.
@@ -56,3 +56,15 @@ OpenSteps = Annotated[int, Field(ge=0, le=1 << 30)]
 Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 
 Pid = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+MOST_REASONS = 64
+"""Reasons for which steps were discarded or dropped: more than twice those that there are."""
+
+Reason = Annotated[str, Field(max_length=100)]
+"""The name of such a reason, or of why a worker waits. A newer peer may know other ones."""
+
+Token = Annotated[str, Field(max_length=120)]
+"""The word by which a process is known again."""
+
+ChosenName = Annotated[str, Field(max_length=600)]
+"""A name that a user chose, of a fleet or of a policy."""

@@ -1,4 +1,4 @@
-"""Warnings about peers' mistakes: one line for each peer and reason in ten seconds, with a count."""
+"""Warnings about mistakes of peers, and of ours: one line for each peer and reason in ten seconds, with a count."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ class CountedWarnings:
         self._log, self._clock = log, clock
         self._kinds: dict[tuple[bytes, str], _Kind] = {}
 
-    def warn(self, peer: bytes, reason: str, text: str) -> None:
-        """Log `text` about a mistake of `peer`, or count it."""
+    def failed(self, text: str, error: Exception) -> None:
+        """Log an `error` that no message should cause, with its traceback, or count it. It is a mistake of ours."""
+        self.warn(b"", type(error).__name__, f"{text}: {error!r}", error)
+
+    def warn(self, peer: bytes, reason: str, text: str, error: Exception | None = None) -> None:
+        """Log `text` about a mistake of `peer`, or count it. With `error`, log that as an error with its traceback."""
         now = self._clock()
         key = (peer, reason)
         if key not in self._kinds and len(self._kinds) >= MOST_KINDS:
@@ -39,7 +43,8 @@ class CountedWarnings:
             return
         more = f" ({kind.unsaid:,} more like it since the last such line)" if kind is not None and kind.unsaid else ""
         self._kinds[key] = _Kind(now)
-        self._log.warning("%s%s", text, more)
+        level = logging.WARNING if error is None else logging.ERROR
+        self._log.log(level, "%s%s", text, more, exc_info=error)
 
     def _forget(self, now: float) -> None:
         """Forget kinds without a count to log, whose last line is old enough."""

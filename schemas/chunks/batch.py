@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from headrace.schemas.accounts.ledger import WorkerTotals
-from headrace.schemas.basics.bounds import BatchCount, EpochOrNone, IncarnationOrNone, Natural, Slot, WeightsSeq
+from headrace.schemas.basics.bounds import (
+    BatchCount,
+    ChosenName,
+    EpochOrNone,
+    IncarnationOrNone,
+    Natural,
+    Slot,
+    WeightsSeq,
+)
 from headrace.schemas.chunks.batch_views import TimeMajor, Transitions, time_major, transitions
 from headrace.schemas.chunks.chunk import (
     DEFAULT_AGENT,
@@ -77,7 +85,7 @@ class BatchHeader(BaseModel):
     """The part of a batch that can be read without array bytes: ids, counts and totals."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-    fleet_id: str
+    fleet_id: ChosenName
     slot: Slot
     incarnation: IncarnationOrNone
     seq: Natural

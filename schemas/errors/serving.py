@@ -23,6 +23,9 @@ from typing import Any, ClassVar
 from headrace.schemas.errors import DecodeError, EnvContractError, ExitCode, HeadraceError
 from headrace.schemas.errors.episodes import EpisodeError
 
+FAILED = "the server failed at this; its log says how"
+"""The sentence for a request at which the server itself failed."""
+
 
 class ServingError(HeadraceError):
     """A policy server refuses what a client asked for. `code` is the reason's word on the wire."""

@@ -11,13 +11,16 @@ from headrace.schemas.accounts.ledger import HeldBatch, Settled
 from headrace.schemas.accounts.logged_metrics import RowValues
 from headrace.schemas.basics.bounds import (
     Bytes,
+    ChosenName,
     Epoch,
     EpochOrNone,
     Incarnation,
     Natural,
     Pid,
     Positive,
+    Reason,
     Slot,
+    Token,
     Version,
     WeightsSeq,
 )
@@ -57,9 +60,9 @@ class LearnerHello(Message):
 
     KIND = MessageKind.HELLO
     role: Literal["learner"] = "learner"
-    fleet_id: str = ""
+    fleet_id: ChosenName = ""
     """Empty: any fleet that this broker serves."""
-    token: str
+    token: Token
     channel: Literal["stream", "publisher"]
     epoch: EpochOrNone = 0
     """The epoch this process already holds; 0 asks for one."""
@@ -89,7 +92,7 @@ class LearnerWelcome(Message):
 
     KIND = MessageKind.WELCOME
     TO = ("stream", "publisher")
-    fleet_id: str
+    fleet_id: ChosenName
     epoch: Epoch
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
@@ -191,7 +194,7 @@ class SourceGap(Message):
     slot: Slot
     incarnation: Incarnation
     batch: HeldBatch
-    reason: str
+    reason: Reason
 
 
 class SourceEnd(Message):
@@ -206,6 +209,6 @@ class SourceEnd(Message):
     slot: Slot
     incarnation: Incarnation
     seq: Natural
-    reason: str
+    reason: Reason
     open_episodes: OpenEpisodes | None = None
     """Episodes that were open, for a learner that began after this incarnation; None where no peer reported them."""

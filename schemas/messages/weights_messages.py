@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace.schemas.basics.bounds import Bytes, Version
+from headrace.schemas.basics.bounds import Bytes, ChosenName, Version
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages.message_base import Message
 
@@ -24,7 +24,7 @@ class WeightsHeader(Message):
     """
 
     KIND = MessageKind.WEIGHTS
-    fleet_id: str
+    fleet_id: ChosenName
     version: Version
     digest: str
     """blake2b-128 over names, dtypes, shapes and bytes of the tensors, in hexadecimal."""

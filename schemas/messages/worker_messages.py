@@ -11,7 +11,19 @@ from headrace.schemas.accounts.ledger import Drop, HeldBatch, Settled, WorkerTot
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.runner_counters import Counters
 from headrace.schemas.accounts.worker_figures import EnvHostCounts, EnvHostVersions, Ports, ServingFigures, TimeByPart
-from headrace.schemas.basics.bounds import Bytes, Incarnation, IncarnationOrNone, Natural, Pid, Positive, Slot, Version
+from headrace.schemas.basics.bounds import (
+    Bytes,
+    ChosenName,
+    Incarnation,
+    IncarnationOrNone,
+    Natural,
+    Pid,
+    Positive,
+    Reason,
+    Slot,
+    Token,
+    Version,
+)
 from headrace.schemas.basics.headrace_version import HeadraceVersion
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.frames.compression import Encodings
@@ -29,8 +41,8 @@ class WorkerHello(Message):
 
     KIND = MessageKind.HELLO
     role: Literal["worker"] = "worker"
-    fleet_id: str
-    token: str
+    fleet_id: ChosenName
+    token: Token
     """Random, one a process: tells a reconnect from another process in the same slot."""
     slot: Slot | None = None
     incarnation: IncarnationOrNone = 0
@@ -57,7 +69,7 @@ class WorkerWelcome(Message):
 
     KIND = MessageKind.WELCOME
     TO = ("worker",)
-    fleet_id: str
+    fleet_id: ChosenName
     slot: Slot
     incarnation: Incarnation
     accepted: Natural = 0
@@ -133,7 +145,7 @@ class Skip(Message):
     slot: Slot
     incarnation: Incarnation
     batch: HeldBatch
-    reason: str
+    reason: Reason
     totals: WorkerTotals
     """Totals at the moment when the batch was cut."""
 
@@ -151,7 +163,7 @@ class Heartbeat(Message):
     totals: WorkerTotals
     settled: Natural = 0
     weights: Version = (0, 0)
-    blocked: str = ""
+    blocked: Reason = ""
     round_steps: Natural = 0
     """Steps that it has shipped with `weights`."""
     refused: WeightsRefusal | None = None
@@ -195,7 +207,7 @@ class LastWords(Message):
     totals: WorkerTotals
     settled: Settled
     window: list[HeldBatch] = []
-    reason: str
+    reason: Reason
     open_episodes: OpenEpisodes | None = None
     """Episodes that it left open, by its log; a worker that leaves in order has ended them."""
 
@@ -206,7 +218,7 @@ class Bye(LastWords):
     KIND = MessageKind.BYE
     TO = ("broker",)
     LEFT_OUT = frozenset(("env_errors",))
-    reason: str = "shutdown"
+    reason: Reason = "shutdown"
     counters: Counters = {}
     """As in its last heartbeat, or newer."""
     metrics: LoggedMetrics = {}
@@ -220,8 +232,8 @@ class SupervisorHello(Message):
 
     KIND = MessageKind.HELLO
     role: Literal["supervisor"] = "supervisor"
-    fleet_id: str
-    token: str
+    fleet_id: ChosenName
+    token: Token
     draining: bool = False
     """True once the fleet is being drained: its workers, wherever they were started, begin no further fragment."""
 
@@ -231,4 +243,4 @@ class Obituary(LastWords):
 
     KIND = MessageKind.OBITUARY
     TO = ("broker",)
-    reason: str = "worker_killed"
+    reason: Reason = "worker_killed"

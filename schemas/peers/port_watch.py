@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
@@ -227,9 +227,16 @@ class PortWatch:
     def _run(self) -> None:
         try:
             while self._take_events(self._pause_s()):
-                self._look(time.monotonic())
+                self._try(self._look, time.monotonic())
         finally:
             self._monitor.close(0)
+
+    def _try(self, part: Callable[..., None], *args: Any, **named: Any) -> None:
+        """Do a part of the watch. An error in it is logged, and must not end the bounds of the port."""
+        try:
+            part(*args, **named)
+        except Exception as error:  # noqa: BLE001
+            self._warnings.failed(f"the watch of the {self._name} port failed once, and goes on", error)
 
     def _pause_s(self) -> float:
         busy = self._strangers or self._to_cut or any(c.held > _MUCH_BYTES for c in self._connections.values())
@@ -244,13 +251,16 @@ class PortWatch:
             event, value = read_event(self._monitor.recv_multipart())
             if event == STOPPED:
                 return False
-            if event == ACCEPTED:
-                self._admit(value)
-            elif event == DISCONNECTED:
-                self._forget(value)
-            elif event in (BROKEN_OFF, PROTOCOL):
-                self._on_failed_handshake(event, value)
+            self._try(self._take_event, event, value)
         return True
+
+    def _take_event(self, event: int, value: int) -> None:
+        if event == ACCEPTED:
+            self._admit(value)
+        elif event == DISCONNECTED:
+            self._forget(value)
+        elif event in (BROKEN_OFF, PROTOCOL):
+            self._on_failed_handshake(event, value)
 
     def _admit(self, fd: int) -> None:
         peer = peer_of(fd)
@@ -288,11 +298,14 @@ class PortWatch:
         else:
             looked = [c for c in self._connections.values() if c.held > _MUCH_BYTES or c.fd in self._strangers]
         for connection in looked:
-            self._measure(connection, now, emptied=emptied)
-            if why := self._judge(connection, now):
-                self._cut(connection, why)
+            self._try(self._look_at, connection, now, emptied=emptied)
         self._judge_together(list(self._strangers.values()), self._bounds.message_bytes, "strangers")
         self._judge_together(list(self._connections.values()), self._bounds.held_bytes, "all connections")
+
+    def _look_at(self, connection: _Connection, now: float, *, emptied: bool) -> None:
+        self._measure(connection, now, emptied=emptied)
+        if why := self._judge(connection, now):
+            self._cut(connection, why)
 
     def _measure(self, connection: _Connection, now: float, *, emptied: bool) -> None:
         """Read how much the connection holds.

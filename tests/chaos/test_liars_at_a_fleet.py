@@ -24,8 +24,13 @@ def test_a_lying_peer_cannot_end_the_run_and_keeps_no_slot(tmp_path: Path) -> No
         with RawPeer(fleet.endpoint("worker")) as peer:
             peer.send(WorkerHello(fleet_id=fleet_id, token="liar").frames())
             place = read(WorkerWelcome, peer.receive_kind(MessageKind.WELCOME).header)
-            for totals in (WorkerTotals(env_steps=99_999_999), WorkerTotals(stepped=99_999_999, open=99_999_999)):
-                peer.send(Heartbeat(slot=place.slot, incarnation=place.incarnation, totals=totals).frames())
+            for steps in (99_999_999, 19_999_999):  # more than any worker makes at once, and less
+                claims = WorkerTotals(env_steps=steps), WorkerTotals(env_steps=steps, stepped=steps, open=steps)
+                for totals in claims:
+                    peer.send(Heartbeat(slot=place.slot, incarnation=place.incarnation, totals=totals).frames())
+            brought = WorkerTotals(env_steps=1 << 40)
+            peer.send(WorkerHello(fleet_id=fleet_id, token="old", slot=77, incarnation=1, totals=brought).frames())
+            peer.receive_kind(MessageKind.WELCOME)
         with RawPeer(fleet.endpoint("worker")) as peer:
             peer.send(WorkerHello(fleet_id=fleet_id, token="thief", slot=0, incarnation=500).frames())
             peer.receive_kind(MessageKind.WELCOME)
@@ -33,5 +38,5 @@ def test_a_lying_peer_cannot_end_the_run_and_keeps_no_slot(tmp_path: Path) -> No
         result = fleet.finish()
     assert result["returncode"] == 0, result["stderr"]
     assert result["goal_reached"] is True
-    assert 60_000 <= result["steps"] < 80_000
+    assert 60_000 <= result["env_steps"] < 80_000
     assert result["balanced"] is True

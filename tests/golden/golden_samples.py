@@ -22,6 +22,7 @@ from pydantic import BaseModel
 import headrace.schemas.messages.env_messages
 import headrace.schemas.messages.serving_agents  # noqa: F401 - messages of both, and of serving_messages.py, have samples too
 from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.basics.bounds import ChosenName, Reason, Token
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
 from headrace.schemas.chunks.spaces import (
@@ -165,6 +166,12 @@ def assert_same_arrays(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+ONCE_UNBOUNDED = [
+    part for name in (Reason, Token, ChosenName) for field in get_args(name)[1:] for part in field.metadata
+]
+"""Bounds of names that had none when their samples were recorded."""
+
+
 def message_classes(base: type[Message] = Message) -> Iterator[type[Message]]:
     """Every kind of control message that has a place on the wire."""
     for cls in base.__subclasses__():
@@ -197,11 +204,11 @@ def _value(annotation: Any, metadata: Sequence[Any], rng: random.Random) -> Any:
         return {_value(args[0], (), rng): _value(args[1], (), rng) for _ in range(2)}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return sample_model(annotation, str(rng.random()))
-    parts = (inner for part in metadata for inner in getattr(part, "metadata", [part]))
+    parts = [inner for part in metadata for inner in getattr(part, "metadata", [part])]
     patterns = [pattern for part in parts if (pattern := getattr(part, "pattern", None))]
     if scheme := re.match(r"\^\((tcp|http):", "".join(patterns)):
         return f"{scheme[1]}://w{rng.randrange(100)}:{rng.randrange(1, 1000)}"
-    if annotation is str and metadata:
+    if annotation is str and metadata and not any(part in ONCE_UNBOUNDED for part in parts):
         text = f"{rng.randrange(100)}/{rng.randrange(100)}"
         return text if all(re.search(pattern, text) for pattern in patterns) else text.replace("/", ".")
     scalars = {

@@ -13,6 +13,7 @@ from headrace.broker.state_file import file_path, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.connection import process_token
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.frames.wire import MessageKind, encode
 from headrace.schemas.messages import (
     Commit,
@@ -107,27 +108,30 @@ def test_no_extreme_number_stops_the_broker_or_damages_its_run_directory(
         wait_until(lambda: again.session.accepted == 1, "the slot's next life to ship")
 
 
+@pytest.mark.parametrize("epoch", [2**63 - 1, MOST_EPOCH])
 def test_a_broker_logs_and_ignores_out_of_bounds_numbers_in_its_state_file(
-    tmp_path: Path, start_broker: StartBroker, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
+    epoch: int, tmp_path: Path, start_broker: StartBroker, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_broker().stop()
     poisoned = orjson.loads(file_path(tmp_path).read_bytes())
     most = 2**63 - 1
-    poisoned |= {"epoch": most, "learner_token": "x", "incarnations": {"0": most, "1": 5, str(most): 1}}
+    incarnations = {"0": most, "1": 5, str(most): 1, "2": MOST_LIVES, "3": MOST_LIVES - 1}
+    poisoned |= {"epoch": epoch, "learner_token": "x", "incarnations": incarnations}
     file_path(tmp_path).write_bytes(orjson.dumps(poisoned))
     broker = start_broker()
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("broker.json: ")]
     assert [words.split(" is out of bounds")[0] for words in said] == [
         f"broker.json: incarnation {most} of slot 0",
         f"broker.json: incarnation 1 of slot {most}",
-        f"broker.json: learner epoch {most}",
+        f"broker.json: incarnation {MOST_LIVES} of slot 2",
+        f"broker.json: learner epoch {epoch}",
     ]
     feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(3), incarnation=4)
     with EpisodeStream(broker.endpoints.learner) as stream:
         assert len(list(batches_of(stream, feeder.all_settled))) == 3
     rewritten = read_broker_file(tmp_path)
     assert rewritten is not None
-    assert (rewritten.epoch, rewritten.incarnations) == (1, {0: 4, 1: 5})
+    assert (rewritten.epoch, rewritten.incarnations) == (1, {0: 4, 1: 5, 3: MOST_LIVES - 1})
 
 
 def test_a_failing_handler_costs_one_message_and_the_broker_continues(

@@ -32,6 +32,7 @@ from headrace.schemas.accounts.redis_keys import (
     Key,
     key_name,
 )
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.messages import LearnerRow
 from support.waiting import wait_until
@@ -265,6 +266,10 @@ def test_held_batches_of_a_closed_life_can_become_lost_but_not_held_again(
 
 
 def test_lease_and_incarnations_never_go_back(url: str, fleet_id: str) -> None:
+    # a peer's numbers at their bound, which an earlier broker took: no report could ever be newer
+    report_once(url, fleet_id, Report(lease={"epoch": MOST_EPOCH, "token": "liar"}, incarnations={0: MOST_LIVES}))
+    poisoned = read(url, fleet_id)
+    assert ("epoch" in poisoned.lease, poisoned.incarnations) == (False, {})
     report_once(url, fleet_id, Report(lease={"epoch": 10, "token": "new"}, incarnations={0: 12}))
     report_once(url, fleet_id, Report(lease={"epoch": 9, "token": "old"}, incarnations={0: 9, 1: 1}))
     snapshot = read(url, fleet_id)

@@ -8,7 +8,7 @@ import pytest
 from golden_samples import message_classes, sample_model
 
 from headrace.schemas.accounts.ledger import Discard, Drop, WorkerTotals
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import MOST_REASONS, Version
 from headrace.schemas.errors import (
     DecodeError,
     FencedError,
@@ -97,13 +97,26 @@ def test_a_field_of_the_wrong_type_is_named(cls: type[Message]) -> None:
         ({"totals": {"dropped": {"stale": [1, -2]}}}, "totals.dropped.stale"),
         ({"weights": [1]}, "weights"),
         ({"weights": [1, None]}, "weights"),
+        ({"totals": {"discarded": {f"{i}": 1 for i in range(MOST_REASONS + 1)}}}, "totals.discarded"),
+        ({"totals": {"dropped": {f"{i}": (1, 1) for i in range(MOST_REASONS + 1)}}}, "totals.dropped"),
+        ({"totals": {"discarded": {"x" * 101: 1}}}, "totals.discarded"),
+        ({"totals": {"module_steps": {f"{i}": 1 for i in range(1025)}}}, "totals.module_steps"),
+        ({"blocked": "x" * 101}, "blocked"),
     ],
 )
-def test_numbers_out_of_range_or_of_a_wrong_type_are_refused(changes: dict[str, Any], where: str) -> None:
+def test_values_out_of_range_or_of_a_wrong_type_are_refused(changes: dict[str, Any], where: str) -> None:
     header = Heartbeat(slot=0, incarnation=1, totals=WorkerTotals()).model_dump() | changes
     with pytest.raises(DecodeError) as caught:
         read(Heartbeat, header)
     assert caught.value.detail.startswith(f"Heartbeat: {where}")
+
+
+@pytest.mark.parametrize("cls", FLEET_MESSAGES, ids=lambda cls: cls.__name__)
+def test_ids_and_reasons_of_any_length_are_refused(cls: type[Message]) -> None:
+    sent = sample_model(cls).model_dump()
+    for name in {"token", "fleet_id", "reason", "blocked"} & cls.model_fields.keys():
+        with pytest.raises(DecodeError, match=f"{cls.__name__}: {name}"):
+            read(cls, sent | {name: "x" * 1001})
 
 
 @pytest.mark.parametrize("told", ["0.1.0\n", "0.1/../x", "\x1b[31m", "1" * 65, 1, None])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from headrace.schemas.errors.episodes import (
 from headrace.schemas.errors.serving import (
     BadRequestError,
     MessageTooLargeError,
+    ServingError,
     SessionTakenError,
     StepOrderError,
     error_of,
@@ -39,7 +41,9 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeStep,
 )
 from headrace.workers.serving.client import PolicyClient
-from support.serving.plain_episodes import rule
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.space_codec import read_each
+from support.serving.plain_episodes import SPACES, rule
 from support.serving.served import LIMITS, Served
 from support.waiting import TIMEOUT_S
 
@@ -268,6 +272,40 @@ def test_paths_carry_percent_encoded_ids_with_slashes_and_non_ascii(shared: Serv
     for call in (way.start, lambda id: way.step(id, 0, [1.0, 2.0])):
         assert call("walk%2F1%25")["episode"] == "walk/1%"
     way.abort("walk%2F1%25")
+
+
+@pytest.mark.parametrize("at", ["step", "row", "other"])
+def test_a_request_at_which_the_server_fails_is_answered_and_harms_no_client(
+    way: Any, shared: Served, at: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No request is known to do this: the server is made to fail at some of this client's."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    sessions, observation = shared.dispatcher._sessions, EpisodeCodec.of(SPACES).observation
+    where, names = {
+        "step": (sessions, ["step"]),
+        "row": (type(observation), ["read_rows", "rows_from_payloads"]),
+        "other": (sessions, ["receive"]),
+    }[at]
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
+        for name in names:
+            patched.setattr(where, name, fail)
+        for _ in range(3):
+            with pytest.raises(ServingError, match="the server failed at this; its log says how"):
+                way.abort(way.name) if at == "other" else way.step(way.name, 1, [2, 2])
+    logged = [record for record in caplog.records if record.exc_info]
+    assert len(logged) <= 1, "one traceback in ten seconds"
+
+
+def test_an_observation_at_which_the_server_fails_costs_no_other_its_row() -> None:
+    def read_all(values: Sequence[int]) -> list[int]:
+        return [10 // value for value in values]
+
+    first, failed, last = read_each(read_all, [5, 0, 2])
+    assert (first, last) == (2, 5)
+    assert isinstance(failed, ZeroDivisionError)
 
 
 def _garbled(good: list[bytes], rng: random.Random) -> list[bytes]:

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, PortWatch
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.env_hosts import EnvHosts
@@ -82,3 +83,30 @@ def test_strangers_with_too_many_unfinished_bytes_are_cut() -> None:
         for stranger in strangers:
             stranger.send(part)
         wait_until(lambda: sum(s.is_cut() for s in strangers) >= 19, "the strangers to be cut")
+
+
+def test_an_error_in_the_watch_of_a_port_ends_no_bound_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No peer is known to cause one: the watch is made to fail at the first connection, at each look."""
+    admit, measure, spared = PortWatch._admit, PortWatch._measure, []
+
+    def fail_to_admit(watch: PortWatch, fd: int) -> None:
+        admit(watch, fd)
+        if not spared:
+            spared.append(fd)
+            raise RuntimeError("a mistake of ours")
+
+    def fail_to_measure(watch: PortWatch, connection: Any, now: float, *, emptied: bool) -> None:
+        if connection.fd in spared:
+            raise RuntimeError("a mistake of ours")
+        measure(watch, connection, now, emptied=emptied)
+
+    monkeypatch.setattr(PortWatch, "_admit", fail_to_admit)
+    monkeypatch.setattr(PortWatch, "_measure", fail_to_measure)
+    with Served() as server, RawZmtp(server.endpoint):
+        wait_until(lambda: bool(spared), "the watch to fail")
+        with RawZmtp(server.endpoint) as huge:
+            huge.send(head(1 << 40, more=False))
+            wait_until(huge.is_cut, "the stranger to be cut")
+    assert [record.exc_info is not None for record in caplog.records if "watch of" in record.getMessage()] == [True]

@@ -9,12 +9,21 @@ import pytest
 from simulation.fuzz import play, play_honestly
 
 from headrace.broker import waiting_ends
-from headrace.broker.claims import MOST_FORGOTTEN, MOST_UNHEARD, STEPS_AT_ONCE, STEPS_PER_S
+from headrace.broker.claims import (
+    MOST_BROUGHT,
+    MOST_FORGOTTEN,
+    MOST_TOLD_REASONS,
+    MOST_UNHEARD,
+    STEPS_AT_ONCE,
+    STEPS_PER_S,
+)
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.refusals import Refusals
+from headrace.broker.source import UNSEEN_AT_ONCE
 from headrace.broker.worker_sessions import UNHEARD_S
-from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.basics.bounds import MOST_REASONS
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.messages import (
@@ -85,7 +94,19 @@ def obituary(batches: int, **changes: Any) -> Obituary:
     return Obituary(**said | changes)
 
 
+REASONS = [f"reason {i}" for i in range(MOST_TOLD_REASONS + 1)]
+
 LIES: dict[str, tuple[bytes, Message, str]] = {
+    "more reasons of discards than there are": (
+        WORKER,
+        beat(totals=totals(3, stepped=63, discarded=dict.fromkeys(REASONS, 1))),
+        "33 reasons",
+    ),
+    "more reasons of drops than there are": (
+        STRANGER,
+        hello(slot=7, totals=totals(40), settled=Settled(seq=33, dropped=dict.fromkeys(REASONS, (1, 1)))),
+        "33 reasons",
+    ),
     "a jump of env steps": (WORKER, beat(totals=totals(3, env_steps=99_999_999)), "s allow"),
     "a jump of open steps": (WORKER, beat(totals=totals(3, stepped=99_999_999, open=99_999_969)), "s allow"),
     "failures without end": (WORKER, beat(totals=totals(3, env_failures=1 << 40)), "s allow"),
@@ -205,6 +226,23 @@ def test_a_batch_with_an_implausible_header_is_rejected_by_its_seq(lie: dict[str
     assert broker.ship(4)
 
 
+def test_reasons_of_a_liar_take_no_room_in_what_others_are_told() -> None:
+    """It skips batches, each for another reason, and ends for one that does not exist."""
+    broker = Broker()
+    for seq in range(4, 4 + 2 * MOST_REASONS):
+        skip = Skip(slot=0, incarnation=1, batch=window(seq, seq)[0], reason=f"reason {seq}", totals=totals(seq))
+        broker.say(WORKER, skip)
+    last = 3 + 2 * MOST_REASONS
+    broker.say(LEARNER, Commit(epoch=1, position=position(3)))
+    broker.core.tick(1.0)
+    broker.say(SUPERVISOR, obituary(last, totals=totals(last, stepped=10 * last + 1, open=1), reason="boredom"))
+    broker.core.tick(2.0)
+    (row,) = broker.core.rows()
+    assert row.totals.discarded == {"worker_killed": 1}
+    assert {source.dropped for source in broker.core.sources[(0, 1)].held.values()} <= {"other"}
+    assert LedgerRow.model_validate_json(row.model_dump_json()) == row
+
+
 def test_a_learner_settles_no_batch_that_this_broker_did_not_take() -> None:
     broker = Broker()
     broker.say(WORKER, beat(totals=totals(5)))
@@ -317,10 +355,66 @@ def test_the_limit_of_claimed_steps_grows_with_time() -> None:
     most = 86_400 * 1_000_000
     broker.say(WORKER, beat(totals=totals(3, stepped=most, discarded={"env_hang": most - 30})))
     assert broker.core.refusals.total == 0
-    assert broker.core.sources[(0, 1)].steps == most
+    assert broker.core.rows()[0].totals.stepped == most
     over = STEPS_AT_ONCE + STEPS_PER_S * 86_400 + 1
     broker.say(WORKER, beat(totals=totals(3, stepped=over, discarded={"env_hang": over - 30})))
     assert broker.core.refusals.total == 1
+
+
+MUCH = 19_999_900
+"""Steps that are not refused: the fastest worker may make them in two seconds."""
+
+GOALS: dict[str, tuple[bytes, Message]] = {
+    "env steps": (WORKER, beat(totals=totals(3, env_steps=MUCH))),
+    "open steps": (WORKER, beat(totals=totals(3, stepped=MUCH + 30, open=MUCH))),
+    "discarded steps": (WORKER, beat(totals=totals(3, stepped=MUCH + 30, discarded={"env_hang": MUCH}))),
+    "a batch that exists no more": (
+        WORKER,
+        Skip(
+            slot=0,
+            incarnation=1,
+            batch=HeldBatch(seq=4, steps=MUCH, chunks=1),
+            reason="oversize",
+            totals=totals(4, stepped=MUCH + 30, shipped=MUCH + 30, shipped_chunks=7),
+        ),
+    ),
+    "an older life": (STRANGER, hello(slot=7, totals=WorkerTotals(env_steps=MOST_BROUGHT))),
+    "the end of a life": (SUPERVISOR, obituary(0, slot=7, totals=WorkerTotals(env_steps=MOST_BROUGHT))),
+}
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_no_claim_reaches_a_goal_of_steps(name: str) -> None:
+    """Steps that no batch brought count only as far as the time and the batches make them plausible."""
+    broker, (peer, lie) = Broker(), GOALS[name]
+    broker.say(peer, lie)
+    broker.core.tick(1.0)
+    assert broker.core.refusals.total == 0, "the claim is not impossible"
+    told_to_redis = sum(row.totals.steps_of_envs for row in broker.core.rows())
+    assert 30 <= broker.core.store.steps <= told_to_redis <= 60 + UNSEEN_AT_ONCE
+    assert not [problem for row in broker.core.rows() for problem in row.problems()]
+
+
+def test_steps_that_no_batch_brought_count_once_they_are_plausible() -> None:
+    """A worker whose envs fail discards most of its steps, and all of them count in the end."""
+    broker = Broker()
+    counted = []
+    for seq, broker.now in enumerate((0.0, 1.0, 10.0), start=4):
+        made = totals(seq, stepped=50_000 + 10 * seq, discarded={"env_crash": 50_000})
+        assert broker.ship(seq, totals=made)
+        counted.append(broker.core.store.steps)
+    assert broker.core.refusals.total == 0
+    assert counted[0] < counted[1] < counted[2] == 50_060
+
+
+def test_all_steps_of_a_life_that_the_file_of_the_broker_knows_count() -> None:
+    """Its broker restarted without Redis. What it was not welcomed to has counted before."""
+    core = BrokerCore(FLEET, BrokerLimits(), BrokerState(incarnations={0: 1}))
+    brought = totals(5_000_000, stepped=50_000_007, open=7)
+    core.receive(WORKER, hello(totals=brought, settled=settled(4_999_999)), 0.0)
+    header = BatchHeader(fleet_id=FLEET, slot=0, incarnation=1, seq=5_000_000, steps=10, chunks=2, totals=brought)
+    assert core.receive_batch(WORKER, header, [b""], 1000, 0.0)
+    assert core.store.steps == 50_000_007
 
 
 @pytest.mark.long

@@ -277,6 +277,31 @@ def test_garbage_on_the_port_is_refused_and_costs_no_env_a_step(hosts: EnvHosts)
         check_books(sampler)
 
 
+def test_a_message_at_which_the_worker_fails_costs_no_env_a_step(
+    hosts: EnvHosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No message is known to do this: the handler of HELLOs is made to fail at each."""
+    hosts.start("CartPole-v1", 3)
+    failed = []
+
+    def fail(_: Any, route: bytes, hello: EnvHostHello) -> None:
+        failed.append(hello.life)
+        raise RuntimeError("a mistake of ours")
+
+    with runner(hosts) as sampler, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        monkeypatch.setattr(remote_pool.RemotePool, "_greet", fail)
+        socket.linger = 0
+        socket.connect(f"tcp://127.0.0.1:{hosts.port}")
+        for life in "abc":
+            socket.send_multipart(EnvHostHello(life=life, num_envs=1, spaces={}).frames())
+        while len(failed) < 3:
+            assert who_acts(sampler) == {0, 1, 2}
+        assert who_acts(sampler) == {0, 1, 2}
+        assert sampler.totals.discarded == {}
+        check_books(sampler)
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a mistake of ours"]
+
+
 def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, caplog: pytest.LogCaptureFixture) -> None:
     class EnoughError(Exception):
         pass

@@ -208,6 +208,14 @@ def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+def read_each(read_all: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
+    """Return what `read_all` returns. If it raises, read each value alone: an exception takes the place of its row."""
+    try:
+        return read_all(values)
+    except Exception as error:  # noqa: BLE001  one value must not cost the other clients their step
+        return [error] if len(values) == 1 else [row for value in values for row in read_each(read_all, [value])]
+
+
 def row_or_error(read: Callable[[Any], Row], value: Any) -> Row | EnvContractError:
     """Return what `read` returns or raises."""
     try:

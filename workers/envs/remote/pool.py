@@ -240,6 +240,9 @@ class RemotePool:
                 self._warnings.warn(route, error.reason, f"a message at the port for env hosts is refused: {error}")
                 fatal = error.reason in ("version_mismatch", "bad_message", "bad_space")
                 self._say(route, Reject(code=error.reason, detail=str(error), fatal=fatal))
+            except Exception as error:  # noqa: BLE001  one host's message must not end the worker
+                self._router_port.refuse()
+                self._warnings.failed("a message at the port for env hosts was dropped: the worker failed on it", error)
         now = time.monotonic()
         if now >= self._judge_at:
             for host in list(self._places.hosts.values()):

@@ -29,6 +29,7 @@ from headrace.workers.serving.http.requests import asks_for_health, knows_token,
 from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, json_answer, refused
 from headrace.workers.serving.http.routes import Query, route
 from headrace.workers.serving.session_records import Reply, ServingLimits
+from headrace.workers.serving.space_codec import read_each
 
 log = logging.getLogger(__name__)
 
@@ -200,9 +201,8 @@ class HttpServer:
             self._read(address, request)
         except HeadraceError as error:
             address.answer(refused(error))
-        except Exception as error:  # one request that fails must not end the worker
-            log.error("%r failed: %r", request.target[:200], error, exc_info=error)
-            address.answer(failed())
+        except Exception as error:  # noqa: BLE001  one request that fails must not end the worker
+            self._fail(address, error)
 
     def _read(self, address: HttpAddress, request: HttpRequest) -> None:
         path = step_path(request)
@@ -243,17 +243,30 @@ class HttpServer:
     def deliver_to(self, sessions: ClientSessions, now: float) -> None:
         """Hand all pending requests to the sessions."""
         events, self._events = self._events, []
-        for _, event in events:
-            event(sessions, now)
+        for address, event in events:
+            try:
+                event(sessions, now)
+            except Exception as error:  # noqa: BLE001  as in `handle`
+                self._fail(address, error)
         if not self._steps:
             return
         steps, self._steps = self._steps, []
-        rows = self._codec.observation.read_rows([step.observation for step in steps])
+        rows = read_each(self._codec.observation.read_rows, [step.observation for step in steps])
         for step, row in zip(steps, rows, strict=True):
-            if isinstance(row, HeadraceError):
-                step.address.answer(refused(row))
-            else:
-                sessions.step(step.message, step.address, now, row, step.action)
+            try:
+                if isinstance(row, HeadraceError):
+                    step.address.answer(refused(row))
+                elif isinstance(row, Exception):
+                    raise row
+                else:
+                    sessions.step(step.message, step.address, now, row, step.action)
+            except Exception as error:  # noqa: BLE001  as in `handle`
+                self._fail(step.address, error)
+
+    def _fail(self, address: HttpAddress, error: Exception) -> None:
+        """Tell a client that the server failed at its request, and log that."""
+        self._warnings.failed(f"{address.request.target[:200]!r} failed", error)
+        address.answer(failed())
 
     def write(self, reply: Reply) -> HttpAnswer:
         """Write a reply as JSON."""

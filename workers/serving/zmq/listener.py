@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.schemas.basics.bounds import MOST_COUNT
+from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError, WireError
-from headrace.schemas.errors.serving import BadRequestError, MessageTooLargeError
+from headrace.schemas.errors.serving import FAILED, BadRequestError, MessageTooLargeError, ServingError
 from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import (
     Buffer,
@@ -23,7 +25,9 @@ from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.session_records import Reply, refusal_of
-from headrace.workers.serving.space_codec import SpaceCodec
+from headrace.workers.serving.space_codec import SpaceCodec, read_each
+
+log = logging.getLogger(__name__)
 
 _NO_HEADER: dict[str, Any] = {}
 
@@ -71,6 +75,7 @@ class ZmqListener:
         self._codec = codec
         self._caps = WireLimits(payload_bytes=max_message_bytes)
         self._layout = codec.observation.layout
+        self._warnings = CountedWarnings(log)
 
     def watch(self, fd: int) -> None:
         """Have `wait` return when `fd` is readable, too."""
@@ -108,6 +113,9 @@ class ZmqListener:
             except HeadraceError as error:
                 self._router_port.refuse()
                 self.send(address, refusal_of(error, _number_of(header)))
+            except Exception as error:  # noqa: BLE001  one client's message must not end the thread that serves all
+                self._router_port.refuse()
+                self._fail(address, _number_of(header), error)
         self._deliver_steps(steps, sessions, now)
 
     def _read_step(self, header: dict[str, Any], parts: Sequence[Buffer], address: ZmqAddress) -> _ReceivedStep:
@@ -127,16 +135,27 @@ class ZmqListener:
         rows = iter(self._read_packed(packed) if packed else ())
         for step in steps:
             row = step.row if step.packed is None else next(rows)
-            if isinstance(row, HeadraceError):
-                self.send(step.address, refusal_of(row, step.request.request))
-            else:
-                sessions.step(step.request, step.address, now, row, step.action)
+            try:
+                if isinstance(row, HeadraceError):
+                    self.send(step.address, refusal_of(row, step.request.request))
+                elif isinstance(row, Exception):
+                    raise row
+                else:
+                    sessions.step(step.request, step.address, now, row, step.action)
+            except Exception as error:  # noqa: BLE001  as in `deliver_to`
+                self._fail(step.address, step.request.request, error)
         steps.clear()
 
     def _read_packed(self, packed: list[Buffer]) -> Sequence[Any]:
+        """Return the row, or the error, of each observation."""
         observation = self._codec.observation
         assert isinstance(observation, SpaceCodec), "a codec of several agents has no layout"
-        return observation.rows_from_payloads(packed)
+        return read_each(observation.rows_from_payloads, packed)
+
+    def _fail(self, address: ZmqAddress, request: int, error: Exception) -> None:
+        """Tell a client that the server failed at its request, and log that."""
+        self._warnings.failed("a request of a client was dropped: the server failed at it", error)
+        self.send(address, refusal_of(ServingError(FAILED), request))
 
     def _deliver_other(
         self,
