@@ -22,7 +22,8 @@ from headrace.schemas.settings.config import is_loopback
 
 MOST_CONNECTIONS = 256
 """At once. A browser has six, of which one follows a page."""
-_CLOSE_S = 5.0
+_ANSWERS_S, _CLOSE_S = 3, 5.0
+"""Seconds for answers under way, such as the last state of a stream, and for the end of the thread that serves."""
 
 
 class WebPort:
@@ -65,7 +66,7 @@ class WebPort:
             lifespan="off",
             ws="none",
             limit_concurrency=MOST_CONNECTIONS,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=_ANSWERS_S,
             callback_notify=_on_turn,
             timeout_notify=0,
         )

@@ -20,8 +20,6 @@ _ROOM = 2000
 """Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
 _TRIES = 64
 _MOST_HELD = 32
-_HELD: list[ExitStack] = []
-"""Sockets that are bound to the ports of this process's fleet."""
 _ROLES = ("worker", "learner", "weights")
 """The broker serves each of these at a port of its own."""
 
@@ -69,15 +67,19 @@ def _hold(host: str, ports: Sequence[int], key: str) -> bool:
 
     A socket that shares its port may be bound there too, as those of servers are: nothing listens at the ones held.
     """
+    held: list[socket.socket] = []
     with ExitStack() as probes:
-        for place, port in enumerate(ports):
+        for port in ports:
             probe = _bind(host, port, key, probes, shares=False)
             if probe is None:
                 return False
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if place >= _MOST_HELD:
+            if len(held) < _MOST_HELD:
+                held.append(probe)
+            else:
                 probe.close()
-        _HELD.append(probes.pop_all())
+        for probe in held:
+            probe.detach()  # so nobody closes it
     return True
 
 
