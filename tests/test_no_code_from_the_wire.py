@@ -59,6 +59,7 @@ NAMES_BECOME_CODE = {
     "workers/connectors/connector.py": CONFIG,
     "workers/connectors/pipeline.py": CONFIG,
     "workers/envs/inline.py": CONFIG,
+    "workers/envs/mujoco_warnings.py": "MuJoCo, as whoever imports it would get it",
     "workers/envs/native/creators.py": CONFIG,
     "workers/envs/process/process_envs.py": "the job that the worker gives the process it has started",
     "workers/envs/process/job_settings.py": CONFIG,
