@@ -144,7 +144,6 @@ def test_with_redis_lost_training_goes_on_from_the_run_directory(tmp_path: Path)
     assert told_by(run)["state"]["steps"] == trained, "every committed step is in the model, and none twice"
 
 
-@pytest.mark.thorough
 def test_a_run_moved_to_another_folder_and_ports_goes_on_training(tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     train_and_kill_everything(run)

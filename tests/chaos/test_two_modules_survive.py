@@ -119,10 +119,16 @@ with open(path, "ab", buffering=0) as record, EpisodeStream.of(sys.argv[1], posi
 """A learner whose record is its memory: chunks and position are written together, and committed with the next batch."""
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("others", [("worker",), ("worker", "broker")])
-def test_every_episode_has_its_end_after_kills_of_worker_and_learner_together(
-    tmp_path: Path, others: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("others", "kills"),
+    [
+        pytest.param(("worker", "broker"), 1, id="worker and broker"),
+        pytest.param(("worker", "broker"), 3, id="worker and broker, three times", marks=pytest.mark.thorough),
+        pytest.param(("worker",), 3, id="worker, three times", marks=pytest.mark.thorough),
+    ],
+)
+def test_every_episode_has_its_end_after_kills_of_the_learner_and_others_together(
+    tmp_path: Path, others: tuple[str, ...], kills: int
 ) -> None:
     record = tmp_path / "record"
 
@@ -132,7 +138,7 @@ def test_every_episode_has_its_end_after_kills_of_worker_and_learner_together(
     with RunningFleet(tmp_path / "run", *TWO_CARTS) as fleet:
         learner = start_learner()
         try:
-            for _ in range(3):
+            for _ in range(kills):
                 before = record.stat().st_size if record.exists() else 0
                 fleet.wait_until(lambda: record.exists() and record.stat().st_size > before + 20_000, "more on record")  # noqa: B023
                 pids = {role: fleet.pid(role, 0 if role == "worker" else None) for role in others}

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
 from headrace.broker.process import Broker
+from headrace.broker.state_file import read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import add_up
-from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartBroker, StartFeeder, Witness, batches_of
+from support.pipeline.delivery import (
+    BrokerThread,
+    Envs,
+    Feeder,
+    StartBroker,
+    StartFeeder,
+    Witness,
+    batches_of,
+    broker_process,
+)
 from support.waiting import TIMEOUT_S, wait_until
 
 PIXELS = 4000
@@ -132,15 +146,17 @@ def test_drop_stale_drops_batches_sampled_with_stale_weights(
     books_balance(broker, sum(batch.steps for batch in plan))
 
 
-def test_ack_broker_lets_the_worker_free_batches_that_the_broker_has_accepted(
-    start_broker: StartBroker, start_feeder: StartFeeder
+def test_ack_broker_lets_the_worker_free_batches_that_a_killed_broker_then_loses(
+    start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack, tmp_path: Path
 ) -> None:
-    broker = start_broker()
-    plan = Envs(6).fragments(30)
-    feeder = start_feeder(broker.endpoints.worker, plan, window=3, ack="broker")
+    killed, plan = stack.enter_context(broker_process(tmp_path)), Envs(6).fragments(30)
+    file = read_broker_file(tmp_path)
+    assert file is not None
+    feeder = start_feeder(file.endpoints.worker, plan, window=3, ack="broker")
     wait_until(lambda: feeder.session.accepted == 30, "thirty batches in a window of three, without a learner")
     assert all(shipment.frames is None for shipment in feeder.session._window)
-    broker.stop()
+    killed.signal(signal.SIGKILL)
+    killed.wait()
     witness, _ = train(again := start_broker(), [feeder])
     assert witness.steps == 0
     assert again.rows()[(0, 1)].settled.dropped.keys() == {"broker_lost"}
