@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support import ports
+from support.case_names import name_of
 from support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,6 +79,11 @@ def fleets_have_no_dashboard() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADRACE_DASHBOARD__ENABLED", "false")
         yield
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a case by its values."""
+    return name_of(val)
 
 
 @pytest.hookimpl(wrapper=True)

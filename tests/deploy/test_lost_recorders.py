@@ -69,7 +69,11 @@ def close(stored: LedgerRow | None, position: int, *, learner_first: bool) -> Le
 
 @pytest.mark.parametrize("learner_first", [True, False])
 @pytest.mark.parametrize("position", [0, 5, 7, 8, 10, 11, 14])
-@pytest.mark.parametrize("stored", [row(10, 7, 50), row(10, 10, 0), row(10, 7, 50, closed=True), None])
+@pytest.mark.parametrize(
+    "stored",
+    [row(10, 7, 50), row(10, 10, 0), row(10, 7, 50, closed=True), None],
+    ids=["open episodes", "no open episode", "closed", "no row"],
+)
 def test_the_books_of_a_lost_life_are_closed_by_redis_and_the_learner(
     stored: LedgerRow | None, position: int, *, learner_first: bool
 ) -> None:

@@ -168,6 +168,7 @@ def _set(name: str, value: Any) -> Callable[[ChunkBatch], None]:
     def change(batch: ChunkBatch) -> None:
         batch.table[name][0] = value
 
+    change.__name__ = f"{name} = {value}"
     return change
 
 
@@ -175,6 +176,7 @@ def _column(name: str, value: Any) -> Callable[[ChunkBatch], None]:
     def change(batch: ChunkBatch) -> None:
         batch.columns[name] = value
 
+    change.__name__ = f"{name} of {value.dtype} and shape {value.shape}"
     return change
 
 
