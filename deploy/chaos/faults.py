@@ -150,6 +150,20 @@ def _flush(event: Event, target: Target) -> Undo:
     return _ask_redis(target, lambda client: client.flushall())
 
 
+def _replace(event: Event, target: Target) -> Undo:
+    """Kill Redis. The server that the supervisor starts next finds none of its data."""
+    pid = target.processes.pid("redis")
+    if pid is None:
+        raise SkippedError("redis did not run")
+    data = target.folders.fleet / "redis" / "appendonlydir"
+    aside = data.with_suffix(".lost")
+    with contextlib.suppress(FileNotFoundError):  # a server that has just started has not made it yet
+        data.rename(aside)  # before its end: the next server may start at once
+    send(pid, signal.SIGKILL)
+    shutil.rmtree(aside, ignore_errors=True)
+    return lambda: None
+
+
 def _full(event: Event, target: Target) -> Undo:
     """Make Redis refuse writes for lack of memory."""
     _ask_redis(target, lambda client: client.config_set("maxmemory", 1))
@@ -210,6 +224,7 @@ _FAULTS: dict[Kind, Callable[[Event, Target], Undo]] = {
     Kind.STALL: _link,
     Kind.SLOW: _slow,
     Kind.FLUSH: _flush,
+    Kind.REPLACE: _replace,
     Kind.FULL: _full,
     Kind.READ_ONLY: _read_only,
     Kind.DISK_FULL: _disk_full,

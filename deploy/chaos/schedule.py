@@ -39,6 +39,7 @@ class Kind(StrEnum):
     STALL = "stall"
     SLOW = "slow"
     FLUSH = "flush"
+    REPLACE = "replace"
     FULL = "full"
     READ_ONLY = "read-only"
     DISK_FULL = "disk-full"
@@ -157,6 +158,7 @@ _BAG = (
     "stall",
     "slow",
     "flush",
+    "replace",
     "full",
     "read-only",
     "disk-full",
@@ -188,8 +190,8 @@ def _draw(kind: str, rng: random.Random, workers: int, lease_s: float) -> Iterat
             yield Event(at_s=0, kind=Kind.STRANGERS, detail=rng.choice(STRANGERS))
         case ["env"]:
             yield Event(at_s=0, kind=Kind.ENV, detail=rng.choice(ENV_FAULTS))
-        case ["flush"]:
-            yield Event(at_s=0, kind=Kind.FLUSH)
+        case ["flush" | "replace" as loss]:
+            yield Event(at_s=0, kind=Kind(loss))
         case _:
             yield Event(at_s=0, kind=Kind(kind), seconds=seconds)
 

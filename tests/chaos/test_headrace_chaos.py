@@ -29,6 +29,7 @@ NUM_ENVS = 4
 FAULTS: tuple[dict[str, Any], ...] = (
     {"kind": Kind.KILL, "targets": ("learner",)},
     {"kind": Kind.FLUSH},
+    {"kind": Kind.REPLACE},
     {"kind": Kind.FULL, "seconds": 1.0},
     {"kind": Kind.READ_ONLY, "seconds": 1.0},
     {"kind": Kind.DISK_FULL, "seconds": 1.0},
