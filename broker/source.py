@@ -8,7 +8,7 @@ Redis after a restart of the broker. The longer history always wins.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import takewhile
@@ -132,6 +132,8 @@ class Source:
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     told: int = 0
     """`progress` as of the last Ack to its worker."""
+    committed_bytes: int = 0
+    """Bytes of the batches that the learner has committed since this broker began."""
     row: LedgerRow | None = None
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
@@ -265,6 +267,7 @@ class Source:
             gone.append(self.held.pop(seq))
         for seq in [seq for seq in self.with_learner if seq <= settled.seq]:
             del self.with_learner[seq]
+        self.committed_bytes += _committed_bytes(gone, settled.committed[1] - self.settled.committed[1])
         self._settle(settled)
         for seq in [seq for seq in self.left if seq <= settled.seq]:
             del self.left[seq]
@@ -364,3 +367,13 @@ class Source:
     def waiting(self) -> Iterator[StoredBatch]:
         """Return the held batches that the learner was not told of yet, in order."""
         return (held for held in self.held.values() if not held.with_learner)
+
+
+def _committed_bytes(settled: Iterable[StoredBatch], chunks: int) -> int:
+    """Return the bytes of batches that are settled now, `chunks` of them committed.
+
+    The learner may have left out some chunks. Which ones is not known, so these count like the others.
+    """
+    given = [held for held in settled if not held.dropped]
+    most = sum(held.chunks for held in given)
+    return sum(held.nbytes for held in given) * min(chunks, most) // most if most else 0

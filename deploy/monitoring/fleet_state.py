@@ -199,7 +199,7 @@ def _split(snapshot: Snapshot) -> tuple[Document, Document]:
     """Return gauges and totals without a label, by name, and those with a label, by name and label value."""
     plain: Document = dict.fromkeys(_COUNTERS, 0) if snapshot.totals else {}
     labels: Document = {}
-    for field_name, value in {**snapshot.totals, **snapshot.gauges}.items():
+    for field_name, value in {**snapshot.totals, **snapshot.supervisor_totals, **snapshot.gauges}.items():
         name, label, text = unlabelled(field_name)
         if label:
             labels.setdefault(name, {})[text] = value

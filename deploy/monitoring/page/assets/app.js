@@ -265,6 +265,7 @@ const POLICY_COLUMNS = [
   ["Mean return", (p) => some(p.return_mean)],
   ["Least", (p) => some(p.return_min)],
   ["Most", (p) => some(p.return_max)],
+  ["Mean length", (p) => some(p.len_mean)],
   ["Agents", (p) => whole(p.agents)],
 ];
 const PEER_COLUMNS = [
