@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import takewhile
@@ -19,6 +20,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.worker_figures import Ports
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
+from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import ModuleShapes, WeightsRefusal, WorkerHello
 
@@ -95,6 +97,8 @@ class Source:
     """True once a learner's user has taken the end, whichever broker the learner reported it to."""
     open_episodes: OpenEpisodes | None = None
     """Episodes that the worker left open, until a learner's user has taken the end."""
+    unfinished: list[tuple[float, int]] = field(default_factory=list)
+    """(return, env steps) of the same episodes, until the metrics have taken them."""
     closed: bool = False
     silent_until: float = 0.0
     host: str = ""
@@ -319,6 +323,13 @@ class Source:
         self.end_reason = self.end_reason or reason
         self.closed = True
         self.peer = None
+
+    def leave_open(self, told: OpenEpisodes | None) -> None:
+        """Note the episodes that a worker left open whose books this broker has just closed."""
+        self.open_episodes = told
+        if told is not None:
+            with suppress(DecodeError):  # the learner says what is wrong with them
+                self.unfinished = told.unfinished(self.accepted)
 
     def rest_of(self, totals: WorkerTotals) -> list[HeldBatch]:
         """Return one entry for the batches cut by `totals` and not accepted here, if the recorder is lost too.

@@ -32,8 +32,8 @@ _OF_LIVES = (
     Metric(
         ABORTED_EPISODES,
         "episodes",
-        "that ended before their end, as accepted batches tell: an env failed, a client was lost, or the worker left. "
-        "Episodes that a killed worker left open are not among them",
+        "that were given up before their end, as batches and reports of deaths tell: an env failed, a client was lost, "
+        "or a worker left or was killed",
     ),
     Metric(FENCED_LIVES, "lives", "of workers that the broker fenced: a newer life has their slot"),
     Metric(

@@ -18,7 +18,7 @@ from headrace.deploy.monitoring.findings import Finding
 from headrace.deploy.monitoring.fleet_state import fleet_state
 from headrace.deploy.monitoring.top.terminal import KeyParser
 from headrace.deploy.monitoring.top.top import top as show
-from headrace.deploy.monitoring.top.top_view import COLUMNS, TopState, blocks_for, plain, press, screen, sparkline
+from headrace.deploy.monitoring.top.top_view import COLUMNS, TopState, blocks_for, head, plain, press, screen, sparkline
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.errors import ConfigError
 from support.terminal_screen import OnTerminal
@@ -197,6 +197,17 @@ def test_texts_of_peers_cannot_move_the_cursor_or_break_a_line() -> None:
         for lines in (screen(fleet, {}, state, 120, 40, BLOCKS), plain(fleet, {}, 120, BLOCKS)):
             assert all(character.isprintable() for line in lines for character in line.plain), view
         assert max(line.cell_len for line in screen(fleet, {}, state, 33, 40, BLOCKS)) <= 33
+
+
+def test_aborted_episodes_stand_beside_finished_ones_within_80_columns() -> None:
+    gauges = {"aborted_window": 100, "aborted_return_mean": 9.5, "aborted_len_mean": 7000.0}
+    gauges |= {"episode_return_mean": 12.25, "episode_len_mean": 51.0}
+    totals = {"aborted_episodes_total": 123_456, "env_steps_total": 9}
+    facts = Facts(1000.0, Snapshot(fleet_id="demo", gauges=gauges, totals=totals))
+    (line,) = [line for line in head(fleet_state(facts, []), {}, 80, BLOCKS) if line.plain.startswith("aborted")]
+    assert line.plain == ("aborted      123,456: return 9.5 (finished 12.2), length 7,000 (finished 51)")
+    assert line.cell_len <= 80
+    assert "aborted" not in text_of(head(crowd(2), {}, 80, BLOCKS))
 
 
 def test_small_charts_show_the_newest_values() -> None:

@@ -243,6 +243,7 @@ def head(document: Document, curves: Curves, width: int, blocks: str, most: int 
         lines.append(Text(f"These numbers are {age} old: Redis does not answer.", style="yellow"))
     lines += _ledger(document)
     lines += _numbers(document, curves, width, blocks)
+    lines += _aborted(document["numbers"])
     lines += _shares(document)
     lines += _errors(document)
     return lines
@@ -296,6 +297,17 @@ def _numbers(document: Document, curves: Curves, width: int, blocks: str) -> Ite
             cell.pad_right(max(0, half - cell.cell_len))
             line.append_text(cell)
         yield line
+
+
+def _aborted(numbers: Document) -> Iterator[Text]:
+    """Yield return and length of aborted episodes beside those of finished ones, if some were aborted."""
+    if numbers.get("aborted_window"):
+        returns, lengths = (
+            f"{_count(numbers.get(f'aborted_{name}_mean'))} (finished {_count(numbers.get(f'episode_{name}_mean'))})"
+            for name in ("return", "len")
+        )
+        count = _whole(numbers.get("aborted_episodes_total"))
+        yield Text(_line(f"aborted      {count}: return {returns}, length {lengths}"))
 
 
 def _ledger(document: Document) -> Iterator[Text]:
