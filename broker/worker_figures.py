@@ -80,6 +80,9 @@ class WorkerFigures:
         """(batches, bytes) that the worker keeps; None before its first report."""
         self.waited_s: dict[str, float] = {}
         """Seconds that the worker waited in this life, by reason."""
+        self.rss_bytes: int | None = None
+        """Resident bytes of the worker's process, as it reports them; None before its first report."""
+        self._cpu_s = _Recent()
         self._blocked = ""
         self._times = _Recent()
         self._steps = _Recent()
@@ -93,6 +96,9 @@ class WorkerFigures:
         self.env_host_versions = beat.env_host_versions
         self.bytes_shipped = max(filter(None, (beat.bytes_shipped, self.bytes_shipped)), default=None)
         self.window = beat.window
+        if beat.usage is not None:
+            self._cpu_s.add(now, beat.usage[0])
+            self.rss_bytes = beat.usage[1]
         for reason, seconds in beat.waited_s.items():
             self.waited_s[reason] = max(seconds, self.waited_s.get(reason, 0.0))
         if beat.env_error is not None:
@@ -122,6 +128,10 @@ class WorkerFigures:
         """Return the rate of env steps in accepted batches."""
         return self._steps.rate(now)
 
+    def cpu_share(self, now: float) -> float:
+        """Return the processor seconds of the worker's process per second."""
+        return self._cpu_s.rate(now)
+
     def requests_per_s(self, now: float) -> float:
         """Return the rate of clients' requests."""
         return self._requests.rate(now)
@@ -143,6 +153,8 @@ def row_figures(source: Source, now: float, unix_s: float) -> dict[str, Any]:
         row["array_bytes"], row["sent_bytes"] = figures.bytes_shipped
     if figures.window is not None:
         row["window_batches"], row["window_bytes"] = figures.window
+    if figures.rss_bytes is not None:
+        row["cpu_share"], row["rss_bytes"] = round(figures.cpu_share(now), 4), figures.rss_bytes
     row["num_envs"], row["envs_lost"] = source.num_envs, figures.envs_lost
     if source.met_at is not None:
         row["joined_unix_s"] = round(unix_s - (now - source.met_at), 3)

@@ -312,8 +312,8 @@ def _worker(
         "last_words": process.last_words if process is not None else "",
         "doing": process.doing if process is not None else "",
         "silent_s": process.silent_s if process is not None else None,
-        "cpu_share": slow.cpu_shares.get(f"worker-{slot}"),
-        "rss_bytes": process.rss_bytes if process is not None else None,
+        "cpu_share": slow.cpu_shares.get(f"worker-{slot}", told.get("cpu_share")),
+        "rss_bytes": process.rss_bytes if process is not None else told.get("rss_bytes"),
         "ledger": ledger(add_up(rows), rows.values()),
     }
 

@@ -14,6 +14,7 @@ from headrace.schemas.accounts.worker_figures import (
     EnvHostCounts,
     EnvHostVersions,
     Ports,
+    Seconds,
     ServingFigures,
     TimeByPart,
     WaitByReason,
@@ -166,7 +167,7 @@ class Heartbeat(Message):
     LEFT_OUT = frozenset(
         (
             *("time_s", "envs_lost", "env_hosts", "env_host_versions", "serving", "ports", "env_error"),
-            *("bytes_shipped", "waited_s", "window"),
+            *("bytes_shipped", "waited_s", "window", "usage"),
         )
     )
     slot: Slot
@@ -208,6 +209,8 @@ class Heartbeat(Message):
     """Seconds of this life that it waited before it sampled on, as `blocked` says."""
     window: Annotated[tuple[Annotated[int, Field(ge=0, le=WINDOW)], Bytes], Strict(False)] | None = None
     """(batches, bytes in memory) in its window."""
+    usage: Annotated[tuple[Seconds, Bytes], Strict(False)] | None = None
+    """(processor time in seconds, resident bytes) of its process; None where the system does not tell them."""
 
 
 class LastWords(Message):

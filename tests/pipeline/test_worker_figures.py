@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -82,6 +83,9 @@ def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner
     assert began - 1.0 < row["joined_unix_s"] < row["blocked_since_unix_s"] < time.time()
     assert (row["num_envs"], row["envs_lost"]) == (2, 0)
     assert row["env_steps"] > 0
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert row["rss_bytes"] == pytest.approx(resident, rel=0.2)
+    assert 0 < row["cpu_share"] <= (os.cpu_count() or 1) + 1
     assert row["episodes"] >= 0
     assert (gauges["workers"], gauges['workers_blocked{reason="window"}']) == (1, 1)
     shares = {part: gauges[f'worker_time_share{{part="{part}"}}'] for part in TIME_PARTS}

@@ -33,6 +33,7 @@ from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
+from headrace.workers.fleet.memory import own_usage
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
@@ -233,6 +234,7 @@ class Worker:
             "env_error": runner.totals.failure_groups.next(),
             "bytes_shipped": self._shipper.bytes_shipped,
             "waited_s": self._waits_so_far(),
+            "usage": own_usage(),
         }
 
     def _read_metrics(self) -> dict[str, LoggedMetric]:
