@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.folded_lives import CountsByName, FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import RunDirError
@@ -22,12 +22,12 @@ class EndedLives(BaseModel):
     model_config = ConfigDict(frozen=True)
     folded: dict[int, FoldedLives] = {}
     rows: list[LedgerRow] = []
-    bytes_total: list[int] = []
-    """Bytes of each of these rows, in the same order."""
+    counters: list[CountsByName] = []
+    """Other counters of each of these rows, in the same order."""
 
-    def bytes_of(self) -> dict[tuple[int, int], int]:
-        """Return the bytes of these rows, by (slot, incarnation)."""
-        return {(row.slot, row.incarnation): count for row, count in zip(self.rows, self.bytes_total, strict=False)}
+    def counters_of(self) -> dict[tuple[int, int], dict[str, int]]:
+        """Return the other counters of these rows, by (slot, incarnation)."""
+        return {(row.slot, row.incarnation): own for row, own in zip(self.rows, self.counters, strict=False)}
 
 
 class _Content(EndedLives):
@@ -57,6 +57,6 @@ class BooksFile:
     def write(self, ended: EndedLives) -> None:
         """Replace the file. Raises `OSError`."""
         content = _Content.model_construct(
-            fleet_id=self._fleet_id, folded=ended.folded, rows=ended.rows, bytes_total=ended.bytes_total
+            fleet_id=self._fleet_id, folded=ended.folded, rows=ended.rows, counters=ended.counters
         )
         replace_private(self._path, content.model_dump_json().encode())

@@ -230,9 +230,9 @@ class BrokerCore:
         """Note closed rows that Redis has, so that their lives may fold. Not `durable`: there is no Redis."""
         self._folding.stored(rows, durable=durable)
 
-    def fold(self, bytes_of: Mapping[tuple[int, int], int]) -> list[Source]:
+    def fold(self, counters_of: Callable[[Source], Mapping[str, int]]) -> list[Source]:
         """Fold finished lives into those of their slot, some at a time. Return their sources, forgotten here."""
-        gone = self._folding.fold(bytes_of)
+        gone = self._folding.fold(counters_of)
         self._forget(gone)
         return gone
 

@@ -13,7 +13,7 @@ can bring it back, and a crash at any point neither loses nor repeats it: Redis 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from headrace.broker.batch_store import BatchStore
 from headrace.broker.source import Source
@@ -49,15 +49,17 @@ class Folding:
             if (row.slot, row.incarnation) in self._store.sources:
                 self._stored[row.slot, row.incarnation] = row
 
-    def fold(self, bytes_of: Mapping[_Life, int]) -> list[Source]:
-        """Fold the lives that may fold, up to `MOST_AT_ONCE`. Return their sources, which the store has forgotten."""
+    def fold(self, counters_of: Callable[[Source], Mapping[str, int]]) -> list[Source]:
+        """Fold the lives that may fold, up to `MOST_AT_ONCE`. Return their sources, which the store has forgotten.
+
+        counters_of: returns the counters of a life that its row does not have.
+        """
         gone: list[Source] = []
         for slot in [slot for slot, _ in self._stored if len(self._store.by_slot[slot]) > KEPT_LIVES]:
             for source in list(self._ready(slot)):
                 if len(gone) >= MOST_AT_ONCE:
                     return gone
-                row, bytes_total = self._stored[source.key], bytes_of.get(source.key, 0)
-                folded = fold(self._store.folded.get(slot), row, bytes_total)
+                folded = fold(self._store.folded.get(slot), self._stored[source.key], counters_of(source))
                 if folded is None:
                     break
                 self._store.folded[slot] = folded

@@ -13,10 +13,18 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.env_errors import EnvErrors
 from headrace.broker.report import Report
 from headrace.broker.source import Source
-from headrace.broker.worker_figures import fleet_figures, row_figures
+from headrace.broker.worker_figures import fleet_figures, row_figures, told_counters
 from headrace.broker.worker_metrics import WorkerMetrics
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.accounts.lifetime_counters import (
+    ABORTED_EPISODES,
+    ACCEPTED_BYTES,
+    COMMITTED_BYTES,
+    FENCED_LIVES,
+    without_row_counters,
+)
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import MOST_MODULES
@@ -36,12 +44,16 @@ class FleetMetrics:
         """(time, env steps) of each recent batch."""
         self._env_steps: dict[tuple[int, int], int] = {}
         """Env steps of each source as of its last batch."""
-        self.bytes_of: dict[tuple[int, int], int] = {}
-        """Bytes of the batches accepted of each life that is not folded."""
+        self._counted: dict[tuple[int, int], Counter[str]] = {}
+        """Counters of each life that is not folded, by the batches that this broker accepted."""
+        self._counted_before: dict[tuple[int, int], Mapping[str, int]] = {}
+        """Counters of each life that an earlier broker reported."""
         self._slots: set[int] = set()
         """Slots with a worker, as of the last report."""
         self._agent_returns: dict[str, deque[float]] = {}
         """The newest returns of the agents of each module."""
+        self._agent_lengths: dict[str, deque[int]] = {}
+        """The lengths of the same episodes; of fewer where workers do not tell them."""
         self._policies: dict[str, dict[str, Any]] = {}
         """Statistics of each module's returns, as of the last report."""
         self._changed_policies: set[str] = set()
@@ -61,8 +73,7 @@ class FleetMetrics:
 
     def continue_from(self, counters: Mapping[tuple[int, int], Mapping[str, int]]) -> None:
         """Go on from the counters that an earlier broker reported, which must not go back."""
-        for life, values in counters.items():
-            self.bytes_of[life] = self.bytes_of.get(life, 0) + values.get("accepted_bytes_total", 0)
+        self._counted_before |= {life: without_row_counters(values) for life, values in counters.items()}
 
     def observe(self, header: BatchHeader, nbytes: int, now: float, newest: Version) -> None:
         """Count a batch that was accepted for the first time, when `newest` were the newest weights."""
@@ -70,18 +81,37 @@ class FleetMetrics:
         self._episodes.extend(header.episodes)
         self._aborted.extend(header.aborted)
         if header.agent_returns and len(header.modules) == 1:
-            self._observe_agents(header.modules[0], header.agent_returns)
+            self._observe_agents(header.modules[0], header)
         key, env_steps = (header.slot, header.incarnation), header.totals.steps_of_envs
         # The first batch that a new broker gets from an old worker does not show how fast the worker is.
         before = self._env_steps.get(key, 0 if header.seq == 1 else env_steps)
         self._arrivals.append((now, max(0, env_steps - before)))
         self._env_steps[key] = env_steps
-        self.bytes_of[key] = self.bytes_of.get(key, 0) + nbytes
+        counted = self._counted.setdefault(key, Counter())
+        counted[ACCEPTED_BYTES] += nbytes
+        counted[ABORTED_EPISODES] += len(header.aborted)
 
-    def _observe_agents(self, module_id: str, returns: list[float]) -> None:
+    def counters_of(self, source: Source, now: float) -> dict[str, int]:
+        """Return the lifetime counters of a life that its ledger row does not have, without those that are 0."""
+        before = self._counted_before.get(source.key, {})
+        own = self._counted.get(source.key, {}) | {COMMITTED_BYTES: source.committed_bytes}
+        told = {FENCED_LIVES: int(source.end_reason == Discard.FENCED)} | told_counters(source, now)
+        counters = {name: before.get(name, 0) + count for name, count in own.items()}
+        counters |= {name: max(before.get(name, 0), count) for name, count in told.items()}
+        return {**before, **{name: count for name, count in counters.items() if count}}
+
+    def _observe_unfinished(self, source: Source) -> None:
+        """Count the episodes that a dead worker left open as aborted."""
+        if source.unfinished:
+            self._aborted.extend(source.unfinished)
+            self._counted.setdefault(source.key, Counter())[ABORTED_EPISODES] += len(source.unfinished)
+            source.unfinished = []
+
+    def _observe_agents(self, module_id: str, header: BatchHeader) -> None:
         if module_id not in self._agent_returns and len(self._agent_returns) >= MOST_MODULES:
             return
-        self._agent_returns.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(returns)
+        self._agent_returns.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(header.agent_returns)
+        self._agent_lengths.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(header.agent_lengths)
         self._changed_policies.add(module_id)
 
     def mean_return(self) -> float:
@@ -103,6 +133,7 @@ class FleetMetrics:
         self._note_learner(core)
         self._note_events(changed)
         for source in changed:
+            self._observe_unfinished(source)
             if source.metrics:
                 self.workers.take(source.slot, source.incarnation, source.metrics)
             for group in source.figures.take_env_errors():
@@ -113,7 +144,7 @@ class FleetMetrics:
         rows, unix_s = (source.ledger_row() for source in changed), round(time.time(), 3)
         return Report(
             rows=[row for row in rows if row is not None],
-            counters={source.key: {"accepted_bytes_total": self.bytes_of.get(source.key, 0)} for source in changed},
+            counters={source.key: self.counters_of(source, now) for source in changed},
             folded=core.take_folded(),
             gauges=self._gauges(core, now),
             workers={
@@ -134,9 +165,9 @@ class FleetMetrics:
         )
 
     def forget(self, sources: Iterable[Source]) -> None:
-        """Forget lives that were folded. Their bytes are in the folded lives."""
+        """Forget lives that were folded. Their counters are in the folded lives."""
         for source in sources:
-            for known in (self.bytes_of, self._env_steps, self._seen):
+            for known in (self._counted, self._counted_before, self._env_steps, self._seen):
                 known.pop(source.key, None)
 
     def _gauges(self, core: BrokerCore, now: float) -> dict[str, float]:
@@ -184,7 +215,7 @@ class FleetMetrics:
     def _policy_returns(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of each module's returns. Only those with news are computed again."""
         for module_id in self._changed_policies:
-            self._policies[module_id] = _spread(self._agent_returns[module_id])
+            self._policies[module_id] = _spread(self._agent_returns[module_id], self._agent_lengths[module_id])
         self._changed_policies.clear()
         return dict(self._policies)
 
@@ -263,8 +294,11 @@ def _lag(header: BatchHeader, newest: Version) -> int:
     return newest[1] if header.learner_epoch < newest[0] else max(0, newest[1] - header.weights_seq)
 
 
-def _spread(returns: Sequence[float]) -> dict[str, Any]:
-    return {
+def _spread(returns: Sequence[float], lengths: Sequence[int]) -> dict[str, Any]:
+    of_lengths = (
+        {"len_mean": sum(lengths) / len(lengths), "len_min": min(lengths), "len_max": max(lengths)} if lengths else {}
+    )
+    return of_lengths | {
         "return_mean": sum(returns) / len(returns),
         "return_min": min(returns),
         "return_max": max(returns),

@@ -88,9 +88,8 @@ class Mirror:
     def ended(self) -> EndedLives:
         """Return the books of lives that have ended."""
         rows = [row for row in self._rows.values.values() if row.closed]
-        counters = [self._counters.values.get((row.slot, row.incarnation), {}) for row in rows]
-        counted = [own.get("accepted_bytes_total", 0) for own in counters]
-        return EndedLives(folded=dict(self._folded.values), rows=rows, bytes_total=counted)
+        counters = [dict(self._counters.values.get((row.slot, row.incarnation), {})) for row in rows]
+        return EndedLives(folded=dict(self._folded.values), rows=rows, counters=counters)
 
     def ends_written(self) -> None:
         """Note that what `ended` returned last is in its file. Redis may have it now."""

@@ -29,6 +29,7 @@ from headrace.broker.report import LIVE_S
 from headrace.broker.reporter import RedisReporter
 from headrace.broker.slot_owners import revocation
 from headrace.broker.sockets import BrokerSockets, Socket, receive, send
+from headrace.broker.source import Source
 from headrace.broker.state_file import read_broker_file, write_broker_file
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.broker.worker_ports import WorkerPorts
@@ -211,8 +212,8 @@ class Broker:
         lifetime_file = LifetimeFile(run_dir, fleet_id)
         self._lifetime = lifetime_file.read()
         self.core.restore(ended.rows, {}, 0, self._lifetime.runner_state)
-        self._bytes_of_ended = {key: {"accepted_bytes_total": count} for key, count in ended.bytes_of().items()}
-        self.metrics.continue_from(self._bytes_of_ended)
+        self._counters_of_ended = ended.counters_of()
+        self.metrics.continue_from(self._counters_of_ended)
         self.log = LoggedBatches(config, run_dir, self.core, self._limits) if config.log else None
         if not config.log:
             warn_of_log(run_dir)
@@ -500,16 +501,19 @@ class Broker:
             log.debug("whether a learner is connected cannot be noted now: %s", error)
 
     def _report(self, now: float, ended_unix_s: float | None = None) -> None:
+        def counters_of(source: Source) -> dict[str, int]:
+            return self.metrics.counters_of(source, now)
+
         if self.reporter is None:
             rows = [source.ledger_row() for source in self.core.take_changed() if source.closed]
             self.core.stored((row for row in rows if row is not None), durable=False)
-            self.metrics.forget(self.core.fold(self.metrics.bytes_of))
+            self.metrics.forget(self.core.fold(counters_of))
             return
         if not self._restored:
             self._restored = self._restore(0.0)
         if self._restored:
             self.core.stored(self.reporter.take_closed_rows())
-            self.metrics.forget(self.core.fold(self.metrics.bytes_of))
+            self.metrics.forget(self.core.fold(counters_of))
         report = replace(self.metrics.report(self.core, now), ended_unix_s=ended_unix_s)
         if not self._restored:  # what runners counted before is not known yet, and must not be written over
             report = replace(report, runner_state={}, metric_sums=None, env_errors=None)
@@ -522,7 +526,7 @@ class Broker:
         if saved is None:
             return False
         self.core.restore(saved.rows.values(), saved.incarnations, saved.lease_epoch, saved.runner_state, saved.folded)
-        known, is_folded = self._bytes_of_ended, self.core.store.is_folded
+        known, is_folded = self._counters_of_ended, self.core.store.is_folded
         news = {key: own for key, own in saved.counters.items() if key not in known and key[1] and not is_folded(*key)}
         self.metrics.continue_from(news)
         self.metrics.workers.go_on_from(saved.metric_sums or self._lifetime.metric_sums)

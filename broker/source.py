@@ -8,7 +8,8 @@ Redis after a restart of the broker. The longer history always wins.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import takewhile
@@ -19,6 +20,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.worker_figures import Ports
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
+from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import ModuleShapes, WeightsRefusal, WorkerHello
 
@@ -95,6 +97,8 @@ class Source:
     """True once a learner's user has taken the end, whichever broker the learner reported it to."""
     open_episodes: OpenEpisodes | None = None
     """Episodes that the worker left open, until a learner's user has taken the end."""
+    unfinished: list[tuple[float, int]] = field(default_factory=list)
+    """(return, env steps) of the same episodes, until the metrics have taken them."""
     closed: bool = False
     silent_until: float = 0.0
     host: str = ""
@@ -132,6 +136,8 @@ class Source:
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     told: int = 0
     """`progress` as of the last Ack to its worker."""
+    committed_bytes: int = 0
+    """Bytes of the batches that the learner has committed since this broker began."""
     row: LedgerRow | None = None
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
@@ -265,6 +271,7 @@ class Source:
             gone.append(self.held.pop(seq))
         for seq in [seq for seq in self.with_learner if seq <= settled.seq]:
             del self.with_learner[seq]
+        self.committed_bytes += _committed_bytes(gone, settled.committed[1] - self.settled.committed[1])
         self._settle(settled)
         for seq in [seq for seq in self.left if seq <= settled.seq]:
             del self.left[seq]
@@ -317,6 +324,13 @@ class Source:
         self.closed = True
         self.peer = None
 
+    def leave_open(self, told: OpenEpisodes | None) -> None:
+        """Note the episodes that a worker left open whose books this broker has just closed."""
+        self.open_episodes = told
+        if told is not None:
+            with suppress(DecodeError):  # the learner says what is wrong with them
+                self.unfinished = told.unfinished(self.accepted)
+
     def rest_of(self, totals: WorkerTotals) -> list[HeldBatch]:
         """Return one entry for the batches cut by `totals` and not accepted here, if the recorder is lost too.
 
@@ -364,3 +378,13 @@ class Source:
     def waiting(self) -> Iterator[StoredBatch]:
         """Return the held batches that the learner was not told of yet, in order."""
         return (held for held in self.held.values() if not held.with_learner)
+
+
+def _committed_bytes(settled: Iterable[StoredBatch], chunks: int) -> int:
+    """Return the bytes of batches that are settled now, `chunks` of them committed.
+
+    The learner may have left out some chunks. Which ones is not known, so these count like the others.
+    """
+    given = [held for held in settled if not held.dropped]
+    most = sum(held.chunks for held in given)
+    return sum(held.nbytes for held in given) * min(chunks, most) // most if most else 0

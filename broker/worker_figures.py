@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import MOST_GROUPS, EnvErrorGroup
-from headrace.schemas.accounts.worker_figures import TIME_PARTS, ServingFigures, TimeByPart
+from headrace.schemas.accounts.lifetime_counters import SAMPLED_BYTES, WORKER_WAIT
+from headrace.schemas.accounts.worker_figures import BLOCKED_BY, TIME_PARTS, ServingFigures, TimeByPart
 from headrace.schemas.messages import Heartbeat
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 WINDOW_S = 10.0
 """Seconds over which shares and rates are taken."""
 _MOST_POINTS = 64
-BLOCKED_BY = ("window", "round")
-"""Reasons for which workers wait before they sample on. Any other reason from a peer is counted as "other"."""
+MOST_BYTES_PER_S = 1 << 36
+"""Bytes of arrays that count of a life that began with this broker: more than the memory of one machine moves."""
 
 
 class _Recent:
@@ -75,6 +76,13 @@ class WorkerFigures:
         """(bytes of arrays, bytes of messages) of its batches, as the worker reports them; None before its first
         report.
         """
+        self.window: tuple[int, int] | None = None
+        """(batches, bytes) that the worker keeps; None before its first report."""
+        self.waited_s: dict[str, float] = {}
+        """Seconds that the worker waited in this life, by reason."""
+        self.rss_bytes: int | None = None
+        """Resident bytes of the worker's process, as it reports them; None before its first report."""
+        self._cpu_s = _Recent()
         self._blocked = ""
         self._times = _Recent()
         self._steps = _Recent()
@@ -86,7 +94,13 @@ class WorkerFigures:
             self._blocked, self.blocked_since = beat.blocked, now if beat.blocked else None
         self.envs_lost, self.env_hosts, self.serving = beat.envs_lost, beat.env_hosts, beat.serving
         self.env_host_versions = beat.env_host_versions
-        self.bytes_shipped = beat.bytes_shipped or self.bytes_shipped
+        self.bytes_shipped = max(filter(None, (beat.bytes_shipped, self.bytes_shipped)), default=None)
+        self.window = beat.window
+        if beat.usage is not None:
+            self._cpu_s.add(now, beat.usage[0])
+            self.rss_bytes = beat.usage[1]
+        for reason, seconds in beat.waited_s.items():
+            self.waited_s[reason] = max(seconds, self.waited_s.get(reason, 0.0))
         if beat.env_error is not None:
             self.note_env_error(beat.env_error)
         if beat.time_s:
@@ -114,6 +128,10 @@ class WorkerFigures:
         """Return the rate of env steps in accepted batches."""
         return self._steps.rate(now)
 
+    def cpu_share(self, now: float) -> float:
+        """Return the processor seconds of the worker's process per second."""
+        return self._cpu_s.rate(now)
+
     def requests_per_s(self, now: float) -> float:
         """Return the rate of clients' requests."""
         return self._requests.rate(now)
@@ -133,6 +151,10 @@ def row_figures(source: Source, now: float, unix_s: float) -> dict[str, Any]:
     row["episodes"] = source.totals.episodes
     if figures.bytes_shipped is not None:
         row["array_bytes"], row["sent_bytes"] = figures.bytes_shipped
+    if figures.window is not None:
+        row["window_batches"], row["window_bytes"] = figures.window
+    if figures.rss_bytes is not None:
+        row["cpu_share"], row["rss_bytes"] = round(figures.cpu_share(now), 4), figures.rss_bytes
     row["num_envs"], row["envs_lost"] = source.num_envs, figures.envs_lost
     if source.met_at is not None:
         row["joined_unix_s"] = round(unix_s - (now - source.met_at), 3)
@@ -153,6 +175,18 @@ def row_figures(source: Source, now: float, unix_s: float) -> dict[str, Any]:
     return row
 
 
+def told_counters(source: Source, now: float) -> dict[str, int]:
+    """Return the lifetime counters of a life that its heartbeats tell, within what its time allows."""
+    figures, lived_s = source.figures, source.seconds_since_met(now) + 1.0
+    array_bytes, _ = figures.bytes_shipped or (0, 0)
+    counters = {SAMPLED_BYTES: array_bytes}
+    counters |= {keys.labelled(WORKER_WAIT, "reason", reason): int(s) for reason, s in figures.waited_s.items()}
+    if not source.native:  # nobody knows how long it has lived; the types of the fields bound it
+        return counters
+    most = {SAMPLED_BYTES: int(MOST_BYTES_PER_S * lived_s)}
+    return {name: min(count, most.get(name, int(lived_s))) for name, count in counters.items()}
+
+
 def fleet_figures(live: Iterable[Source], now: float) -> dict[str, float]:
     """Return the gauges that sum up live workers."""
     sources = list(live)
@@ -160,6 +194,8 @@ def fleet_figures(live: Iterable[Source], now: float) -> dict[str, float]:
     blocked = Counter(reason if reason in BLOCKED_BY else "other" for reason in reasons)
     gauges: dict[str, float] = {"workers": len(sources)}
     gauges |= {keys.labelled("workers_blocked", "reason", reason): count for reason, count in blocked.items()}
+    windows = [source.figures.window or (0, 0) for source in sources]
+    gauges["window_batches"], gauges["window_bytes"] = (float(sum(each)) for each in zip((0, 0), *windows, strict=True))
     told = [source.figures.time_share for source in sources if source.figures.time_share]
     for part in TIME_PARTS if told else ():
         mean = sum(shares[part] for shares in told) / len(told)

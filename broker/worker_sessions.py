@@ -481,7 +481,7 @@ class WorkerSessions:
             if source.met_at is None and self._was_known(source):
                 source.believed = totals.steps_of_envs
             source.close(source.counting(totals, now), words.window or source.rest_of(totals), words.reason)
-            source.open_episodes = words.open_episodes
+            source.leave_open(words.open_episodes)
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)
             self._store.end(source, words.reason)

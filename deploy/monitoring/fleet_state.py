@@ -199,7 +199,7 @@ def _split(snapshot: Snapshot) -> tuple[Document, Document]:
     """Return gauges and totals without a label, by name, and those with a label, by name and label value."""
     plain: Document = dict.fromkeys(_COUNTERS, 0) if snapshot.totals else {}
     labels: Document = {}
-    for field_name, value in {**snapshot.totals, **snapshot.gauges}.items():
+    for field_name, value in {**snapshot.totals, **snapshot.supervisor_totals, **snapshot.gauges}.items():
         name, label, text = unlabelled(field_name)
         if label:
             labels.setdefault(name, {})[text] = value
@@ -312,8 +312,8 @@ def _worker(
         "last_words": process.last_words if process is not None else "",
         "doing": process.doing if process is not None else "",
         "silent_s": process.silent_s if process is not None else None,
-        "cpu_share": slow.cpu_shares.get(f"worker-{slot}"),
-        "rss_bytes": process.rss_bytes if process is not None else None,
+        "cpu_share": slow.cpu_shares.get(f"worker-{slot}", told.get("cpu_share")),
+        "rss_bytes": process.rss_bytes if process is not None else told.get("rss_bytes"),
         "ledger": ledger(add_up(rows), rows.values()),
     }
 

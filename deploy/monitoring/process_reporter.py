@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.broker.redis.client import REDIS_FAILURES, connect
+from headrace.broker.redis.parser import HashParser
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.accounts.redis_keys import unlabelled
 
 INTERVAL_S = 5.0
 LIVE_S = 30
@@ -28,13 +31,21 @@ States = Mapping[str, ProcessState]
 class ProcessReporter:
     """Writes what `states` returns to the hash `processes`: every 5 s, and soon after a process changed.
 
-    While Redis does not answer, the thread keeps trying.
+    It adds up the restarts of processes, from those that Redis has of earlier supervisors. While Redis does not answer,
+    the thread keeps trying.
     """
 
     def __init__(self, url: str, fleet_id: str, states: Callable[[], States]) -> None:
         self._client = connect(url, _TIMEOUT_S)
         self._key = keys.key_name(fleet_id, keys.PROCESSES)
+        self._totals_key = keys.key_name(fleet_id, keys.SUPERVISOR_TOTALS)
         self._states = states
+        self._restarts_seen: dict[str, int] = {}
+        """Restarts of each process, by name, that are in `_restarts`."""
+        self._restarts: Counter[str] = Counter()
+        """Restarts under this supervisor, by role."""
+        self._restarts_before: dict[str, int] | None = None
+        """Those that Redis had, by role; None before Redis has answered."""
         self._reported: object = None
         self._due = 0.0
         self._changed = threading.Event()
@@ -67,15 +78,37 @@ class ProcessReporter:
 
     def _report(self, states: States) -> None:
         fields: dict[Any, Any] = {name: state.model_dump_json() for name, state in states.items()}
+        self._count_restarts(states)
         try:
+            totals = self._restart_totals()
             with self._client.pipeline(transaction=True) as pipe:
                 pipe.delete(self._key)
                 pipe.hset(self._key, mapping=fields)
                 pipe.expire(self._key, LIVE_S)
+                if totals:
+                    pipe.hset(self._totals_key, mapping=totals)
                 pipe.execute()
         except REDIS_FAILURES:
             return  # the fleet's numbers say that Redis is away; the next report is due soon
         self._reported, self._due = _as_told(states), time.monotonic() + INTERVAL_S
+
+    def _count_restarts(self, states: States) -> None:
+        for name, state in states.items():
+            more = state.restarts - self._restarts_seen.get(name, 0)
+            self._restarts[state.role] += max(0, more)
+            self._restarts_seen[name] = state.restarts
+
+    def _restart_totals(self) -> dict[Any, Any]:
+        """Return the fields of all lifetime counters. Reads those of before at the first call, so it may raise."""
+        if self._restarts_before is None:
+            stored: Any = self._client.hgetall(self._totals_key)
+            fields = HashParser().totals(stored)
+            self._restarts_before = {unlabelled(name)[2]: count for name, count in fields.items()}
+        before = self._restarts_before
+        return {
+            keys.labelled(keys.RESTARTS.name, keys.RESTARTS.label, role): before.get(role, 0) + self._restarts[role]
+            for role in sorted(before.keys() | self._restarts.keys())
+        }
 
 
 def _as_told(states: States) -> object:

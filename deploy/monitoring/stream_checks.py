@@ -10,7 +10,8 @@ from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import States
 from headrace.deploy.report.progress import name_revoked, number
-from headrace.schemas.accounts.redis_keys import revoked_sessions
+from headrace.schemas.accounts.ledger import Discard, Drop
+from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 
@@ -19,6 +20,14 @@ _FULL = 0.9
 _MANY = 3
 _LATELY_S = 60.0
 _MANY_EPISODES = 20
+_LOST_WITH_PEERS = tuple(
+    labelled(name, "reason", reason)
+    for name, reasons in (
+        ("discarded_agent_steps_total", (Discard.CLIENT_LOST, Discard.ENV_HOST_LOST, Discard.WORKER_KILLED)),
+        ("dropped_agent_steps_total", (Drop.WORKER_KILLED,)),
+    )
+    for reason in reasons
+)
 _FAILED_LATELY_S = 20.0
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
@@ -81,16 +90,14 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
 
 
 def censored_episodes(facts: Facts) -> Iterator[Observation]:
-    """Yield that the newest aborted episodes differ from the newest finished ones, while envs fail.
+    """Yield that the newest aborted episodes differ from the newest finished ones, where some were aborted lately.
 
+    Those of workers that leave in order do not count as lately: it happens once, and nobody wonders why.
     An aborted episode is usually shorter than a whole one. So only longer ones count as a difference in length.
     """
     gauges = facts.snapshot.gauges
     aborted, finished = gauges.get("aborted_window", 0.0), gauges.get("episodes_window", 0.0)
-    ages = [
-        number(w.get("env_failure_age_s")) for w in facts.snapshot.workers.values() if number(w.get("env_failures"))
-    ]
-    if min(aborted, finished) < _MANY_EPISODES or min(ages, default=_LATELY_S) >= _LATELY_S:
+    if min(aborted, finished) < _MANY_EPISODES or not _were_lost_lately(facts):
         return
     length, whole = gauges.get("aborted_len_mean", 0.0), gauges.get("episode_len_mean", 0.0)
     a_step = gauges.get("aborted_return_mean", 0.0) / max(length, 1.0)
@@ -101,6 +108,22 @@ def censored_episodes(facts: Facts) -> Iterator[Observation]:
             f"the mean, the newest {finished:.0f} finished ones {whole:,.0f} and {usual:,.3g}"
         )
         yield observe(facts, "episodes_censored", "episodes", sentence)
+
+
+def _were_lost_lately(facts: Facts) -> bool:
+    """Return whether an env failed, or steps were lost with a client, an env host or a worker, in the last minute."""
+    ages = (
+        number(w.get("env_failure_age_s")) for w in facts.snapshot.workers.values() if number(w.get("env_failures"))
+    )
+    if min(ages, default=_LATELY_S) < _LATELY_S:
+        return True
+    reported = facts.snapshot.reported_unix_s or 0.0
+    before = next((values for at, values in facts.recent if at >= reported - _LATELY_S), None)
+    return before is not None and _lost_with_peers(facts.snapshot.totals) > _lost_with_peers(before)
+
+
+def _lost_with_peers(totals: Mapping[str, float]) -> float:
+    return sum(totals.get(name, 0) for name in _LOST_WITH_PEERS)
 
 
 def refusals(facts: Facts) -> Iterator[Observation]:

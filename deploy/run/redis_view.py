@@ -41,6 +41,7 @@ _READ = (
     keys.POLICIES,
     keys.ERRORS,
     keys.PROCESSES,
+    keys.SUPERVISOR_TOTALS,
 )
 
 _OF_ONE_NAME = tuple(key for key in keys.TABLE if "{" not in key.name)
@@ -78,6 +79,8 @@ class Snapshot:
     """Statistics of the returns by module id; empty in envs of one agent."""
     processes: Mapping[str, ProcessState] = field(default_factory=dict)
     """The supervisor's processes by name; empty where none has told of them for half a minute."""
+    supervisor_totals: Mapping[str, int] = field(default_factory=dict)
+    """Lifetime counters of the supervisor."""
     policy_quantiles: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Quantiles of the same returns, by module id and by "0.05" and so on."""
     env: str = ""
@@ -166,6 +169,7 @@ class FleetView:
             errors=values.env_errors(raw["errors"]),
             policies=values.policies(raw["policies"]),
             processes=values.processes(raw["processes"]),
+            supervisor_totals=values.totals(raw["supervisor_totals"]),
             policy_quantiles=values.policy_quantiles(raw["policies"]),
             env=_text(raw["fleet"].get(b"env")),
             version=_text(raw["fleet"].get(b"version")),

@@ -30,6 +30,7 @@ def _section(key: keys.Key) -> Iterable[str]:
         keys.TOTALS: COUNTER_TABLE,
         keys.GAUGES: keys.GAUGE_TABLE,
         keys.WORKERS: keys.WORKER_TABLE,
+        keys.SUPERVISOR_TOTALS: (keys.RESTARTS,),
     }
     if key in tables:
         yield from ("| name | unit | meaning |", "|---|---|---|")

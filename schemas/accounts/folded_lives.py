@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from headrace.schemas.accounts.ledger import COUNTERS, Count, LedgerRow, Settled, WorkerTotals, plus
-from headrace.schemas.basics.bounds import Incarnation, Natural
+from headrace.schemas.basics.bounds import MOST_COUNT, Incarnation, Natural
 
 MOST_GAPS = 64
 """Ranges of lives of a slot that may be missing in its folded lives. Beyond it, later lives keep their rows."""
+
+CountsByName = Annotated[dict[Annotated[str, Field(max_length=200)], Natural], Field(max_length=64)]
+"""Counters of `lifetime_counters` that are in no ledger row."""
 
 _VALUES = {name: attrgetter(row.value or name) for name, row in COUNTERS.items()}
 
@@ -30,7 +34,8 @@ class FoldedLives(BaseModel):
     """First and last of each range of lives up to `highest` that are not added: no broker has heard of them yet."""
     row: LedgerRow
     """The sum of their rows, with incarnation 0."""
-    bytes_total: Natural = 0
+    counters: CountsByName = {}
+    """The sum of their other counters."""
 
     def __contains__(self, incarnation: object) -> bool:
         """Return whether this life was added."""
@@ -64,8 +69,12 @@ class FoldedLives(BaseModel):
         )
 
 
-def fold(before: FoldedLives | None, row: LedgerRow, bytes_total: int = 0) -> FoldedLives | None:
-    """Add a finished life. None if it cannot be added: it is in already, there are too many gaps, or a sum too large.
+def fold(
+    before: FoldedLives | None, row: LedgerRow, counters: Mapping[str, int] = MappingProxyType({})
+) -> FoldedLives | None:
+    """Add a finished life and its other counters.
+
+    None if it cannot be added: it is in already, there are too many gaps, or a sum too large.
 
     The caller makes sure that the row is final.
     """
@@ -78,12 +87,13 @@ def fold(before: FoldedLives | None, row: LedgerRow, bytes_total: int = 0) -> Fo
         missing = [part for gap in missing for part in _without(gap, row.incarnation)]
     if len(missing) > MOST_GAPS:
         return None
+    summed = _plus_each(before.counters if before is not None else {}, counters)
     try:
         return FoldedLives(
             highest=max(highest, row.incarnation),
             missing=missing,
             row=_plus_row(before.row, row) if before is not None else _plus_row(_no_row(row.slot), row),
-            bytes_total=bytes_total + (before.bytes_total if before is not None else 0),
+            counters={name: min(count, MOST_COUNT) for name, count in summed.items()},
         )
     except ValidationError:
         return None

@@ -128,7 +128,7 @@ class WorkerTotals(BaseModel):
     ] = 0
     open: Annotated[OpenSteps, CounterRow(3, falls=True)] = 0
     shipped: Annotated[Natural, CounterRow(4)] = 0
-    shipped_chunks: Annotated[Natural, CounterRow(5)] = 0
+    shipped_chunks: Annotated[Natural, CounterRow(5, "chunks_total", "chunks", "in batches that workers cut")] = 0
     discarded: Annotated[dict[Reason, Natural], Field(max_length=MOST_REASONS)] = {}
     dropped: CountsByReason = {}
     """Dropped by the worker itself before the batch got a number, such as the last cut of a fenced worker."""

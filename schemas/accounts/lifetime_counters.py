@@ -5,14 +5,47 @@ A counter that a worker counts needs nothing here: its row stands in `WorkerTota
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import COUNTERS, LedgerRow, WorkerTotals
-from headrace.schemas.accounts.redis_keys import Metric, labelled
+from headrace.schemas.accounts.redis_keys import Metric, labelled, unlabelled
 
-_BYTES = Metric("accepted_bytes_total", "bytes", "of batches that the broker accepted, as received")
+ACCEPTED_BYTES, COMMITTED_BYTES = "accepted_bytes_total", "committed_bytes_total"
+SAMPLED_BYTES, ABORTED_EPISODES = "sampled_bytes_total", "aborted_episodes_total"
+FENCED_LIVES, WORKER_WAIT = "fenced_lives_total", "worker_wait_s_total"
+
+_OF_LIVES = (
+    Metric(
+        SAMPLED_BYTES,
+        "bytes",
+        "of the arrays in batches that workers cut, before compression, as of each worker's last heartbeat",
+    ),
+    Metric(ACCEPTED_BYTES, "bytes", "of batches that the broker accepted, as received"),
+    Metric(
+        COMMITTED_BYTES,
+        "bytes",
+        "of those of these batches that the learner committed. Where it left out chunks, a share of their number. A "
+        "broker counts those that it had in memory itself",
+    ),
+    Metric(
+        ABORTED_EPISODES,
+        "episodes",
+        "that were given up before their end, as batches and reports of deaths tell: an env failed, a client was lost, "
+        "or a worker left or was killed",
+    ),
+    Metric(FENCED_LIVES, "lives", "of workers that the broker fenced: a newer life has their slot"),
+    Metric(
+        WORKER_WAIT,
+        "s",
+        "that workers waited before they sampled on, in whole seconds of each life, by what they waited for: room in "
+        "the window, or the next round",
+        "reason",
+    ),
+)
+"""Counters that the broker counts for each life, or takes from heartbeats. The ledger's rows do not have them."""
+_NAMES_OF_LIVES = frozenset(metric.name for metric in _OF_LIVES)
 
 _OF_TOTALS: dict[str, Callable[[WorkerTotals], int]] = {
     row.total: attrgetter(row.value or name) for name, row in COUNTERS.items() if row.total
@@ -49,18 +82,23 @@ COUNTER_TABLE = (
     _DROPPED_CHUNKS,
     *(metric for metric, _ in _OF_ROW),
     _BY_MODULE,
-    _BYTES,
+    *_OF_LIVES,
 )
 """Counters of `totals` and `sources`. Those of what workers take count up to the last batch that the broker accepted,
 or up to the worker's end. A step of all agents that act at once is one env step and several agent steps.
 
-`row_counters` reads all but accepted_bytes_total off a ledger row.
+`row_counters` reads all but `_OF_LIVES` off a ledger row.
 """
 
 
 def folded_counters(lives: FoldedLives) -> dict[str, int]:
     """Return the lifetime counters that folded lives stand for."""
-    return {**row_counters(lives.row), _BYTES.name: lives.bytes_total}
+    return {**row_counters(lives.row), **lives.counters}
+
+
+def without_row_counters(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return those of the lifetime counters that no ledger row stands for."""
+    return {name: count for name, count in counters.items() if unlabelled(name)[0] in _NAMES_OF_LIVES}
 
 
 def row_counters(row: LedgerRow) -> dict[str, int]:

@@ -102,7 +102,7 @@ FOLDED = Key(
     "broker",
     'field "slot": JSON of accounts.folded_lives.FoldedLives, the sum of all older lives of the slot; the script call '
     "that adds a life removes its row and counters",
-    example='0 {"highest":9,"missing":[],"row":{...},"bytes_total":1830144}',
+    example='0 {"highest":9,"missing":[],"row":{...},"counters":{"accepted_bytes_total":1830144}}',
     when="when lives have ended, and Redis and the learner know all of them",
 )
 TOTALS = Key(
@@ -249,12 +249,13 @@ PAST = "past"
 POLICIES = Key(
     "policies",
     "hash",
-    "return",
+    "return, agent steps",
     "broker",
-    "field module id, where envs have several agents: JSON of return_mean, return_min, return_max, agents and "
-    "quantiles (value by quantile, as of the gauges), over the newest agents, at most 100, that ended an episode under "
+    "field module id, where envs have several agents: JSON of return_mean, return_min, return_max, len_mean, len_min, "
+    "len_max (agent steps; absent where workers of an earlier version do not tell them), agents, and quantiles of the "
+    "returns (value by quantile, as of the gauges), over the newest agents, at most 100, that ended an episode under "
     "this policy",
-    example='hunter {"return_mean":3.5,"return_min":1.0,"return_max":7.0,"agents":100,"quantiles":{"0.05":1.0,...}}',
+    example='hunter {"return_mean":3.5,"return_min":1.0,"return_max":7.0,"len_mean":41.2,...}',
     when="each report",
     expires="as `metrics`",
 )
@@ -320,6 +321,17 @@ PROCESSES = Key(
     expires="after 30 s",
 )
 
+SUPERVISOR_TOTALS = Key(
+    "supervisor_totals",
+    "hash",
+    "count",
+    "supervisor",
+    "lifetime counters of the supervisor, named as in `totals`; they never go back",
+    example='restarts_total{role="worker"} 3',
+    when="as `processes`",
+)
+RESTARTS = Metric("restarts_total", "restarts", "of processes by the supervisor", "role")
+
 CHECK = Key(
     "check:{one}",
     "any",
@@ -352,6 +364,7 @@ TABLE = (
     HISTORY_5S,
     HISTORY_60S,
     PROCESSES,
+    SUPERVISOR_TOTALS,
 )
 """All keys that stay. `CHECK` does not."""
 
@@ -423,14 +436,17 @@ GAUGE_TABLE = (
     Metric(
         "aborted_window",
         "episodes",
-        "that were given up before their end because an env failed, a client was lost, or a worker left; at most 100. "
-        "Where they are longer or shorter than finished ones, the learner's data is censored",
+        "that were given up before their end because an env failed, a client was lost, or a worker left or was "
+        "killed; at most 100. Of those that a killed worker left open, what it had shipped counts. Where they are "
+        "longer or shorter than finished ones, the learner's data is censored",
     ),
     Metric("workers", "workers", "connected"),
     Metric(
         "compression_ratio", "1", "of the arrays in these workers' batches to their messages, in bytes; absent at first"
     ),
     Metric("workers_blocked", "workers", "that wait, by what they wait for", "reason"),
+    Metric("window_batches", "batches", "that workers keep, since they are not settled; some are on their way"),
+    Metric("window_bytes", "bytes", "of those of these batches that workers have in memory"),
     Metric(
         WORKER_RATE,
         "env steps/s",
@@ -460,9 +476,13 @@ WORKER_TABLE = (
     Metric("episodes", "episodes", "finished in this life"),
     Metric("array_bytes", "bytes", "of the arrays in its batches of this life; absent before the first heartbeat"),
     Metric("sent_bytes", "bytes", "of these batches as messages, which compression makes smaller"),
+    Metric("window_batches", "batches", "that it keeps, since they are not settled; absent before the first heartbeat"),
+    Metric("window_bytes", "bytes", "of those of these batches that it has in memory"),
     Metric("accepted", "batch", "number of the last accepted batch"),
     Metric("settled", "batch", "number up to which its batches are committed or dropped"),
     Metric("held_batches", "batches", "accepted and neither committed nor dropped"),
+    Metric("cpu_share", "1", "processor seconds of its process per second; absent before the first heartbeat"),
+    Metric("rss_bytes", "bytes", "of memory that its process has, without processes of envs"),
     Metric("num_envs", "envs", "that step together"),
     Metric("envs_lost", "envs", "of these that are down: they wait to be rebuilt, or for a host"),
     Metric("env_silence_s", "s", "for which none of its envs has answered, while it waits for one"),

@@ -28,6 +28,12 @@ Seconds = Annotated[float, Field(ge=0, le=1e10)]
 TimeByPart = Annotated[dict[TimePart, Seconds], Field(max_length=len(TIME_PARTS))]
 """Seconds since a worker's life began."""
 
+BlockedBy = Literal["window", "round"]
+"""What a worker waits for before it samples on: room in its window, or the next round of synchronous sampling."""
+BLOCKED_BY: tuple[BlockedBy, ...] = get_args(BlockedBy)
+
+WaitByReason = Annotated[dict[BlockedBy, Seconds], Field(max_length=len(BLOCKED_BY))]
+
 EnvHostCounts = Annotated[
     tuple[Annotated[int, Field(ge=0, le=1 << 17)], Annotated[int, Field(ge=0, le=1 << 17)]], Strict(False)
 ]

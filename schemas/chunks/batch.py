@@ -103,6 +103,8 @@ class BatchHeader(BaseModel):
     """The return of each agent whose episode ended in this batch, which is of one module; empty in an env of one agent,
     where it would be that of the episode.
     """
+    agent_lengths: list[Natural] = []
+    """The agent steps of the same episodes, in the same order; empty from a worker that does not tell them."""
     aborted: Annotated[list[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)] = []
     """(return, length) of episodes that ended before their end since the last batch: their env failed, the client was
     lost, or the worker leaves.
@@ -315,6 +317,9 @@ def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
     return sums
 
 
+_OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted")
+
+
 def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = False) -> list[Buffer]:
     """Return the frames of a BATCH message. Large arrays are not copied. `compressed` is as of `wire.encode`.
 
@@ -327,7 +332,7 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = F
     if batch.infos:
         arrays["_infos"] = np.frombuffer(_dump_infos(batch.infos), np.uint8)
     arrays |= {CONNECTOR_UPDATE + name: array for name, array in batch.connector_update.items()}
-    absent = {name for name in ("agent_returns", "aborted") if not getattr(header, name)}  # most batches lack both
+    absent = {name for name in _OFTEN_EMPTY if not getattr(header, name)}
     return encode(MessageKind.BATCH, header.model_dump(exclude=absent or None), arrays, compressed=compressed)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from typing import Annotated, Any
 
 import numpy as np
@@ -54,6 +55,19 @@ class OpenEpisodes(BaseModel):
             raise DecodeError("bad_message", "an open episode is of an agent or a module without a name")
         open_then: NDArray[np.bool_] = (table["since"] <= seq) & ((table["until"] == 0) | (table["until"] > seq))
         return table[open_then]
+
+    def unfinished(self, seq: int) -> list[tuple[float, int]]:
+        """Return (return, env steps) of each episode that was open after batch `seq`, as far as it was cut.
+
+        Agents that were done before do not count in the return. Raises `DecodeError`.
+        """
+        found: dict[tuple[int, int], tuple[float, int]] = {}
+        chunks = self.after(seq)["chunk"]
+        columns = (chunks[name].tolist() for name in ("id_high", "id_low", "episode_return", "t_start"))
+        for high, low, earned, steps in zip(*columns, strict=True):
+            before, longest = found.get((high, low), (0.0, 0))
+            found[high, low] = before + earned, max(longest, steps)
+        return [(earned, steps) for earned, steps in found.values() if math.isfinite(earned) and steps > 0]
 
 
 def open_episodes(

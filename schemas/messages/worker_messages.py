@@ -10,8 +10,17 @@ from headrace.schemas.accounts.env_errors import MOST_GROUPS, EnvErrorGroup
 from headrace.schemas.accounts.ledger import Drop, HeldBatch, Settled, WorkerTotals
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.runner_counters import Counters
-from headrace.schemas.accounts.worker_figures import EnvHostCounts, EnvHostVersions, Ports, ServingFigures, TimeByPart
+from headrace.schemas.accounts.worker_figures import (
+    EnvHostCounts,
+    EnvHostVersions,
+    Ports,
+    Seconds,
+    ServingFigures,
+    TimeByPart,
+    WaitByReason,
+)
 from headrace.schemas.basics.bounds import (
+    WINDOW,
     Bytes,
     ChosenName,
     Incarnation,
@@ -156,7 +165,10 @@ class Heartbeat(Message):
     KIND = MessageKind.HEARTBEAT
     TO = ("broker",)
     LEFT_OUT = frozenset(
-        ("time_s", "envs_lost", "env_hosts", "env_host_versions", "serving", "ports", "env_error", "bytes_shipped")
+        (
+            *("time_s", "envs_lost", "env_hosts", "env_host_versions", "serving", "ports", "env_error"),
+            *("bytes_shipped", "waited_s", "window", "usage"),
+        )
     )
     slot: Slot
     incarnation: Incarnation
@@ -193,6 +205,12 @@ class Heartbeat(Message):
     """One group of failures of its envs, another in each heartbeat, with counts of this life."""
     bytes_shipped: Annotated[tuple[Bytes, Bytes], Strict(False)] | None = None
     """(bytes of arrays, bytes of messages) of the batches of this life. Compression makes the second smaller."""
+    waited_s: WaitByReason = {}
+    """Seconds of this life that it waited before it sampled on, as `blocked` says."""
+    window: Annotated[tuple[Annotated[int, Field(ge=0, le=WINDOW)], Bytes], Strict(False)] | None = None
+    """(batches, bytes in memory) in its window."""
+    usage: Annotated[tuple[Seconds, Bytes], Strict(False)] | None = None
+    """(processor time in seconds, resident bytes) of its process; None where the system does not tell them."""
 
 
 class LastWords(Message):

@@ -120,6 +120,7 @@ ABORTED = {
     "aborted_len_mean": 50.0,
     "aborted_return_mean": 50.0,
 }
+LOST_CLIENT = {"env_steps_total": 9500, 'discarded_agent_steps_total{reason="client_lost"}': 7}
 
 WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "the supervisor died": (
@@ -328,6 +329,12 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         "the newest 30 aborted episodes took 50 steps and earned 1.6 a step in the mean",
         "",
     ),
+    "episodes of lost clients are aborted": (
+        told(healthy(recent=BEFORE), {**ABORTED, "aborted_len_mean": 130.0}, totals=LOST_CLIENT),
+        "episodes_censored",
+        "the newest 30 aborted episodes took 130 steps",
+        "",
+    ),
     "an env that is not built again": (
         told(workers={0: {**FAILS, "env_failure_age_s": 30.0, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
         "envs_down",
@@ -432,6 +439,14 @@ FINE = {
     ),
     "aborts episodes like any": (
         told(gauges=ABORTED, workers={0: FAILED_ONCE, 1: WORKER}),
+        "Learning. Nothing lost.",
+    ),
+    "aborted others when workers left": (
+        told(
+            healthy(recent=((NOW - 50.0, LOST_CLIENT),)),
+            {**ABORTED, "aborted_len_mean": 130.0},
+            totals={**LOST_CLIENT, 'discarded_agent_steps_total{reason="shutdown"}': 70},
+        ),
         "Learning. Nothing lost.",
     ),
     "aborted others long ago": (

@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 from headrace.deploy.command.monitoring_commands import app
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
-from headrace.deploy.monitoring.fleet_state import fleet_state
+from headrace.deploy.monitoring.fleet_state import SlowFacts, fleet_state
 from headrace.deploy.monitoring.top.terminal import KeyParser
 from headrace.deploy.monitoring.top.top import top as show
-from headrace.deploy.monitoring.top.top_view import COLUMNS, TopState, blocks_for, plain, press, screen, sparkline
-from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.monitoring.top.top_view import COLUMNS, TopState, blocks_for, head, plain, press, screen, sparkline
+from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
+from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.errors import ConfigError
 from support.terminal_screen import OnTerminal
 from support.waiting import wait_until
@@ -139,7 +141,7 @@ def test_a_screen_keeps_its_size_for_fleets_of_any_size(size: tuple[int, int], c
     width, height = size
     finding = Finding("x", "error", "worker-1", "w" * 500, 900.0, "broker.lease_s = 3", "headrace " + "y" * 500)
     shown = {**crowd(count), "findings": [{**finding_facts(finding)} for _ in range(9)]}
-    for view in ("fleet", "worker", "findings", "help"):
+    for view in ("fleet", "worker", "findings", "more", "help"):
         lines = screen(shown, CURVES, TopState(view=view, slot=3), width, height, BLOCKS)
         assert len(lines) == height
         assert max(line.cell_len for line in lines) <= width
@@ -192,11 +194,54 @@ def test_texts_of_peers_cannot_move_the_cursor_or_break_a_line() -> None:
         {0: {"host": hostile, "env_failure": hostile, "blocked": hostile, hostile: hostile, "pid": hostile}},
         Finding("x", "error", hostile, hostile, None, hostile, hostile),
     )
-    for view in ("fleet", "worker", "findings"):
+    for view in ("fleet", "worker", "findings", "more"):
         state = TopState(view=view, slot=0, text="漢")
         for lines in (screen(fleet, {}, state, 120, 40, BLOCKS), plain(fleet, {}, 120, BLOCKS)):
             assert all(character.isprintable() for line in lines for character in line.plain), view
         assert max(line.cell_len for line in screen(fleet, {}, state, 33, 40, BLOCKS)) <= 33
+
+
+def test_aborted_episodes_stand_beside_finished_ones_within_80_columns() -> None:
+    gauges = {"aborted_window": 100, "aborted_return_mean": 9.5, "aborted_len_mean": 7000.0}
+    gauges |= {"episode_return_mean": 12.25, "episode_len_mean": 51.0}
+    totals = {"aborted_episodes_total": 123_456, "env_steps_total": 9}
+    facts = Facts(1000.0, Snapshot(fleet_id="demo", gauges=gauges, totals=totals))
+    (line,) = [line for line in head(fleet_state(facts, []), {}, 80, BLOCKS) if line.plain.startswith("aborted")]
+    assert line.plain == ("aborted      123,456: return 9.5 (finished 12.2), length 7,000 (finished 51)")
+    assert line.cell_len <= 80
+    assert "aborted" not in text_of(head(crowd(2), {}, 80, BLOCKS))
+
+
+def test_more_shows_the_processes_redis_policies_peers_and_errors_of_the_page() -> None:
+    workers = {0: {"serving": {"clients": 3, "requests_per_s": 40.0, "latency_p95_s": 0.0125}}}
+    workers[1] = {"env_hosts": {"connected": 1, "wanted": 2}}
+    errors = {
+        where: EnvErrorRow(kind="env_hang", env="MyEnv", exception="TimeoutError", where=where, count=count)
+        for where, count in (("a.py:1", 7), ("b.py:2", 1234))
+    }
+    policies = {"hunter": {"return_mean": 3.5, "return_min": 1.0, "return_max": 7.0, "len_mean": 41.0}}
+    snapshot = Snapshot(fleet_id="demo", workers=workers, errors=errors, policies=policies)
+    broker = ProcessState(name="broker", role="broker", pid=4711, rss_bytes=64 << 20, restarts=2)
+    row = LearnerRowView(1, 1, 1000.0, 9, 1, {"loss": 0.25})
+    slow = SlowFacts(server={"maxmemory_policy": "noeviction"}, learner_row=row, cpu_shares={"broker": 0.5})
+    fleet, state = fleet_state(Facts(1000.0, snapshot, processes={"broker": broker}), [], slow), TopState()
+    press(state, "m", fleet)
+    shown = text_of(screen(fleet, {}, state, 80, 60, BLOCKS))
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    for expected in (
+        "broker running 4711 50 % 64 2",
+        "maxmemory_policy noeviction",
+        "loss 0.25",
+        "hunter 3.5 (1 to 7) 41",
+        "worker-0 3 clients, 40 requests/s, 95 % within 12.5 ms",
+        "worker-1 1 of 2 env hosts",
+        "at a.py:1, workers",
+        "at b.py:2, workers",
+    ):
+        assert expected in lines, (expected, shown)
+    assert any(line.startswith("1,234 x env_hang in MyEnv") for line in lines)
+    press(state, "escape", fleet)
+    assert state.view == "fleet"
 
 
 def test_small_charts_show_the_newest_values() -> None:

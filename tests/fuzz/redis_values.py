@@ -53,7 +53,7 @@ Hash = dict[str, Any]
 
 def honest_hashes() -> dict[str, Hash]:
     """The hashes of a small fleet, by the name of their key. A value that is no text stands for its JSON."""
-    folded = fold(None, ROW, 90)
+    folded = fold(None, ROW, {"accepted_bytes_total": 90})
     assert folded is not None
     newest = ROW.model_copy(update={"incarnation": 3, "closed": False})
     worker = {

@@ -109,10 +109,12 @@ class RunFiles:
         log.close()
         endpoints = Endpoints(worker="tcp://127.0.0.1:1", learner="tcp://127.0.0.1:2", weights="tcp://127.0.0.1:3")
         write_broker_file(self.folder, FLEET, endpoints, BrokerState(2, "token", {3: 2}))
-        folded = fold(None, ROW, 90)
+        folded = fold(None, ROW, {"accepted_bytes_total": 90})
         assert folded is not None
         row = ROW.model_copy(update={"incarnation": 4})
-        BooksFile(self.folder, FLEET).write(EndedLives(folded={3: folded}, rows=[row], bytes_total=[90]))
+        BooksFile(self.folder, FLEET).write(
+            EndedLives(folded={3: folded}, rows=[row], counters=[{"accepted_bytes_total": 90}])
+        )
         sums = {"past": SumsOfLife(sums={"wins": 2.0})}
         failures = EnvErrorRow(kind="env_exception", count=2, slots=[3], lives={"3/2": 2})
         LifetimeFile(self.folder, FLEET).write(
@@ -245,7 +247,7 @@ class RunFiles:
         core = BrokerCore(FLEET, BrokerLimits(), BrokerState())
         core.restore(ended.rows, {}, 0, {}, ended.folded)
         orjson.dumps([row.model_dump() for row in core.rows()])
-        orjson.dumps(list(ended.bytes_of().values()))
+        orjson.dumps(list(ended.counters_of().values()))
         file.write(ended)
 
     def _read_lifetime(self) -> None:

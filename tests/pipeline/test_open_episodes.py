@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ from headrace.schemas.chunks import episode_log
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import format_episode_id
 from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
-from headrace.schemas.chunks.open_episodes import OpenEpisodes
+from headrace.schemas.chunks.open_episodes import OPEN_EPISODE, OpenEpisodes, open_episodes
 from headrace.schemas.messages import LearnerWelcome, Obituary, SourceEnd, SourcePosition, SupervisorHello
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, Witness
 from support.waiting import TIMEOUT_S, wait_until
@@ -67,6 +69,14 @@ def test_the_episode_log_gives_the_open_episodes_after_each_unsettled_batch(
     assert told is not None
     for accepted in range(len(batches) - lag, len(batches) + 1):
         assert _told(told, accepted) == _left(batches[:accepted])
+
+
+def test_an_unfinished_episode_of_several_agents_counts_once() -> None:
+    rows = np.zeros(4, OPEN_EPISODE)
+    rows["chunk"]["id_low"] = [7, 7, 8, 9]
+    rows["chunk"]["episode_return"] = [1.5, 2.0, np.nan, 4.0]
+    rows["chunk"]["t_start"] = [30, 40, 10, 0]
+    assert open_episodes(rows, ["a"], ["m"], {}).unfinished(0) == [(3.5, 40)]
 
 
 def test_the_episode_log_stays_small(tmp_path: Path) -> None:
@@ -159,6 +169,9 @@ def test_new_learners_get_a_dead_workers_end_markers_until_one_commits_them(
     position: list[dict[str, Any]] | None = first.position() if with_position else None
     first.close()
     _die(feeder, broker, batches, tmp_path)
+    report = broker.ask(lambda it: it.metrics.report(it.core, time.monotonic()))
+    assert report.counters[0, 1]["aborted_episodes_total"] == report.gauges["aborted_window"] == len(_left(batches))
+    assert report.gauges["aborted_len_mean"] == np.mean([steps for _, _, steps in _left(batches)])
 
     second = EpisodeStream(broker.endpoints.learner, position=position)
     assert _markers(second) == _left(batches)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from headrace.broker.state_file import read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import add_up
 from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.errors import EncodeError, ModuleError, WhichModuleError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
@@ -34,13 +38,15 @@ from support.pipeline.worker_threads import WorkerThread, accepted, closed_row, 
 from support.waiting import TIMEOUT_S, wait_until
 
 
-def see_until_both(stream: EpisodeStream, witness: AgentWitness) -> None:
+def see_until_both(
+    stream: EpisodeStream, witness: AgentWitness, see: Callable[[ChunkBatch], None] | None = None
+) -> None:
     """Take batches until each module's came."""
 
     def both() -> bool:
         batch = stream.next(0.1)
         if batch is not None:
-            witness.see(batch)
+            (see or witness.see)(batch)
         return all(witness.steps[module_id] > 100 for module_id in ("short", "long"))
 
     wait_until(both, "batches of both modules")
@@ -49,7 +55,14 @@ def see_until_both(stream: EpisodeStream, witness: AgentWitness) -> None:
 def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    witness = AgentWitness()
+    witness, lengths = AgentWitness(), dict[str, list[int]]()
+
+    def see(batch: ChunkBatch) -> None:
+        witness.see(batch)
+        for chunk in batch:
+            if chunk.end in (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED):
+                lengths.setdefault(chunk.module_id, []).append(chunk.episode_length)
+
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, CARTS_AT_RANDOM) as worker:
             by_module = stream.module_spaces(timeout_s=TIMEOUT_S)
@@ -60,10 +73,15 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
                 stream.spaces()
             with pytest.raises(WhichModuleError, match="there is no module 'tall'"):
                 stream.spaces("tall")
-            see_until_both(stream, witness)
+            see_until_both(stream, witness, see)
         assert worker.error is None
-        row = closed_row(broker, take=lambda: (drain(stream, witness.see), stream.commit()))
+        row = closed_row(broker, take=lambda: (drain(stream, see), stream.commit()))
     assert not witness.open_episodes()
+    told = broker.ask(lambda it: it.metrics.report(it.core, time.monotonic()).policies)
+    newest = {module_id: all_of_it[-100:] for module_id, all_of_it in lengths.items()}
+    assert {name: (own["len_mean"], own["len_min"], own["len_max"], own["agents"]) for name, own in told.items()} == {
+        name: (sum(own) / len(own), min(own), max(own), len(own)) for name, own in newest.items()
+    }
     assert dict(witness.steps) == row.totals.module_steps
     assert row.settled.committed[0] == row.accepted[0] == sum(witness.steps.values())
     assert row.totals.env_steps is not None

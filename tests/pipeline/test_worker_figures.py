@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -13,16 +14,26 @@ import pytest
 from headrace.broker.report import Report
 from headrace.broker.worker_figures import fleet_figures, row_figures
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.accounts.redis_keys import WORKER_TABLE
+from headrace.schemas.accounts.lifetime_counters import (
+    ACCEPTED_BYTES,
+    COMMITTED_BYTES,
+    SAMPLED_BYTES,
+    WORKER_WAIT,
+    row_counters,
+)
+from headrace.schemas.accounts.redis_keys import WORKER_TABLE, labelled
 from headrace.schemas.accounts.worker_figures import TIME_PARTS, Ports
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.worker import host_of_ports
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.env_hosts import EnvHosts
 from support.pipeline.delivery import BrokerThread
-from support.pipeline.worker_threads import AT_RANDOM, WorkerThread
+from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
 from support.waiting import TIMEOUT_S, wait_until
+
+WAIT = labelled(WORKER_WAIT, "reason", "window")
 
 
 def figures(broker: BrokerThread) -> tuple[dict[str, Any], dict[str, float]]:
@@ -31,6 +42,16 @@ def figures(broker: BrokerThread) -> tuple[dict[str, Any], dict[str, float]]:
     def ask(asked: Any) -> tuple[dict[str, Any], dict[str, float]]:
         live, now = asked.core.live(), time.monotonic()
         return row_figures(live[0], now, time.time()) if live else {}, fleet_figures(live, now)
+
+    return broker.ask(ask)
+
+
+def counters(broker: BrokerThread) -> dict[str, int]:
+    """The counters of the one life that its ledger row does not have."""
+
+    def ask(asked: Any) -> dict[str, int]:
+        sources = list(asked.core.store.sources.values())
+        return asked.metrics.counters_of(sources[0], time.monotonic()) if sources else {}
 
     return broker.ask(ask)
 
@@ -51,7 +72,10 @@ def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner
         while not figures(broker)[0].get("time_share"):
             assert stream.next(30.0) is not None
         wait_until(lambda: figures(broker)[0]["time_share"]["wait"] > 0.9, "a worker that only waits")
+        wait_until(lambda: WAIT in counters(broker), "a wait of a second")
         row, gauges = figures(broker)
+        waited = counters(broker)[WAIT]
+        held = broker.ask(lambda it: (it.core.store.held_batches(), it.core.store.nbytes))
         told = broker.ask(lambda it: [it.core.learner_version, *(source.headrace_version for source in it.core.live())])
     assert told == [version("headrace")] * 2
     assert sum(row["time_share"].values()) == pytest.approx(1.0, abs=0.01)
@@ -59,10 +83,41 @@ def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner
     assert began - 1.0 < row["joined_unix_s"] < row["blocked_since_unix_s"] < time.time()
     assert (row["num_envs"], row["envs_lost"]) == (2, 0)
     assert row["env_steps"] > 0
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert row["rss_bytes"] == pytest.approx(resident, rel=0.2)
+    assert 0 < row["cpu_share"] <= (os.cpu_count() or 1) + 1
     assert row["episodes"] >= 0
     assert (gauges["workers"], gauges['workers_blocked{reason="window"}']) == (1, 1)
     shares = {part: gauges[f'worker_time_share{{part="{part}"}}'] for part in TIME_PARTS}
     assert sum(shares.values()) == pytest.approx(1.0)
+    assert 1 <= waited < time.time() - began
+    assert (row["window_batches"], row["window_bytes"]) == held > (0, 0)
+    assert (gauges["window_batches"], gauges["window_bytes"]) == held
+
+
+def test_counters_of_bytes_agree_with_the_batches_that_the_learner_got(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    array_bytes = 0
+
+    def see(batch: ChunkBatch) -> None:
+        nonlocal array_bytes
+        array_bytes += batch.nbytes
+
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, AT_RANDOM):
+            for _ in range(5):
+                batch = stream.next(TIMEOUT_S)
+                assert batch is not None
+                see(batch)
+            stream.commit()
+            wait_until(lambda: counters(broker).get(COMMITTED_BYTES, 0) > 0, "the bytes of the first commits")
+            assert counters(broker)[COMMITTED_BYTES] < counters(broker)[ACCEPTED_BYTES]
+        row = closed_row(broker, take=lambda: (drain(stream, see), stream.commit()))
+    found = counters(broker)
+    assert found[SAMPLED_BYTES] == array_bytes
+    assert found[COMMITTED_BYTES] == found[ACCEPTED_BYTES] > array_bytes
+    assert row_counters(row)["chunks_total"] == row.settled.committed[1] > 0
 
 
 def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
@@ -87,6 +142,7 @@ def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
     assert group["env"] == "support.envs.fleet:three_of_eight"
     assert "fleet.py:" in group["where"]
     assert group["traceback"].rstrip().endswith("RuntimeError: the simulator diverged")
+    assert seen.counters[0, 1]["aborted_episodes_total"] == seen.gauges["aborted_window"]
     assert seen.gauges["aborted_len_mean"] == seen.gauges["aborted_return_mean"] > 0  # CartPole gives 1 a step
 
 

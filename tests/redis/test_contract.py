@@ -107,6 +107,9 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monk
         assert group.where.endswith(f"counts.py:{1 + COUNTS[: COUNTS.index('raise')].count(chr(10))}")
         assert group.traceback.rstrip().endswith("RuntimeError: the simulator diverged")
         assert {name for row in snapshot.workers.values() for name in row} <= members
+        assert snapshot.supervisor_totals[keys.labelled(keys.RESTARTS.name, "role", "worker")] == 2
+        assert snapshot.totals["sampled_bytes_total"] > 0 < snapshot.totals["committed_bytes_total"]
+        assert all(of_policy["len_min"] <= of_policy["len_max"] for of_policy in snapshot.policies.values())
         fleet.terminate()
         assert fleet.finish()["balanced"]
     assert {key: key.type for key in keys.TABLE} == types

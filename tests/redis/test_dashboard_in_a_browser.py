@@ -49,7 +49,9 @@ def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> dict[str, floa
         gauges={
             **{"env_steps_per_s": 41230.5, "held_batches": 3.0, "episode_return_mean": 12.25, "episodes_window": 100.0},
             **{"episode_return_min": -3.0, "episode_return_max": 40.0, "learner_epoch": 2.0, "weights_seq": 1207.0},
+            **{"aborted_window": 4.0, "aborted_return_mean": 9.5, "aborted_len_mean": 70.0, "episode_len_mean": 51.0},
         },
+        counters={(0, 1): {"aborted_episodes_total": 6}},
         workers=dict.fromkeys(range(3), told),
         incarnations=dict.fromkeys(range(3), 1),
         lease={"epoch": 2, "connected": 1},
@@ -84,6 +86,10 @@ def test_the_page_shows_the_numbers_of_redis_and_peer_strings_as_plain_text(
             assert float(shown[name].replace(",", "")) == raw[name], name
         assert shown["env_failures_total"] == f"{raw['env_failures_total']:,.0f}"
         assert (shown["held_batches"], shown["weights_seq"], shown["workers"]) == ("3 batches", "2/1,207", "3")
+        assert float(shown["aborted_episodes_total"]) == raw["aborted_episodes_total"] == 6
+        assert browser.text("#tiles > [data-of=aborted_episodes_total] .note") == (
+            "return 9.5, of finished ones 12.25; length 70, of finished ones 51"
+        )
         assert shown["stepped"] == f"{raw['agent_steps_total']:,.0f}"
         assert shown["committed"] == f"{raw['committed_agent_steps_total']:,.0f}"
         lost = sum(raw[field] for field in raw if re.match(r"(dropped|discarded)_agent_steps_total", field))

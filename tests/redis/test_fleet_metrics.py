@@ -15,13 +15,17 @@ from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import row_counters
 from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
 from headrace.schemas.chunks.batch import BatchHeader
-from headrace.schemas.messages import LearnerHello, WorkerHello
+from headrace.schemas.messages import Heartbeat, LearnerHello, WorkerHello
 
 
 def header(seq: int, steps: int, **totals: Any) -> BatchHeader:
     return BatchHeader(
         fleet_id="f", slot=0, incarnation=1, seq=seq, steps=steps, chunks=1, totals=WorkerTotals(seq=seq, **totals)
     )
+
+
+def beat(**fields: Any) -> Heartbeat:
+    return Heartbeat(slot=0, incarnation=1, totals=WorkerTotals(), **fields)
 
 
 def rate(*headers: BatchHeader) -> float:
@@ -86,6 +90,33 @@ def test_quantiles_cover_the_newest_hundred_episodes(count: int) -> None:
         assert found == pytest.approx(expected)
         if name == "return":
             assert list(report.policies["one"]["quantiles"].values()) == pytest.approx(expected)
+
+
+def test_committed_bytes_leave_out_what_the_broker_drops_and_chunks_the_learner_leaves_out() -> None:
+    source = Source(0, 1)
+    for seq, nbytes in enumerate((100, 40, 8, 16), start=1):
+        source.accept(StoredBatch(seq, 10, 2, nbytes, None, seq, 0.0), WorkerTotals(seq=seq))
+    source.learn_settled(Settled(seq=1, committed=(10, 2)))
+    assert source.committed_bytes == 100
+    source.drop(source.held[2], "stale")
+    source.learn_settled(Settled(seq=3, committed=(20, 4), dropped={"stale": (10, 2)}))
+    assert source.committed_bytes == 108
+    source.learn_settled(Settled(seq=4, committed=(25, 5), dropped={"stale": (10, 2), "gap": (5, 1)}))
+    assert source.committed_bytes == 116
+
+
+def test_counters_of_lives_go_on_from_those_of_an_earlier_broker() -> None:
+    metrics, source = FleetMetrics(), Source(0, 1)
+    wait = labelled("worker_wait_s_total", "reason", "round")
+    known = {"accepted_bytes_total": 100, "aborted_episodes_total": 1, wait: 7, "sampled_bytes_total": 5000}
+    metrics.continue_from({(0, 1): {**known, "env_steps_total": 9}})
+    assert metrics.counters_of(source, 0.0) == known
+    told = header(1, 10).model_copy(update={"aborted": [(1.0, 2), (3.0, 4)]})
+    metrics.observe(told, nbytes=50, now=0.0, newest=(0, 0))
+    source.end_reason = "fenced"
+    source.figures.take(beat(bytes_shipped=(4000, 4000), waited_s={"round": 8.9}), 0.0)
+    more = {"accepted_bytes_total": 150, "aborted_episodes_total": 3, wait: 8, "fenced_lives_total": 1}
+    assert metrics.counters_of(source, 0.0) == {**known, **more}
 
 
 @pytest.mark.parametrize(("env_steps", "expected"), [(50, 50), (0, 0), (None, 100)])

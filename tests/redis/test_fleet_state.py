@@ -17,12 +17,14 @@ from headrace.broker.metrics import FleetMetrics
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
-from headrace.deploy.monitoring.facts import FactsReader
+from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
+from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import find
-from headrace.deploy.monitoring.fleet_state import StateReader, cpu_shares, ledger
+from headrace.deploy.monitoring.fleet_state import SlowFacts, StateReader, cpu_shares, fleet_state, ledger
 from headrace.deploy.monitoring.losses import LOSSES
+from headrace.deploy.monitoring.process_reporter import ProcessReporter
 from headrace.deploy.monitoring.series import SeriesReader
-from headrace.deploy.run.redis_view import FleetView
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorGroup
 from headrace.schemas.accounts.lag_buckets import LAG_LABELS, lag_quantiles
@@ -30,6 +32,7 @@ from headrace.schemas.accounts.ledger import Discard, Drop, FleetLedger, LedgerR
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.messages import LearnerRow
 from headrace.schemas.settings.config import FleetConfig, SamplingSection
+from support.waiting import wait_until
 
 MakeRow = Callable[..., LedgerRow]
 START = 1_795_280_000.0
@@ -155,6 +158,43 @@ def test_each_loss_reason_has_a_meaning_and_unknown_reasons_are_shown() -> None:
         ("dropped", "newer", 7),
         ("discarded", "new", 5),
     ]
+
+
+def test_restarts_by_role_add_up_over_supervisors_and_a_flushed_redis(url: str, client: Any, fleet_id: str) -> None:
+    restarts = {"worker-0": 2, "worker-1": 1, "broker": 0}
+
+    def states() -> dict[str, ProcessState]:
+        return {
+            name: ProcessState(name=name, role=name.partition("-")[0], restarts=count)
+            for name, count in restarts.items()
+        }
+
+    def totals() -> dict[str, int]:
+        with FleetView(url, fleet_id) as view:
+            return {keys.unlabelled(name)[2]: count for name, count in view.read().supervisor_totals.items()}
+
+    ProcessReporter(url, fleet_id, states).close()
+    assert totals() == {"worker": 3, "broker": 0}
+    restarts.update({"worker-0": 1, "broker": 4})  # under another supervisor
+    del restarts["worker-1"]
+    reporter = ProcessReporter(url, fleet_id, states)
+    wait_until(lambda: totals() == {"worker": 4, "broker": 4}, "the restarts of both")
+    client.delete(keys.key_name(fleet_id, keys.SUPERVISOR_TOTALS))
+    del restarts["worker-0"]  # the fleet shrinks
+    reporter.close()
+    assert totals() == {"worker": 4, "broker": 4}
+    with FactsReader(redis_url=url, fleet_id=fleet_id) as reader:
+        assert StateReader(reader).read()["labelled"]["restarts_total"] == {"worker": 4, "broker": 4}
+        shown = metrics_text({fleet_id: reader.read()})[0].decode()
+    assert f'headrace_restarts_total{{fleet="{fleet_id}",role="worker"}} 4.0' in shown
+
+
+def test_a_worker_from_elsewhere_shows_the_usage_that_it_tells_and_an_own_one_what_its_supervisor_sees() -> None:
+    told = {"cpu_share": 0.25, "rss_bytes": 1000}
+    own = ProcessState(name="worker-0", role="worker", slot=0, pid=7, rss_bytes=5000)
+    facts = Facts(START, Snapshot(fleet_id="f", workers={0: told, 9: told}), processes={"worker-0": own})
+    found = fleet_state(facts, [], SlowFacts(cpu_shares={"worker-0": 0.5}))["workers"]
+    assert {one["slot"]: (one["cpu_share"], one["rss_bytes"]) for one in found} == {0: (0.5, 5000), 9: (0.25, 1000)}
 
 
 def test_cpu_shares_omit_a_process_that_was_restarted() -> None:

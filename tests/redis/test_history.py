@@ -14,14 +14,16 @@ from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lag_buckets import LAG_LABELS
 from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE, without_row_counters
+from headrace.schemas.accounts.worker_figures import BLOCKED_BY
 from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 
 MakeRow = Callable[..., LedgerRow]
 BEGAN = 1_795_280_000.0
 RING_BYTES = 3 << 20
 """More than both streams of a fleet may take together in its own Redis."""
-ENTRY_BYTES = 3500
-"""More than an entry may have: where nodes of streams are small, each entry keeps its names, and 2,160 take 8 MB."""
+ENTRY_BYTES = 3800
+"""More than an entry may have: where nodes of streams are small, each entry keeps its names, and 2,160 take 9 MB."""
 
 
 LABELS = {
@@ -40,6 +42,16 @@ def every_gauge() -> list[str]:
         values = PARTS.get(metric.name) or LABELS.get(metric.label, ("a", "b", "c", "d", "e", "f"))
         fields += [keys.labelled(metric.name, metric.label, one) for one in values] if metric.label else [metric.name]
     return fields
+
+
+def counters_of_lives() -> list[str]:
+    """Return the field of each counter that a ledger row does not have, with all values of its label."""
+    every = [
+        keys.labelled(metric.name, metric.label, one) if metric.label else metric.name
+        for metric in COUNTER_TABLE
+        for one in (BLOCKED_BY if metric.label == "reason" else ("",))
+    ]
+    return list(without_row_counters(dict.fromkeys(every, 0)))
 
 
 class Clock:
@@ -64,7 +76,9 @@ def test_both_history_streams_are_regular_bounded_and_continue_after_restarts(
         clock.now += seconds
         rows = [make_row(0, 1, batches, batches)]
         gauges = {name: random.random() for name in every_gauge()}
-        merge(Part(Report(rows=rows, gauges=gauges | {"env_steps_per_s": clock.now - BEGAN})), [], 0)
+        counters = {(0, 1): dict.fromkeys(counters_of_lives(), 1_000_000 * batches)}
+        report = Report(rows=rows, counters=counters, gauges=gauges | {"env_steps_per_s": clock.now - BEGAN})
+        merge(Part(report), [], 0)
 
     for i in range(800):
         for seconds in (5.0,) if i % 10 else (2.5, 2.5):
@@ -86,7 +100,7 @@ def test_both_history_streams_are_regular_bounded_and_continue_after_restarts(
         assert committed == sorted(committed)
         assert all(0 <= values["env_steps_per_s"] + BEGAN - at < interval for at, values in history)
         moments = {name for name in every_gauge() if name.endswith("unix_s")}
-        kept = {*every_gauge(), "episodes_total"} - moments
+        kept = {*every_gauge(), *counters_of_lives(), "episodes_total"} - moments
         assert all(values.keys() >= kept and not values.keys() & moments for _, values in history)
         means = [values["episode_return_mean"] for _, values in history]
         assert means == [float(f"{mean:.6g}") for mean in means]

@@ -19,10 +19,14 @@ from headrace.broker.claims import (
 )
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.metrics import FleetMetrics
 from headrace.broker.refusals import Refusals
 from headrace.broker.source import UNSEEN_AT_ONCE
+from headrace.broker.worker_figures import MOST_BYTES_PER_S
 from headrace.broker.worker_sessions import UNHEARD_S
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.lifetime_counters import SAMPLED_BYTES, WORKER_WAIT
+from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.basics.bounds import MOST_REASONS
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.credentials.key_files import PeerKey
@@ -241,6 +245,19 @@ def test_reasons_of_a_liar_take_no_room_in_what_others_are_told() -> None:
     assert row.totals.discarded == {"worker_killed": 1}
     assert {source.dropped for source in broker.core.sources[(0, 1)].held.values()} <= {"other"}
     assert LedgerRow.model_validate_json(row.model_dump_json()) == row
+
+
+def test_counters_that_heartbeats_tell_grow_no_faster_than_time_allows() -> None:
+    broker = Broker()
+    source, lie = broker.core.sources[(0, 1)], beat(bytes_shipped=(1 << 47, 1 << 47), waited_s={"window": 1e9})
+    for broker.now in (9.0, 99.0):
+        broker.say(WORKER, lie)
+        lived_s = int(broker.now) + 1
+        counters = FleetMetrics().counters_of(source, broker.now)
+        assert counters[labelled(WORKER_WAIT, "reason", "window")] == lived_s
+        assert counters[SAMPLED_BYTES] == lived_s * MOST_BYTES_PER_S
+    broker.say(WORKER, beat(bytes_shipped=(7, 7), waited_s={"window": 1.0}))
+    assert FleetMetrics().counters_of(source, broker.now) == counters
 
 
 def test_a_learner_settles_no_batch_that_this_broker_did_not_take() -> None:

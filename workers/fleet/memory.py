@@ -1,9 +1,11 @@
-"""How a worker's process keeps the memory of large arrays."""
+"""The memory and processor time of a worker's process, and how it keeps the memory of large arrays."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import time
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
@@ -23,3 +25,12 @@ def keep_large_arrays() -> bool:
     return set_option is not None and all(
         set_option(option, _KEPT_BYTES) == 1 for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD)
     )
+
+
+def own_usage() -> tuple[float, int] | None:
+    """Return (processor time in seconds, resident bytes) of this process; None without Linux's proc(5)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return time.process_time(), pages * os.sysconf("SC_PAGE_SIZE")

@@ -190,8 +190,9 @@ class WorkerSession:
         self._next_send = 0.0
 
     def leave(self, reason: str) -> None:
-        """Send BYE with the counts of unsettled batches, until the broker has taken it."""
+        """Send a last heartbeat, then BYE with the counts of unsettled batches, until the broker has taken it."""
         if self.state is SessionState.ACTIVE and self.slot is not None:
+            self._control.append(self._heartbeat())
             self.state = SessionState.LEAVING
             self._bye = Bye(
                 slot=self.slot,
@@ -299,6 +300,7 @@ class WorkerSession:
             counters=fitting(self.read_counters()),
             metrics=self.read_metrics(),
             ports=self.ports,
+            window=(len(self._window), self._window.nbytes),
             **self.read_figures(),
         )
 

@@ -150,6 +150,7 @@ class Shipper:
         self._episodes += self._take_episodes()
         self._aborted = [*self._aborted, *self._runner.aborted][-MOST_ABORTED:]
         self._runner.aborted.clear()
+        agents = _ended_agents(batch)
         return BatchHeader(
             fleet_id=self._fleet_id,
             slot=self._session.slot or 0,
@@ -164,7 +165,8 @@ class Shipper:
             modules=list(batch.modules),
             reasons=list(batch.reasons),
             episodes=self._episodes,
-            agent_returns=_agent_returns(batch),
+            agent_returns=[earned for earned, _ in agents],
+            agent_lengths=[length for _, length in agents],
             aborted=self._aborted,
             totals=totals,
         )
@@ -183,10 +185,10 @@ class Shipper:
         )
 
 
-def _agent_returns(batch: ChunkBatch) -> list[float]:
-    """Return the returns of agents whose episodes end in `batch`; none for an env of one agent."""
+def _ended_agents(batch: ChunkBatch) -> Episodes:
+    """Return (return, agent steps) of agents whose episodes end in `batch`; none for an env of one agent."""
     if list(batch.agents) == [DEFAULT_AGENT]:
         return []
-    done = np.isin(batch.table["end"], (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED))
-    returns = batch.table["episode_return"][done]
-    return [float(value) for value in returns if np.isfinite(value)]
+    ended = batch.table[np.isin(batch.table["end"], (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED))]
+    ended = ended[np.isfinite(ended["episode_return"])]
+    return list(zip(ended["episode_return"].tolist(), ended["episode_length"].tolist(), strict=True))

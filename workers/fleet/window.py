@@ -61,6 +61,11 @@ class Window:
         return len(self._shipments)
 
     @property
+    def nbytes(self) -> int:
+        """Return the bytes of the batches that are in memory."""
+        return self._nbytes
+
+    @property
     def next_seq(self) -> int:
         """Number that the next batch must have."""
         return self.first + len(self._shipments)

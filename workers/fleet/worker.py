@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
-from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, Ports
+from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, BlockedBy, Ports
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import (
     CallbackError,
@@ -33,6 +33,7 @@ from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
+from headrace.workers.fleet.memory import own_usage
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
@@ -175,6 +176,9 @@ class Worker:
         self._acting_channel: ActingChannel | None = None
         """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
+        self._waited_s: dict[str, float] = {}
+        """Seconds that this worker waited, by reason, up to the wait that goes on."""
+        self._blocked_at = 0.0
         self._left_out = False
         self._next_pump = 0.0
         self._answers = (0, 0, 0)
@@ -229,6 +233,8 @@ class Worker:
             "serving": serving,
             "env_error": runner.totals.failure_groups.next(),
             "bytes_shipped": self._shipper.bytes_shipped,
+            "waited_s": self._waits_so_far(),
+            "usage": own_usage(),
         }
 
     def _read_metrics(self) -> dict[str, LoggedMetric]:
@@ -260,18 +266,30 @@ class Worker:
         In synchronous sampling wait for the next round too. Wait also while the fleet may take no more steps.
         """
         if self.session.is_synchronous and not self._in_round():
-            self.session.blocked = "round"
+            self._block("round")
             self._wait("the next round of synchronous sampling", self._in_round, stopping)
-            self.session.blocked = ""
+            self._block("")
             if stopping.is_set():
                 return False
         if not self._has_room():
-            self.session.blocked = "window"
+            self._block("window")
             self._wait("room in the window", self._has_room, stopping, whom="learner")
-            self.session.blocked = ""
+            self._block("")
         if not self.session.may_step():
             self._wait_for_steps(stopping)
         return self._may_begin()
+
+    def _block(self, reason: BlockedBy | Literal[""]) -> None:
+        """Tell the broker what this worker waits for, "" for nothing, and count the time of the wait that ends."""
+        self._waited_s = self._waits_so_far()
+        self.session.blocked, self._blocked_at = reason, time.monotonic()
+
+    def _waits_so_far(self) -> dict[str, float]:
+        reason = self.session.blocked
+        if not reason:
+            return self._waited_s
+        waited_s = self._waited_s.get(reason, 0.0) + time.monotonic() - self._blocked_at
+        return {**self._waited_s, reason: waited_s}
 
     def _wait_for_steps(self, stopping: threading.Event) -> None:
         """Wait until the fleet may take more steps. Log it if the fleet has reached its bound."""
@@ -370,7 +388,7 @@ class Worker:
                 break
             self._take_over(delivery)
         # Reports that clients wait; otherwise a learner would wait for more steps than the window ever holds.
-        self.session.blocked = "" if has_room or not self._acting_channel.has_waiting else "window"
+        self._block("" if has_room or not self._acting_channel.has_waiting else "window")
 
     def _take_over(self, delivery: Delivery) -> None:
         self.runner.take_over(delivery.taken)
@@ -448,6 +466,7 @@ class Worker:
 
     def drain(self) -> None:
         """Ship the markers of unfinished episodes, hand everything over to the broker, and send BYE."""
+        self._block("")
         deadline = time.monotonic() + self.config.worker.drain_timeout_s
         for delivery in self._acting_channel.end(Discard.SHUTDOWN) if self._acting_channel is not None else ():
             self._take_over(delivery)

@@ -22,8 +22,9 @@ from headrace.deploy.monitoring.processes import GONE, STOPPED, SUPERVISOR
 from headrace.deploy.report.progress import weights_lag
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import Discard, Drop
-from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
-from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, Metric, labelled, unlabelled
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE, WORKER_WAIT
+from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, RESTARTS, Metric, labelled, unlabelled
+from headrace.schemas.accounts.worker_figures import BLOCKED_BY
 
 PREFIX = "headrace_"
 _SPELT = (("_unix_s", "_timestamp_seconds"), ("_per_s", "_per_second"), ("_s", "_seconds"))
@@ -36,13 +37,17 @@ returns may be.
 """
 
 _REASONS = {
-    "discarded_agent_steps_total": Discard,
-    "dropped_agent_steps_total": Drop,
-    "dropped_chunks_total": Drop,
+    "discarded_agent_steps_total": tuple(Discard),
+    "dropped_agent_steps_total": tuple(Drop),
+    "dropped_chunks_total": tuple(Drop),
+    WORKER_WAIT: BLOCKED_BY,
 }
 _ZEROS = {metric.name: 0 for metric in COUNTER_TABLE if not metric.label} | {
-    labelled(name, "reason", reason.value): 0 for name, reasons in _REASONS.items() for reason in reasons
+    labelled(name, "reason", reason): 0 for name, reasons in _REASONS.items() for reason in reasons
 }
+"""Counters that Redis does not have yet are 0, so that their first steps count as an increase. If Redis has none, the
+fleet is new, or Redis lost them: zeros would look like a counter reset.
+"""
 
 _UP = ("up", "1 if Redis told of this fleet at this scrape, else 0 and only its run directory tells of it")
 _BROKER_UP = ("broker_up", "1 while a broker of this fleet reports to Redis")
@@ -56,6 +61,7 @@ _QUEUED = ("queued_agent_steps", "agent steps: taken and neither committed nor d
 _LAG = ("weights_lag", "versions: by which the worker furthest behind is behind the newest weights")
 _WORKERS_WANTED = ("workers_wanted", "workers: that this fleet's configuration asks for on the supervisor's machine")
 _POLICY = ("policy_return", "return: of the newest agents that this policy played; statistic is mean, min or max")
+_POLICY_LENGTH = ("policy_len", "agent steps: of the same agents' episodes; statistic is as of policy_return")
 _FINDINGS = ("findings", "problems of each kind that `headrace why` names now")
 _LOGGED = ("callback_metric", "as logged: what callbacks logged under this name, over all workers")
 
@@ -120,7 +126,8 @@ def _add_fleet(families: _Families, facts: Facts | None, labels: Mapping[str, st
     snapshot = facts.snapshot
     _add_own(families, _BROKER_UP, "unix_s" in snapshot.gauges, labels)
     _add_own(families, _ENDED, _has_ended(facts), labels)
-    _add_counters(families, snapshot.totals, labels)
+    _add_counters(families, {**_ZEROS, **snapshot.totals} if snapshot.totals else {}, labels)
+    _add_counters(families, snapshot.supervisor_totals, labels)
     _add_gauges(families, snapshot.gauges, labels)
     _add_derived(families, snapshot, labels)
     if facts.config is not None:
@@ -149,13 +156,7 @@ def _has_ended(facts: Facts) -> bool:
 
 
 def _add_counters(families: _Families, totals: Mapping[str, int], labels: Mapping[str, str]) -> None:
-    """Add the counters. A counter that Redis does not have yet is 0, so that its first step counts as an increase.
-
-    Add nothing if Redis has no counters: the fleet is new, or Redis lost them. Zeros would look like a counter reset.
-    """
-    if not totals:
-        return
-    for metric, label, value in _of_table(COUNTER_TABLE, {**_ZEROS, **totals}):
+    for metric, label, value in _of_table((*COUNTER_TABLE, RESTARTS), totals):
         name = exposed_name(metric.name.removesuffix("_total"))
         families.add(name, _meaning(metric), value, {**labels, **label}, "counter", "_total")
 
@@ -211,9 +212,10 @@ def _add_derived(families: _Families, snapshot: Snapshot, labels: Mapping[str, s
     if snapshot.workers:
         _add_own(families, _LAG, weights_lag(snapshot), labels)
     for module, values in sorted(snapshot.policies.items()):
-        for statistic in ("mean", "min", "max"):
-            if (value := values.get(f"return_{statistic}")) is not None:
-                _add_own(families, _POLICY, value, {**labels, "module": module, "statistic": statistic})
+        for metric, name in ((_POLICY, "return"), (_POLICY_LENGTH, "len")):
+            for statistic in ("mean", "min", "max"):
+                if (value := values.get(f"{name}_{statistic}")) is not None:
+                    _add_own(families, metric, value, {**labels, "module": module, "statistic": statistic})
     for name, logged in sorted(snapshot.metrics.items()):
         _add_own(families, _LOGGED, logged.value, {**labels, "name": name})
 

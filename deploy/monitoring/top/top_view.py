@@ -30,6 +30,12 @@ _FIRST_FIELDS = (
     *("env_steps_per_s", "env_steps_all", "episodes_all", "held_batches", "env_failures_all", "env_failure"),
 )
 """Members of a worker that are shown first."""
+_OF_SERVER = (
+    *("redis_version", "valkey_version", "used_memory", "maxmemory", "maxmemory_policy", "evicted_keys"),
+    *("aof_enabled", "aof_last_write_status", "rdb_last_bgsave_status", "connected_clients"),
+    *("instantaneous_ops_per_sec", "uptime_in_seconds"),
+)
+"""Fields of INFO that are shown."""
 
 HELP = (
     ("↑ ↓ PgUp PgDn Home End", "choose a worker"),
@@ -38,6 +44,7 @@ HELP = (
     ("r", "reverse the order"),
     ("/", "show only workers with this text in name, state, host or failure; Enter ends it, Esc clears it"),
     ("f", "all findings, with the commands that help"),
+    ("m", "more: processes, Redis, the learner's figures, policies, env hosts and clients, errors of envs"),
     ("?", "this help"),
     ("q", "quit; the fleet goes on"),
 )
@@ -113,7 +120,7 @@ class TopState:
     """The choices that the user has made by keys."""
 
     view: str = "fleet"
-    """fleet, worker, findings or help."""
+    """fleet, worker, findings, more or help."""
     sort: int = 0
     is_reversed: bool = False
     text: str = ""
@@ -159,8 +166,8 @@ def press(state: TopState, key: str, document: Document) -> bool:
         state.slot, state.view, state.scroll = workers[state.chosen(workers)]["slot"], "worker", 0
     elif key in ("?", "h"):
         state.view, state.scroll = "help", 0
-    elif key == "f":
-        state.view, state.scroll = "findings", 0
+    elif key in ("f", "m"):
+        state.view, state.scroll = "findings" if key == "f" else "more", 0
     return False
 
 
@@ -175,7 +182,7 @@ def _type(state: TopState, key: str) -> None:
 
 
 def _press_elsewhere(state: TopState, key: str) -> None:
-    if key in ("escape", "backspace", "left", "enter", "?", "f"):
+    if key in ("escape", "backspace", "left", "enter", "?", "f", "m"):
         state.view = "fleet"
     elif key in ("up", "page up", "home"):
         state.scroll = 0 if key == "home" else max(0, state.scroll - (1 if key == "up" else state.page))
@@ -243,6 +250,7 @@ def head(document: Document, curves: Curves, width: int, blocks: str, most: int 
         lines.append(Text(f"These numbers are {age} old: Redis does not answer.", style="yellow"))
     lines += _ledger(document)
     lines += _numbers(document, curves, width, blocks)
+    lines += _aborted(document["numbers"])
     lines += _shares(document)
     lines += _errors(document)
     return lines
@@ -296,6 +304,17 @@ def _numbers(document: Document, curves: Curves, width: int, blocks: str) -> Ite
             cell.pad_right(max(0, half - cell.cell_len))
             line.append_text(cell)
         yield line
+
+
+def _aborted(numbers: Document) -> Iterator[Text]:
+    """Yield return and length of aborted episodes beside those of finished ones, if some were aborted."""
+    if numbers.get("aborted_window"):
+        returns, lengths = (
+            f"{_count(numbers.get(f'aborted_{name}_mean'))} (finished {_count(numbers.get(f'episode_{name}_mean'))})"
+            for name in ("return", "len")
+        )
+        count = _whole(numbers.get("aborted_episodes_total"))
+        yield Text(_line(f"aborted      {count}: return {returns}, length {lengths}"))
 
 
 def _ledger(document: Document) -> Iterator[Text]:
@@ -396,6 +415,9 @@ def _detail(document: Document, state: TopState, width: int) -> Iterator[Text]:
         if not document["findings"]:
             yield Text("nothing is wrong", style="dim")
         return
+    if state.view == "more":
+        yield from _more(document)
+        return
     worker = next((worker for worker in document["workers"] if worker["slot"] == state.slot), None)
     if worker is None:
         yield Text(f"worker {state.slot} is gone", style="yellow")
@@ -403,6 +425,56 @@ def _detail(document: Document, state: TopState, width: int) -> Iterator[Text]:
     yield Text(_line(f"{worker['name']}: {_state(worker)}"), style="bold")
     first = {name: worker[name] for name in _FIRST_FIELDS if name in worker}
     yield from _fields(first | {name: value for name, value in worker.items() if name not in first})
+
+
+def _more(document: Document) -> Iterator[Text]:
+    """Yield what the page shows beside the numbers and the workers, each part with a title."""
+    server, logged, peers = document["redis"]["server"], document["learner"]["logged"], list(_peers(document))
+    parts: tuple[tuple[str, Sequence[Text]], ...] = (
+        ("processes          state               pid   CPU    MiB  restarts", [*map(_process, document["processes"])]),
+        ("Redis", [*_fields({name: server[name] for name in _OF_SERVER if name in server})]),
+        ("figures that the learner logged", [*_fields(logged)]),
+        ("policies           return (least to most)           length", [*map(_policy, document["policies"])]),
+        ("env hosts and clients", peers),
+        ("errors of envs, the newest first", [line for one in document["errors"] for line in _error(one)]),
+    )
+    for title, lines in parts:
+        yield Text(title, style="bold")
+        yield from lines or [Text("  none", style="dim")]
+
+
+def _process(one: Document) -> Text:
+    state = "stopped by a signal" if one.get("is_stopped") else one.get("state", "")
+    style = "" if state == "running" else "yellow"
+    numbers = f"{one.get('pid') or '-':>7} {_share(one.get('cpu_share')):>5} {_megabytes(one.get('rss_bytes')):>6}"
+    return Text(
+        _line(f"  {_padded(one['name'], 16)} {_padded(state, 15)} {numbers} {one.get('restarts', 0):>9}"), style
+    )
+
+
+def _policy(one: Document) -> Text:
+    spread = f"{_count(one.get('return_mean'))} ({_count(one.get('return_min'))} to {_count(one.get('return_max'))})"
+    return Text(_line(f"  {_padded(one['module'], 16)} {spread:<30} {_count(one.get('len_mean'))}"))
+
+
+def _peers(document: Document) -> Iterator[Text]:
+    for worker in document["workers"]:
+        hosts, serving, said = worker.get("env_hosts"), worker.get("serving"), []
+        if isinstance(hosts, Mapping):
+            said.append(f"{_whole(hosts.get('connected'))} of {_whole(hosts.get('wanted'))} env hosts")
+        if isinstance(serving, Mapping):
+            said.append(f"{_whole(serving.get('clients'))} clients, {_count(serving.get('requests_per_s'))} requests/s")
+            said.append(f"95 % within {_milliseconds(serving.get('latency_p95_s'))}")
+        if said:
+            yield Text(_line(f"  {_padded(worker['name'], 16)} {', '.join(said)}"))
+
+
+def _error(one: Document) -> Iterator[Text]:
+    yield Text(
+        _line(f"  {one['count']:,} x {one['kind']} in {one['env']}, {duration(one['last_age_s'])} ago"), "yellow"
+    )
+    yield Text(_line(f"    {one['exception']}: {one['message']}"))
+    yield Text(_line(f"    at {one['where']}, workers {', '.join(map(str, one['slots']))}"), "dim")
 
 
 def _fields(facts: Document, indent: str = "  ") -> Iterator[Text]:
@@ -444,7 +516,7 @@ def _foot(state: TopState) -> str:
     if state.view != "fleet":
         return " Esc back   arrows scroll   q quit"
     only = f" only {one_line(state.text)!r}, Esc: all  " if state.text else ""
-    return f"{only} q quit   s sort   / filter   Enter look into   f findings   ? help"
+    return f"{only} q quit   s sort   / filter   Enter look into   f findings   m more   ? help"
 
 
 def sparkline(values: Sequence[float | None], width: int, blocks: str) -> str:
@@ -478,6 +550,17 @@ def _whole(value: Any) -> str:
 
 def _seconds(value: Any) -> str:
     return f"{value:.1f} s" if _is_number(value) else "-"
+
+
+def _milliseconds(value: Any) -> str:
+    return f"{1000 * value:.1f} ms" if _is_number(value) else "-"
+
+
+def _padded(value: Any, width: int) -> str:
+    """Return a text of exactly so many cells, shortened if need be."""
+    text = Text(one_line(str(value)[:_LONGEST]))
+    text.truncate(width, overflow="ellipsis", pad=True)
+    return text.plain
 
 
 def _line(value: object) -> str:

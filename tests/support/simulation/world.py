@@ -659,7 +659,7 @@ class World:
         if self.settings.faults.redis_absent:
             return  # what Redis has not confirmed does not fold
         broker.stored(row for row in self.redis.values() if row.closed)
-        broker.fold({})
+        broker.fold(lambda _: {})
         self._unsaved |= broker.take_folded()
         if self.random.random() < 0.5:
             self.file_folded |= self._unsaved

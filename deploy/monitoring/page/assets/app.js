@@ -75,6 +75,9 @@ function tiles(s) {
       ? `${some(n.episode_return_min)} to ${some(n.episode_return_max)} in ${plural(n.episodes_window, "episode")}` : ""],
     ["episodes_total", "Episodes", whole(n.episodes_total), isNumber(n.episode_len_mean)
       ? `mean length ${some(n.episode_len_mean)}` : ""],
+    ...(n.aborted_window ? [["aborted_episodes_total", "Aborted episodes", whole(n.aborted_episodes_total),
+      `return ${some(n.aborted_return_mean)}, of finished ones ${some(n.episode_return_mean)}; length ${
+        some(n.aborted_len_mean)}, of finished ones ${some(n.episode_len_mean)}`]] : []),
     ["held_batches", "Queue", isNumber(n.held_batches) ? plural(n.held_batches, "batch", "batches") : "-", filled([
       isNumber(n.held_bytes) && bytes(n.held_bytes),
       isNumber(n.oldest_unsettled_age_s) && `oldest ${duration(n.oldest_unsettled_age_s)}`])],
@@ -265,6 +268,7 @@ const POLICY_COLUMNS = [
   ["Mean return", (p) => some(p.return_mean)],
   ["Least", (p) => some(p.return_min)],
   ["Most", (p) => some(p.return_max)],
+  ["Mean length", (p) => some(p.len_mean)],
   ["Agents", (p) => whole(p.agents)],
 ];
 const PEER_COLUMNS = [
