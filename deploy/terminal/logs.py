@@ -57,6 +57,15 @@ class JsonLines(logging.Formatter):
         return orjson.dumps(line, default=repr, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
 
 
+def message_of(line: str) -> str:
+    """Return the message of a line by `JsonLines`; any other line as it is."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return line
+    return str(record["message"]) if isinstance(record, dict) and "message" in record else line
+
+
 class Readable(logging.Formatter):
     """Formats a record as `12:03:55 worker 1.3 WARNING env 3 failed ...`."""
 

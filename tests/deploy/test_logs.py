@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from headrace.deploy.terminal import logs, output
-from headrace.deploy.terminal.logs import Identity, Readable, RepeatedWarnings, set_up_logging
+from headrace.deploy.terminal.logs import Identity, Readable, RepeatedWarnings, message_of, set_up_logging
 from headrace.deploy.terminal.output import LogFormat, Output
 from support.waiting import wait_until
 
@@ -37,6 +37,14 @@ def test_a_json_line_has_the_fleet_role_slot_and_extra_fields(
     found = orjson.loads(line)
     assert (found["fleet"], found["role"], found["slot"], found["incarnation"]) == ("f", "worker", 2, 5)
     assert (found["level"], found["message"], found["env_index"]) == ("warning", "env 3 failed", 3)
+    assert message_of(line) == "env 3 failed"
+    assert [message_of(other) for other in ("", "{", "7", "{}", "ValueError: odd")] == [
+        "",
+        "{",
+        "7",
+        "{}",
+        "ValueError: odd",
+    ]
 
 
 def test_an_exception_is_part_of_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

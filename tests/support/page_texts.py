@@ -162,7 +162,7 @@ def _ledger(books: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _finding(one: dict[str, Any]) -> list[str]:
-    since = f"since {span(one['for_s'])} ({clock(one['since_unix_s'])})" if one["since_unix_s"] else ""
+    since = f"for {span(one['for_s'])}, since {clock(one['since_unix_s'])}" if one["since_unix_s"] else ""
     limit = f"limit: {one['limit']}" if one["limit"] else ""
     return [one["severity"].title(), one["sentence"], joined(since, limit), one["command"]]
 
@@ -189,7 +189,7 @@ def some(value: float | None) -> str:
     if value is None:
         return "-"
     if abs(value) < 100:
-        return f"{value:.4g}"
+        return f"{value:.4g}".replace("e-0", "e-")
     return f"{value:,.1f}".removesuffix(".0")
 
 
