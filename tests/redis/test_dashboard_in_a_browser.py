@@ -326,7 +326,8 @@ def test_axe_finds_no_accessibility_problem_in_either_theme(
         Dashboard(tmp_path, "--redis-url", url, "--fleet-id", fleet_id) as dashboard,
         Browser(tmp_path / "profile", dark=True) as browser,
     ):
-        for path, theme in (("", "dark"), ("worker/1", "dark"), ("", "light")):
+        for path, theme, width in (("", "dark", 1440), ("worker/1", "dark", 390), ("", "light", 390)):
+            browser.resize(width, 900)
             browser.open(f"{dashboard.address}{path}")
             browser.wait("document.getElementById('verdict')?.textContent.length > 25")
             browser.wait("document.documentElement.dataset.theme === 'dark'")
