@@ -318,10 +318,14 @@ def _worker(
     }
 
 
-def _is_json(value: Any) -> bool:
-    """Return whether a value can be shown: a number, a short text or a small table. Any program may have written it."""
-    if isinstance(value, Mapping):
-        return len(value) <= 64 and all(isinstance(part, int | float | str | None) for part in value.values())
+def _is_json(value: Any, depth: int = 2) -> bool:
+    """Return whether a value can be shown: a number, a short text, or a small table or list of such values.
+
+    Any program may have written it. `depth`: how many tables and lists may contain each other.
+    """
+    if isinstance(value, Mapping | list):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return depth > 0 and len(value) <= 64 and all(_is_json(part, depth - 1) for part in parts)
     return isinstance(value, int | float | str | None) and len(str(value)) <= _MOST_TEXT
 
 

@@ -30,6 +30,7 @@ from headrace.deploy.process.exit_record import ExitRecord
 from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.restarts import RestartPolicy
+from headrace.deploy.terminal.logs import message_of
 from headrace.schemas.basics.stop_event import sigterm_blocked
 from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, HeadraceError
 from headrace.schemas.settings.config import SupervisorSection
@@ -349,5 +350,5 @@ def _has_no_room(folder: Path) -> bool:
 
 def _because(child: Child) -> str:
     """Return the reason a process gave: its error, else the last line it wrote (of a traceback, most likely)."""
-    said = child.last_error() or "".join(child.log_lines(1))
+    said = child.last_error() or "".join(map(message_of, child.log_lines(1)))
     return f": {said}" if said else ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,6 +55,15 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return orjson.dumps(line, default=repr, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+
+
+def message_of(line: str) -> str:
+    """Return the message of a line by `JsonLines`; any other line as it is."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return line
+    return str(record["message"]) if isinstance(record, dict) and "message" in record else line
 
 
 class Readable(logging.Formatter):
@@ -106,6 +117,11 @@ class RepeatedWarnings:
         kind.left_out, kind.last = kind.left_out + 1, record
         return False
 
+    @property
+    def has_left_out(self) -> bool:
+        """Return whether `due` has a line to return, now or later."""
+        return any(kind.left_out for kind in self._kinds.values())
+
     def due(self, *, all_kinds: bool = False) -> list[logging.LogRecord]:
         """Return a line for each kind with left-out warnings whose ten seconds are over. Forget kinds that are over.
 
@@ -128,22 +144,47 @@ def _has_words(text: str) -> bool:
 
 
 class _Stderr(logging.Handler):
-    """Writes to the current `sys.stderr`, which a live display replaces by its own stream."""
+    """Writes to the current `sys.stderr`, which a live display replaces by its own stream.
+
+    While warnings are left out, a thread waits to write their count, in case that no other record comes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._repeated = RepeatedWarnings()
+        self._timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line, after the lines that count left-out warnings."""
         self._write(self._repeated.due())
         if self._repeated.admit(record):
             self._write([record])
+        elif self._timer is None:
+            self._start_timer()
 
     def close(self) -> None:
         """Write the lines that count left-out warnings."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._write(self._repeated.due(all_kinds=True))
         super().close()
+
+    def _start_timer(self) -> None:
+        timer = threading.Timer(ALIKE_S, self._count)
+        timer.daemon = True
+        with suppress(RuntimeError):  # no thread can start: the next record brings the count
+            timer.start()
+            self._timer = timer
+
+    def _count(self) -> None:
+        self.acquire()
+        try:
+            self._timer = None
+            self._write(self._repeated.due())
+            if self._repeated.has_left_out:
+                self._start_timer()
+        finally:
+            self.release()
 
     def _write(self, records: Iterable[logging.LogRecord]) -> None:
         for record in records:

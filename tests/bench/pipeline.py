@@ -51,9 +51,11 @@ def measure(seconds: float, rounds: int, widths: tuple[int, ...] = WIDTHS) -> li
 class Fleet:
     """Workers, broker, and the stream here. `pids` by role."""
 
-    def __init__(self, width: int, processes: Processes, workers: int = WORKERS, module: str = "") -> None:
+    def __init__(
+        self, width: int, processes: Processes, workers: int = WORKERS, module: str = "", redis_url: str | None = None
+    ) -> None:
         config = fleet_config(width, module)
-        broker, endpoints = processes.start_broker(config)
+        broker, endpoints = processes.start_broker(config, redis_url)
         self.pids = {"broker": broker}
         for slot in range(workers):
             pid = processes.start(_work, config, endpoints.worker, slot, processes.folder)

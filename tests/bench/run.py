@@ -26,6 +26,7 @@ from bench import (
     double_buffering,
     env_processes,
     learner,
+    monitoring,
     multi_agent,
     observations,
     pipeline,
@@ -60,6 +61,7 @@ BENCHES = [
     "books",
     "sessions",
     "learner",
+    "monitoring",
 ]
 
 
@@ -83,6 +85,7 @@ def main() -> None:
         "startup": lambda quick: startup.measure(1 if quick else 7),
         "books": lambda quick: books.measure(100 if quick else 1000),
         "learner": lambda quick: learner.measure(*((0.5, 1) if quick else (2.0, 7))),
+        "monitoring": lambda quick: monitoring.measure(*((1.0, 1) if quick else (4.0, 9))),
         "sessions": lambda quick: sessions.measure(*((20, 1.0) if quick else (200, 5.0))),
     }
     rows: list[Row] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import orjson
 import pytest
 
 from headrace.deploy.terminal import logs, output
-from headrace.deploy.terminal.logs import Identity, Readable, RepeatedWarnings, set_up_logging
+from headrace.deploy.terminal.logs import Identity, Readable, RepeatedWarnings, message_of, set_up_logging
 from headrace.deploy.terminal.output import LogFormat, Output
+from support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,14 @@ def test_a_json_line_has_the_fleet_role_slot_and_extra_fields(
     found = orjson.loads(line)
     assert (found["fleet"], found["role"], found["slot"], found["incarnation"]) == ("f", "worker", 2, 5)
     assert (found["level"], found["message"], found["env_index"]) == ("warning", "env 3 failed", 3)
+    assert message_of(line) == "env 3 failed"
+    assert [message_of(other) for other in ("", "{", "7", "{}", "ValueError: odd")] == [
+        "",
+        "{",
+        "7",
+        "{}",
+        "ValueError: odd",
+    ]
 
 
 def test_an_exception_is_part_of_its_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +110,23 @@ def test_a_storm_of_warnings_is_ten_lines_and_a_count(
         handler.close()
     assert "failed (diverged) (12 like it were left out)" in capsys.readouterr().err
     assert (tmp_path / "log").read_text().count("failed") == 1022, "the file has all"
+
+
+def test_a_storm_that_ends_in_silence_is_counted_without_another_record(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "ALIKE_S", 0.1)
+    set_up_logging(Identity("f", "worker"))
+    log, said = logging.getLogger("headrace.worker"), ""
+    storms = ("env %d failed", "the peer's try %d was refused")  # when the first is counted, the second is too young
+    for words in storms:
+        for number in range(100):
+            log.error(words, number)
+
+    def counted(words: str) -> int:
+        lines = [line for line in said.splitlines() if words.partition("%d")[2] in line]
+        left_out = [re.search(r"\((\d+) like it were left out\)", line) for line in lines]
+        return sum(int(found[1]) if found else 1 for found in left_out)
+
+    while [counted(words) for words in storms] != [100, 100]:
+        said += wait_until(lambda: capsys.readouterr().err, f"the counts after {said}")

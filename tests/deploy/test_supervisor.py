@@ -52,9 +52,13 @@ def test_a_killed_process_comes_back_as_the_next_incarnation(nursery: Nursery) -
 
 
 def test_an_unrequested_clean_exit_counts_as_a_death(nursery: Nursery) -> None:
-    service = nursery.start("import sys, signal\nif sys.argv[1] == '2': print('up', flush=True); signal.pause()")
+    over = """print('{"level": "info", "message": "it is over"}')"""
+    service = nursery.start(
+        f"import sys, signal\nif sys.argv[1] == '2': print('up', flush=True); signal.pause()\n{over}"
+    )
     nursery.until(lambda: nursery.says("child", "up"))
     assert service.restarts == 1
+    assert service.last_words == "exit code 0 (OK): it is over"
 
 
 def test_a_crash_loop_ends_in_a_typed_error_that_shows_the_log(nursery: Nursery) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
+from documentation.blocks import blocks_of
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import ResponseError
@@ -190,3 +193,54 @@ def test_any_text_as_a_label_is_read_back_unchanged(value: str) -> None:
     field = keys.labelled("dropped_agent_steps_total", "reason", value)
     assert keys.unlabelled(field) == ("dropped_agent_steps_total", "reason", value)
     assert "\n" not in field
+
+
+@pytest.fixture
+def seen(tmp_path: Path, url: str, client: Any, fleet_id: str, make_row: Callable[..., LedgerRow]) -> Path:
+    """A folder with the fleet that the page on Redis keys shows, as far as Redis and its address go."""
+    report = Report(
+        rows=[make_row(slot) for slot in range(3)],
+        gauges={"env_steps_per_s": 41230.5, "episode_return_mean": 12.25, "unix_s": time.time()},
+        workers={slot: {"weights_behind": slot} for slot in range(3)},
+    )
+    MergeScript(client, fleet_id)(Part(report), [], 0)
+    (tmp_path / "runs" / "seen").mkdir(parents=True)
+    about = orjson.dumps({"fleet_id": fleet_id, "redis_url": url})
+    (tmp_path / "runs" / "seen" / "fleet.json").write_bytes(about)
+    return tmp_path
+
+
+def documented(root: Path, language: str, word: str) -> str:
+    """Return the only block of the page on Redis keys that has this word."""
+    [found] = [b.text for b in blocks_of(root / "docs/reference/redis.md") if b.language == language and word in b.text]
+    return found
+
+
+def test_the_documented_dashboard_of_thirty_lines_shows_the_fleet_and_that_it_is_gone(
+    root: Path, seen: Path, client: Any, fleet_id: str
+) -> None:
+    program = documented(root, "python", "import redis")
+    assert len(program.splitlines()) <= 30
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, cwd=seen, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+
+    shown = run()
+    lines = [line.partition(", as of ") for line in shown.stdout.splitlines()]
+    expected = "41,230 env steps/s, mean return 12.25, 3 workers, at most 2 versions behind, 144 steps dropped"
+    assert [words for words, _, _ in lines] == [expected] * 3, shown.stderr
+    assert all(re.fullmatch(r"\d+\.\d s ago", age) for _, _, age in lines)
+    client.delete(*(keys.key_name(fleet_id, key) for key in (keys.GAUGES, keys.WORKERS)))
+    assert run().stderr == "gone after 969 env steps\n"
+
+
+def test_the_documented_line_of_redis_cli_prints_a_gauge(root: Path, seen: Path) -> None:
+    programs = [program for program in ("redis-cli", "valkey-cli") if shutil.which(program)]
+    if not programs:
+        pytest.skip("neither redis-cli nor valkey-cli is installed")
+    script = documented(root, "sh", "redis-cli").replace("redis-cli", programs[0])
+    shown = subprocess.run(
+        ["sh", "-c", script], cwd=seen, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+    assert (shown.stdout, shown.stderr) == ("41230.5\n", "")

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,22 @@ from headrace.broker.report import MergeScript, Part, Report
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
+from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.messages.learner_messages import LEARNER_PARTS
+from headrace.schemas.settings.config import FleetConfig, FleetSection
 from support.browser import Browser, needs_chromium
 from support.dashboards import Dashboard, ask
 from support.fleets.running_fleet import RunningFleet
+from support.page_texts import READ, Texts, page_texts
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.browser, needs_chromium]
 
 MakeRow = Callable[..., LedgerRow]
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+STILL = ("verdict", "severity", "fleet", "numbers", "labelled", "ledger", "policies", "logged", "workers", "garbage")
+"""Parts of a state in which nothing depends on the time."""
 FAILING = """
 from headrace.workers.agents.examples import TwoCarts
 
@@ -41,91 +49,194 @@ def make(context):
 """
 
 
-def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> dict[str, float]:
-    """Put a fleet into Redis that does not change, with names that are markup. Return its numbers."""
-    told: dict[str, Any] = {"incarnation": 1, "weights_behind": 2, "env_failures": 3, "env_failure": EVIL, "host": EVIL}
-    report = Report(
-        rows=[make_row(slot, 1, 10 + slot, 7) for slot in range(3)],
-        gauges={
-            **{"env_steps_per_s": 41230.5, "held_batches": 3.0, "episode_return_mean": 12.25, "episodes_window": 100.0},
-            **{"episode_return_min": -3.0, "episode_return_max": 40.0, "learner_epoch": 2.0, "weights_seq": 1207.0},
-            **{"aborted_window": 4.0, "aborted_return_mean": 9.5, "aborted_len_mean": 70.0, "episode_len_mean": 51.0},
-        },
-        counters={(0, 1): {"aborted_episodes_total": 6}},
-        workers=dict.fromkeys(range(3), told),
-        incarnations=dict.fromkeys(range(3), 1),
-        lease={"epoch": 2, "connected": 1},
-        policies={EVIL: {"return_mean": 1.5, "return_min": 1.0, "return_max": 2.0, "agents": 4.0}},
-    )
-    MergeScript(client, fleet_id, live_s=3600.0)(Part(report), [(1, ["event", EVIL, "slot", EVIL])], 0)
-    client.hset(keys.key_name(fleet_id, keys.FLEET), "env", EVIL)
+def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
+    """Put a fleet into Redis that does not change, with a minute of history and with names that are markup.
+
+    Worker 0 is stopped, envs of worker 1 fail, worker 2 waits, worker 3 has env hosts, and worker 4 has clients.
+    """
+    now, workers = time.time(), 20
+    # Marks have the time of Redis. So that they are within the curves, these go on for some seconds.
+    times = [now + 5.0 * number for number in range(-9, 4)]
+    told: dict[str, Any] = {"incarnation": 1, "host": EVIL, "pid": 77, "num_envs": 8, "unix_s": times[-1]}
+    states = {
+        slot: {**told, "weights_behind": slot % 3, "held_batches": slot, "env_steps_per_s": 2061.5 + slot}
+        for slot in range(workers)
+    }
+    states[1] |= {"env_failures": 5, "env_failure": EVIL, "env_failure_age_s": 4.0, "envs_lost": 1}
+    states[2] |= {"blocked": "window", "blocked_since_unix_s": times[-1] - 75.0}
+    hosts = {"connected": 1, "wanted": 2, "versions": ["1.0", "1.1"]}
+    states[3] |= {"env_hosts": hosts, "env_failures": 1, "envs_lost": 4, "env_steps": 100}
+    states[4]["serving"] = {"clients": 12, "requests_per_s": 345.5, "latency_p50_s": 0.8, "latency_p95_s": 61.0}
+    gauges = {
+        **{"env_steps_per_s": 41230.5, "held_batches": 3.0, "held_bytes": 5.5 * 2**20, "oldest_unsettled_age_s": 2.5},
+        **{"episode_return_mean": 12.25, "episodes_window": 100.0, "episode_return_min": -3.0},
+        **{"episode_return_max": 40.0, "episode_len_mean": 215.125, "learner_epoch": 2.0, "weights_seq": 1207.0},
+        **{"aborted_window": 4.0, "aborted_return_mean": 9.5, "aborted_len_mean": 70.0},
+    }
+    for metric in ("worker_env_steps_per_s_quantile", "episode_return_quantile"):
+        gauges |= {keys.labelled(metric, "quantile", at): 10.0 + 100 * float(at) for at in keys.QUANTILES}
+    for metric, parts in (("learner_time_share", LEARNER_PARTS), ("worker_time_share", ("env", "wait"))):
+        gauges |= {keys.labelled(metric, "part", part): 1 / len(parts) for part in parts}
+    settings = FleetConfig(fleet=FleetSection(workers=workers))
+    about = {
+        "env": EVIL,
+        "settings": orjson.dumps({key: settings.value_of(key) for key in keys.TOLD_SETTINGS}).decode(),
+    }
+    clock = iter([times[0], *times])
+    merge = MergeScript(client, fleet_id, live_s=3600.0, clock=lambda: next(clock), about=about)
+    for number in range(len(times)):
+        report = Report(
+            rows=[make_row(slot, 1, 10 + slot + number, 7 + number) for slot in range(workers)],
+            gauges=gauges,
+            counters={(0, 1): {"aborted_episodes_total": 6}},
+            workers=states,
+            incarnations=dict.fromkeys(range(workers), 1),
+            lease={"epoch": 2, "connected": 1, "since_unix_s": now - 3700.0, "committed_unix_s": now - 5.0},
+            policies={
+                EVIL: {"return_mean": 1.5, "return_min": 1.0, "return_max": 2.0, "len_mean": 41.25, "agents": 4.0},
+                "other": {"return_mean": -1234.5625, "return_min": -2000.0, "return_max": 0.125, "agents": 1500.0},
+            },
+            metrics={EVIL: LoggedMetric(reduce="mean", value=0.0625)},
+            metric_sums={},
+        )
+        events = [(1, ["event", "lost", "slot", "1"]), (2, ["event", "learner", "epoch", "2"])]
+        events.append((3, ["event", EVIL, "slot", EVIL]))
+        merge(Part(report), events, 0)
+    row = {"unix_s": str(now), "env_steps": "1", "weights_seq": "1207", "values": '{"loss": 0.125, "kl": -3.0864e-9}'}
+    client.xadd(keys.key_name(fleet_id, keys.LEARNER_ROWS), row, id="2-1")
     failed = EnvErrorRow(
         **{"kind": "env_exception", "env": EVIL, "exception": "RuntimeError", "message": EVIL, "where": "cart.py:7"},
-        **{"count": 12, "first_unix_s": 1e9, "last_unix_s": 1.1e9, "traceback": f"{EVIL}\n  line", "slots": [1]},
+        **{
+            "count": 12,
+            "first_unix_s": 1e9 + 3e6,
+            "last_unix_s": 1.1e9,
+            "traceback": f"{EVIL}\n  line",
+            "slots": [1, 3],
+        },
     )
     client.hset(keys.key_name(fleet_id, keys.ERRORS), failed.fingerprint, failed.model_dump_json())
-    hashes = (client.hgetall(keys.key_name(fleet_id, key)) for key in (keys.TOTALS, keys.GAUGES))
-    return {name.decode(): float(value) for found in hashes for name, value in found.items()}
+    for name, slot in (("supervisor", None), ("broker", None), ("worker-0", 0), ("worker-1", 1)):
+        process = ProcessState(
+            **{"name": name, "role": name.partition("-")[0], "slot": slot, "incarnation": 1, "pid": 4321, "host": EVIL},
+            **{"started_unix_s": now - 3700.0, "restarts": 0 if slot is None else 3, "rss_bytes": 300 << 20},
+            **{
+                "last_words": "" if slot is None else f"{EVIL} {'x' * 100}",
+                "is_stopped": slot == 0,
+                "silent_s": 12.0 if slot == 0 else 0,
+            },
+            unix_s=now,
+        )
+        client.hset(keys.key_name(fleet_id, keys.PROCESSES), name, process.model_dump_json())
+
+
+SPY = """
+window.drawn = { marks: new Set(), bands: new Set() };
+const pen = CanvasRenderingContext2D.prototype, lineTo = pen.lineTo, fill = pen.fill;
+pen.lineTo = function (...place) {
+  if (this.getLineDash().join() === '4,4') drawn.marks.add(`${this.strokeStyle} ${Math.round(place[0])}`);
+  return lineTo.apply(this, place);
+};
+pen.fill = function (...what) {
+  if (this.fillStyle.startsWith('rgba')) drawn.bands.add(this.canvas.closest('figure').querySelector('h3').textContent);
+  return fill.apply(this, what);
+};
+Charts.draw(); 0
+"""
+"""Note what is drawn into the charts from now on: dashed lines, and shaded areas."""
 
 
 def test_the_page_shows_the_numbers_of_redis_and_peer_strings_as_plain_text(
     tmp_path: Path, url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:
-    raw = still_fleet(client, fleet_id, make_row)
+    still_fleet(client, fleet_id, make_row)
     with (
         Dashboard(tmp_path, "--redis-url", url, "--fleet-id", fleet_id) as dashboard,
         Browser(tmp_path / "profile") as browser,
     ):
         browser.open(dashboard.address)
-        browser.wait("document.querySelectorAll('#workers tbody tr').length === 3")
-        shown = browser.ask(
-            "Object.fromEntries([...document.querySelectorAll('#tiles > [data-of], .flow > [data-of]')].map("
-            "(one) => [one.dataset.of, one.querySelector('dd, strong').textContent]))"
-        )
-        for name in ("env_steps_per_s", "env_steps_total", "episode_return_mean", "episodes_total"):
-            assert float(shown[name].replace(",", "")) == raw[name], name
-        assert shown["env_failures_total"] == f"{raw['env_failures_total']:,.0f}"
-        assert (shown["held_batches"], shown["weights_seq"], shown["workers"]) == ("3 batches", "2/1,207", "3")
-        assert float(shown["aborted_episodes_total"]) == raw["aborted_episodes_total"] == 6
-        assert browser.text("#tiles > [data-of=aborted_episodes_total] .note") == (
-            "return 9.5, of finished ones 12.25; length 70, of finished ones 51"
-        )
-        assert shown["stepped"] == f"{raw['agent_steps_total']:,.0f}"
-        assert shown["committed"] == f"{raw['committed_agent_steps_total']:,.0f}"
-        lost = sum(raw[field] for field in raw if re.match(r"(dropped|discarded)_agent_steps_total", field))
-        assert shown["lost"] == f"{lost:,.0f}"
-        for reason in ("env_exception", "oversize", "stale"):
-            assert reason in browser.text("[data-of=lost] ul")
-        assert browser.text("#workers tbody tr [data-of=env_failures_all]") == "1"
+        browser.wait("document.querySelectorAll('#workers tbody tr').length === 20 && Charts.marks().length > 0")
+        shown = browser.ask(READ)
+        for section, expected in page_texts(shown["state"]).items():
+            assert shown["texts"][section] == expected, section
+        # What the page was given is what Redis has.
+        state = ask(dashboard.address, "/state.json").json()
+        assert [shown["state"][part] for part in STILL] == [state[part] for part in STILL]
+        for key in (keys.TOTALS, keys.GAUGES):
+            for field, value in client.hgetall(keys.key_name(fleet_id, key)).items():
+                name, label, text = keys.unlabelled(field.decode())
+                found = state["labelled"][name][text] if label else state["numbers"][name]
+                assert found == float(value), field
+        for one in state["workers"]:
+            told = orjson.loads(client.hget(keys.key_name(fleet_id, keys.WORKERS), str(one["slot"])))
+            assert {name: one[name] for name in told} == told
+        _shows_findings(shown["texts"], browser.text("#verdict"))
+        _draws_the_history(browser)
         # Texts of peers are shown as they are, and nothing of them is an element.
-        assert EVIL in browser.text("#policies")
-        assert EVIL in browser.text("#fleet")
-        assert "RuntimeError, 12 times" in browser.text("#errors article")
-        assert f"{EVIL}\n  line" == browser.text("#errors pre")
+        for place in ("#fleet", "#policies", "#logged", "#processes", "#workers", "#findings", "#errors pre"):
+            assert EVIL in browser.text(place), place
         assert browser.ask("document.querySelectorAll('main script, main img').length") == 0
         # Sorting and filtering, by keyboard.
         browser.ask("document.querySelector('#workers thead th:nth-child(4) button').focus()")
-        for expected in ("worker-2", "worker-0"):
+        for expected in ("worker-19", "worker-0"):
             browser.press("Enter")
             assert browser.text("#workers tbody tr th") == expected
         browser.ask(
-            "const box = document.getElementById('filter'); box.value = 'worker-1';"
+            "const box = document.getElementById('filter'); box.value = 'worker-12';"
             " box.dispatchEvent(new Event('input'))"
         )
         assert browser.ask("document.querySelectorAll('#workers tbody tr').length") == 1
         browser.resize(390, 844)
-        assert browser.wait("innerWidth === 390 && document.documentElement.scrollWidth <= 390"), (
-            "a phone shows it without a sideways scroll"
-        )
+        browser.wait("innerWidth === 390 && document.documentElement.scrollWidth <= 390")  # no scroll to the side
         # A worker's own page.
         browser.open(f"{dashboard.address}worker/1")
         browser.wait("document.getElementById('worker-name')?.textContent === 'worker-1'")
         browser.wait("document.querySelector('#worker-ledger [data-of=stepped] strong')?.textContent.length > 1")
         assert EVIL in browser.text("#worker-words")
+        assert browser.ask("document.documentElement.scrollWidth") <= 390, "a phone shows a long word without a scroll"
+        assert browser.ask(
+            "[...document.querySelectorAll('#findings > li')].map((one) => one.dataset.kind).join()"
+        ) == ("envs_failing"), "findings of other workers are on the overview"
         assert browser.problems == []
         assert {url for url in browser.requests if not url.startswith((dashboard.address, "about:"))} == set()
 
 
+def _shows_findings(texts: Texts, verdict: str) -> None:
+    """Check that the page names what is wrong, worst first: cause, since, limit and command."""
+    findings = texts["findings"]
+    assert list(findings) == ["process_stopped", "window_full", "envs_failing", "env_hosts_missing"]
+    severity, cause, since, command = findings["process_stopped"]
+    assert (severity, cause) == ("Error", "waiting for worker-0 (pid 4321), which is stopped")
+    assert re.fullmatch(r"for 12 s, since \d\d:\d\d:\d\d; limit: broker\.lease_s = \d+", since)
+    assert command == "kill -CONT 4321"
+    assert "for 1 min, since " in findings["window_full"][2]
+    assert EVIL in findings["envs_failing"][1]
+    assert texts["peers"]["worker-3"][0] == "1 of 2"
+    assert "late" in verdict
+
+
+def _draws_the_history(browser: Browser) -> None:
+    """Check the captions, the marks and the bands of the charts."""
+    captions = (
+        "Object.fromEntries([...document.querySelectorAll('#charts figure')].map((one) => [one.querySelector('h3')"
+    )
+    shown = browser.ask(f"{captions}.textContent, one.querySelector('figcaption').textContent]))")
+    assert shown["Queue, batches"] == "batches held by the broker 3"
+    assert shown["Steps of single workers, env steps/s"] == "5 % to 95 % 15 to 105quartiles 35 to 85median worker 60"
+    assert shown["Return of episodes"] == "5 % to 95 % 15 to 105quartiles 35 to 85mean 12.25"
+    # 20 workers take a batch of 32 env steps each in five seconds.
+    assert shown["Throughput, steps/s"] == "env steps taken 128agent steps committed 128"
+    assert shown["Time of the learner, %"] == "wait 25decode 25train 25publish 25"
+    browser.ask(SPY)
+    browser.wait("drawn.marks.size && drawn.bands.size === 2")
+    bands = browser.ask("[...drawn.bands].sort().join()")
+    assert bands == "Return of episodes,Steps of single workers, env steps/s"
+    assert browser.ask("new Set([...drawn.marks].map((mark) => mark.split(' ')[0])).size") == 2, "good and bad news"
+    assert browser.text("#marks-count") == "3 events"
+    for mark in ("worker 1: lost the connection", "learner epoch 2 began", f"ended ({EVIL[:40]})"):
+        assert mark in browser.text("#marks")
+
+
+@pytest.mark.thorough
 def test_a_range_chosen_during_a_request_is_loaded_and_a_refused_stream_is_opened_again(
     tmp_path: Path, url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:
@@ -135,7 +246,7 @@ def test_a_range_chosen_during_a_request_is_loaded_and_a_refused_stream_is_opene
         Browser(tmp_path / "profile") as browser,
     ):
         browser.open(dashboard.address)
-        browser.wait("document.querySelectorAll('#workers tbody tr').length === 3")
+        browser.wait("document.querySelectorAll('#workers tbody tr').length === 20")
         browser.ask(
             "window.taken = []; window.release = null; window.real = fetch; window.take = Charts.take;"
             " Charts.take = (series, limit_s) => { taken.push(series.interval_s); take(series, limit_s); };"
@@ -189,7 +300,7 @@ def test_the_page_follows_a_fleet_and_reports_an_outage_of_redis(tmp_path: Path)
         assert {url for url in browser.requests if not url.startswith((found[1], "about:"))} == set()
 
         stopped = fleet.send(signal.SIGSTOP, "redis")
-        browser.wait("document.getElementById('notice').textContent.startsWith('Redis is away since')")
+        browser.wait("document.getElementById('notice').textContent.startsWith('Redis has been away since')")
         fleet.wait_until(lambda: fleet.pid("redis") not in (None, stopped), "another Redis")
         browser.wait("document.getElementById('notice').hidden")
         fleet.terminate()
@@ -217,7 +328,8 @@ def test_axe_finds_no_accessibility_problem_in_either_theme(
         Dashboard(tmp_path, "--redis-url", url, "--fleet-id", fleet_id) as dashboard,
         Browser(tmp_path / "profile", dark=True) as browser,
     ):
-        for path, theme in (("", "dark"), ("worker/1", "dark"), ("", "light")):
+        for path, theme, width in (("", "dark", 1440), ("worker/1", "dark", 390), ("", "light", 390)):
+            browser.resize(width, 900)
             browser.open(f"{dashboard.address}{path}")
             browser.wait("document.getElementById('verdict')?.textContent.length > 25")
             browser.wait("document.documentElement.dataset.theme === 'dark'")

@@ -75,6 +75,21 @@ def test_steps_count_by_weights_lag_and_an_earlier_learners_lag_is_infinite() ->
         assert gauges[labelled("accepted_lag_agent_steps_bucket", "le", le)] == total, le
 
 
+@pytest.mark.parametrize("workers", [16, 17])
+def test_the_spread_of_workers_rates_is_told_from_seventeen_workers_on(workers: int) -> None:
+    core = BrokerCore("f", BrokerLimits())
+    for slot in range(workers):
+        core.receive(b"%d" % slot, WorkerHello(fleet_id="f", token=f"{slot}", slot=slot), 0.0)
+    for source in core.live():
+        for second in (0, 1):
+            source.figures.stepped(100 * source.slot * second, float(second))
+    spread = [
+        FleetMetrics().report(core, now=1.0).gauges.get(labelled("worker_env_steps_per_s_quantile", "quantile", at))
+        for at in ("0.05", "0.25", "0.5", "0.75", "0.95")
+    ]
+    assert spread == ([None] * 5 if workers == 16 else pytest.approx([80.0, 400.0, 800.0, 1200.0, 1520.0]))
+
+
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 250])
 def test_quantiles_cover_the_newest_hundred_episodes(count: int) -> None:
     episodes = [(float(value), 1000 - value) for value in np.random.default_rng(count).permutation(count).tolist()]

@@ -40,7 +40,11 @@ START = 1_795_280_000.0
 
 def test_the_document_has_every_number_of_redis(url: str, client: Any, fleet_id: str, make_row: MakeRow) -> None:
     gauges = {"env_steps_per_s": 41230.5, "held_batches": 3.0, "learner_epoch": 2.0}
-    told = {0: {"incarnation": 2, "weights_behind": 3, "blocked": True}, 1: {"incarnation": 1, "weights_behind": 1}}
+    hosts = {"connected": 1, "wanted": 2, "versions": ["0.1.0"]}
+    told = {
+        0: {"incarnation": 2, "weights_behind": 3, "blocked": True, "env_hosts": hosts},
+        1: {"incarnation": 1, "weights_behind": 1},
+    }
     rows = [make_row(0, 1, 5, 5, closed=True), make_row(0, 2, 10, 7), make_row(1, 1, 4, 2)]
     lease = {"epoch": 2, "token": "secret", "connected": 1, "since_unix_s": START}
     failures = EnvErrors()
@@ -71,6 +75,7 @@ def test_the_document_has_every_number_of_redis(url: str, client: Any, fleet_id:
     ]
     assert (state["numbers"]["weights_lag"], state["numbers"]["weights_lag_mean"]) == (3, 2)
     assert (state["numbers"]["workers_connected"], state["numbers"]["workers_blocked_now"]) == (2, 1)
+    assert state["workers"][0]["env_hosts"] == hosts
     assert state["learner"]["is_connected"]
     assert "secret" not in orjson.dumps(state).decode()
     assert [(one["kind"], one["fingerprint"] in errors, one["slots"]) for one in state["errors"]] == [

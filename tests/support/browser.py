@@ -49,6 +49,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Network", "Log"):
             self._call(f"{domain}.enable")
         self.resize(width, height)
+        self._call("Emulation.setScrollbarsHidden", hidden=True)  # they cut a strip off its pictures
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 

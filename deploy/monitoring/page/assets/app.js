@@ -36,7 +36,7 @@ function keyed(parent, items, keyOf, create, update) {
 /* Texts of values. Absent ones are a dash. */
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const whole = (value) => isNumber(value) ? Math.round(value).toLocaleString("en-US") : "-";
-const some = (value) => !isNumber(value) ? "-"
+const some = (value) => !isNumber(value) ? "-" : value !== 0 && Math.abs(value) < 1e-4 ? String(Number(value.toPrecision(4)))
   : value.toLocaleString("en-US", Math.abs(value) >= 100 ? { maximumFractionDigits: 1 } : { maximumSignificantDigits: 4 });
 const percent = (value) => isNumber(value) ? `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %` : "-";
 function bytes(value) {
@@ -122,7 +122,7 @@ function showFindings(list) {
     say(first.children[0], one.severity === "error" ? "Error" : "Warning");
     say(first.children[1], one.sentence);
     say(second, filled([
-      isNumber(one.since_unix_s) && `since ${duration(one.for_s)} (${clock(one.since_unix_s)})`,
+      isNumber(one.since_unix_s) && `for ${duration(one.for_s)}, since ${clock(one.since_unix_s)}`,
       one.limit && `limit: ${one.limit}`]));
     second.hidden = !second.textContent;
     run.hidden = !one.command;
@@ -396,8 +396,8 @@ function showFreshness() {
   const isCut = !isOver && silent_s > 20;
   say($("fresh"), isOver ? "final state" : !heard ? "" : silent_s < 8 ? "live" : `${duration(silent_s)} old`);
   const redis = state && state.redis;
-  const notice = isCut ? `The dashboard does not answer since ${duration(silent_s)}. The numbers are old.`
-    : redis && redis.is_old ? `Redis is away since ${clock(redis.away_since_unix_s)} (${duration(redis.age_s)}). The numbers are old.`
+  const notice = isCut ? `The dashboard has not answered for ${duration(silent_s)}. The numbers are old.`
+    : redis && redis.is_old ? `Redis has been away since ${clock(redis.away_since_unix_s)} (${duration(redis.age_s)}). The numbers are old.`
     : isOver && state && state.severity !== "ended" ? "The dashboard has stopped. These are its last numbers." : "";
   say($("notice"), notice);
   $("notice").hidden = !notice;

@@ -1,0 +1,231 @@
+"""What the live page should show of a state: each number in the text of its place, by a second way than the page's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+Texts = dict[str, dict[str, list[str]]]
+
+READ = """
+(() => {
+  const texts = (elements) => [...elements].map((one) => one.textContent);
+  const pairs = (list) => Object.fromEntries([...document.querySelectorAll(`${list} > div`)]
+    .map((one) => [one.dataset.of, texts(one.querySelectorAll('dd'))]));
+  const rows = (table) => Object.fromEntries([["", texts(document.querySelectorAll(`${table} thead th`))],
+    ...[...document.querySelectorAll(`${table} tbody tr`)].map((row) => [row.cells[0].textContent,
+      texts(row.cells).slice(1)])]);
+  return { state, texts: { tiles: pairs('#tiles'), learner: pairs('#learner'), redis: pairs('#redis'),
+    logged: pairs('#logged'), workers: rows('#workers'), policies: rows('#policies'), peers: rows('#peers'),
+    processes: rows('#processes'),
+    ledger: Object.fromEntries([...document.querySelectorAll('#fleet-ledger .flow > div')]
+      .map((one) => [one.dataset.of, texts(one.querySelectorAll('strong, li'))])),
+    findings: Object.fromEntries([...document.querySelectorAll('#findings > li')]
+      .map((one) => [one.dataset.kind, texts(one.querySelectorAll('b, span, .quiet, code'))])),
+    errors: Object.fromEntries([...document.querySelectorAll('#errors article')]
+      .map((one) => [one.querySelector('strong').textContent, texts(one.querySelectorAll('p, pre'))])) } };
+})()
+"""
+"""An expression that returns the state that the page shows, and the texts by which it does."""
+
+
+def page_texts(state: dict[str, Any]) -> Texts:
+    """Return the texts that the page should have for a state, by section and by name. A table's head has no name."""
+    return {
+        "tiles": _tiles(state),
+        "learner": _learner(state["learner"], state["labelled"]),
+        "redis": _redis(state["redis"]),
+        "logged": {name: [some(value)] for name, value in state["logged"].items()},
+        "workers": _workers(state["workers"]),
+        "policies": {
+            "": ["Policy", "Mean return", "Least", "Most", "Mean length", "Agents"],
+            **{
+                one["module"]: [
+                    *(some(one[f"return_{kind}"]) for kind in ("mean", "min", "max")),
+                    some(one.get("len_mean")),
+                    whole(one["agents"]),
+                ]
+                for one in state["policies"]
+            },
+        },
+        "peers": _peers(state["workers"]),
+        "processes": _processes(state["processes"]),
+        "ledger": _ledger(state["ledger"]),
+        "findings": {one["kind"]: _finding(one) for one in state["findings"]},
+        "errors": {f"{one['exception']}, {one['count']} times": _error(one) for one in state["errors"]},
+    }
+
+
+def _tiles(state: dict[str, Any]) -> dict[str, list[str]]:
+    n, books = state["numbers"], state["ledger"]
+    least, most = some(n["episode_return_min"]), some(n["episode_return_max"])
+    return {
+        "env_steps_per_s": [some(n["env_steps_per_s"]), ""],
+        "env_steps_total": [whole(n["env_steps_total"]), ""],
+        "episode_return_mean": [
+            some(n["episode_return_mean"]),
+            f"{least} to {most} in {whole(n['episodes_window'])} episodes",
+        ],
+        "episodes_total": [whole(n["episodes_total"]), f"mean length {some(n['episode_len_mean'])}"],
+        "aborted_episodes_total": [
+            whole(n["aborted_episodes_total"]),
+            f"return {some(n['aborted_return_mean'])}, of finished ones {some(n['episode_return_mean'])}; "
+            f"length {some(n['aborted_len_mean'])}, of finished ones {some(n['episode_len_mean'])}",
+        ],
+        "held_batches": [
+            f"{whole(n['held_batches'])} batches",
+            f"{size(n['held_bytes'])}; oldest {span(n['oldest_unsettled_age_s'])}",
+        ],
+        "weights_seq": [
+            f"{whole(n['learner_epoch'])}/{whole(n['weights_seq'])}",
+            f"slowest worker {whole(n['weights_lag'])} versions behind",
+        ],
+        "workers": [whole(n["workers_connected"]), f"{whole(n['workers_blocked_now'])} blocked"],
+        "restarts": [
+            whole(n["restarts"]),
+            ", ".join(f"{role} {count}" for role, count in n["restarts_by_role"].items() if count),
+        ],
+        "env_failures_total": [whole(n["env_failures_total"]), f"{whole(n['env_rebuilds_total'])} rebuilds"],
+        "lost": [whole(books["lost"]), percent(books["lost_share"])],
+    }
+
+
+def _learner(learner: dict[str, Any], labelled: dict[str, Any]) -> dict[str, list[str]]:
+    return {
+        "connected": ["yes" if learner["is_connected"] else "no", ""],
+        "epoch": [whole(learner["epoch"]), ""],
+        "since": [clock(learner["since_unix_s"]), ""],
+        "commit": [f"{span(learner['committed_age_s'])} ago", ""],
+        **{f"share/{part}": [percent(value), ""] for part, value in labelled["learner_time_share"].items()},
+        **{f"logged/{name}": [some(value), ""] for name, value in learner["logged"].items()},
+    }
+
+
+def _redis(redis: dict[str, Any]) -> dict[str, list[str]]:
+    own = redis["server"]
+    name, version = own.get("server_name"), own.get("valkey_version") or own["redis_version"]
+    memory = f"{size(own['used_memory'])} of {size(own['maxmemory'])}" if own["maxmemory"] else size(own["used_memory"])
+    return {
+        "Answers": ["yes"],
+        "Version": [f"{name}; {version}" if name else version],
+        "Memory": [memory],
+        "Policy when full": [own["maxmemory_policy"]],
+        "Append-only file": [f"on, last write {own['aof_last_write_status']}" if own["aof_enabled"] else "off"],
+        "Last snapshot": [own["rdb_last_bgsave_status"]],
+        "Evicted keys": [whole(own["evicted_keys"])],
+        "Connections": [whole(own["connected_clients"])],
+        "Commands/s": [whole(own["instantaneous_ops_per_sec"])],
+        "Up for": [span(own["uptime_in_seconds"])],
+    }
+
+
+def _workers(workers: list[dict[str, Any]]) -> dict[str, list[str]]:
+    heads = "Worker, State, Env steps/s, Env steps, Episodes, Versions behind, Held, Env failures, Restarts, CPU"
+    rows = {"": [*heads.split(", "), "Memory", "Host"]}
+    for one in workers:
+        steps = [some(one["env_steps_per_s"]), whole(one["env_steps_all"]), whole(one["episodes_all"])]
+        counts = ("weights_behind", "held_batches", "env_failures_all", "restarts")
+        rows[one["name"]] = [
+            joined(one["state"], one["doing"], "blocked" if one.get("blocked") else ""),
+            *steps,
+            *(whole(one[name]) for name in counts),
+            percent(one["cpu_share"]),
+            size(one["rss_bytes"]),
+            one["host"],
+        ]
+    return rows
+
+
+def _peers(workers: list[dict[str, Any]]) -> dict[str, list[str]]:
+    rows = {"": ["Worker", "Env hosts", "Clients", "Requests/s", "Median", "95 %"]}
+    for one in workers:
+        hosts, serving = one.get("env_hosts"), one.get("serving")
+        if hosts or serving:
+            told = serving or dict[str, float]()
+            spans = [span(told.get("latency_p50_s")), span(told.get("latency_p95_s"))]
+            found = f"{hosts['connected']} of {hosts['wanted']}" if hosts else "-"
+            rows[one["name"]] = [found, whole(told.get("clients")), some(told.get("requests_per_s")), *spans]
+    return rows
+
+
+def _processes(processes: list[dict[str, Any]]) -> dict[str, list[str]]:
+    rows = {"": ["Process", "State", "pid", "Age", "Restarts", "CPU", "Memory", "Host", "Last end"]}
+    for one in processes:
+        state = joined("stopped by a signal" if one["is_stopped"] else one["state"], one["doing"])
+        counts = [str(one["pid"]), span(one["age_s"]), whole(one["restarts"]), percent(one["cpu_share"])]
+        rows[one["name"]] = [state, *counts, size(one["rss_bytes"]), one["host"] or "-", one["last_words"] or "-"]
+    return rows
+
+
+def _ledger(books: dict[str, Any]) -> dict[str, list[str]]:
+    losses = [
+        f"{whole(loss['agent_steps'])} {loss['kind']}: {loss['reason']} ({loss['meaning']})" for loss in books["losses"]
+    ]
+    ways = [f"{whole(books['with_workers'])} with workers"]
+    return {
+        "stepped": [whole(books["stepped"])],
+        "lost": [whole(books["lost"]), *losses],
+        "queued": [whole(books["queued"]), *ways, f"{whole(books['with_broker_or_learner'])} with broker or learner"],
+        "committed": [whole(books["committed"]), f"{percent(books['committed_share'])} of all"],
+    }
+
+
+def _finding(one: dict[str, Any]) -> list[str]:
+    since = f"for {span(one['for_s'])}, since {clock(one['since_unix_s'])}" if one["since_unix_s"] else ""
+    limit = f"limit: {one['limit']}" if one["limit"] else ""
+    return [one["severity"].title(), one["sentence"], joined(since, limit), one["command"]]
+
+
+def _error(one: dict[str, Any]) -> list[str]:
+    times = f"{one['exception']}, {one['count']} times"
+    first = time.localtime(one["first_unix_s"])
+    began = f"first {first.tm_mday} {time.strftime('%b %Y, %H:%M:%S', first)}"
+    ended = f"last {clock(one['last_unix_s'])} ({span(one['last_age_s'])} ago)"
+    slots = "workers " + ", ".join(map(str, one["slots"]))
+    where = f"{one['kind']} in {one['env']}"
+    return [f"{times} {one['message']}", joined(where, f"at {one['where']}", began, ended, slots), one["traceback"]]
+
+
+def joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def some(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if abs(value) < 100:
+        return f"{value:.4g}".replace("e-0", "e-")
+    return f"{value:,.1f}".removesuffix(".0")
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.{1 if share < 0.1 else 0}f} %"
+
+
+def size(count: float | None) -> str:
+    if count is None:
+        return "-"
+    power = 0
+    while count >= 1024 and power < 4:
+        count, power = count / 1024, power + 1
+    return f"{count:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def span(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{round(seconds, 1):g} s" if seconds < 10 else f"{seconds:.0f} s"
+    days, rest = divmod(int(seconds), 86400)
+    hours, minutes, left = rest // 3600, rest % 3600 // 60, rest % 60
+    found = [f"{count} {unit}" for count, unit in ((days, "d"), (hours, "h"), (minutes, "min"), (left, "s"))]
+    first = next(i for i, text in enumerate(found) if not text.startswith("0 "))
+    return " ".join(text for text in found[first : min(first + 2, 3)] if not text.startswith("0 "))
+
+
+def clock(unix_s: float | None) -> str:
+    return "-" if not unix_s else time.strftime("%H:%M:%S", time.localtime(unix_s))
