@@ -64,6 +64,7 @@ class WorkerFigures:
 
     def __init__(self) -> None:
         self.blocked_since: float | None = None
+        """Since when it has waited, at least, and no batch of it was accepted; None while it does not wait."""
         self.envs_lost = 0
         self.env_hosts: tuple[int, int] | None = None
         self.env_host_versions: list[str] = []
@@ -121,8 +122,13 @@ class WorkerFigures:
         return told
 
     def stepped(self, env_steps: int, now: float) -> None:
-        """Note the env steps of the life as of a batch that was accepted."""
+        """Note the env steps of the life as of a batch that was accepted.
+
+        The worker went on, although it may say that it waits in the heartbeats before and after the batch.
+        """
         self._steps.add(now, env_steps)
+        if self.blocked_since is not None:
+            self.blocked_since = now
 
     def env_steps_per_s(self, now: float) -> float:
         """Return the rate of env steps in accepted batches."""

@@ -15,8 +15,6 @@ from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 
-_FULL = 0.9
-"""Share of `broker.max_held_bytes` from which on the broker counts as full: the next batch may not fit."""
 _MANY = 3
 _LATELY_S = 60.0
 _MANY_EPISODES = 20
@@ -79,14 +77,16 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
             sentence = (
                 f"envs of {name} fail again and again: {count:,.0f} times, the newest {age_s:.0f} s ago: {told}{now}"
             )
-            yield observe(facts, "envs_failing", name, sentence)
+            first = min((one.first_unix_s for one in facts.snapshot.errors.values() if slot in one.slots), default=None)
+            for_s = None if first is None else max(0.0, facts.unix_s - first)
+            yield observe(facts, "envs_failing", name, sentence, for_s, command=_log_of(facts, name))
         elif 0 < connected < wanted and down and number(state.get("env_steps")):
             command = "" if facts.config is None else env_host_command(facts.config, facts.endpoints)
             sentence = f"{name} has {connected:.0f} of {wanted:.0f} env hosts; {of_all} wait for one"
             yield observe(facts, "env_hosts_missing", name, sentence, command=command)
         elif count and down:
             sentence = f"{of_all} of {name} are down; the newest failure, {age_s:.0f} s ago: {told}"
-            yield observe(facts, "envs_down", name, sentence, age_s)
+            yield observe(facts, "envs_down", name, sentence, age_s, command=_log_of(facts, name))
 
 
 def censored_episodes(facts: Facts) -> Iterator[Observation]:
@@ -201,7 +201,8 @@ def _no_learner(facts: Facts, waiting: int, workers: int) -> Observation:
 
 
 def _all_wait(facts: Facts, waiting: Sequence[Mapping[str, Any]]) -> Observation:
-    for_s = _blocked_for(facts, waiting)
+    """Return that all workers wait for the learner: for a new one, since it connected."""
+    for_s = min((s for s in (_blocked_for(facts, waiting), _held_for(facts)) if s is not None), default=None)
     if all(state.get("blocked") == "round" for state in waiting):
         sentence = (
             f"waiting for {_whose(facts)} to publish the weights of the next round{_holder(facts, 'has not committed')}"
@@ -225,32 +226,37 @@ def _some_wait(facts: Facts, states: States) -> Iterator[Observation]:
             sentence = f"{name} has shipped its share of the round and waits for other workers for {for_s:.0f} s"
             yield observe(facts, "round_waits", name, sentence, for_s)
         elif full:
-            sentence = f"{name} waits for credit {since}: the broker holds {full[1]}"
+            sentence = f"waiting for credit for {name}, {since}: the broker holds {full[1]}"
             yield observe(facts, "no_credit", name, sentence, for_s, limit=full[0])
-        else:
-            held = number(state.get("held_batches"))
-            sentence = f"{name} waits with a full window {since}; {held:.0f} batches of it are not committed"
+        elif held := number(state.get("held_batches")):  # without any, they were committed after its last heartbeat
+            batches = "1 batch of it is" if held == 1 else f"{held:.0f} batches of it are"
+            sentence = f"waiting for room in the window of {name}, {since}; {batches} not committed"
             yield observe(facts, "window_full", name, sentence, for_s)
 
 
 def _no_clients(facts: Facts) -> Observation:
     serving = [state.get("serving") for state in facts.snapshot.workers.values()]
     clients = sum(number(told.get("clients")) for told in serving if isinstance(told, Mapping))
-    sentence = f"waiting for clients; {clients:.0f} are connected and idle" if clients else "waiting for clients"
+    sentence = f"waiting for clients; of {clients:.0f} connected, none takes steps" if clients else "waiting for clients"
     return observe(
         facts, "no_clients", "clients", sentence, _still_for(facts), command=client_addresses(facts.endpoints)
     )
 
 
 def _full(facts: Facts) -> tuple[str, str] | None:
-    """Return (setting, description of the held batches) if the broker is at its limit; else None."""
-    gauges = facts.snapshot.gauges
+    """Return (setting, description of the held batches) if the broker gives a worker no more credit; else None.
+
+    It divides the room that is left by its workers, and each share must hold a batch: see `Acknowledgements.credit`.
+    """
+    if facts.setting("broker.overflow") == "drop_oldest":
+        return None
+    gauges, workers = facts.snapshot.gauges, max(1, len(facts.snapshot.workers))
     batches, nbytes = gauges.get("held_batches", 0.0), gauges.get("held_bytes", 0.0)
     most_batches, most_bytes = (number(facts.setting(f"broker.max_held_{unit}")) for unit in ("batches", "bytes"))
-    if most_batches and batches >= most_batches:
-        return "broker.max_held_batches", f"{batches:.0f} batches, as many as it may"
-    if most_bytes and nbytes >= _FULL * most_bytes:
-        return "broker.max_held_bytes", f"{nbytes / 2**20:,.0f} MiB, as much as it may"
+    if most_batches and most_batches - batches < workers:
+        return "broker.max_held_batches", f"{batches:.0f} of at most {most_batches:.0f} batches"
+    if most_bytes and batches and most_bytes - nbytes < workers * nbytes / batches:
+        return "broker.max_held_bytes", f"{nbytes / 2**20:,.0f} of at most {most_bytes / 2**20:,.0f} MiB"
     return None
 
 
@@ -301,6 +307,12 @@ def _blocked_for(facts: Facts, states: Sequence[Mapping[str, Any]]) -> float | N
 def _learner_command(facts: Facts) -> str:
     has_own = "learner" in facts.processes
     return "" if facts.run_dir is None or has_own else f"headrace learner --run-dir {facts.run_dir}"
+
+
+def _log_of(facts: Facts, name: str) -> str:
+    """Return the command that shows the log of one of the fleet's own processes; "" for one from elsewhere."""
+    own = facts.run_dir is not None and name in facts.processes
+    return f"tail {facts.run_dir}/logs/{name}.log" if own else ""
 
 
 def _hosts(state: Mapping[str, Any]) -> tuple[float, float]:

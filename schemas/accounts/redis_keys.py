@@ -48,6 +48,7 @@ TOLD_SETTINGS = (
     "broker.max_batch_bytes",
     "broker.max_held_batches",
     "broker.max_held_bytes",
+    "broker.overflow",
     "fleet.env_hosts",
     "fleet.run_dir",
     "fleet.workers",

@@ -104,6 +104,8 @@ def by_redis_alone(facts: Facts) -> Facts:
 REMOTE = FleetConfig(sampling=Sampling(env_placement="remote"))
 SERVED = FleetConfig(serving=ServingSection(enabled=True))
 TIGHT = FleetConfig(broker=BrokerSection(max_held_batches=2))
+ROOMY = FleetConfig(broker=BrokerSection(max_held_batches=4))
+DROPS = FleetConfig(broker=BrokerSection(max_held_batches=4, overflow="drop_oldest"))
 NO_WEIGHTS = {0: {**WORKER, "weights_seq": 0}, 1: {**WORKER, "weights_seq": 0}}
 HOSTLESS = {**WORKER, "env_silence_s": 15.0, "env_hosts": {"connected": 0, "wanted": 1}}
 ONE_HOST = {**WORKER, "envs_lost": 4, "num_envs": 8, "env_steps": 9, "env_hosts": {"connected": 1, "wanted": 2}}
@@ -275,13 +277,31 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "a worker without credit": (
         told(healthy(config=TIGHT), workers=blocked(slots=(1,))),
         "no_credit",
-        "worker-1 waits for credit for 20 s while others go on: the broker holds 2 batches, as many as it may",
+        "waiting for credit for worker-1, for 20 s while others go on: the broker holds 2 of at most 2 batches",
+        "",
+    ),
+    "a worker whose share of the broker's room is less than a batch": (
+        told(healthy(config=ROOMY), gauges={"held_batches": 3.0}, workers=blocked(slots=(1,))),
+        "no_credit",
+        "the broker holds 3 of at most 4 batches",
+        "",
+    ),
+    "a worker whose share of the broker's bytes is less than a batch": (
+        told(gauges={"held_batches": 3.0, "held_bytes": 700 * 2.0**20}, workers=blocked(slots=(1,))),
+        "no_credit",
+        "the broker holds 700 of at most 1,024 MiB",
+        "",
+    ),
+    "window full at a broker that always has room": (
+        told(healthy(config=DROPS), gauges={"held_batches": 4.0}, workers=blocked(slots=(1,))),
+        "window_full",
+        "waiting for room in the window of worker-1",
         "",
     ),
     "window full": (
         told(workers=blocked(slots=(1,))),
         "window_full",
-        "worker-1 waits with a full window for 20 s while others go on; 16 batches of it are not committed",
+        "waiting for room in the window of worker-1, for 20 s while others go on; 16 batches of it are not committed",
         "",
     ),
     "a round that waits": (
@@ -301,20 +321,20 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
             healthy(config=SERVED, recent=BEFORE), STILL, workers={0: {**WORKER, "serving": {"clients": 3}}, 1: WORKER}
         ),
         "no_clients",
-        "waiting for clients; 3 are connected and idle",
+        "waiting for clients; of 3 connected, none takes steps",
         "tcp://127.0.0.1:5801",
     ),
     "envs that fail": (
         told(workers={0: FAILS, 1: WORKER}),
         "envs_failing",
         r"envs of worker-0 fail again and again: 9 times, the newest 2 s ago: boom\?",
-        "",
+        "tail /runs/a/logs/worker-0.log",
     ),
     "an env quarantined": (
         told(workers={0: {**FAILS, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
         "envs_failing",
         r"envs of worker-0 fail again and again: 9 times, the newest 2 s ago: boom\?; 1 of 8 envs are down",
-        "",
+        "tail /runs/a/logs/worker-0.log",
     ),
     "long episodes are aborted": (
         told(gauges={**ABORTED, "aborted_len_mean": 130.0}, workers={0: FAILED_ONCE, 1: WORKER}),
@@ -339,7 +359,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         told(workers={0: {**FAILS, "env_failure_age_s": 30.0, "envs_lost": 1, "num_envs": 8}, 1: WORKER}),
         "envs_down",
         r"1 of 8 envs of worker-0 are down; the newest failure, 30 s ago: boom\?",
-        "",
+        "tail /runs/a/logs/worker-0.log",
     ),
     "some env hosts gone": (
         told(healthy(config=REMOTE), workers={0: ONE_HOST, 1: WORKER}),
@@ -428,6 +448,10 @@ CHECKS = process("supervisor", "supervisor", state="starting")
 FINE = {
     "learns": (healthy(), "Learning. Nothing lost."),
     "waits a little": (stalled(4.0), "Waiting for the learner to commit what it holds; .* for 4 s. Nothing lost."),
+    "waits for a learner that has just connected": (
+        stalled(75.0, {"since_unix_s": NOW - 4, "committed_unix_s": NOW - 4}),
+        r"Waiting for the learner to commit what it holds; .* for 4 s. Nothing lost.",
+    ),
     "checks": (replace(healthy(), snapshot=EMPTY, processes={"supervisor": CHECKS}), "Starting: processes start"),
     "loads": (
         replace(having("worker-0", having("worker-1", **AFRESH), doing="loading", **AFRESH), snapshot=EMPTY),

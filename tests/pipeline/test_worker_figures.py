@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from headrace.broker.report import Report
-from headrace.broker.worker_figures import fleet_figures, row_figures
+from headrace.broker.worker_figures import WorkerFigures, fleet_figures, row_figures
 from headrace.learner_stub import EpisodeStream
+from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import (
     ACCEPTED_BYTES,
     COMMITTED_BYTES,
@@ -25,6 +26,7 @@ from headrace.schemas.accounts.redis_keys import WORKER_TABLE, labelled
 from headrace.schemas.accounts.worker_figures import TIME_PARTS, Ports
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.messages import Heartbeat
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.worker import host_of_ports
 from headrace.workers.serving.client import PolicyClient
@@ -118,6 +120,21 @@ def test_counters_of_bytes_agree_with_the_batches_that_the_learner_got(
     assert found[SAMPLED_BYTES] == array_bytes
     assert found[COMMITTED_BYTES] == found[ACCEPTED_BYTES] > array_bytes
     assert row_counters(row)["chunks_total"] == row.settled.committed[1] > 0
+
+
+def test_a_worker_whose_batch_is_accepted_between_two_heartbeats_has_waited_only_since_then() -> None:
+    told, since = WorkerFigures(), []
+    waits, goes_on = (Heartbeat(slot=0, incarnation=1, totals=WorkerTotals(), blocked=by) for by in ("window", ""))
+    told.take(goes_on, 0.0)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        told.take(waits, now)
+        since.append(told.blocked_since)
+        if now == 2.0:
+            told.stepped(64, 2.5)
+    assert since == [1.0, 1.0, 2.5, 2.5]
+    told.take(goes_on, 5.0)
+    told.stepped(128, 5.5)
+    assert told.blocked_since is None
 
 
 def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(

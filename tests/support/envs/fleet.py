@@ -134,3 +134,38 @@ class Pixels(gym.Env[Any, Any]):
 
 def pixels(context: Any) -> gym.Env[Any, Any]:
     return Pixels()
+
+
+class Paced(gym.Wrapper[Any, Any, Any, Any]):
+    """Waits in each step for as long as `step_s()` says."""
+
+    def __init__(self, env: gym.Env[Any, Any], step_s: Callable[[], float]) -> None:
+        super().__init__(env)
+        self._step_s = step_s
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._step_s())
+        return super().step(action)
+
+
+def paced(context: Any) -> gym.Env[Any, Any]:
+    """CartPole whose steps take 5 ms, so that a fleet of it takes little processor time."""
+    return Paced(gym.make("CartPole-v1"), lambda: 0.005)
+
+
+def slow_second_worker(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; steps of worker 1 take half a second, until the file `context["fast"]` exists."""
+    is_slow = context.worker_index == 1
+    return Paced(gym.make("CartPole-v1"), lambda: 0.5 if is_slow and not Path(context["fast"]).exists() else 0.002)
+
+
+def failing_or_gone(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; sub-env 1 of worker 0 fails every 50 steps, that of worker 1 once: it cannot be built again."""
+    env = Paced(gym.make("CartPole-v1"), lambda: 0.01)
+    if context.vector_index != 1:
+        return env
+    if context.worker_index == 0:
+        return Failing(env, 50)
+    if context.recreated:
+        raise RuntimeError("no licence left")
+    return Failing(env, 20)

@@ -146,9 +146,9 @@ class RunningFleet:
                 os.kill(pid, signal.SIGKILL)
         self._process.communicate()
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """Wait for the end; its JSON, with the exit code and what it said added."""
-        output, _ = self._process.communicate(timeout=TIMEOUT_S)
+        output, _ = self._process.communicate(timeout=timeout_s)
         result: dict[str, Any] = orjson.loads(output)
         return result | {"returncode": self._process.returncode, "stderr": self.said()}
 
