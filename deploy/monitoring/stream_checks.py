@@ -237,7 +237,9 @@ def _some_wait(facts: Facts, states: States) -> Iterator[Observation]:
 def _no_clients(facts: Facts) -> Observation:
     serving = [state.get("serving") for state in facts.snapshot.workers.values()]
     clients = sum(number(told.get("clients")) for told in serving if isinstance(told, Mapping))
-    sentence = f"waiting for clients; of {clients:.0f} connected, none takes steps" if clients else "waiting for clients"
+    sentence = (
+        f"waiting for clients; of {clients:.0f} connected, none takes steps" if clients else "waiting for clients"
+    )
     return observe(
         facts, "no_clients", "clients", sentence, _still_for(facts), command=client_addresses(facts.endpoints)
     )
