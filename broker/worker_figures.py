@@ -59,6 +59,21 @@ class _Recent:
         return max(0.0, float(last - first)) / span if span > 0 else 0.0
 
 
+class _Usage:
+    """Processor time and memory of a process, or of several together, as the worker reports them."""
+
+    def __init__(self) -> None:
+        self.cpu_s = _Recent()
+        self.rss_bytes: int | None = None
+        """Resident bytes; None where the newest heartbeat does not tell them."""
+
+    def take(self, told: tuple[float, int] | None, now: float) -> None:
+        """Take over (processor time in seconds, resident bytes)."""
+        if told is not None:
+            self.cpu_s.add(now, told[0])
+        self.rss_bytes = told[1] if told is not None else None
+
+
 class WorkerFigures:
     """The figures of one life of a worker."""
 
@@ -81,9 +96,8 @@ class WorkerFigures:
         """(batches, bytes) that the worker keeps; None before its first report."""
         self.waited_s: dict[str, float] = {}
         """Seconds that the worker waited in this life, by reason."""
-        self.rss_bytes: int | None = None
-        """Resident bytes of the worker's process, as it reports them; None before its first report."""
-        self._cpu_s = _Recent()
+        self.usage = _Usage()
+        self.envs_usage = _Usage()
         self._blocked = ""
         self._times = _Recent()
         self._steps = _Recent()
@@ -97,9 +111,8 @@ class WorkerFigures:
         self.env_host_versions = beat.env_host_versions
         self.bytes_shipped = max(filter(None, (beat.bytes_shipped, self.bytes_shipped)), default=None)
         self.window = beat.window
-        if beat.usage is not None:
-            self._cpu_s.add(now, beat.usage[0])
-            self.rss_bytes = beat.usage[1]
+        self.usage.take(beat.usage, now)
+        self.envs_usage.take(beat.envs_usage, now)
         for reason, seconds in beat.waited_s.items():
             self.waited_s[reason] = max(seconds, self.waited_s.get(reason, 0.0))
         if beat.env_error is not None:
@@ -134,10 +147,6 @@ class WorkerFigures:
         """Return the rate of env steps in accepted batches."""
         return self._steps.rate(now)
 
-    def cpu_share(self, now: float) -> float:
-        """Return the processor seconds of the worker's process per second."""
-        return self._cpu_s.rate(now)
-
     def requests_per_s(self, now: float) -> float:
         """Return the rate of clients' requests."""
         return self._requests.rate(now)
@@ -159,8 +168,9 @@ def row_figures(source: Source, now: float, unix_s: float) -> dict[str, Any]:
         row["array_bytes"], row["sent_bytes"] = figures.bytes_shipped
     if figures.window is not None:
         row["window_batches"], row["window_bytes"] = figures.window
-    if figures.rss_bytes is not None:
-        row["cpu_share"], row["rss_bytes"] = round(figures.cpu_share(now), 4), figures.rss_bytes
+    for prefix, usage in (("", figures.usage), ("envs_", figures.envs_usage)):
+        if usage.rss_bytes is not None:
+            row[f"{prefix}cpu_share"], row[f"{prefix}rss_bytes"] = round(usage.cpu_s.rate(now), 4), usage.rss_bytes
     row["num_envs"], row["envs_lost"] = source.num_envs, figures.envs_lost
     if source.met_at is not None:
         row["joined_unix_s"] = round(unix_s - (now - source.met_at), 3)

@@ -484,6 +484,8 @@ WORKER_TABLE = (
     Metric("held_batches", "batches", "accepted and neither committed nor dropped"),
     Metric("cpu_share", "1", "processor seconds of its process per second; absent before the first heartbeat"),
     Metric("rss_bytes", "bytes", "of memory that its process has, without processes of envs"),
+    Metric("envs_cpu_share", "1", "processor seconds of the processes of its envs per second; absent without them"),
+    Metric("envs_rss_bytes", "bytes", "of memory that these have together; what they share counts in each"),
     Metric("num_envs", "envs", "that step together"),
     Metric("envs_lost", "envs", "of these that are down: they wait to be rebuilt, or for a host"),
     Metric("env_silence_s", "s", "for which none of its envs has answered, while it waits for one"),

@@ -167,7 +167,7 @@ class Heartbeat(Message):
     LEFT_OUT = frozenset(
         (
             *("time_s", "envs_lost", "env_hosts", "env_host_versions", "serving", "ports", "env_error"),
-            *("bytes_shipped", "waited_s", "window", "usage"),
+            *("bytes_shipped", "waited_s", "window", "usage", "envs_usage"),
         )
     )
     slot: Slot
@@ -211,6 +211,8 @@ class Heartbeat(Message):
     """(batches, bytes in memory) in its window."""
     usage: Annotated[tuple[Seconds, Bytes], Strict(False)] | None = None
     """(processor time in seconds, resident bytes) of its process; None where the system does not tell them."""
+    envs_usage: Annotated[tuple[Seconds, Bytes], Strict(False)] | None = None
+    """The same of the processes of its envs together; None where it has none."""
 
 
 class LastWords(Message):

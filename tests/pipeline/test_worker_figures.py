@@ -151,9 +151,12 @@ def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),
     ):
         seen = report()
-        while not (seen.env_errors and seen.gauges["aborted_window"]):
+        while not (seen.env_errors and seen.gauges["aborted_window"] and figures(broker)[0].get("envs_cpu_share")):
             assert stream.next(30.0) is not None
             seen = report()
+        row = figures(broker)[0]
+    assert 10 << 20 < row["envs_rss_bytes"] < 10 << 30, "of two processes with an env each"
+    assert row["envs_cpu_share"] <= (os.cpu_count() or 1) + 1
     [group] = seen.env_errors.values()
     assert (group["kind"], group["exception"], group["slots"]) == ("env_exception", "RuntimeError", [0])
     assert group["env"] == "support.envs.fleet:three_of_eight"

@@ -91,6 +91,7 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monk
 
             fleet.wait_until(look, "every key of the table")
         at_times = {"blocked_since_unix_s", "env_failures", "env_failure", "env_failure_age_s", "env_hosts", "serving"}
+        at_times |= {"envs_cpu_share", "envs_rss_bytes"}
         members = {member.name for member in keys.WORKER_TABLE}
         fleet.wait_until(lambda: members - at_times <= seen().workers.get(0, {}).keys(), "all of a worker's row")
         snapshot = seen()

@@ -63,6 +63,7 @@ def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
         for slot in range(workers)
     }
     states[1] |= {"env_failures": 5, "env_failure": EVIL, "env_failure_age_s": 4.0, "envs_lost": 1}
+    states[5] |= {"rss_bytes": 200 << 20, "envs_rss_bytes": 3 << 30, "cpu_share": 0.25, "envs_cpu_share": 3.5}
     states[2] |= {"blocked": "window", "blocked_since_unix_s": times[-1] - 75.0}
     hosts = {"connected": 1, "wanted": 2, "versions": ["1.0", "1.1"]}
     states[3] |= {"env_hosts": hosts, "env_failures": 1, "envs_lost": 4, "env_steps": 100}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 Texts = dict[str, dict[str, list[str]]]
@@ -129,11 +130,15 @@ def _workers(workers: list[dict[str, Any]]) -> dict[str, list[str]]:
             joined(one["state"], one["doing"], "blocked" if one.get("blocked") else ""),
             *steps,
             *(whole(one[name]) for name in counts),
-            percent(one["cpu_share"]),
-            size(one["rss_bytes"]),
+            _with_envs(percent, one["cpu_share"], one.get("envs_cpu_share")),
+            _with_envs(size, one["rss_bytes"], one.get("envs_rss_bytes")),
             one["host"],
         ]
     return rows
+
+
+def _with_envs(text: Callable[[Any], str], own: float | None, envs: float | None) -> str:
+    return text(own) if envs is None else f"{text(own)} + {text(envs)} of envs"
 
 
 def _peers(workers: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -33,7 +33,7 @@ from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
-from headrace.workers.fleet.memory import own_usage
+from headrace.workers.fleet.memory import env_processes_usage, own_usage
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
@@ -235,6 +235,7 @@ class Worker:
             "bytes_shipped": self._shipper.bytes_shipped,
             "waited_s": self._waits_so_far(),
             "usage": own_usage(),
+            "envs_usage": env_processes_usage() if self.config.sampling.env_placement == "process" else None,
         }
 
     def _read_metrics(self) -> dict[str, LoggedMetric]:

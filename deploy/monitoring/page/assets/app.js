@@ -186,6 +186,8 @@ function showErrors(groups) {
 }
 
 const doing = (worker) => filled([worker.state, worker.doing, worker.blocked && "blocked"]);
+/* The figure of a worker's process, and beside it that of the processes of its envs. */
+const withEnvs = (text, own, envs) => isNumber(envs) ? `${text(own)} + ${text(envs)} of envs` : text(own);
 /* [key, heading, text of the value, is text] */
 const WORKER_COLUMNS = [
   ["slot", "Worker", (w) => w.name],
@@ -197,8 +199,8 @@ const WORKER_COLUMNS = [
   ["held_batches", "Held", (w) => whole(w.held_batches)],
   ["env_failures_all", "Env failures", (w) => whole(w.env_failures_all)],
   ["restarts", "Restarts", (w) => whole(w.restarts)],
-  ["cpu_share", "CPU", (w) => percent(w.cpu_share)],
-  ["rss_bytes", "Memory", (w) => bytes(w.rss_bytes)],
+  ["cpu_share", "CPU", (w) => withEnvs(percent, w.cpu_share, w.envs_cpu_share)],
+  ["rss_bytes", "Memory", (w) => withEnvs(bytes, w.rss_bytes, w.envs_rss_bytes)],
   ["host", "Host", (w) => w.host || "-", true],
 ];
 const MOST_ROWS = 200;
