@@ -22,6 +22,8 @@ def test_killed_clients_among_a_hundred_cost_no_other_client_a_step(tmp_path: Pa
         after = storm.sizes()
         told = storm.end_clients()
         storm.fleet.wait_until(lambda: storm.sizes()["sessions"] == 0, "the end of the last lease")
+        # A thread counts the warnings about lost clients that were left out of the log, and ends when all are counted.
+        storm.fleet.wait_until(lambda: storm.sizes()["threads"] <= before["threads"], "the end of threads")
         empty = storm.sizes()
         storm.fleet.terminate()
         result = storm.fleet.finish()
@@ -37,6 +39,6 @@ def test_killed_clients_among_a_hundred_cost_no_other_client_a_step(tmp_path: Pa
     assert storm.episodes_lost() > 0
     assert ledger["dropped"] == {}
     assert sum(process["steps"] for process in told) <= ledger["committed"][0]
-    assert after["threads"] == before["threads"] == empty["threads"]
+    assert after["threads"] <= before["threads"] + 1
     assert (empty["sessions"], empty["episodes"], empty["remembered"]) == (0, 0, 0)
     assert empty["files"] < before["files"]
