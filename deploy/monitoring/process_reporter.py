@@ -45,7 +45,7 @@ class ProcessReporter:
         self._restarts: Counter[str] = Counter()
         """Restarts under this supervisor, by role."""
         self._restarts_before: dict[str, int] | None = None
-        """Those that Redis had, by role; None before Redis has answered."""
+        """Restarts under earlier supervisors, by role, as Redis had them. None until Redis has answered."""
         self._reported: object = None
         self._due = 0.0
         self._changed = threading.Event()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import time
@@ -15,6 +14,7 @@ from headrace.deploy.process.recorders import recorder_path
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry, WaitingEntry
 from headrace.schemas.accounts.process_state import MOST_WORDS, ProcessState
 from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.basics.process_usage import usage_of
 
 GONE = "gone"
 """The state of a process that fleet.json names and that does not live."""
@@ -23,8 +23,7 @@ STOPPED = "stopped"
 """The state of the supervisor of a fleet that has ended in order."""
 
 SUPERVISOR = "supervisor"
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_NO_USAGE = (0.0, 0)
 
 
 def processes_of(fleet: FleetFile, run_dir: Path) -> dict[str, ProcessState]:
@@ -47,7 +46,7 @@ def free_bytes(run_dir: Path) -> int | None:
 def _supervisor(fleet: FleetFile, run_dir: Path) -> ProcessState:
     pid, lives = fleet.supervisor_pid, is_alive(fleet.supervisor_pid)
     state = fleet.state if lives or fleet.state == STOPPED else GONE
-    cpu_s, rss_bytes = _usage(pid) if lives else (0.0, 0)
+    cpu_s, rss_bytes = (usage_of(pid) if lives else None) or _NO_USAGE
     return ProcessState(
         name=SUPERVISOR,
         role=SUPERVISOR,
@@ -70,7 +69,7 @@ def _living(fleet: FleetFile, run_dir: Path) -> Iterator[ProcessState]:
         seen: dict[str, object] = {"state": GONE if entry.state == "running" else entry.state}
         if is_alive(entry.pid):
             silent_s, doing = _signs_of_life(entry, run_dir)
-            cpu_s, rss_bytes = _usage(entry.pid)
+            cpu_s, rss_bytes = usage_of(entry.pid) or _NO_USAGE
             seen = {"cpu_s": cpu_s, "rss_bytes": rss_bytes, "silent_s": silent_s, "doing": doing}
             seen["is_stopped"] = is_stopped(entry.pid)
         yield _state(entry, started_unix_s=entry.started, **seen)
@@ -95,12 +94,3 @@ def _signs_of_life(entry: ProcessEntry, run_dir: Path) -> tuple[float, str]:
     now_ns = time.monotonic_ns()
     doing = "" if reading.silent_until_ns <= now_ns else "rebuilding" if reading.totals.stepped else "building"
     return max(0.0, (now_ns - reading.updated_ns) / 1e9), doing
-
-
-def _usage(pid: int) -> tuple[float, int]:
-    """Return (CPU seconds, resident bytes) of a process by proc(5); zeros for one that has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE
-    except (OSError, IndexError, ValueError):
-        return 0.0, 0

@@ -54,6 +54,9 @@ class Counts:
     def on_episode_end(self, episode, metrics_logger):
         metrics_logger.log_value("episodes", 1, reduce="sum")
 """
+AT_TIMES = {"blocked_since_unix_s", "env_failures", "env_failure", "env_failure_age_s", "env_hosts", "serving"}
+AT_TIMES |= {"envs_cpu_share", "envs_rss_bytes"}
+"""Members of a worker's row that it has at times, or with other envs."""
 TWO_POLICIES = (
     *("--env", "counts:carts_of_which_each_fails_once", "--workers", "2", "--num-envs", "2"),
     *("--set", 'sampling.policies={"short": {}, "long": {}}', "--set", 'sampling.callbacks=["counts:Counts"]'),
@@ -90,10 +93,8 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monk
                 return types.keys() >= set(keys.TABLE)
 
             fleet.wait_until(look, "every key of the table")
-        at_times = {"blocked_since_unix_s", "env_failures", "env_failure", "env_failure_age_s", "env_hosts", "serving"}
-        at_times |= {"envs_cpu_share", "envs_rss_bytes"}
         members = {member.name for member in keys.WORKER_TABLE}
-        fleet.wait_until(lambda: members - at_times <= seen().workers.get(0, {}).keys(), "all of a worker's row")
+        fleet.wait_until(lambda: members - AT_TIMES <= seen().workers.get(0, {}).keys(), "all of a worker's row")
         snapshot = seen()
         assert snapshot.settings.keys() == set(keys.TOLD_SETTINGS)
         assert (snapshot.settings["fleet.workers"], snapshot.settings["sampling.num_envs"]) == (2, 2)

@@ -49,25 +49,8 @@ def make(context):
 """
 
 
-def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
-    """Put a fleet into Redis that does not change, with a minute of history and with names that are markup.
-
-    Worker 0 is stopped, envs of worker 1 fail, worker 2 waits, worker 3 has env hosts, and worker 4 has clients.
-    """
-    now, workers = time.time(), 20
-    # Marks have the time of Redis. So that they are within the curves, these go on for some seconds.
-    times = [now + 5.0 * number for number in range(-9, 4)]
-    told: dict[str, Any] = {"incarnation": 1, "host": EVIL, "pid": 77, "num_envs": 8, "unix_s": times[-1]}
-    states = {
-        slot: {**told, "weights_behind": slot % 3, "held_batches": slot, "env_steps_per_s": 2061.5 + slot}
-        for slot in range(workers)
-    }
-    states[1] |= {"env_failures": 5, "env_failure": EVIL, "env_failure_age_s": 4.0, "envs_lost": 1}
-    states[5] |= {"rss_bytes": 200 << 20, "envs_rss_bytes": 3 << 30, "cpu_share": 0.25, "envs_cpu_share": 3.5}
-    states[2] |= {"blocked": "window", "blocked_since_unix_s": times[-1] - 75.0}
-    hosts = {"connected": 1, "wanted": 2, "versions": ["1.0", "1.1"]}
-    states[3] |= {"env_hosts": hosts, "env_failures": 1, "envs_lost": 4, "env_steps": 100}
-    states[4]["serving"] = {"clients": 12, "requests_per_s": 345.5, "latency_p50_s": 0.8, "latency_p95_s": 61.0}
+def still_gauges() -> dict[str, float]:
+    """Return the gauges of the fleet that does not change."""
     gauges = {
         **{"env_steps_per_s": 41230.5, "held_batches": 3.0, "held_bytes": 5.5 * 2**20, "oldest_unsettled_age_s": 2.5},
         **{"episode_return_mean": 12.25, "episodes_window": 100.0, "episode_return_min": -3.0},
@@ -78,6 +61,29 @@ def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
         gauges |= {keys.labelled(metric, "quantile", at): 10.0 + 100 * float(at) for at in keys.QUANTILES}
     for metric, parts in (("learner_time_share", LEARNER_PARTS), ("worker_time_share", ("env", "wait"))):
         gauges |= {keys.labelled(metric, "part", part): 1 / len(parts) for part in parts}
+    return gauges
+
+
+def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
+    """Put a fleet into Redis that does not change, with a minute of history and with names that are markup.
+
+    Worker 0 is stopped, envs of worker 1 fail, worker 2 waits, worker 3 has env hosts, worker 4 has clients, and envs
+    of worker 5 have processes.
+    """
+    now, workers = time.time(), 20
+    # Marks have the time of Redis. So that they are within the curves, these go on for some seconds.
+    times = [now + 5.0 * number for number in range(-9, 4)]
+    told: dict[str, Any] = {"incarnation": 1, "host": EVIL, "pid": 77, "num_envs": 8, "unix_s": times[-1]}
+    states = {
+        slot: {**told, "weights_behind": slot % 3, "held_batches": slot, "env_steps_per_s": 2061.5 + slot}
+        for slot in range(workers)
+    }
+    states[1] |= {"env_failures": 5, "env_failure": EVIL, "env_failure_age_s": 4.0, "envs_lost": 1}
+    states[2] |= {"blocked": "window", "blocked_since_unix_s": times[-1] - 75.0}
+    hosts = {"connected": 1, "wanted": 2, "versions": ["1.0", "1.1"]}
+    states[3] |= {"env_hosts": hosts, "env_failures": 1, "envs_lost": 4, "env_steps": 100}
+    states[4]["serving"] = {"clients": 12, "requests_per_s": 345.5, "latency_p50_s": 0.8, "latency_p95_s": 61.0}
+    states[5] |= {"rss_bytes": 200 << 20, "envs_rss_bytes": 3 << 30, "cpu_share": 0.25, "envs_cpu_share": 3.5}
     settings = FleetConfig(fleet=FleetSection(workers=workers))
     about = {
         "env": EVIL,
@@ -88,7 +94,7 @@ def still_fleet(client: Any, fleet_id: str, make_row: MakeRow) -> None:
     for number in range(len(times)):
         report = Report(
             rows=[make_row(slot, 1, 10 + slot + number, 7 + number) for slot in range(workers)],
-            gauges=gauges,
+            gauges=still_gauges(),
             counters={(0, 1): {"aborted_episodes_total": 6}},
             workers=states,
             incarnations=dict.fromkeys(range(workers), 1),

@@ -1,4 +1,4 @@
-"""What the live page should show of a state: each number in the text of its place, by a second way than the page's."""
+"""Derive the texts that the live page should show of a state. None of the page's own code takes part."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, BlockedBy, Ports
+from headrace.schemas.basics.process_usage import usage_of, usage_of_children
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import (
     CallbackError,
@@ -33,7 +35,6 @@ from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
-from headrace.workers.fleet.memory import env_processes_usage, own_usage
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
@@ -234,8 +235,8 @@ class Worker:
             "env_error": runner.totals.failure_groups.next(),
             "bytes_shipped": self._shipper.bytes_shipped,
             "waited_s": self._waits_so_far(),
-            "usage": own_usage(),
-            "envs_usage": env_processes_usage() if self.config.sampling.env_placement == "process" else None,
+            "usage": usage_of(os.getpid()),
+            "envs_usage": usage_of_children() if self.config.sampling.env_placement == "process" else None,
         }
 
     def _read_metrics(self) -> dict[str, LoggedMetric]:
