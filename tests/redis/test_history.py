@@ -31,6 +31,7 @@ LABELS = {
     "le": LAG_LABELS,
     "key": ("worker.gpu", "client.phones"),
     "reason": ("learner", "weights", "window", "round"),
+    "role": ("broker", "learner"),
 }
 PARTS = {keys.LEARNER_TIME: LEARNER_PARTS}
 
