@@ -1,4 +1,4 @@
-"""Gauges of the learner, which measures itself: parts of its time, and the lag of the steps handed to its user."""
+"""Gauges of the learner, which measures itself: its time by part, its process, and the lag of steps handed out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 
 from headrace.broker.claims import IMPLAUSIBLE, MOST_BROUGHT, STEPS_AT_ONCE, STEPS_PER_S
 from headrace.broker.refusals import Refusals
+from headrace.broker.worker_figures import RecentUsage
 from headrace.schemas.accounts.lag_buckets import LAG_BUCKETS, up_to
 from headrace.schemas.accounts.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
 from headrace.schemas.messages import LearnerFigures
@@ -34,6 +35,7 @@ class LearnerMeasures:
         """Steps by lag as the learner reported them last, since it opened its stream; None: not known."""
         self._told_at = 0.0
         self._times: deque[Times] = deque(maxlen=int(WINDOW_S / _SAMPLE_S) + 2)
+        self.usage = RecentUsage()
 
     def begin(self, now: float, *, is_new: bool) -> None:
         """Forget the last learner's figures.
@@ -42,12 +44,14 @@ class LearnerMeasures:
         """
         self._told, self._told_at = [0] * LAG_BUCKETS if is_new else None, now
         self._times.clear()
+        self.usage = RecentUsage()
 
     def take(self, figures: LearnerFigures, workers: int, now: float) -> None:
         """Take newer figures. Count impossible ones as refused, and leave them out.
 
         `workers` is the number of lives whose steps the learner may have been handed.
         """
+        self.usage.take(figures.usage, now)
         if len(figures.consumed_lag) == LAG_BUCKETS:
             self._take_lag(figures.consumed_lag, workers, now)
         if figures.time_spent.keys() >= set(LEARNER_PARTS):

@@ -13,7 +13,7 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.env_errors import EnvErrors
 from headrace.broker.report import Report
 from headrace.broker.source import Source
-from headrace.broker.worker_figures import fleet_figures, row_figures, told_counters
+from headrace.broker.worker_figures import RecentUsage, fleet_figures, row_figures, told_counters
 from headrace.broker.worker_metrics import WorkerMetrics
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to
@@ -26,6 +26,7 @@ from headrace.schemas.accounts.lifetime_counters import (
     without_row_counters,
 )
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.process_usage import own_usage
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import MOST_MODULES
 
@@ -62,6 +63,7 @@ class FleetMetrics:
         self.workers = WorkerMetrics()
         self.env_errors = EnvErrors()
         self._events: list[dict[str, Any]] = []
+        self._usage = RecentUsage()
         self._revoked: Counter[str] = Counter()
         """Sessions that ended because their key was revoked, by the key's name."""
         self._granted_epoch = 0
@@ -201,7 +203,12 @@ class FleetMetrics:
                 gauges |= {keys.labelled(f"{name}_quantile", "quantile", at): own for at, own in spread.items()}
         gauges |= {keys.labelled(keys.ACCEPTED_LAG, "le", le): steps for le, steps in up_to(self._accepted_lag)}
         gauges |= core.learner_measures.consumed_lag()
-        return gauges | (core.learner_measures.time_share() if core.has_learner else {})
+        self._usage.take(own_usage(), now)
+        gauges |= _of_process("broker", self._usage, now)
+        if core.has_learner:
+            measures = core.learner_measures
+            gauges |= measures.time_share() | _of_process("learner", measures.usage, now)
+        return gauges
 
     def _aborted_gauges(self) -> dict[str, float]:
         """Return the means over aborted episodes, to compare with those of finished ones."""
@@ -262,6 +269,10 @@ class FleetMetrics:
 
     def _note(self, event: str, **fields: int) -> None:
         self._events.append({"event": event, **fields, "unix_s": time.time()})
+
+
+def _of_process(role: str, usage: RecentUsage, now: float) -> dict[str, float]:
+    return {keys.labelled(f"process_{name}", "role", role): value for name, value in usage.figures(now).items()}
 
 
 def _spread_of_workers(live: Sequence[Source], now: float) -> dict[str, float]:

@@ -13,6 +13,7 @@ from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import MOST_GROUPS, EnvErrorGroup
 from headrace.schemas.accounts.lifetime_counters import SAMPLED_BYTES, WORKER_WAIT
 from headrace.schemas.accounts.worker_figures import BLOCKED_BY, TIME_PARTS, ServingFigures, TimeByPart
+from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.messages import Heartbeat
 
 if TYPE_CHECKING:
@@ -59,19 +60,25 @@ class _Recent:
         return max(0.0, float(last - first)) / span if span > 0 else 0.0
 
 
-class _Usage:
-    """Processor time and memory of a process, or of several together, as the worker reports them."""
+class RecentUsage:
+    """Processor time and memory of a process, or of several together."""
 
     def __init__(self) -> None:
         self.cpu_s = _Recent()
         self.rss_bytes: int | None = None
-        """Resident bytes; None where the newest heartbeat does not tell them."""
+        """Resident bytes; None where the newest message does not tell them."""
 
-    def take(self, told: tuple[float, int] | None, now: float) -> None:
-        """Take over (processor time in seconds, resident bytes)."""
+    def take(self, told: Usage | None, now: float) -> None:
+        """Take the newest."""
         if told is not None:
             self.cpu_s.add(now, told[0])
         self.rss_bytes = told[1] if told is not None else None
+
+    def figures(self, now: float) -> dict[str, float]:
+        """Return the figures by their names in Redis; empty where they were not told."""
+        if self.rss_bytes is None:
+            return {}
+        return {"cpu_share": round(self.cpu_s.rate(now), 4), "rss_bytes": self.rss_bytes}
 
 
 class WorkerFigures:
@@ -96,8 +103,8 @@ class WorkerFigures:
         """(batches, bytes) that the worker keeps; None before its first report."""
         self.waited_s: dict[str, float] = {}
         """Seconds that the worker waited in this life, by reason."""
-        self.usage = _Usage()
-        self.envs_usage = _Usage()
+        self.usage = RecentUsage()
+        self.envs_usage = RecentUsage()
         self._blocked = ""
         self._times = _Recent()
         self._steps = _Recent()
@@ -169,8 +176,7 @@ def row_figures(source: Source, now: float, unix_s: float) -> dict[str, Any]:
     if figures.window is not None:
         row["window_batches"], row["window_bytes"] = figures.window
     for prefix, usage in (("", figures.usage), ("envs_", figures.envs_usage)):
-        if usage.rss_bytes is not None:
-            row[f"{prefix}cpu_share"], row[f"{prefix}rss_bytes"] = round(usage.cpu_s.rate(now), 4), usage.rss_bytes
+        row |= {prefix + name: value for name, value in usage.figures(now).items()}
     row["num_envs"], row["envs_lost"] = source.num_envs, figures.envs_lost
     if source.met_at is not None:
         row["joined_unix_s"] = round(unix_s - (now - source.met_at), 3)

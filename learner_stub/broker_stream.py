@@ -11,6 +11,7 @@ from headrace.learner_stub.lag import LagMonitor
 from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.process_usage import own_usage
 from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
 from headrace.schemas.chunks.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, refusal
@@ -133,4 +134,4 @@ class BrokerStream:
 
     def _figures(self) -> LearnerFigures:
         spent = connection.time_spent(self.link.token)
-        return LearnerFigures(time_spent=spent.seconds(), consumed_lag=self.lag.counts)
+        return LearnerFigures(time_spent=spent.seconds(), consumed_lag=self.lag.counts, usage=own_usage())

@@ -25,7 +25,7 @@ from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.process_reporter import ProcessReporter
-from headrace.deploy.monitoring.processes import free_bytes, processes_of
+from headrace.deploy.monitoring.processes import free_bytes, last_write, processes_of
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
@@ -163,6 +163,7 @@ class Fleet:
             run_dir=self.run_dir.path,
             recent=poller.recent if poller is not None else (),
             disk_free_bytes=free_bytes(self.run_dir.path),
+            written_unix_s=last_write(self.run_dir.path),
         )
 
     @property

@@ -58,6 +58,11 @@ class FleetRecord:
             self._numbers_due = time.monotonic() + NUMBERS_INTERVAL_S
             self.note()
 
+    def note_redis(self, away_s: float) -> None:
+        """Record since when Redis has not answered, if that is `away_s` ago; 0: it answers."""
+        if bool(away_s) != (self.content.redis_away_unix_s is not None):
+            self.note(redis_away_unix_s=time.time() - away_s if away_s else None)
+
     def next_incarnation(self, name: str, above: int = 0) -> int:
         """Count one more life of `name`, on disk first, so that no number is given twice. Raises `RunDirError`.
 

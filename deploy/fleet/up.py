@@ -22,7 +22,7 @@ from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.report.audit import audit
 from headrace.deploy.report.evidence import contradictions, read_evidence
-from headrace.deploy.report.progress import ProgressDisplay, ProgressView
+from headrace.deploy.report.progress import STALE_S, ProgressDisplay, ProgressView
 from headrace.deploy.report.run_facts import RunFacts
 from headrace.deploy.report.run_log import HURRIED_CLOSE_S, RunLog, run_info
 from headrace.deploy.report.summary import Summary, summarise
@@ -163,6 +163,7 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
             raise fleet.supervisor.failure
         seconds, now = time.monotonic() - outcome.began, fleet.numbers()
         fleet.record.note_numbers(now.steps, now.best_return)
+        fleet.record.note_redis(fleet.redis_age_s if fleet.redis_age_s > STALE_S else 0.0)
         reached = goal.reached(now, outcome.start)
         standstill.note(now, seconds)
         restarts, evaluation = fleet.supervisor.restarts(), fleet.evaluations.newest

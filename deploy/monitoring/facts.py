@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace.deploy.monitoring.processes import STOPPED, SUPERVISOR, free_bytes, processes_of
+from headrace.deploy.monitoring.processes import STOPPED, SUPERVISOR, free_bytes, last_write, processes_of
 from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
 from headrace.deploy.process.proc_stat import is_alive
+from headrace.deploy.report.run_facts import read_run_facts
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
@@ -49,6 +50,12 @@ class Facts:
     """(unix s, gauges and totals) of the newest two minutes, the oldest first, every 5 s."""
     disk_free_bytes: int | None = None
     """Bytes free on the disk of the run directory."""
+    written_unix_s: float | None = None
+    """When a run with little room on this disk last wrote there; None if it has room, or is on another machine."""
+    redis_away_unix_s: float | None = None
+    """Since when Redis has not answered the supervisor, as fleet.json says; None while it does."""
+    failure: str = ""
+    """The error that ended the run, in words."""
 
     def setting(self, key: str) -> Any:
         """Return the value of a setting: of the run directory, or as the broker told it; None if it is not known.
@@ -104,6 +111,9 @@ class FactsReader:
             run_dir=self._run_dir,
             recent=self._recent,
             disk_free_bytes=free_bytes(self._run_dir) if self._run_dir is not None else told_free,
+            written_unix_s=last_write(self._run_dir) if self._run_dir is not None else None,
+            redis_away_unix_s=fleet.redis_away_unix_s if fleet is not None else None,
+            failure=_failure(self._run_dir) if fleet is not None and fleet.state == STOPPED and self._run_dir else "",
         )
 
     @property
@@ -185,6 +195,12 @@ def facts_of_run(run_dir: Path) -> Iterator[FactsReader]:
         if url and not is_locked(run_dir):
             stack.enter_context(serving(run_dir, url))
         yield stack.enter_context(FactsReader(run_dir))
+
+
+def _failure(run_dir: Path) -> str:
+    """Return the error that ended a run; "" where it ended in order, or nothing could be written."""
+    error = read_run_facts(run_dir).get("error")
+    return error if isinstance(error, str) else ""
 
 
 def _lives(fleet: FleetFile) -> bool:

@@ -9,13 +9,14 @@ Each sentence has one place. `headrace up`, `why`, `top` and the page show the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from headrace.deploy.monitoring import process_checks, stream_checks
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KINDS, Observation, observe
 from headrace.deploy.monitoring.finding_kinds import Finding as Finding
 from headrace.deploy.monitoring.losses import losses_in_words
-from headrace.deploy.monitoring.processes import GONE, STOPPED, SUPERVISOR
+from headrace.deploy.monitoring.processes import GONE, LEAST_ROOM, STOPPED, SUPERVISOR
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.settings.redis_url import without_password
 
@@ -23,7 +24,8 @@ _WAITING = "waiting for "
 _WORKER = "worker-"
 _OF_ENVS = ("envs_failing", "envs_down", "env_hosts_missing")
 _MOST_OF_A_KIND = 4
-_LEAST_ROOM = 64 << 20
+_STILL_WRITTEN_S = 15.0
+"""A run that has written nothing for so long cannot: its progress is written every 10 s."""
 _REDIS_STARTS_S = 15.0
 
 _PLACE = {kind.name: place for place, kind in enumerate(KINDS)}
@@ -48,7 +50,8 @@ def verdict(facts: Facts, findings: list[Finding]) -> str:
     """Return one line on the whole fleet."""
     state = _state(facts)
     if state == STOPPED:
-        return f"Ended. {_books(facts)}"
+        how = f" with an error: {one_line(facts.failure).rstrip('.')}" if facts.failure else ""
+        return f"Ended{how}. {_books(facts)}"
     if state == "draining":
         return f"Draining. {losses_in_words(facts.snapshot.fleet)}"
     seen, lost = list(_observations(facts)), losses_in_words(facts.snapshot.fleet)
@@ -68,9 +71,10 @@ def _books(facts: Facts) -> str:
 
 
 def _observations(facts: Facts) -> Iterator[Observation]:
-    """Yield all observations of a fleet that has not ended, causes before their effects."""
+    """Yield all observations, causes before their effects; of a fleet that has ended, that its disk is full."""
     state = _state(facts)
     if state == STOPPED:
+        yield from _of_disk(replace(facts, written_unix_s=None))
         return
     yield from process_checks.supervisor_check(facts)
     if state == GONE:
@@ -132,7 +136,9 @@ def _redis_away(facts: Facts) -> Observation:
         sentence = f"waiting for Redis{where}, silent for {facts.redis_age_s:.0f} s ({facts.redis_error})"
         return observe(facts, "redis_away", "Redis", sentence, facts.redis_age_s)
     supervisor = facts.processes.get(SUPERVISOR)
-    seen = observe(facts, "redis_away", "Redis", f"waiting for Redis{where} to answer ({facts.redis_error})")
+    sentence = f"waiting for Redis{where} to answer ({facts.redis_error})"
+    for_s = None if facts.redis_away_unix_s is None else max(0.0, facts.unix_s - facts.redis_away_unix_s)
+    seen = observe(facts, "redis_away", "Redis", sentence, for_s)
     starts = supervisor is not None and facts.unix_s - supervisor.started_unix_s < _REDIS_STARTS_S
     return Observation(seen.finding, is_wrong=not starts)
 
@@ -145,7 +151,7 @@ def _no_reports(facts: Facts) -> Observation:
 
 
 def _of_disk(facts: Facts) -> Iterator[Observation]:
-    if facts.disk_free_bytes is None or facts.disk_free_bytes >= _LEAST_ROOM:
+    if facts.disk_free_bytes is None or facts.disk_free_bytes >= LEAST_ROOM:
         return
     left = f"is full: {facts.disk_free_bytes / 2**20:.1f} MiB are left"
     supervisor = facts.processes.get(SUPERVISOR)
@@ -153,9 +159,11 @@ def _of_disk(facts: Facts) -> Iterator[Observation]:
         sentence = f"the disk of the run directory on {one_line(supervisor.host)} {left}"
         yield observe(facts, "disk_full", "disk", sentence)
     else:
-        yield observe(
-            facts, "disk_full", "disk", f"the disk of {facts.run_dir} {left}", command=f"df -h {facts.run_dir}"
-        )
+        written, silent_s = "", None
+        if facts.written_unix_s is not None and (for_s := facts.unix_s - facts.written_unix_s) >= _STILL_WRITTEN_S:
+            written, silent_s = f", and the run has written nothing there for {for_s:.0f} s", for_s
+        sentence = f"the disk of {facts.run_dir} {left}{written}"
+        yield observe(facts, "disk_full", "disk", sentence, silent_s, command=f"df -h {facts.run_dir}")
 
 
 def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:

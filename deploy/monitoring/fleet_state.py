@@ -10,7 +10,7 @@ ledger               agent steps from stepped to committed, with each loss by it
 policies, logged     returns by module; metrics that callbacks logged
 workers              a row for each slot, by slot
 errors               failures of envs, grouped, the newest first
-processes            a row for each process, with CPU and memory
+processes            a row for each process, with CPU and memory, those that tell of themselves included
 learner              its lease, its newest logged row
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -60,6 +60,7 @@ _SERVER_FIELDS = (
     "loading",
     "role",
 )
+_REDIS = "redis"
 SLOW_S = 5.0
 """Seconds between two reads of what changes slowly."""
 _MOST_TEXT = 4096
@@ -101,7 +102,7 @@ def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = 
         "logged": {name: metric.value for name, metric in sorted(snapshot.metrics.items())},
         "workers": _workers(facts, slow),
         "errors": _env_errors(snapshot, facts.unix_s),
-        "processes": [_process(state, slow, facts.unix_s) for state in facts.processes.values()],
+        "processes": list(_processes(facts, slow, by_label)),
         "learner": _learner(facts, slow),
         "garbage": list(snapshot.garbage[:20]),
     }
@@ -145,13 +146,16 @@ class StateReader:
 
     def _read_slowly(self, facts: Facts) -> None:
         self._slow_at = time.monotonic()
-        shares = cpu_shares(self._processes, facts.processes)
-        self._slow = replace(self._slow, cpu_shares=shares or self._slow.cpu_shares)
-        self._processes = facts.processes
+        processes = dict(facts.processes)
         if (view := self._reader.view) is not None:
             with suppress(RedisUnavailableError):
                 server, row = view.server_info(), view.newest_learner_row()
                 self._slow = replace(self._slow, server=server, learner_row=row)
+                if server is not None:
+                    processes.setdefault(_REDIS, _server_process(server))
+        shares = cpu_shares(self._processes, processes)
+        self._slow = replace(self._slow, cpu_shares=shares or self._slow.cpu_shares)
+        self._processes = processes
 
 
 def cpu_shares(before: Mapping[str, ProcessState], now: Mapping[str, ProcessState]) -> dict[str, float]:
@@ -162,6 +166,13 @@ def cpu_shares(before: Mapping[str, ProcessState], now: Mapping[str, ProcessStat
         if earlier is not None and earlier.pid == state.pid and state.unix_s > earlier.unix_s and state.pid:
             shares[name] = max(0.0, state.cpu_s - earlier.cpu_s) / (state.unix_s - earlier.unix_s)
     return shares
+
+
+def _server_process(server: Mapping[str, Any]) -> ProcessState:
+    """Return the process of a Redis that no supervisor has started, as its INFO tells it."""
+    cpu_s = sum(number(server.get(name)) for name in ("used_cpu_user", "used_cpu_sys"))
+    pid = int(number(server.get("process_id")))
+    return ProcessState(name=_REDIS, role=_REDIS, pid=pid, cpu_s=cpu_s, unix_s=time.time())
 
 
 def ledger(books: FleetLedger, rows: Iterable[LedgerRow] = ()) -> Document:
@@ -329,9 +340,20 @@ def _is_json(value: Any, depth: int = 2) -> bool:
     return isinstance(value, int | float | str | None) and len(str(value)) <= _MOST_TEXT
 
 
-def _process(state: ProcessState, slow: SlowFacts, unix_s: float) -> Document:
-    age_s = _age_s(state.started_unix_s or None, unix_s)
-    return {**state.model_dump(mode="json"), "cpu_share": slow.cpu_shares.get(state.name), "age_s": age_s}
+def _processes(facts: Facts, slow: SlowFacts, labelled: Document) -> Iterator[Document]:
+    """Yield the supervisor's processes, and broker, learner and Redis from elsewhere with what they tell themselves."""
+    for state in facts.processes.values():
+        age_s = _age_s(state.started_unix_s or None, facts.unix_s)
+        yield {**state.model_dump(mode="json"), "cpu_share": slow.cpu_shares.get(state.name), "age_s": age_s}
+    shares, sizes = (dict(labelled.get(f"process_{name}", {})) for name in ("cpu_share", "rss_bytes"))
+    if slow.server and "used_memory_rss" in slow.server:
+        shares[_REDIS], sizes[_REDIS] = slow.cpu_shares.get(_REDIS), slow.server["used_memory_rss"]
+    roles = {state.role for state in facts.processes.values()}
+    for role in ("broker", "learner", _REDIS):
+        if role in roles or role not in sizes:
+            continue
+        state = ProcessState(name=role, role=role, rss_bytes=max(0, int(number(sizes[role]))))
+        yield {**state.model_dump(mode="json"), "cpu_share": shares.get(role), "age_s": None}
 
 
 def _learner(facts: Facts, slow: SlowFacts) -> Document:

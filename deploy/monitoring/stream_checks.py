@@ -137,7 +137,8 @@ def refusals(facts: Facts) -> Iterator[Observation]:
         sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute{so_far}"
         limit = "broker.max_batch_bytes" if any(kind == _TOO_LARGE for _, kind in most) else ""
         log = "" if facts.run_dir is None else f"grep refused {facts.run_dir / 'logs' / 'broker.log'}"
-        yield observe(facts, "batches_refused", "broker", sentence, command=log, limit=limit)
+        for_s = _rises_for(facts, "messages_refused")
+        yield observe(facts, "batches_refused", "broker", sentence, for_s, command=log, limit=limit)
     now = revoked_sessions(facts.snapshot.gauges)
     before = revoked_sessions(facts.recent[0][1]) if facts.recent else {}
     ended = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
@@ -146,6 +147,15 @@ def refusals(facts: Facts) -> Iterator[Observation]:
         yield observe(
             facts, "keys_revoked", ", ".join(map(one_line, sorted(ended))), sentence, command="headrace keys list"
         )
+
+
+def _rises_for(facts: Facts, name: str) -> float | None:
+    """Return for how long a value has risen, at most the two minutes of the history ring; None without history."""
+    values = [(at, values[name]) for at, values in facts.recent if name in values]
+    if not values:
+        return None
+    before = [at for at, value in values if value == values[0][1]]
+    return max(0.0, (facts.snapshot.reported_unix_s or 0.0) - before[-1])
 
 
 def risen(facts: Facts, name: str, within_s: float) -> float:

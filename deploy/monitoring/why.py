@@ -33,7 +33,7 @@ def why(reader: FactsReader, *, as_json: bool, watch: bool, stream: TextIO = sys
             with ignore_closed_reader(stream):
                 print(_as_json(facts, line, findings) if as_json else _as_text(facts, line, findings), file=stream)
                 stream.flush()
-        if not watch or line.startswith("Ended."):
+        if not watch or line.startswith("Ended"):
             return findings
         time.sleep(WATCH_S)
 

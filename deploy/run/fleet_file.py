@@ -58,6 +58,8 @@ class FleetFile(BaseModel):
     """Path of the file the configuration came from, if any."""
     endpoints: dict[str, str] = {}
     redis_url: str = ""
+    redis_away_unix_s: float | None = None
+    """Since when Redis has not answered; None while it does."""
     env_steps: int = 0
     """Env steps of all runs in this directory, as its supervisor last noted; 0: none was taken."""
     best_return: float | None = None

@@ -377,6 +377,8 @@ ACCEPTED_LAG, CONSUMED_LAG = "accepted_lag_agent_steps_bucket", "consumed_lag_ag
 LEARNER_TIME = "learner_time_share"
 WORKER_RATE, MANY_WORKERS = "worker_env_steps_per_s_quantile", 17
 
+_OF_PROCESS = "of the broker's and the learner's own process; absent where the system does not tell"
+
 GAUGE_TABLE = (
     Metric("unix_s", "s", "time of these values, by the broker's clock"),
     Metric("env_steps_per_s", "env steps/s", "in accepted batches, over the last seconds"),
@@ -417,6 +419,8 @@ GAUGE_TABLE = (
         "over 10 s or more before its last commit; absent without a learner",
         "part",
     ),
+    Metric("process_cpu_share", "1", f"{_OF_PROCESS}: processor seconds per second", "role"),
+    Metric("process_rss_bytes", "bytes", f"{_OF_PROCESS}: memory that it has", "role"),
     Metric("oldest_unsettled_age_s", "s", "since the oldest held batch was accepted"),
     Metric(
         "lost_lives_close_unix_s",
@@ -484,7 +488,7 @@ WORKER_TABLE = (
     Metric("held_batches", "batches", "accepted and neither committed nor dropped"),
     Metric("cpu_share", "1", "processor seconds of its process per second; absent before the first heartbeat"),
     Metric("rss_bytes", "bytes", "of memory that its process has, without processes of envs"),
-    Metric("envs_cpu_share", "1", "processor seconds of the processes of its envs per second; absent without them"),
+    Metric("envs_cpu_share", "1", "processor seconds per second of processes or hosts of its envs; absent without"),
     Metric("envs_rss_bytes", "bytes", "of memory that these have together; what they share counts in each"),
     Metric("num_envs", "envs", "that step together"),
     Metric("envs_lost", "envs", "of these that are down: they wait to be rebuilt, or for a host"),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
-from headrace.schemas.basics.bounds import Natural
+from headrace.schemas.basics.bounds import Natural, Seconds
 from headrace.schemas.basics.headrace_version import HeadraceVersion
 
 TimePart = Literal["env", "inference", "connectors", "serialise", "wait", "other"]
@@ -22,8 +22,6 @@ TimePart = Literal["env", "inference", "connectors", "serialise", "wait", "other
 | other | does anything else: bookkeeping, callbacks, loading weights |
 """
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
-
-Seconds = Annotated[float, Field(ge=0, le=1e10)]
 
 TimeByPart = Annotated[dict[TimePart, Seconds], Field(max_length=len(TIME_PARTS))]
 """Seconds since a worker's life began."""

@@ -25,6 +25,9 @@ MOST_BYTES = (1 << 48) - 1
 WINDOW = 1024
 """The most batches a worker may keep unsettled: its recorder has a place for each."""
 
+Seconds = Annotated[float, Field(ge=0, le=1e10)]
+"""A span of time, up to more than three centuries."""
+
 Natural = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 """A count."""
 

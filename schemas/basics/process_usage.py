@@ -6,8 +6,13 @@ import os
 import resource
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
-Usage = tuple[float, int]
+from pydantic import Strict
+
+from headrace.schemas.basics.bounds import Bytes, Seconds
+
+Usage = Annotated[tuple[Seconds, Bytes], Strict(False)]
 """(processor time in seconds, resident bytes)."""
 
 _UTIME, _STIME, _RSS = 11, 12, 21
@@ -24,6 +29,11 @@ def usage_of(pid: int) -> Usage | None:
         return None
 
 
+def own_usage() -> Usage | None:
+    """Return what this process uses; None where the system does not tell."""
+    return usage_of(os.getpid())
+
+
 def usage_of_children() -> Usage | None:
     """Return what the children of this process use together; None while none runs, or where the system does not tell.
 
@@ -38,3 +48,9 @@ def usage_of_children() -> Usage | None:
         return None
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return ended.ru_utime + ended.ru_stime + sum(cpu_s for cpu_s, _ in found), sum(rss for _, rss in found)
+
+
+def usage_with_children() -> Usage | None:
+    """Return what this process and its children use together; None where the system does not tell."""
+    own, children = own_usage(), usage_of_children() or (0.0, 0)
+    return None if own is None else (own[0] + children[0], own[1] + children[1])

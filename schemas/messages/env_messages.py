@@ -23,6 +23,7 @@ from pydantic import Field, Strict
 
 from headrace.schemas.basics.bounds import Natural, Pid, Positive
 from headrace.schemas.basics.headrace_version import HeadraceVersion
+from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
 
@@ -76,8 +77,11 @@ class EnvHeartbeat(Message):
     """Says that the sender is alive. From a host, `under_way` lists all orders that it has not answered."""
 
     KIND = MessageKind.HEARTBEAT
+    LEFT_OUT = frozenset(("usage",))
     life: Life
     under_way: list[Numbered] = Field(default=[])
+    usage: Usage | None = None
+    """Of the host and the processes of its envs together."""
 
 
 class EnvOrders(Message):

@@ -19,12 +19,14 @@ from headrace.schemas.basics.bounds import (
     Pid,
     Positive,
     Reason,
+    Seconds,
     Slot,
     Token,
     Version,
     WeightsSeq,
 )
 from headrace.schemas.basics.headrace_version import HeadraceVersion
+from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.frames.compression import Encodings
 from headrace.schemas.frames.wire import MessageKind
@@ -47,12 +49,7 @@ force.
 LEARNER_PARTS = ("wait", "decode", "train", "publish")
 """The parts of a learner's time (`learner_stub/time_spent.py`)."""
 
-MOST_SECONDS = 1e10
-"""More than three centuries."""
-
-TimeOfParts = Annotated[
-    dict[Annotated[str, Field(max_length=20)], Annotated[float, Field(ge=0, le=MOST_SECONDS)]], Field(max_length=16)
-]
+TimeOfParts = Annotated[dict[Annotated[str, Field(max_length=20)], Seconds], Field(max_length=16)]
 
 
 class LearnerHello(Message):
@@ -108,6 +105,8 @@ class LearnerFigures(BaseModel):
     """Seconds of its thread by part: those of `LEARNER_PARTS`, which add up to all of its time."""
     consumed_lag: LagCounts = []
     """Agent steps handed to its user, by their lag at that moment (`lag_buckets.py`)."""
+    usage: Usage | None = None
+    """Of its process, since that began."""
 
 
 class Commit(Message):

@@ -14,7 +14,6 @@ from headrace.schemas.accounts.worker_figures import (
     EnvHostCounts,
     EnvHostVersions,
     Ports,
-    Seconds,
     ServingFigures,
     TimeByPart,
     WaitByReason,
@@ -34,6 +33,7 @@ from headrace.schemas.basics.bounds import (
     Version,
 )
 from headrace.schemas.basics.headrace_version import HeadraceVersion
+from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.frames.compression import Encodings
 from headrace.schemas.frames.wire import MessageKind
@@ -209,10 +209,10 @@ class Heartbeat(Message):
     """Seconds of this life that it waited before it sampled on, as `blocked` says."""
     window: Annotated[tuple[Annotated[int, Field(ge=0, le=WINDOW)], Bytes], Strict(False)] | None = None
     """(batches, bytes in memory) in its window."""
-    usage: Annotated[tuple[Seconds, Bytes], Strict(False)] | None = None
-    """(processor time in seconds, resident bytes) of its process; None where the system does not tell them."""
-    envs_usage: Annotated[tuple[Seconds, Bytes], Strict(False)] | None = None
-    """The same of the processes of its envs together; None where it has none."""
+    usage: Usage | None = None
+    """Of its process; None where the system does not tell."""
+    envs_usage: Usage | None = None
+    """Of the processes of its envs together, or of its env hosts; None where it has none."""
 
 
 class LastWords(Message):

@@ -207,14 +207,16 @@ def test_a_worker_without_credit_a_batch_refused_again_and_again_and_a_redis_tha
         stalls.until()
 
         server.send_signal(signal.SIGSTOP)
+        stopped_at = time.time()
         found = stalls.until(("redis_away", "Redis"))["redis_away"]
         assert found["sentence"].startswith("waiting for Redis at redis://:***@")
-        assert found["since_unix_s"] is None  # a program that starts now cannot know
+        assert found["since_unix_s"] == pytest.approx(stopped_at, abs=5.0)  # of a program that started later
         server.send_signal(signal.SIGCONT)
         stalls.until()
 
         with Liar(stalls.fleet.endpoint("worker"), stalls.fleet_id) as liar:
             found = stalls.until(("batches_refused", "broker"))["batches_refused"]
+        assert since(found, 0)
         assert re.search(rf"[\d,]+ of worker {liar.slot} .*\(implausible batch\)$", found["sentence"])
         assert f"{1 << 20} steps in a batch of" in run_here(found["command"])
         stalls.until()

@@ -58,6 +58,11 @@ def counters(broker: BrokerThread) -> dict[str, int]:
     return broker.ask(ask)
 
 
+def resident(pid: int) -> int:
+    """The bytes of memory that a process has, without its children."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def ports(broker: BrokerThread) -> Ports | None:
     """The ports that the one worker tells."""
     return broker.ask(lambda asked: asked.core.live()[0].ports)
@@ -85,8 +90,7 @@ def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner
     assert began - 1.0 < row["joined_unix_s"] < row["blocked_since_unix_s"] < time.time()
     assert (row["num_envs"], row["envs_lost"]) == (2, 0)
     assert row["env_steps"] > 0
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert row["rss_bytes"] == pytest.approx(resident, rel=0.2)
+    assert row["rss_bytes"] == pytest.approx(resident(os.getpid()), rel=0.2)
     assert 0 < row["cpu_share"] <= (os.cpu_count() or 1) + 1
     assert row["episodes"] >= 0
     assert (gauges["workers"], gauges['workers_blocked{reason="window"}']) == (1, 1)
@@ -157,6 +161,13 @@ def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
         row = figures(broker)[0]
     assert 10 << 20 < row["envs_rss_bytes"] < 10 << 30, "of two processes with an env each"
     assert row["envs_cpu_share"] <= (os.cpu_count() or 1) + 1
+    for role in ("broker", "learner"):
+        assert seen.gauges[labelled("process_rss_bytes", "role", role)] == pytest.approx(resident(os.getpid()), rel=0.2)
+        assert 0 < seen.gauges[labelled("process_cpu_share", "role", role)] <= (os.cpu_count() or 1) + 1
+    wait_until(
+        lambda: labelled("process_rss_bytes", "role", "learner") not in report().gauges, "a learner that has left"
+    )
+    assert labelled("process_rss_bytes", "role", "broker") in report().gauges
     [group] = seen.env_errors.values()
     assert (group["kind"], group["exception"], group["slots"]) == ("env_exception", "RuntimeError", [0])
     assert group["env"] == "support.envs.fleet:three_of_eight"
@@ -216,6 +227,15 @@ def test_a_worker_reports_a_missing_env_host_and_later_the_hosts_version(
         wait_until(lambda: figures(broker)[0].get("env_hosts") == told, "a row that says so")
         assert ports(broker) == Ports(envs=f"tcp://127.0.0.1:{free_port}")
         with EnvHosts(tmp_path, free_port) as hosts:
-            hosts.start("CartPole-v1", 2)
+            host = hosts.start("CartPole-v1", 2)
             told = {"connected": 1, "wanted": 1, "versions": [version("headrace")]}
             wait_until(lambda: figures(broker)[0].get("env_hosts") == told, "a row with the host")
+            wait_until(lambda: figures(broker)[0].get("envs_cpu_share"), "a row with what the host uses")
+
+            def is_told() -> bool:
+                children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
+                sizes = [resident(pid) for pid in (host.pid, *map(int, children))]
+                told = figures(broker)[0]["envs_rss_bytes"]
+                return len(sizes) > 1 and bool(told == pytest.approx(sum(sizes), rel=0.1))
+
+            wait_until(is_told, "the memory of the host and of the processes of its envs")

@@ -17,6 +17,7 @@ from headrace.broker.metrics import FleetMetrics
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
+from headrace.deploy.monitoring import fleet_state as fleet_state_module
 from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import find
@@ -30,6 +31,7 @@ from headrace.schemas.accounts.env_errors import EnvErrorGroup
 from headrace.schemas.accounts.lag_buckets import LAG_LABELS, lag_quantiles
 from headrace.schemas.accounts.ledger import Discard, Drop, FleetLedger, LedgerRow
 from headrace.schemas.accounts.process_state import ProcessState
+from headrace.schemas.basics.process_usage import usage_of
 from headrace.schemas.messages import LearnerRow
 from headrace.schemas.settings.config import FleetConfig, SamplingSection
 from support.waiting import wait_until
@@ -200,6 +202,37 @@ def test_a_worker_from_elsewhere_shows_the_usage_that_it_tells_and_an_own_one_wh
     facts = Facts(START, Snapshot(fleet_id="f", workers={0: told, 9: told}), processes={"worker-0": own})
     found = fleet_state(facts, [], SlowFacts(cpu_shares={"worker-0": 0.5}))["workers"]
     assert {one["slot"]: (one["cpu_share"], one["rss_bytes"]) for one in found} == {0: (0.5, 5000), 9: (0.25, 1000)}
+
+
+def test_broker_learner_and_redis_from_elsewhere_have_rows_with_what_they_tell_themselves() -> None:
+    gauges = {
+        keys.labelled(f"process_{name}", "role", role): value
+        for role, told in {"broker": (0.5, 1000), "learner": (2.0, -1), "<script>": (1.0, 1)}.items()
+        for name, value in zip(("cpu_share", "rss_bytes"), told, strict=True)
+    }
+    own = ProcessState(name="broker", role="broker", pid=7, rss_bytes=5000)
+    slow = SlowFacts(server={"used_memory_rss": 9000}, cpu_shares={"broker": 0.75, "redis": 0.125})
+    for processes, of_broker in (({}, (0.5, 1000, 0)), ({"broker": own}, (0.75, 5000, 7))):
+        found = fleet_state(Facts(START, Snapshot(fleet_id="f", gauges=gauges), processes=processes), [], slow)
+        rows = {one["name"]: (one["cpu_share"], one["rss_bytes"], one["pid"]) for one in found["processes"]}
+        assert rows == {"broker": of_broker, "learner": (2.0, 0, 0), "redis": (0.125, 9000, 0)}
+
+
+def test_the_reader_measures_a_redis_that_no_supervisor_started(
+    url: str, client: Any, fleet_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_state_module, "SLOW_S", 0.0)
+    MergeScript(client, fleet_id)(Part(Report(gauges={"env_steps_per_s": 1.0})), [], 0)
+    with FactsReader(redis_url=url, fleet_id=fleet_id) as facts:
+        reader = StateReader(facts)
+
+        def row() -> dict[str, Any]:
+            return {one["name"]: one for one in reader.read()["processes"]}["redis"]
+
+        assert row()["cpu_share"] is None, "one reading is no rate"
+        wait_until(lambda: row()["cpu_share"] is not None, "a second reading")
+        assert (used := usage_of(client.info()["process_id"])) is not None
+        assert row()["rss_bytes"] == pytest.approx(used[1], rel=0.3)
 
 
 def test_cpu_shares_omit_a_process_that_was_restarted() -> None:

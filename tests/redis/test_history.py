@@ -9,20 +9,23 @@ from typing import Any
 
 import pytest
 
+from headrace.broker.redis.rows import ReceivedRow, RedisRows
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lag_buckets import LAG_LABELS
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE, without_row_counters
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.worker_figures import BLOCKED_BY
+from headrace.schemas.messages import LearnerRow
 from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 
 MakeRow = Callable[..., LedgerRow]
 BEGAN = 1_795_280_000.0
 RING_BYTES = 3 << 20
 """More than both streams of a fleet may take together in its own Redis."""
-ENTRY_BYTES = 3800
+ENTRY_BYTES = 4000
 """More than an entry may have: where nodes of streams are small, each entry keeps its names, and 2,160 take 9 MB."""
 
 
@@ -31,6 +34,7 @@ LABELS = {
     "le": LAG_LABELS,
     "key": ("worker.gpu", "client.phones"),
     "reason": ("learner", "weights", "window", "round"),
+    "role": ("broker", "learner"),
 }
 PARTS = {keys.LEARNER_TIME: LEARNER_PARTS}
 
@@ -143,3 +147,49 @@ def test_the_history_leaves_out_steps_by_module(client: Any, fleet_id: str, make
     ((_, fields),) = client.xrange(keys.key_name(fleet_id, keys.HISTORY_60S))
     assert b'dropped_agent_steps_total{reason="stale"}' in fields
     assert field not in fields
+
+
+@pytest.mark.thorough
+def test_all_keys_of_a_fleet_take_the_memory_that_the_reference_states(
+    client: Any, fleet_id: str, make_row: MakeRow
+) -> None:
+    clock = Clock()
+    merge = MergeScript(client, fleet_id, clock=clock)
+    workers = {slot: {member.name: 123456.789 for member in keys.WORKER_TABLE} for slot in range(64)}
+    for i in range(2300):
+        clock.now += 5.0 if i < 800 else 60.0
+        gauges = dict.fromkeys(every_gauge(), i / 7)
+        rows = [make_row(slot, 1, i + 1, i) for slot in range(64)] if i % 100 == 0 else []
+        counters = {(row.slot, row.incarnation): dict.fromkeys(counters_of_lives(), 1000 * i) for row in rows}
+        merge(Part(Report(rows=rows, counters=counters, gauges=gauges, workers=workers)), [], 0)
+
+    def memory() -> float:
+        names = list(client.scan_iter(f"*{fleet_id}*"))
+        assert len(names) >= 8
+        return float(sum(client.memory_usage(name, samples=0) for name in names)) / 2**20
+
+    def log_rows(epoch: int, values: int) -> None:
+        rows = [
+            LearnerRow(epoch=epoch, number=i + 1, values={f"loss/part_{n}": i / 7 + n for n in range(values)})
+            for i in range(4200)
+        ]
+        RedisRows(client, fleet_id).append([ReceivedRow(row, clock.now, 10**6) for row in rows])
+
+    assert memory() < 2.5
+    log_rows(1, 20)
+    assert memory() < 5.5
+    log_rows(2, 128)
+    group = dict.fromkeys(("kind", "env", "exception", "message", "where"), "x" * 200)
+    merge(
+        Part(
+            Report(
+                policies={f"policy_{i}": {"return_mean": i / 7, "len_mean": i / 3} for i in range(512)},
+                metrics={f"metric_{i}": LoggedMetric(reduce="sum", value=i / 7) for i in range(256)},
+                metric_sums={},
+                env_errors={f"{i:016x}": group | {"traceback": "x" * 4000, "count": i} for i in range(100)},
+            )
+        ),
+        [],
+        0,
+    )
+    assert memory() < 24

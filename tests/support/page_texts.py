@@ -157,7 +157,7 @@ def _processes(processes: list[dict[str, Any]]) -> dict[str, list[str]]:
     rows = {"": ["Process", "State", "pid", "Age", "Restarts", "CPU", "Memory", "Host", "Last end"]}
     for one in processes:
         state = joined("stopped by a signal" if one["is_stopped"] else one["state"], one["doing"])
-        counts = [str(one["pid"]), span(one["age_s"]), whole(one["restarts"]), percent(one["cpu_share"])]
+        counts = [str(one["pid"] or "-"), span(one["age_s"]), whole(one["restarts"]), percent(one["cpu_share"])]
         rows[one["name"]] = [state, *counts, size(one["rss_bytes"]), one["host"] or "-", one["last_words"] or "-"]
     return rows
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.envs.failures import Failure
@@ -25,12 +26,14 @@ NextSeeds = Mapping[int, int | None]
 
 
 class EnvHostsHere(NamedTuple):
-    """The env hosts of some envs: number connected, number needed for all envs, and the versions that hosts report."""
+    """The env hosts of some envs: number connected, number needed for all envs, and what the hosts report."""
 
     connected: int
     wanted: int
     versions: Sequence[str] = ()
     """Versions of Headrace, each once; "" stands for hosts that report none."""
+    usage: Usage | None = None
+    """Of all hosts together, those that have gone included in the time; None before a host has told it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, BlockedBy, Ports
-from headrace.schemas.basics.process_usage import usage_of, usage_of_children
+from headrace.schemas.basics.process_usage import own_usage, usage_of_children
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import (
     CallbackError,
@@ -225,7 +224,7 @@ class Worker:
     def _read_figures(self) -> dict[str, Any]:
         """Return the figures for a heartbeat about this worker's time, envs and clients."""
         runner, serving = self.runner, self._served.figures() if self._served is not None else None
-        hosts = runner.env_hosts
+        hosts, placement = runner.env_hosts, self.config.sampling.env_placement
         return {
             "time_s": runner.time_by_part(),
             "envs_lost": runner.envs_lost if serving is None else 0,
@@ -235,8 +234,8 @@ class Worker:
             "env_error": runner.totals.failure_groups.next(),
             "bytes_shipped": self._shipper.bytes_shipped,
             "waited_s": self._waits_so_far(),
-            "usage": usage_of(os.getpid()),
-            "envs_usage": usage_of_children() if self.config.sampling.env_placement == "process" else None,
+            "usage": own_usage(),
+            "envs_usage": usage_of_children() if placement == "process" else hosts and hosts.usage,
         }
 
     def _read_metrics(self) -> dict[str, LoggedMetric]:

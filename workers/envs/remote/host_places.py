@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.errors import EnvHostLostError
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Command
@@ -21,6 +22,8 @@ class HostPlaces:
         self.hosts: dict[str, EnvHostPeer] = {}
         """Hosts by their life, in the order in which they came."""
         self._seed_for = seed_for
+        self._cpu_s_before = 0.0
+        """Processor time of the hosts that were parted from."""
         self._gone: list[tuple[EnvHostPeer, str]] = []
         """(host, reason) of each lost host that `bury` has not told of yet."""
         self._homes: list[tuple[EnvHostPeer, int] | None] = [None] * width
@@ -44,6 +47,14 @@ class HostPlaces:
         """
         sizes = [len(host.lanes) for host in self.hosts.values()]
         return len(sizes) - (-len(self._wanting) // max(sizes)) if sizes else 1
+
+    @property
+    def usage(self) -> Usage | None:
+        """What all hosts use together, those that have gone included in the time; None before a host has told it."""
+        told = [host for host in self.hosts.values() if host.rss_bytes is not None]
+        if not told:
+            return None
+        return self._cpu_s_before + sum(host.cpu_s for host in told), sum(host.rss_bytes or 0 for host in told)
 
     @property
     def has_losses(self) -> bool:
@@ -93,6 +104,7 @@ class HostPlaces:
         """Forget the host. Its later messages belong to a life that is over."""
         log.warning("env host %s %s; it held envs %s", host.name, reason, [n for n in host.lanes if n is not None])
         del self.hosts[host.life]
+        self._cpu_s_before += host.cpu_s
         self._gone.append((host, reason))
 
     def bury(self) -> list[Failure]:

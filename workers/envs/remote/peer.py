@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.schemas.basics.printable import one_line
+from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.messages.env_messages import NO_SEED, EnvHostHello
 from headrace.workers.envs.process.control import Command
 
@@ -38,6 +39,11 @@ class EnvHostPeer:
         self.lanes: list[int | None] = [None] * hello.num_envs
         """The lane of each place."""
         self.under_way: dict[int, HostOrder] = {}
+        self.cpu_s = 0.0
+        """Seconds of processor time since its first heartbeat."""
+        self.rss_bytes: int | None = None
+        """Resident bytes; None before it has told them."""
+        self._cpu_s_at_first: float | None = None
         self._queue: dict[int, tuple[Command, int]] = {}
         self._numbers = [0] * hello.num_envs
 
@@ -52,6 +58,12 @@ class EnvHostPeer:
     def hear(self, route: bytes, now: float) -> None:
         """Note that a message came by `route`."""
         self.route, self.heard_at = route, now
+
+    def note_usage(self, told: Usage | None) -> None:
+        """Note what the host's processes use, as it tells it."""
+        if told is not None:
+            self._cpu_s_at_first = told[0] if self._cpu_s_at_first is None else self._cpu_s_at_first
+            self.cpu_s, self.rss_bytes = max(self.cpu_s, told[0] - self._cpu_s_at_first), told[1]
 
     def take_due(self, now: float) -> list[int]:
         """Return the places whose next order can be sent now. It is in `under_way` from now on."""

@@ -147,7 +147,8 @@ class RemotePool:
     def env_hosts(self) -> EnvHostsHere:
         """Return the env hosts that are connected, spare ones too."""
         hosts = self._places.hosts.values()
-        return EnvHostsHere(len(hosts), self._places.hosts_wanted, sorted({host.headrace_version for host in hosts}))
+        versions = sorted({host.headrace_version for host in hosts})
+        return EnvHostsHere(len(hosts), self._places.hosts_wanted, versions, self._places.usage)
 
     @cached_property
     def gym_spaces(self) -> tuple[Any, Any]:
@@ -268,6 +269,7 @@ class RemotePool:
         match message.kind:
             case MessageKind.HEARTBEAT:
                 beat = read(EnvHeartbeat, message.header)
+                host.note_usage(beat.usage)
                 again = host.to_repeat(beat.under_way, now, 2 * self._interval_s)
                 self._send_orders(host, again)
                 self._say(route, EnvHeartbeat(life=host.life))

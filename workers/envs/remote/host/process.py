@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.basics.process_usage import usage_with_children
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import PeerKeys
@@ -161,7 +162,7 @@ class EnvHost:
             )
         else:
             self._speak_at = now + self._welcome.heartbeat_interval_s
-            self._link.say(EnvHeartbeat(life=self._life, under_way=self._envs.under_way()))
+            self._link.say(EnvHeartbeat(life=self._life, under_way=self._envs.under_way(), usage=usage_with_children()))
         if now >= self._say_waiting_at and not self._place.is_lost:
             self._say_waiting_at = now + _SAY_WAITING_S
             log.warning("%s; trying on", self._link.why_silent(round(now - self._heard_at)))
