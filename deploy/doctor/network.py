@@ -57,12 +57,13 @@ def advertised_check(what: str, bound: str, advertise: str, setting: str) -> Che
     """
     if is_loopback(bound) and not advertise:
         return Check(what, Verdict.OK, f"{bound}, for this machine alone")
+    name = advertise or bound
     try:
         name = host_to_advertise(bound, advertise, setting)
         found = sorted({str(row[4][0]) for row in socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)})
     except (ConfigError, OSError) as error:
         advice = f"give this machine a name that others resolve, or set {setting} to its address"
-        return Check(what, Verdict.FAIL, f"{advertise or bound} does not resolve ({error})", advice)
+        return Check(what, Verdict.FAIL, f"{name} does not resolve ({error})", advice)
     seen = f"{name} is {', '.join(found)}" if found != [name] else name
     if all(is_loopback(address.partition("%")[0]) for address in found):
         advice = f"others would connect to themselves: set {setting} to an address of this machine"
