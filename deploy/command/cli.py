@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -276,16 +277,34 @@ def chaos(
     )
 
 
+class JoiningRole(StrEnum):
+    """A role that joins a fleet on another machine."""
+
+    WORKER = "worker"
+    LEARNER = "learner"
+    ENV_HOST = "env-host"
+
+
 @command(
     app,
     "headrace doctor",
     "headrace doctor --set fleet.workers=16 --json",
     "headrace doctor --endpoint tcp://127.0.0.1:5701   # on a worker's machine",
     "headrace doctor --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
-    options="endpoint rendezvous run_dir config redis_url sets as_json",
+    "headrace doctor --rendezvous /shared/runs/a/rendezvous.json --role env-host --set keys.dir=keys",
+    options="endpoint rendezvous role run_dir config redis_url sets as_json",
 )
-def doctor(asked: Asked, endpoint: str | None, rendezvous: str | None, as_json: bool) -> None:
-    """Check whether this machine can run a fleet, or a worker of one elsewhere, by --endpoint or --rendezvous.
+def doctor(
+    asked: Asked,
+    *,
+    endpoint: str | None,
+    rendezvous: str | None,
+    role: Annotated[
+        JoiningRole, typer.Option("--role", help="The role that is to run here, with --endpoint or --rendezvous.")
+    ] = JoiningRole.WORKER,
+    as_json: bool,
+) -> None:
+    """Check whether this machine can run a fleet, or a role of one elsewhere, by --endpoint or --rendezvous.
 
     Exit code 1 when it cannot. Starts nothing and leaves nothing behind.
     """
@@ -293,7 +312,7 @@ def doctor(asked: Asked, endpoint: str | None, rendezvous: str | None, as_json: 
     from headrace.deploy.doctor.examination import examine
 
     resolved, _ = asked.resolve()
-    checks = list(examine(resolved, endpoint, rendezvous))
+    checks = list(examine(resolved, endpoint, rendezvous, role))
     fit = all(check.verdict is not Verdict.FAIL for check in checks)
     if as_json:
         typer.echo(orjson.dumps({"fit": fit, "checks": [asdict(check) for check in checks]}).decode())

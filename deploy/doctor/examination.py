@@ -18,6 +18,7 @@ from headrace.deploy.doctor.redis_checks import redis_checks
 from headrace.deploy.doctor.software import connected_check, software_checks
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.schemas.credentials.keys import ENV_HOST
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config import FleetConfig
 
@@ -46,26 +47,28 @@ class _Fleet:
         return cls(running.fleet_id, running.redis_url, running.endpoints.get("worker", ""))
 
 
-def examine(config: FleetConfig, endpoint: str | None = None, rendezvous: str | None = None) -> Iterator[Check]:
+def examine(
+    config: FleetConfig, endpoint: str | None = None, rendezvous: str | None = None, role: str = "worker"
+) -> Iterator[Check]:
     """Check everything that a fleet of this configuration needs. Starts nothing, leaves nothing behind.
 
-    With the `endpoint` of a broker elsewhere, or its `rendezvous`: all that a worker here needs. Where the run
+    With the `endpoint` of a server elsewhere, or a `rendezvous`: all that a process of `role` here needs. Where the run
     directory's fleet runs, its broker and those that are connected are checked in place of the ports.
     """
     yield from software_checks()
     yield from key_checks(config)
-    is_worker = endpoint is not None or rendezvous is not None
-    if not is_worker:
+    is_elsewhere = endpoint is not None or rendezvous is not None
+    if not is_elsewhere:
         yield from _here(config)
     elif config.redis.url:
         yield from redis_checks(config.redis.url, config.fleet.fleet_id)
     if endpoint is not None:
-        yield reachability_check("broker", endpoint)
+        yield reachability_check("worker" if role == ENV_HOST else "broker", endpoint)
     if rendezvous is not None:
-        yield from meeting_checks(config, rendezvous)
+        yield from meeting_checks(config, rendezvous, role)
     yield _disk(Path(config.fleet.run_dir))
-    yield from limit_checks(Needs.of_worker(config) if is_worker else Needs.of_fleet(config), read_limits())
-    yield open_files_check(config.fleet.workers)
+    yield from limit_checks(Needs.of_role(config, role) if is_elsewhere else Needs.of_fleet(config), read_limits())
+    yield open_files_check(config.fleet.workers, 0 if is_elsewhere else config.broker.max_connections)
     yield core_dump_check()
     yield _clock()
 

@@ -1,11 +1,12 @@
 """Comparison of the memory, cores, tasks and files that the settings need with the limits of this process.
 
-`headrace doctor` shows every comparison. `up` and `worker` log at their start each limit that is too low.
+`headrace doctor` shows every comparison. `up` and the commands of roles log at their start each limit that is too low.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import resource
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from headrace.deploy.doctor.cgroup import Limit, Limits, machine_memory, read_limits
 from headrace.deploy.doctor.check import Check, Verdict
+from headrace.schemas.peers.port_watch import files_for
 from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.deploy")
@@ -23,16 +25,18 @@ SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 32 << 20
 _MIB = 1 << 20
 _FIRST_PROCESS, _EACH_PROCESS = 256 * _MIB, 100 * _MIB
-"""Bytes, measured with CartPole-v1: torch and the other modules, which forked processes share, and what each adds."""
+"""Bytes, measured with CartPole-v1: torch and its modules, which forked processes share, and what each process adds."""
 _TASKS_PER_PROCESS = 8
 _FILES_PER_WORKER, _FILES_SPARE = 8, 256
+_BROKER_PORTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """The needs of a start, computed from the settings. The user's envs and modules need more on top.
 
-    `buffers`: the most bytes of batches that are kept until they are settled; `threads`: torch's threads.
+    `buffers`: the most bytes of batches that are kept until they are settled; `threads`: torch's threads, 0 without
+    torch.
     """
 
     who: str
@@ -60,10 +64,23 @@ class Needs:
         who, threads = ("a worker" if count == 1 else f"{count} workers"), config.sampling.torch_threads
         return cls(who, count, count * threads, count * config.worker.window_bytes, "worker.window_bytes")
 
+    @classmethod
+    def of_role(cls, config: FleetConfig, role: str) -> Needs:
+        """Return the needs of one role in a process of its own."""
+        match role:
+            case "broker":
+                return cls("a broker", 1, 0, config.broker.max_held_bytes, "broker.max_held_bytes")
+            case "learner":
+                return cls("a learner", 1, config.learner.torch_threads, 0, "")
+            case "env-host":
+                envs = math.ceil(config.sampling.num_envs / config.sampling.envs_per_process)
+                return cls(f"an env host with {envs} process{'es' if envs != 1 else ''} of envs", 1 + envs, 0, 0, "")
+        return cls.of_worker(config)
+
     @property
     def least_memory(self) -> int:
         """Return the bytes that the processes take before they hold any batch."""
-        return _FIRST_PROCESS + self.processes * _EACH_PROCESS
+        return (_FIRST_PROCESS if self.threads else 0) + self.processes * _EACH_PROCESS
 
 
 def warn_of_limits(needs: Needs) -> None:
@@ -134,14 +151,26 @@ def shared_memory_check(place: Path = SHARED_MEMORY) -> Check:
     return Check(name, Verdict.OK, seen)
 
 
-def open_files_check(workers: int) -> Check:
-    """Compare the files that one process may open with what the broker and the supervisor need."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = _FILES_SPARE + _FILES_PER_WORKER * workers
+def open_files_check(workers: int, connections: int = 0) -> Check:
+    """Compare the files that one process may open with what the supervisor of these workers and the broker need.
+
+    `connections`: peers from anywhere that the broker takes at each of its ports; 0 without a broker. It raises its
+    soft limit itself.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need, most_need = _FILES_SPARE + _FILES_PER_WORKER * workers, connections and files_for(connections, _BROKER_PORTS)
     seen = f"{soft} allowed, about {need} needed"
-    if soft != resource.RLIM_INFINITY and soft < need:
+    if _is_below(soft, need):
         return Check("open files", Verdict.WARN, seen, f"ulimit -n {2 * need}")
+    if _is_below(hard, most_need):
+        seen += f"; at most {hard} for the broker, {most_need} for {connections} peers at each port"
+        advice = f"raise the hard limit, as by LimitNOFILE={most_need} of systemd, or lower broker.max_connections"
+        return Check("open files", Verdict.WARN, seen, advice)
     return Check("open files", Verdict.OK, seen)
+
+
+def _is_below(limit: int, need: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < need
 
 
 def core_dump_check() -> Check:

@@ -9,16 +9,22 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.schemas.credentials.keys import BROKER, check_fingerprint, client_keys
+from headrace.deploy.doctor.redis_checks import MOST_OFFSET_S
+from headrace.deploy.run.joining import broker_ports, env_host_keys
+from headrace.schemas.credentials.keys import BROKER, ENV_HOST, check_fingerprint, client_keys, expected_key
 from headrace.schemas.errors import ConfigError, KeysError, KeysRefusedError
 from headrace.schemas.peers.advertised import host_to_advertise
-from headrace.schemas.peers.rendezvous import Published, Rendezvous
+from headrace.schemas.peers.rendezvous import LIFETIME_S, Published, Rendezvous
+from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 CONNECT_S = 3.0
 """Seconds that a connection may take."""
 _ANSWER_S, _LOOK_S = 6.0, 0.1
 _ROLES = ("worker", "learner", "weights")
+_WRITTEN_EVERY_S = LIFETIME_S / 4
+_MOST_WORKERS = 8
+"""Workers to which an env host's machine tries to connect at most: each may take `CONNECT_S`."""
 
 
 def port_checks(config: FleetConfig) -> Iterator[Check]:
@@ -51,12 +57,13 @@ def advertised_check(what: str, bound: str, advertise: str, setting: str) -> Che
     """
     if is_loopback(bound) and not advertise:
         return Check(what, Verdict.OK, f"{bound}, for this machine alone")
+    name = advertise or bound
     try:
         name = host_to_advertise(bound, advertise, setting)
         found = sorted({str(row[4][0]) for row in socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)})
     except (ConfigError, OSError) as error:
         advice = f"give this machine a name that others resolve, or set {setting} to its address"
-        return Check(what, Verdict.FAIL, f"{advertise or bound} does not resolve ({error})", advice)
+        return Check(what, Verdict.FAIL, f"{name} does not resolve ({error})", advice)
     seen = f"{name} is {', '.join(found)}" if found != [name] else name
     if all(is_loopback(address.partition("%")[0]) for address in found):
         advice = f"others would connect to themselves: set {setting} to an address of this machine"
@@ -83,7 +90,7 @@ def reachability_check(what: str, endpoint: str) -> Check:
         with socket.create_connection((parts.hostname, parts.port), CONNECT_S) as connection:
             ours = connection.getsockname()[0]
     except OSError as error:
-        return Check(what, Verdict.FAIL, f"{endpoint}: {_why(error)}", _advice(error))
+        return Check(what, Verdict.FAIL, f"{endpoint}: {_why(error)}", _advice(error, what.partition(",")[0]))
     return Check(what, Verdict.OK, f"{endpoint} answers; our address there is {ours}")
 
 
@@ -91,32 +98,66 @@ def _why(error: OSError) -> str:
     return f"no answer within {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
 
 
-def _advice(error: OSError) -> str:
+def _advice(error: OSError, server: str) -> str:
     if isinstance(error, socket.gaierror):
         return "use a name that this machine resolves, or an address"
     if error.errno == errno.ECONNREFUSED:
-        return "start the broker, or correct the port"
+        return f"start the {server}, or correct the port"
     return "let this machine through the firewalls between the two"
 
 
-def meeting_checks(config: FleetConfig, where: str) -> Iterator[Check]:
-    """Check the rendezvous at `where`, each of its addresses, and that its broker has the key that we expect."""
+def meeting_checks(config: FleetConfig, where: str, role: str = "worker") -> Iterator[Check]:
+    """Check the rendezvous at `where` as a process of `role` uses it: its addresses, its key, and its clock."""
     try:
-        rendezvous = Rendezvous(where, {role: int(getattr(config.broker, f"{role}_port")) for role in _ROLES})
+        rendezvous = Rendezvous(where, broker_ports(config))
     except ConfigError as error:
         yield Check("rendezvous", Verdict.FAIL, str(error))
         return
     found = _look(rendezvous, is_asked_twice="://" in where)
-    addresses = {role: rendezvous.find(role) for role in ("worker", "weights")} if found is not None else {}
-    if found is None or not all(addresses.values()):
+    needed = (role, "weights") if role != ENV_HOST else ()
+    addresses = {name: rendezvous.find(name) for name in needed} if found is not None else {}
+    if found is None or found.state == "stopped" or not all(addresses.values()):
         yield Check("rendezvous", Verdict.FAIL, rendezvous.problem, "start the fleet, or correct --rendezvous")
         return
-    left_s = found.expires_unix_s - time.time()
-    good = f", good for {left_s:.0f} s" if left_s < 1e6 else ""
+    written_unix_s = found.expires_unix_s - LIFETIME_S
+    is_dated = written_unix_s < 1e12
+    good = f", good for {found.expires_unix_s - time.time():.0f} s" if is_dated else ""
     yield Check("rendezvous", Verdict.OK, f"fleet {found.fleet_id or 'of any name'}{good}")
-    for role, address in addresses.items():
-        yield reachability_check(f"broker, {role}", address)
-    yield _key_check(config, found, where)
+    if is_dated:
+        yield written_check(time.time() - written_unix_s)
+    if role == ENV_HOST:
+        yield from _workers_checks(config, rendezvous)
+        return
+    for name, address in addresses.items():
+        yield reachability_check(f"broker, {name}", address)
+    yield _key_check(config, found, where, role)
+
+
+def written_check(age_s: float) -> Check:
+    """Judge our clock by the age of what the broker writes again and again, which no reader sees old or unborn."""
+    seen = f"the broker wrote the rendezvous {abs(age_s):.0f} s {'ago' if age_s >= 0 else 'from now'} by our clock"
+    if -MOST_OFFSET_S <= age_s <= _WRITTEN_EVERY_S + MOST_OFFSET_S:
+        return Check("clock offset", Verdict.OK, seen)
+    seen += f", and writes it every {_WRITTEN_EVERY_S:.0f} s"
+    advice = f"run an NTP service on both machines: a clock that is {LIFETIME_S:.0f} s ahead takes the fleet for gone"
+    return Check("clock offset", Verdict.WARN, seen, advice)
+
+
+def _workers_checks(config: FleetConfig, rendezvous: Rendezvous) -> Iterator[Check]:
+    """Check the way from an env host here to the workers that serve env hosts."""
+    if rendezvous.where.startswith("dns://"):
+        yield Check("workers", Verdict.FAIL, f"{rendezvous.where} names no port", "give --endpoint with a worker's")
+        return
+    try:
+        ports = WorkerPortChoice(rendezvous, "envs", key=expected_key(env_host_keys(config))).ports()
+    except KeysError as error:
+        yield Check("worker key", Verdict.FAIL, str(error))
+        return
+    if not ports:
+        seen = f"{rendezvous.where} names none that serves env hosts of this machine with these keys"
+        yield Check("workers", Verdict.WARN, seen, "start workers with sampling.env_placement = remote")
+    for name, port in list(ports.items())[:_MOST_WORKERS]:
+        yield reachability_check(f"worker, {name}", port.address)
 
 
 def _look(rendezvous: Rendezvous, *, is_asked_twice: bool) -> Published | None:
@@ -127,11 +168,11 @@ def _look(rendezvous: Rendezvous, *, is_asked_twice: bool) -> Published | None:
     return found
 
 
-def _key_check(config: FleetConfig, found: Published, where: str) -> Check:
+def _key_check(config: FleetConfig, found: Published, where: str, role: str) -> Check:
     """Check that the broker's key is the one in our folder. `key_checks` has judged the folder itself."""
     try:
-        keys = client_keys(config.keys.dir, "worker", config.fleet.run_dir, config.keys.group)
-        check_fingerprint(keys, "worker", found.keys.get(BROKER, ""), where)
+        keys = client_keys(config.keys.dir, role, config.fleet.run_dir, config.keys.group)
+        check_fingerprint(keys, role, found.keys.get(BROKER, ""), where)
     except (KeysError, KeysRefusedError) as error:
         return Check("broker key", Verdict.FAIL, str(error))
     return Check("broker key", Verdict.OK, found.keys.get(BROKER, "not told") if keys else "none, and none is asked")

@@ -102,8 +102,7 @@ def start_worker(
     from headrace.workers.fleet.worker import run_worker
 
     watched = LivenessFile.from_environment()
-    if not watched.is_watched:
-        warn_of_limits(Needs.of_worker(resolved))  # a supervisor has already checked the whole fleet's needs
+    _warn_of_limits(resolved, "worker", watched)
     patience_s, end = resolved.worker.connect_timeout_s, None
     if incarnation:  # `up` has started it, and brings the broker back at the same address
         patience_s = math.inf
@@ -172,8 +171,9 @@ def start_broker(asked: Asked, *, max_env_steps: int | None = None) -> None:
     log.info("headrace %s broker of fleet %s on %s; config: %s", version("headrace"), fleet_id, where, origin)
     from headrace.broker.process import run_broker
 
-    url = resolved.redis.url or None
-    with _health_file(resolved, "broker", LivenessFile.from_environment()) as health:
+    url, watched = resolved.redis.url or None, LivenessFile.from_environment()
+    _warn_of_limits(resolved, "broker", watched)
+    with _health_file(resolved, "broker", watched) as health:
         run_broker(
             resolved,
             fleet_id=fleet_id,
@@ -226,7 +226,9 @@ def _learn(
     from headrace.deploy.fleet.checkpoint_copy import copied_to_redis
     from headrace.learner_stub.training import run_learner
 
-    health = _health_file(resolved, "learner", LivenessFile.from_environment())
+    watched = LivenessFile.from_environment()
+    _warn_of_limits(resolved, "learner", watched)
+    health = _health_file(resolved, "learner", watched)
     with no_exit_from(ModuleError, "the module"), health, copied_to_redis(run_dir, resolved.redis, fleet_id):
         run_learner(
             resolved,
@@ -284,6 +286,7 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
     alive = LivenessFile.from_environment()
+    _warn_of_limits(resolved, ENV_HOST, alive)
     place = FleetPlace(connect, f"envs-{slot}", source, server="worker", patience_s=_patience_s(resolved, alive))
     with no_exit_from(EnvError, "the env"), _health_file(resolved, ENV_HOST, alive) as health, suppress(StoppedError):
 
@@ -317,6 +320,12 @@ def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> Healt
         silent_within_s=silence_limits(config)[role],
         recorders=run_dir / "recorders" if run_dir is not None and role == "worker" else None,
     )
+
+
+def _warn_of_limits(config: FleetConfig, role: str, watched: LivenessFile) -> None:
+    """Log each limit that is below the role's needs. A supervisor has already checked the whole fleet's needs."""
+    if not watched.is_watched:
+        warn_of_limits(Needs.of_role(config, role))
 
 
 def _patience_s(config: FleetConfig, alive: LivenessFile) -> float:

@@ -38,7 +38,7 @@ class WorkerPortChoice:
     def find(self, role: str = "") -> str:
         """Return the address of the chosen worker now; "" while there is none. `role` does not count."""
         with self._lock:
-            ports = self._ports()
+            ports = self.ports()
             if self._chosen not in ports and not self._fixed:
                 self._chosen = self._choose(ports)
             return self._address(ports)
@@ -46,7 +46,7 @@ class WorkerPortChoice:
     def elsewhere(self) -> str:
         """Choose another worker, that waits for env hosts, and return its address; "" if there is none."""
         with self._lock:
-            ports = self._ports()
+            ports = self.ports()
             waiting = [name for name, port in ports.items() if port.lacks_hosts and name != self._chosen]
             if self._fixed or not waiting or self._chosen not in ports or ports[self._chosen].lacks_hosts:
                 return ""
@@ -57,16 +57,7 @@ class WorkerPortChoice:
         """Return an error that says so, if the fleet has stopped."""
         return self._rendezvous.stopped()
 
-    def _address(self, ports: dict[str, Port]) -> str:
-        port = ports.get(self._chosen)
-        self._problem = "" if port is not None or self._rendezvous.problem else self._none()
-        return port.address if port is not None else ""
-
-    def _choose(self, ports: dict[str, Port]) -> str:
-        waiting = [name for name, port in ports.items() if port.lacks_hosts]
-        return self._random.choice(waiting or list(ports)) if ports else ""
-
-    def _ports(self) -> dict[str, Port]:
+    def ports(self) -> dict[str, Port]:
         """Return the ports that this peer can use: of its kind, reachable from here, with the key that it expects."""
         found = self._rendezvous.look()
         if found is None or found.state == "stopped":
@@ -79,6 +70,15 @@ class WorkerPortChoice:
             and not is_elsewhere(port.address, port.host)
             and (not self._key or port.key in ("", self._key))
         }
+
+    def _address(self, ports: dict[str, Port]) -> str:
+        port = ports.get(self._chosen)
+        self._problem = "" if port is not None or self._rendezvous.problem else self._none()
+        return port.address if port is not None else ""
+
+    def _choose(self, ports: dict[str, Port]) -> str:
+        waiting = [name for name, port in ports.items() if port.lacks_hosts]
+        return self._random.choice(waiting or list(ports)) if ports else ""
 
     def _none(self) -> str:
         which = f"worker of slot {self._fixed.rpartition('-')[2]}" if self._fixed else "worker"

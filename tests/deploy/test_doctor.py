@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,24 @@ import pytest
 from headrace.deploy.doctor.cgroup import Limit, Limits, read_limits
 from headrace.deploy.doctor.check import Verdict
 from headrace.deploy.doctor.key_checks import key_checks
-from headrace.deploy.doctor.limits import Needs, core_check, limit_checks, memory_check, shared_memory_check, task_check
+from headrace.deploy.doctor.limits import (
+    Needs,
+    core_check,
+    limit_checks,
+    memory_check,
+    open_files_check,
+    shared_memory_check,
+    task_check,
+)
 from headrace.deploy.doctor.network import advertised_check, advertised_checks, meeting_checks, reachability_check
 from headrace.deploy.doctor.software import judge_versions
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.credentials.key_files import read_public_key
-from headrace.schemas.errors import ExitCode
-from headrace.schemas.peers.rendezvous import Published
+from headrace.schemas.peers.rendezvous import LIFETIME_S, Port, Published
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
-from support.waiting import TIMEOUT_S
+from support.waiting import TIMEOUT_S, wait_until
 
 HEADRACE = [sys.executable, "-m", "headrace.deploy"]
 MIB = 1 << 20
@@ -203,28 +212,41 @@ def test_doctor_sees_ulimits(tmp_path: Path) -> None:
     assert checks["core dumps"]["seen"] == "kept, of 1 MiB at most, for each process that crashes"
 
 
+HUGE = f"={1 << 50}"
+
+
 @pytest.mark.thorough
 @pytest.mark.processes
-def test_a_start_warns_of_limits_that_do_not_suffice(tmp_path: Path, free_port: int) -> None:
-    huge = f"={1 << 50}"
-    commands = {
-        ExitCode.UNREACHABLE: [
-            *("worker", "--endpoint", f"tcp://127.0.0.1:{free_port}", "--fleet-id", "x"),
-            *("--set", "worker.window_bytes" + huge, "--set", "worker.connect_timeout_s=0.2"),
-        ],
-        ExitCode.ENV: ["up", "--env", "no_such.module:env", "--set", "broker.max_held_bytes" + huge],
-    }
-    for code, command in commands.items():
-        told = subprocess.run(
-            [*HEADRACE, *command, "--run-dir", str(tmp_path / command[0])],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-        )
-        assert told.returncode == code, told.stderr
-        (line,) = [line for line in told.stderr.splitlines() if "memory: " in line]
-        assert "with full buffers; lower " in line
+@pytest.mark.parametrize(
+    ("command", "warning"),
+    [
+        (("up", "--env", "no_such.module:env", "--set", f"broker.max_held_bytes{HUGE}"), "memory: .* lower broker"),
+        (("worker", "--set", f"worker.window_bytes{HUGE}"), "memory: .* with full buffers; lower worker.window_bytes"),
+        (
+            ("broker", "--run-dir", "run", "--set", f"broker.max_held_bytes{HUGE}"),
+            "memory: .* for a broker, .* lower broker.max_held_bytes",
+        ),
+        (("learner", "--set", "learner.torch_threads=1000"), "cores: .* 1000 torch threads of a learner; "),
+        (("env-host", "--num-envs", "65536"), "memory: .* 16384 processes of envs; raise the limit, or start fewer"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_start_warns_of_limits_that_do_not_suffice(
+    tmp_path: Path, free_port: int, command: tuple[str, ...], warning: str
+) -> None:
+    silent = f"tcp://127.0.0.1:{free_port}"
+    place = {"env-host": ("--connect", silent), "worker": ("--endpoint", silent), "learner": ("--endpoint", silent)}
+    named = ("--fleet-id", "x") if command[0] in ("worker", "learner") else ()
+    said = tmp_path / "said"
+    with said.open("wb") as words:
+        arguments = [*HEADRACE, *command, *place.get(command[0], ()), *named]
+        started = subprocess.Popen(arguments, cwd=tmp_path, stdout=words, stderr=words)
+    try:
+        wait_until(lambda: re.search(warning, said.read_text()) or started.poll() is not None, "a warning")
+    finally:
+        started.terminate()
+        started.wait(TIMEOUT_S)
+    assert re.search(warning, said.read_text()), said.read_text()
 
 
 # Addresses.
@@ -281,8 +303,50 @@ def test_a_rendezvous_is_checked_with_its_addresses_and_the_key_of_its_broker(tm
     assert (strange.name, strange.verdict) == ("broker key", Verdict.FAIL)
     gone = [check.verdict for check in meeting_checks(config, str(place))]
     assert gone == [Verdict.OK, Verdict.FAIL, Verdict.FAIL, Verdict.OK]
+    assert [check.name for check in meeting_checks(config, str(place), "learner")] == ["rendezvous"], "names no learner"
     (wrong,) = meeting_checks(config, "dns://broker.example")
     assert "broker.worker_port" in wrong.seen, "a name needs ports"
+
+
+def test_an_env_host_is_told_whether_it_reaches_the_ports_of_workers(tmp_path: Path, free_port: int) -> None:
+    keys, place = tmp_path / "keys", tmp_path / "rendezvous.json"
+    make_keys(keys)
+    config = build_config({"keys": {"dir": str(keys)}})
+    ours = read_public_key(keys / "worker.public").fingerprint
+    port = Port(address=f"tcp://127.0.0.1:{free_port}", key=ours)
+    ports = {"envs-3": port, "envs-4": Port(address=port.address, key="another"), "clients-3": port}
+    Published(fleet_id="demo", endpoints={}, ports=ports).write(place)
+    *_, closed = meeting_checks(config, str(place), "env-host")
+    assert (closed.name, closed.verdict) == ("worker, envs-3", Verdict.FAIL)
+    assert closed.advice == "start the worker, or correct the port"
+    with socket.create_server(("127.0.0.1", free_port)):
+        assert [check.verdict for check in meeting_checks(config, str(place), "env-host")] == [Verdict.OK] * 2
+    Published(fleet_id="demo", endpoints={}).write(place)
+    *_, none = meeting_checks(config, str(place), "env-host")
+    assert (none.name, none.verdict) == ("workers", Verdict.WARN)
+    assert none.advice == "start workers with sampling.env_placement = remote"
+
+
+def test_a_clock_is_judged_by_the_time_at_which_the_broker_wrote_its_rendezvous(tmp_path: Path, free_port: int) -> None:
+    place, config = tmp_path / "rendezvous.json", build_config({})
+    endpoints = dict.fromkeys(("worker", "weights"), f"tcp://127.0.0.1:{free_port}")
+    for broker_offset_s, verdict in ((0.0, Verdict.OK), (30.0, Verdict.WARN), (-30.0, Verdict.WARN)):
+        expires = time.time() + broker_offset_s + LIFETIME_S
+        Published(fleet_id="demo", endpoints=endpoints, expires_unix_s=expires).write(place)
+        (offset,) = [check for check in meeting_checks(config, str(place)) if check.name == "clock offset"]
+        assert offset.verdict is verdict, offset
+    assert offset.seen == "the broker wrote the rendezvous 30 s ago by our clock, and writes it every 15 s"
+    assert "run an NTP service" in offset.advice
+
+
+def test_the_files_of_all_peers_that_a_broker_takes_are_compared_with_the_hard_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert open_files_check(0, 1).verdict is Verdict.OK
+    assert open_files_check(0).verdict is Verdict.OK, "no broker"
+    check = open_files_check(0, hard)
+    assert check.verdict is Verdict.WARN
+    assert f"{3 * hard + 256} for {hard} peers at each port" in check.seen
+    assert "lower broker.max_connections" in check.advice
 
 
 # Keys and versions.

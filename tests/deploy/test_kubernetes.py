@@ -44,8 +44,37 @@ def objects(request: pytest.FixtureRequest, kubernetes: Path) -> list[Object]:
 @pytest.fixture(scope="module")
 def optional(root: Path) -> list[Object]:
     """Objects that stand beside the overlays."""
-    paths = ("autoscaling/hpa.yaml", "cleaning/cronjob.yaml")
-    return [yaml.safe_load((root / "deploy" / "kubernetes" / path).read_text()) for path in paths]
+    folder = root / "deploy" / "kubernetes"
+    hpa, keda, cleaning = (
+        yaml.safe_load((folder / path).read_text())
+        for path in ("autoscaling/hpa.yaml", "autoscaling/keda.yaml", "cleaning/cronjob.yaml")
+    )
+    return [hpa, autoscaler_of(keda), cleaning]
+
+
+def autoscaler_of(scaled: Object) -> Object:
+    """Return the HorizontalPodAutoscaler that KEDA makes of a ScaledObject with one trigger, by its documentation."""
+    assert set(scaled) == {"apiVersion", "kind", "metadata", "spec"}
+    assert (scaled["apiVersion"], scaled["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    spec = dict(scaled["spec"])
+    (trigger,) = spec.pop("triggers")
+    assert set(trigger) == {"type", "metricType", "metadata"}
+    assert trigger["type"] == "prometheus"
+    assert set(trigger["metadata"]) == {"serverAddress", "query", "threshold"}
+    assert all(isinstance(value, str) for value in trigger["metadata"].values())
+    assert trigger["metricType"] in ("Value", "AverageValue")
+    assert isinstance(spec.pop("pollingInterval"), int)
+    metric = {"metric": {"name": "s0-prometheus"}, "target": {"type": trigger["metricType"], "value": "200m"}}
+    made = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", **spec.pop("scaleTargetRef")},
+        "minReplicas": spec.pop("minReplicaCount"),
+        "maxReplicas": spec.pop("maxReplicaCount"),
+        "metrics": [{"type": "External", "external": metric}],
+        **spec.pop("advanced").pop("horizontalPodAutoscalerConfig"),
+    }
+    assert not spec, "fields that are unknown here"
+    about = {"name": f"keda-hpa-{scaled['metadata']['name']}", "namespace": scaled["metadata"]["namespace"]}
+    return {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": about, "spec": made}
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +108,16 @@ def test_an_object_that_is_not_valid_is_found(objects: list[Object]) -> None:
         kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
 
 
-@pytest.mark.skipif(shutil.which("kustomize") is None, reason="kustomize is not on PATH")
+KUSTOMIZE = next(
+    (command for command in (["kustomize", "build"], ["kubectl", "kustomize"]) if shutil.which(command[0])), []
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not KUSTOMIZE, reason="neither kustomize nor kubectl is on PATH")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_kustomize_and_the_test_builder_give_the_same_objects(overlay: str, kubernetes: Path) -> None:
-    done = subprocess.run(["kustomize", "build", overlay], cwd=kubernetes, capture_output=True, text=True, check=True)
+    done = subprocess.run([*KUSTOMIZE, overlay], cwd=kubernetes, capture_output=True, text=True, check=True)
     theirs = re.sub(r"(headrace-[a-z-]+)-[0-9a-z]{10}\b", r"\1-suffix", done.stdout)
 
     def sorted_by_name(objects: list[Object]) -> list[Object]:
@@ -211,18 +246,42 @@ def test_a_disruption_budget_covers_each_pod_but_exporter_and_dashboard(objects:
         assert len(covered) == (0 if component(one) in ("exporter", "dashboard") else 1), one["metadata"]["name"]
 
 
+def test_pods_of_a_role_that_has_several_are_spread_over_nodes(objects: list[Object]) -> None:
+    for one in of_kind(objects, "Deployment"):
+        if component(one) in ("worker", "env-host"):
+            (spread,) = one["spec"]["template"]["spec"]["topologySpreadConstraints"]
+            assert spread.pop("labelSelector") == one["spec"]["selector"], "pods of this Deployment alone"
+            assert spread == {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+            }
+
+
+def test_only_pods_that_a_service_sends_requests_by_http_wait_before_sigterm(objects: list[Object]) -> None:
+    """The others end in order by SIGTERM, which tini passes on. A pause would only take time from their drain."""
+    pauses = {name for name, spec in pods(objects).items() if "lifecycle" in spec["containers"][0]}
+    asked = {name for name, spec in pods(objects).items() if "http" in str(spec["containers"][0].get("ports"))}
+    assert pauses == asked == {"headrace-exporter", "headrace-dashboard"}
+    for name in pauses:
+        pause = pods(objects)[name]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert 0 < pause < pods(objects)[name]["terminationGracePeriodSeconds"], name
+
+
 def test_the_manifests_repeat_no_value_of_the_settings_but_ports(kubernetes: Path, settings: Any) -> None:
-    text = "\n".join(path.read_text() for path in sorted(kubernetes.rglob("*.yaml")))
+    paths = sorted(path for path in kubernetes.rglob("*.yaml") if path.parent.name != "autoscaling")
+    text = "\n".join(path.read_text() for path in paths)
     for value in (settings.fleet.fleet_id, settings.sampling.env):
         assert not re.search(rf"\b{re.escape(value)}\b", text), value
 
 
-def test_autoscaling_uses_an_exported_metric(kubernetes: Path) -> None:
+def test_autoscaling_uses_an_exported_metric_of_the_fleet(kubernetes: Path, settings: Any) -> None:
     gauge = next(metric for metric in GAUGE_TABLE if metric.name == LEARNER_TIME)
     for name in ("hpa.yaml", "keda.yaml"):
         text = (kubernetes / "autoscaling" / name).read_text()
         assert f"{exposed_name(gauge.name)}" in text
         assert re.search(rf'{gauge.label}(="wait"|: wait)', text)
+        assert re.search(rf'fleet(="|: ){settings.fleet.fleet_id}\b', text)
 
 
 def test_compose_and_kubernetes_use_the_same_settings_of_redis(root: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from documentation.blocks import blocks_of
+from documentation.blocks import Page
 
 from support.fleets.machines import Machines
 from support.fleets.two_machines import NoNamespacesError
@@ -38,24 +38,6 @@ b"x" * (2 << 30)
 """
 
 
-class Page:
-    """The commands and settings of docs/guides/deploy/systemd.md."""
-
-    def __init__(self, path: Path) -> None:
-        self._blocks, self._text = blocks_of(path), path.read_text()
-
-    def line(self, start: str) -> str:
-        """Return the page's command that begins so, in a block or within a sentence, without its comment."""
-        [found] = {
-            line.partition(" #")[0].strip() for line in re.findall(rf"^{start}.*$|(?<=`){start}[^`]*", self._text, re.M)
-        }
-        return found
-
-    def block(self, language: str) -> str:
-        [found] = [block.text for block in self._blocks if block.language == language]
-        return found
-
-
 @pytest.fixture
 def page(root: Path) -> Page:
     return Page(root / "docs" / "guides" / "deploy" / "systemd.md")
@@ -69,7 +51,7 @@ def machines(tmp_path: Path, root: Path) -> Iterator[tuple[SystemdMachine, Syste
             network = stack.enter_context(Machines("fleet", "workers"))
         except NoNamespacesError as error:
             pytest.skip(str(error))
-        hosts = {"broker.example": network.address("fleet")}
+        hosts = dict.fromkeys(("broker.example", "fleet"), network.address("fleet"))
         fleet, workers = (
             stack.enter_context(SystemdMachine(name, network, hosts, tmp_path / name, root))
             for name in ("fleet", "workers")
@@ -155,6 +137,20 @@ def check_memory_limit(machine: SystemdMachine, unit: str) -> None:
     machine.run(f"systemctl set-property --runtime {unit} MemoryMax={limit}")
 
 
+def change_keys(fleet: SystemdMachine, workers: SystemdMachine, page: Page) -> None:
+    """Give the workers keys of a group of their own, as the page's drop-in names them, and revoke those of before."""
+    for role in ("worker", "supervisor"):
+        fleet.run(f"headrace keys add {role} --group gpu --dir /etc/headrace/keys")
+    fleet.run(page.line("chown -R headrace:"))
+    drop_in = page.block("ini")
+    for name in re.findall(r"/etc/headrace/keys/(\S+\.gpu\.\S+)", drop_in):
+        shutil.copy(fleet.etc / "headrace" / "keys" / name, workers.etc / "headrace" / "keys")
+    (workers.etc / "systemd" / "system" / f"{WORKERS}.service.d" / "group.conf").write_text(drop_in)
+    workers.run(f"{page.line('systemctl daemon-reload')} && systemctl restart {WORKERS}")
+    wait_until(lambda: '"gpu"' in fleet.run(f"cat {RUN}/broker.json"), "a slot of the new group", pause_s=0.5)
+    fleet.run("headrace keys revoke worker --dir /etc/headrace/keys")
+
+
 def give_settings(fleet: SystemdMachine, workers: SystemdMachine, page: Page) -> None:
     """Install the units, the page's settings, and its keys; then what the other units need."""
     settings = page.block("toml") + "[sampling]\nnum_envs = 4\n[dashboard]\nenabled = false\n"
@@ -190,9 +186,11 @@ def test_systemd_starts_confines_watches_restarts_and_drains_a_fleet(
     fleet, workers = machines
     give_settings(fleet, workers, page)
     workers.run(page.line(f"systemctl enable --now {WORKERS}").replace("enable", "enable --no-block"))
+    fleet.run(page.line("headrace doctor --config [^-]*$"))
     fleet.run(page.line("chown -R headrace:"))
     fleet.run(page.line(f"systemctl enable --now {FLEET}"))
     assert fleet.shows(FLEET, "SubState") == "running", "`enable` returned when it was ready"
+    workers.run(page.line("headrace doctor .* --rendezvous"))
     wait_for_steps(fleet, 5_000)
     check_confinement(fleet, FLEET)
     check_confinement(workers, WORKERS)
@@ -208,6 +206,13 @@ def test_systemd_starts_confines_watches_restarts_and_drains_a_fleet(
     for machine, unit in ((fleet, FLEET), (workers, WORKERS)):
         machine.run(f"systemctl start {unit}")  # returns when it is ready
     wait_for_steps(fleet, steps(fleet) + 10_000)
+
+    for machine, unit in ((workers, WORKERS), (fleet, FLEET)):  # as for an upgrade
+        machine.run(page.line("systemctl stop "))
+        machine.run(page.line(f"systemctl start {unit} "))
+    wait_for_steps(fleet, steps(fleet) + 5_000)
+    change_keys(fleet, workers, page)
+    wait_for_steps(fleet, steps(fleet) + 5_000)
 
     workers.run(page.line("systemctl stop "))
     check_others(fleet)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from headrace.deploy.run.key_pairs import make_keys
+from support.waiting import TIMEOUT_S
 
 yaml = pytest.importorskip("yaml")
 
@@ -29,6 +36,32 @@ def test_shellcheck_accepts_the_scripts_of_the_task(part: str) -> None:
         ["shellcheck", "-e", "SC2088", "-"], input=script, capture_output=True, text=True, check=False
     )
     assert told.returncode == 0, told.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.processes
+def test_the_doctors_line_examines_a_node_as_one_of_workers(tmp_path: Path, free_port: int) -> None:
+    (line,) = re.findall(r"^#   sky exec headrace-workers '(.*)'$", TASK.read_text(), re.MULTILINE)
+    fleet, program = tmp_path / "fleet", tmp_path / "headrace" / "bin" / "headrace"
+    make_keys(fleet / "keys")
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m headrace.deploy "$@"\n')
+    program.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as worker, socket.create_server(("127.0.0.1", 0)) as weights:
+        ports = {"worker": worker.getsockname()[1], "weights": weights.getsockname()[1], "learner": free_port}
+        lines = [f"{role}_port = {port}" for role, port in ports.items()]
+        (fleet / "fleet.toml").write_text("\n".join(["[broker]", *lines]))
+        told = subprocess.run(
+            ["bash", "-c", line.replace("broker.example", "localhost")],
+            env={**os.environ, "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout.count("answers; our address there is 127.0.0.1") == len(("worker", "weights"))
+    assert "needed for a worker" in told.stdout
 
 
 def test_skypilot_accepts_the_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from documentation.blocks import Page
 
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.redis_view import FleetView
 from support.ports import free_port
 from support.waiting import TIMEOUT_S, wait_until
@@ -61,15 +61,25 @@ class Hosts:
 
     def script(self, verb: str, hosts: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (self.folder / "hosts.txt").write_text(hosts)
+        return self.run(" ".join(["headrace-ssh", verb, "hosts.txt", *arguments]), **variables)
+
+    def run(self, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the folder that has hosts.txt, fleet.toml and keys/."""
         environment = {
             **os.environ,
+            "PATH": f"{SCRIPT.parent}:{Path(HEADRACE).parent}:{os.environ['PATH']}",
             "SSH": f"ssh -F {self.folder}/ssh_config -o BatchMode=yes",
             "HEADRACE": HEADRACE,
             **variables,
         }
-        command = [str(SCRIPT), verb, "hosts.txt", *arguments]
         return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
         )
 
     def place(self, name: str) -> Path:
@@ -97,17 +107,24 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_workers_on_two_hosts_are_started_shown_and_drained(hosts: Hosts) -> None:
-    keys, run = hosts.folder / "keys", hosts.folder / "run"
-    make_keys(keys)
-    up = [HEADRACE, "up", "--workers", "0", "--run-dir", str(run), "--num-envs", "4", "--set", f"keys.dir={keys}"]
+def test_workers_on_two_hosts_are_started_shown_and_drained_by_the_commands_of_the_page(
+    hosts: Hosts, root: Path
+) -> None:
+    page, run = Page(root / "docs" / "guides" / "deploy" / "ssh.md"), hosts.folder / "run"
+    made = hosts.run(page.line("headrace keys init"))
+    assert made.returncode == 0, made.stderr
+    ports = [f"{role}_port = {free_port()}" for role in ("worker", "learner", "weights")]
+    settings = ["[fleet]", 'fleet_id = "demo"', "[sampling]", "num_envs = 4", "[broker]", *ports]
+    (hosts.folder / "fleet.toml").write_text("\n".join(settings) + "\n")
+    config = ["--config", str(hosts.folder / "fleet.toml"), "--set", f"keys.dir={hosts.folder / 'keys'}"]
+    up = [HEADRACE, "up", "--workers", "0", "--run-dir", str(run), *config]
     with (hosts.folder / "up.log").open("wb") as log:
         fleet = subprocess.Popen(up, stdout=log, stderr=log)
     try:
         wait_until(lambda: (run / "rendezvous.json").exists() or fleet.poll() is not None, "the fleet to serve")
-        (hosts.folder / "fleet.toml").write_text("[sampling]\nnum_envs = 4\n")
-        place = ["--rendezvous", str(run / "rendezvous.json")]
-        started = hosts.script("start", "one 2 # comment\n\ntwo", "fleet.toml", *place)
+        (hosts.folder / "hosts.txt").write_text("one 2 # comment\n\ntwo")
+        start = page.line("headrace-ssh start ").replace("broker.example", "localhost")
+        started = hosts.run(start)
         assert started.returncode == 0, started.stdout + started.stderr
         assert sorted(line.split(":")[0] for line in started.stdout.splitlines()) == ["one", "two"], started.stdout
         for name in ("worker.secret", "supervisor.secret"):
@@ -120,18 +137,20 @@ def test_workers_on_two_hosts_are_started_shown_and_drained(hosts: Hosts) -> Non
             steps = view.read().totals.get("env_steps_total", 0)
             wait_until(lambda: view.read().totals.get("env_steps_total", 0) > steps, "steps", pause_s=0.5)
 
-        again = hosts.script("start", "one 2", "fleet.toml", *place)
+        again = hosts.run(start)
         assert again.returncode == 1
         assert "one: runs already, as process" in again.stdout
         stopped = hosts.script("stop", "one")
         assert stopped.returncode == 0, stopped.stdout
-        shown = hosts.script("status", "one\ntwo\ngone")
+        (hosts.folder / "hosts.txt").write_text("one\ntwo\ngone")
+        shown = hosts.run(page.line("headrace-ssh status "))
         assert shown.returncode == 1
         lines = {line.split(":")[0]: line for line in shown.stdout.splitlines()}
         assert "does not run" in lines["one"]
         assert "two: runs, as process" in lines["two"]
         assert "refused" in lines["gone"]
-        assert hosts.script("stop", "one\ntwo").returncode == 0
+        (hosts.folder / "hosts.txt").write_text("one\ntwo")
+        assert hosts.run(page.line("headrace-ssh stop ")).returncode == 0
     finally:
         fleet.terminate()
         assert fleet.wait(200.0) == 0, (hosts.folder / "up.log").read_text()[-3000:]

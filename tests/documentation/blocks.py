@@ -77,3 +77,22 @@ def ports_of(page: Path) -> list[str]:
 
 def _own(marks: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in marks.items() if key not in ("ports", "generated")}
+
+
+class Page:
+    """The commands and blocks of a page, for tests that run some of them elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        self._blocks, self._text = blocks_of(path), path.read_text()
+
+    def line(self, start: str) -> str:
+        """Return the page's command that begins so, in a block or within a sentence, without its comment."""
+        [found] = {
+            line.partition(" #")[0].strip() for line in re.findall(rf"^{start}.*$|(?<=`){start}[^`]*", self._text, re.M)
+        }
+        return found
+
+    def block(self, language: str) -> str:
+        """Return the text of the only block in this language."""
+        [found] = [block.text for block in self._blocks if block.language == language]
+        return found

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Self
 
 from support.fleets.two_machines import NoNamespacesError, run_ip
 
+_FILES = Path("/etc/netns")
+"""Below it, the files of a namespace that stand in the place of those in /etc."""
+
 
 class Machines:
     """Namespaces named as given, each with an address of a network that only they know.
+
+    They resolve the names that `point` gives them, by a file of hosts that `ip netns exec` mounts.
 
     Entering it raises `NoNamespacesError` where this machine, or this user, cannot have them.
     """
@@ -19,6 +25,7 @@ class Machines:
     def __init__(self, *names: str) -> None:
         self._tag = f"hm{os.getpid() % 10**6}"
         self._number = {name: number for number, name in enumerate(names, 1)}
+        self._names: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         if os.geteuid() != 0 or shutil.which("ip") is None:
@@ -45,6 +52,13 @@ class Machines:
         """Return argv that runs `arguments` on a machine."""
         return ["ip", "netns", "exec", self._namespace(name), *arguments]
 
+    def point(self, name: str, machine: str) -> None:
+        """Let `name` resolve to the address of `machine`, on all machines."""
+        self._names[name] = self.address(machine)
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._names.items())]
+        for one in self._number:
+            self._hosts_of(one).write_text("\n".join(lines) + "\n")  # in place, as the file itself is mounted
+
     def connect(self, name: str, *, connected: bool) -> None:
         """Pull the cable of a machine out of the switch, or put it back."""
         run_ip("-n", self._tag, "link", "set", self._cable(name), "up" if connected else "down")
@@ -52,11 +66,16 @@ class Machines:
     def _add(self, name: str) -> None:
         namespace, cable = self._namespace(name), self._cable(name)
         run_ip("netns", "add", namespace)
+        self._hosts_of(name).parent.mkdir(parents=True)
+        self._hosts_of(name).write_text("127.0.0.1 localhost\n")
         run_ip("link", "add", cable, "netns", self._tag, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         run_ip("-n", self._tag, "link", "set", cable, "master", "switch", "up")
         run_ip("-n", namespace, "address", "add", f"{self.address(name)}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             run_ip("-n", namespace, "link", "set", device, "up")
+
+    def _hosts_of(self, name: str) -> Path:
+        return _FILES / self._namespace(name) / "hosts"
 
     def _namespace(self, name: str) -> str:
         return f"{self._tag}-{name}"
@@ -67,3 +86,4 @@ class Machines:
     def _remove(self) -> None:
         for namespace in (*map(self._namespace, self._number), self._tag):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+            shutil.rmtree(_FILES / namespace, ignore_errors=True)
