@@ -21,7 +21,7 @@ INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells have it."""
 
 _START_NOTHING = frozenset(("--help", "--print-config"))
-"""Options with which `headrace up` starts nothing."""
+"""Options with which a command starts nothing."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         _answer_plain_probe(sys.argv[2:])
     status: object = 0
     try:
-        if sys.argv[1:2] == ["up"] and not set(sys.argv) & _START_NOTHING:
+        if _starts_processes(sys.argv[1:]):
             _start_fork_server()
         gc.disable()  # garbage collection of lasting objects takes a seventh of the import time
         from headrace.deploy.command.cli import main as run_command
@@ -49,6 +49,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     end_process(status)
     sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
+
+
+def _starts_processes(words: list[str]) -> bool:
+    """Return whether the command runs a fleet or a group of workers."""
+    many = words[:1] == ["up"] or (words[:1] == ["worker"] and any(word.startswith("--count") for word in words))
+    return many and not set(words) & _START_NOTHING
 
 
 def _start_fork_server() -> None:

@@ -127,10 +127,10 @@ def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
     """Run a group of workers. They find the fleet as the group does: by a fixed address, or by a rendezvous."""
     from headrace.deploy.fleet.worker_group import FleetElsewhere, run_group
     from headrace.deploy.process.child_environment import child_environment
-    from headrace.deploy.process.fork_server import ForkServer
+    from headrace.deploy.process.fork_server import early_or_new
 
     threads = asked.resolve()[0].sampling.torch_threads
-    with ForkServer(child_environment(threads)) as fork_server:  # it imports torch while the group looks for its fleet
+    with early_or_new(child_environment(threads)) as fork_server:  # it imports torch while we look for the fleet
         joined = _join_to_work(asked, endpoint)
         if joined is None:
             return

@@ -16,7 +16,7 @@ from headrace.deploy.ray.wanted_workers import read_wanted
 from headrace.deploy.ray.worker_actor import WorkerStart
 from headrace.deploy.ray.workers_on_ray import WorkersOnRay, keep_workers
 from headrace.deploy.run.fleet_file import read_addresses
-from headrace.deploy.run.joining import resolve_role
+from headrace.deploy.run.joining import rendezvous_in, resolve_role
 from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.logs import Identity, set_up_logging
@@ -80,7 +80,7 @@ def _find_fleet(asked: Asked, endpoint: str | None) -> _Found:
         if not config.fleet.fleet_id:
             raise ConfigError("the fleet to join is unknown; give --fleet-id", key="--endpoint")
         return _Found(config, config.fleet.fleet_id, endpoint)
-    if asked.flags.get("fleet.rendezvous"):
+    if rendezvous_in(asked):
         return _Found(config, _await_fleet(config), rendezvous=config.fleet.rendezvous)
     run_dir = chosen_run(config)
     config, _ = resolve_role(asked.with_flags({"fleet.run_dir": str(run_dir)}))

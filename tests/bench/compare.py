@@ -5,6 +5,7 @@ python tests/bench/compare.py [PEER ...] [--measures NAME ...] [--seconds 4] [--
 - sampling: env steps per second of one process, for 1, 8 and 64 CartPoles, as a ratio to a bare loop.
 - workers: the same of two workers that feed a learner, which counts, as a ratio to a bare proxy.
 - transport: chunks per second through a store or a broker, as a ratio to a loop that forwards.
+- ray: env steps per second of two EnvRunners of RLlib and of a fleet's two workers, in turns on one Ray.
 - training: seconds and env steps of a whole command, to a mean return of 475 on CartPole-v1.
 
 `tests/bench/peers/peers.toml` pins what is installed. FOLDER keeps the environments. A peer that cannot be
@@ -35,7 +36,13 @@ from bench.machine import machine
 from bench.peer_environments import PEERS, FailedError, Peer, install, read_peers, run, say, versions
 from bench.processes import ONE_THREAD
 
-CASES = {"sampling": ("1", "8", "64"), "workers": ("8", "64"), "transport": ("small", "pixel"), "training": ()}
+CASES = {
+    "sampling": ("1", "8", "64"),
+    "workers": ("8", "64"),
+    "transport": ("small", "pixel"),
+    "ray": (),
+    "training": (),
+}
 OWN = {"bare loop": "bare_loop_rates", "headrace": "headrace_rates"}
 BARE = "bare loop"
 RUN_S = 180.0
@@ -96,6 +103,14 @@ def _row(measure: str, case: str, arm: str, own: list[dict[str, float]], bare: l
     return Rate(measure, case, arm, rate, statistics.median(ratios), low, high, statistics.median(cpu_ratios))
 
 
+def on_one_ray(python: Path, script: Path, seconds: float, rounds: int) -> list[Rate]:
+    """Measure both arms in turns, in one program that starts the Ray. Raises `FailedError`."""
+    command = [str(python), str(script), str(seconds), str(rounds)]
+    printed = run(command, "workers on one Ray", RUN_S + 4 * seconds * rounds, ONE_THREAD)
+    turns = json.loads(printed.strip().splitlines()[-1])
+    return [_row("ray", "8", arm, [turn[arm] for turn in turns], [turn["rllib"] for turn in turns]) for arm in turns[0]]
+
+
 def training(peers: dict[str, Path], seeds: int, failed: dict[str, str]) -> list[time_to_return.Run]:
     """Train to the goal in turns, seed by seed. `peers` has the interpreter of each arm."""
     arms: dict[str, Callable[[int], time_to_return.Run]] = {"headrace": time_to_return.of_headrace(ENV)}
@@ -142,7 +157,7 @@ def main() -> None:
         except FailedError as error:
             failed[name] = str(error)
     rows: list[Rate] = []
-    for measure in (m for m in CASES if m in args.measures and m != "training"):
+    for measure in (m for m in CASES if CASES[m] and m in args.measures):
         own = {arm: (Path(sys.executable), PEERS / f"{script}.py") for arm, script in OWN.items()}
         beside = {
             name: (python, PEERS / f"{peers[name].scripts[measure]}.py")
@@ -150,6 +165,11 @@ def main() -> None:
             if measure in peers[name].scripts
         }
         rows += rates(measure, own | beside, args.seconds, args.rounds, failed)
+    for name in (name for name in pythons if "ray" in args.measures and "ray" in peers[name].scripts):
+        try:
+            rows += on_one_ray(pythons[name], PEERS / f"{peers[name].scripts['ray']}.py", args.seconds, args.rounds)
+        except FailedError as error:
+            failed[f"{name}, ray"] = str(error)
     show(rows, failed)
     runs: list[time_to_return.Run] = []
     if "training" in args.measures:

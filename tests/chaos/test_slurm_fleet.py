@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from headrace.deploy.slurm.lifecycle import dry_run, prepare
 from headrace.schemas.errors import ExitCode
 from support.fleets.slurm_fleet import SlurmFleet
 from support.slurm_cluster import MISSING, SlurmCluster
+from support.waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.slurm,
@@ -33,6 +35,9 @@ num_envs = 4
 NOT_CHECKED = "check_env = false"
 LEARNT = 40
 """Mean return that no untrained policy has: about twice that of random actions."""
+FREE_S = 12.0 * PATIENCE
+"""Seconds in which a failed head frees its nodes, on a busy machine too: with six busy loops beside it on two cores,
+it took 6 s at most."""
 ON_A_CLUSTER = "tests/chaos/test_slurm_fleet.py runs it on one"
 
 
@@ -85,6 +90,56 @@ def test_the_guides_commands_and_faults_of_jobs_leave_the_books_exact(
     assert not fleet.left()
     ledger = fleet.assert_books_are_exact()["ledger"]
     assert (ledger["queued"], ledger["committed"][0] > 0) == (0, True), ledger
+
+
+@pytest.mark.thorough
+def test_the_guides_fleet_trains_cartpole_to_its_goal(cluster: SlurmCluster, tmp_path: Path, root: Path) -> None:
+    blocks = blocks_of(root / "docs" / "guides" / "deploy" / "slurm.md")
+    toml, start = (next(block.text for block in blocks if block.language == language) for language in ("toml", "sh"))
+    fleet = SlurmFleet(cluster, tmp_path / "runs" / "cartpole", tmp_path / "fleet.toml", toml)
+    fleet.sh(start)
+    fleet.await_end()
+    assert fleet.best_return() >= 475, fleet.said()
+    assert {job.state for job in fleet.all_tasks()} == {"COMPLETED"}, fleet.said()
+    fleet.assert_books_are_exact()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("start", range(10))
+def test_two_fleets_that_start_together_on_a_node_reach_their_goals(
+    cluster: SlurmCluster, tmp_path: Path, start: int
+) -> None:
+    shared = '[slurm]\noptions = ["--nodelist=node2"]\nworker_tasks = 1\n'
+    goal = f"[fleet]\n{NOT_CHECKED}\nuntil_steps = 2000\n"
+    fleets = [
+        SlurmFleet(cluster, tmp_path / name, tmp_path / f"{name}.toml", f"{goal}{QUICK}{shared}")
+        for name in (f"one-{start}", f"two-{start}")
+    ]
+    for fleet in fleets:
+        fleet.up()
+    for fleet in fleets:
+        fleet.await_end()
+        assert {(job.state, job.node) for job in fleet.all_tasks()} == {("COMPLETED", "node2")}, fleet.said()
+    one, two = (fleet.assert_books_are_exact() for fleet in fleets)
+    assert one["fleet_id"] != two["fleet_id"]
+
+
+@pytest.mark.parametrize(
+    "part", ["up", *(pytest.param(part, marks=pytest.mark.thorough) for part in ("broker", "learner", "redis"))]
+)
+def test_nodes_are_free_soon_after_a_part_of_the_head_has_failed_for_good(
+    cluster: SlurmCluster, tmp_path: Path, part: str, record_property: Callable[[str, object], None]
+) -> None:
+    fails = f"[fleet]\n{NOT_CHECKED}\n[supervisor]\nmax_restarts_per_window = 0\n"
+    fleet = SlurmFleet(cluster, tmp_path / part, tmp_path / "fleet.toml", f"{fails}{QUICK}")
+    fleet.up()
+    fleet.wait_until(lambda: fleet.working() == 2, "two workers take steps")
+    began = time.monotonic()
+    fleet.kill(part)
+    fleet.await_end()
+    held_s = time.monotonic() - began
+    record_property("held_s", held_s)  # `pytest --junit-xml` writes it
+    assert held_s < FREE_S, f"nodes were free after {held_s:.1f} s\n{fleet.said()}"
 
 
 def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: SlurmCluster, tmp_path: Path) -> None:

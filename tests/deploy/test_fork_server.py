@@ -140,9 +140,10 @@ def fork_servers_of(pid: int) -> list[int]:
     return [int(child) for child in children if b"fork_server_program" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def test_ctrl_c_in_the_midst_of_the_imports_of_up_leaves_no_fork_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["up"], ["worker", "--count", "1"]], ids=" ".join)
+def test_ctrl_c_in_the_midst_of_the_imports_leaves_no_fork_server(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "typer.py").write_text(ENDLESS_IMPORT)
-    command = [*HEADRACE, "up", "--run-dir", str(tmp_path / "run")]
+    command = [*HEADRACE, *words, "--run-dir", str(tmp_path / "run")]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         wait_until((tmp_path / f"typer-{process.pid}").exists, "the import of a module that takes long")

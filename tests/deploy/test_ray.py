@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from documentation.blocks import blocks_of
 
+from headrace.deploy.process.fork_server import HEADRACE
 from headrace.deploy.process.recorders import recorders_in
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.errors import ExitCode
 from support.fleets.ray_cluster import RayCluster, processes_of, ray_cluster
 from support.fleets.running_fleet import RunningFleet
+from support.ports import free_port
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.ray
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (extra ray)")
 
 Life = tuple[int, int]
+ON_RAY = "tests/deploy/test_ray.py runs it on one"
 SLOW_ENV = "support.envs.troubled:Slow"
 STEP_S = 0.002
 """Seconds of each step, so that the fleet leaves the CPUs to what starts."""
@@ -75,6 +80,72 @@ def recorded(folder: Path, fleet: RunningFleet) -> set[Life]:
     return {life for path in folder.glob(f"headrace-*/{fleet_id}/recorders") for life, _ in recorders_in(path)}
 
 
+def headrace(*words: str, cwd: Path | None = None) -> None:
+    """Run a command of Headrace, which must succeed."""
+    subprocess.run([*HEADRACE, *words], check=True, timeout=TIMEOUT_S, cwd=cwd)
+
+
+def guides_commands(root: Path, given: dict[str, str]) -> list[list[str]]:
+    """Return the words of the guide's commands on a cluster, without `headrace`. `given` replaces parts of them."""
+    blocks = blocks_of(root / "docs" / "guides" / "deploy" / "ray.md")
+    text = "".join(block.text for block in blocks if ON_RAY in block.marks.get("shown only", ""))
+    for shown, ours in given.items():
+        assert shown in text, shown
+        text = text.replace(shown, ours)
+    return [shlex.split(line, comments=True)[1:] for line in text.splitlines()]
+
+
+@contextmanager
+def left_running(words: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command of Headrace in `folder` within the block. Ctrl-C ends it then."""
+    process = subprocess.Popen([*HEADRACE, *words], cwd=folder)
+    try:
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == ExitCode.OK, words
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.thorough
+@needs_ray
+def test_the_guides_commands_run_workers_on_ray(
+    cluster: RayCluster, folder: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    given = {"10.0.0.1:6379": cluster.address, "/shared": str(tmp_path), "BROKER:5701": f"127.0.0.1:{port}"}
+    given |= {
+        "--workers 8": "--workers 1",
+        "--count 8": "--count 1",
+        "ray scale 16": "ray scale 2",
+        "scale 4": "scale 1",
+    }
+    up, up_there, *lends, scale_up, scale_down = guides_commands(root, given)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    headrace("keys", "init", "--dir", "keys", cwd=tmp_path)
+    sets = ["broker.host=0.0.0.0", f"broker.worker_port={port}", "keys.dir=keys", "fleet.fleet_id=demo"]
+    more = [word for text in sets for word in ("--set", text)]
+    with RunningFleet(tmp_path / "runs" / "a", "--until-return", "501", *more, cwd=tmp_path, up=up) as fleet:
+        fleet.wait_until(lambda: len(at_work(fleet)) == 1, "its worker steps")
+        assert len(lends) == 3
+        for lend in lends:
+            with left_running(lend, tmp_path):
+                fleet.wait_until(lambda: len(at_work(fleet)) == 2, f"a worker of {lend} steps")
+            fleet.wait_until(lambda: len(at_work(fleet)) == 1, f"the worker of {lend} has left")
+        for scale, wanted in ((scale_up, 2), (scale_down, 1)):
+            headrace(*scale, cwd=tmp_path)
+            fleet.wait_until(lambda count=wanted: len(at_work(fleet)) == count, f"workers after {scale}")
+        fleet.terminate()
+        assert fleet.finish()["returncode"] == ExitCode.OK, fleet.said()
+        fleet.audited()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with RunningFleet(tmp_path / "runs" / "b", "--until-steps", "2000", cwd=tmp_path, up=up_there) as fleet:
+        assert fleet.finish()["returncode"] == ExitCode.OK, fleet.said()
+    wait_until(lambda: not workers_left(folder), "the end of every worker")
+
+
 @pytest.mark.thorough
 @needs_ray
 def test_workers_killed_on_ray_are_replaced_and_the_books_are_exact(
@@ -92,8 +163,7 @@ def test_workers_killed_on_ray_are_replaced_and_the_books_are_exact(
         fleet.wait_until(lambda: not at_work(fleet) & first, "the worker of the killed actor has ended")
         fleet.wait_until(lambda: len(at_work(fleet)) == 2, "workers step in their places")
 
-        scaled = [sys.executable, "-m", "headrace.deploy", "ray", "scale", "1", "--run-dir", str(fleet.run_dir)]
-        subprocess.run(scaled, check=True, timeout=TIMEOUT_S)
+        headrace("ray", "scale", "1", "--run-dir", str(fleet.run_dir))
         fleet.wait_until(lambda: len(at_work(fleet)) == 1, "one worker is left")
         snapshot = fleet.snapshot()
         assert snapshot is not None

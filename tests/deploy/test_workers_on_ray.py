@@ -149,6 +149,16 @@ def test_scale_returns_the_old_number_of_workers_on_ray_and_writes_the_new(tmp_p
         read_wanted(tmp_path)
 
 
+def test_ray_workers_wait_at_the_rendezvous_that_the_environment_names(tmp_path: Path) -> None:
+    at = tmp_path / "rendezvous.json"
+    lend = [sys.executable, "-m", "headrace.deploy", "ray", "workers", "--count", "1"]
+    named = {**os.environ, "HEADRACE_FLEET__RENDEZVOUS": str(at), "HEADRACE_WORKER__CONNECT_TIMEOUT_S": "0.1"}
+    ended = subprocess.run(
+        lend, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=tmp_path, env=named
+    )
+    assert (ended.returncode, str(at) in ended.stderr) == (ExitCode.UNREACHABLE, True), ended.stderr
+
+
 def test_ray_up_takes_the_options_of_up(tmp_path: Path) -> None:
     chosen = ["--workers", "3", "--env", "CartPole-v1", "--until-steps", "100", "--set", "learner.epochs=2"]
     command = [

@@ -41,7 +41,7 @@ def _take_for(take: Take, seconds: float) -> tuple[int, float]:
 
 def processor_s() -> float:
     """Return the processor time of this process and all below it, from the scheduler's own count in ns."""
-    return sum(_own_s(pid) for pid in _with_children(os.getpid()))
+    return sum(_own_s(pid) for pid in with_children(os.getpid()))
 
 
 def _own_s(pid: int) -> float:
@@ -52,9 +52,10 @@ def _own_s(pid: int) -> float:
         return 0.0
 
 
-def _with_children(pid: int) -> list[int]:
+def with_children(pid: int) -> list[int]:
+    """Return a process and all below it."""
     found = [pid]
     for thread in Path(f"/proc/{pid}/task").iterdir():
         for child in (thread / "children").read_text().split():
-            found += _with_children(int(child))
+            found += with_children(int(child))
     return found

@@ -114,9 +114,10 @@ class SlurmFleet:
         return read_fleet_file(self.run_dir / "fleet.json").best_return or 0.0
 
     def kill(self, role: str) -> None:
-        """SIGKILL of a process of the head job."""
-        processes = read_fleet_file(self.run_dir / "fleet.json").processes
-        os.kill(next(process.pid for process in processes if process.role == role), signal.SIGKILL)
+        """SIGKILL of a process of the head job; "up" is `headrace up` itself."""
+        file = read_fleet_file(self.run_dir / "fleet.json")
+        pids = {"up": file.supervisor_pid, **{process.role: process.pid for process in file.processes}}
+        os.kill(pids[role], signal.SIGKILL)
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Return once `condition()` is true; a failure shows what the jobs have said."""
