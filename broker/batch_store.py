@@ -273,6 +273,9 @@ class BatchStore:
         self.is_reconciled = True
         for position in positions:
             self.learn_position(position)
+            known = self.sources.get((position.slot, position.incarnation))
+            if known is not None and known.end_taken and not position.ended:
+                known.end_due, known.end_taken = True, False  # this learner's checkpoint is older than the end
         for source in self.sources.values():
             self._note_progress(source)
         self._requeue()

@@ -10,6 +10,7 @@ from headrace.learner_stub.broker_link import BrokerLink
 from headrace.learner_stub.lag import LagMonitor
 from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
+from headrace.learner_stub.source_progress import CheckpointPosition
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.process_usage import own_usage
 from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
@@ -19,7 +20,6 @@ from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import (
     LearnerFigures,
     LearnerWelcome,
-    SourcePosition,
     Status,
     messages_to,
     read,
@@ -42,13 +42,13 @@ class BrokerStream:
         link: BrokerLink,
         limits: StreamLimits,
         fleet_id: str,
-        position: list[SourcePosition],
+        position: list[CheckpointPosition],
         warn_lag: float | None,
     ) -> None:
         self.link = link
-        self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=position)
+        self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=[*position])
         self.session.figures = self._figures
-        self.ready = ReadyBatches(self.session)
+        self.ready = ReadyBatches(self.session, position)
         self.lag = LagMonitor(warn_lag)
 
     @property
@@ -90,7 +90,12 @@ class BrokerStream:
     def position(self) -> list[dict[str, Any]]:
         """Return how far the learner is with the workers of this broker, as plain values."""
         fleet = {"fleet_id": self.session.fleet_id}
-        return [fleet | place.model_dump(mode="json") for place in self.session.position()]
+        places = []
+        for place in self.session.position():
+            told = None if place.ended else self.ready.open_episodes(place.slot, place.incarnation)
+            known = {"open_episodes": told.model_dump(mode="json")} if told is not None else {}
+            places.append(fleet | place.model_dump(mode="json") | known)
+        return places
 
     def pump(self, *, waiting: bool = False) -> None:
         """Take what has arrived and send what is due."""

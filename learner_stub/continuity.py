@@ -10,7 +10,8 @@ Where a batch is missing, the next chunk of each place shows whether an episode 
 a marker, and its later chunks are left out. A place without a further chunk is ended with its source.
 
 A learner that began after a source knows only the places from which chunks have come since. The broker sends it the
-others when the source ends (`schemas/chunks/open_episodes.py`).
+others when the source ends (`schemas/chunks/open_episodes.py`). Where no peer of the broker knows them any more, the
+learner takes those that its checkpoint has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from numpy.typing import NDArray
 from headrace.schemas.accounts.ledger import Count
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
-from headrace.schemas.chunks.open_episodes import in_order, is_open, stops
+from headrace.schemas.chunks.open_episodes import (
+    OPEN_EPISODE,
+    OpenEpisodes,
+    in_order,
+    index_of,
+    is_open,
+    open_episodes,
+    stops,
+)
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.manifest import ALLOWED_DTYPES
@@ -52,10 +61,12 @@ class SourceEpisodes:
     `take` raises `DecodeError` for a batch that names more places than a source may have, and changes nothing then.
 
     is_whole: True if the first batch of the source came to this learner, so that no chunk came before.
+    before: the episodes that were open in an earlier life of this learner, as its checkpoint has them.
     """
 
-    def __init__(self, *, is_whole: bool = True) -> None:
+    def __init__(self, *, is_whole: bool = True, before: OpenEpisodes | None = None) -> None:
         self._is_whole = is_whole
+        self._before = before
         self.gap_reason = ""
         """Reason for which batches of this source are missing; "" while none are."""
         self._open = np.zeros((0, 1), CHUNK_TABLE)
@@ -105,7 +116,7 @@ class SourceEpisodes:
 
         `spaces` are those of all modules. Raises `DecodeError` for rows that contradict each other.
         """
-        told = end.open_episodes
+        told = end.open_episodes or self._before
         if self._is_whole or told is None:
             return
         for row in told.after(end.seq):
@@ -119,6 +130,29 @@ class SourceEpisodes:
             self._check_places(0, [(agent, module_id)])
             newest["agent"] = self._players.setdefault((agent, module_id), len(self._players))
             self._told.append(newest)
+
+    def still_open(self) -> OpenEpisodes | None:
+        """Return the open episodes for the learner's own checkpoint; None if there is none."""
+        players, agents, modules = list(self._players), list[str](), list[str]()
+        newest = self._open[(self._open["length"] > 0) & (self._open["end"] == ChunkEnd.ONGOING)]
+        used, index = np.unique(newest["agent"], return_inverse=True)
+        rows = np.zeros(len(newest), OPEN_EPISODE)
+        rows["chunk"] = newest
+        for name, names, part in (("agent", agents, 0), ("module", modules, 1)):
+            rows["chunk"][name] = np.array([index_of(players[i][part], names) for i in used], np.uint16)[index]
+        columns: dict[str, Any] = {
+            module_id: {name: (column.dtype.str, [*column.shape[1:]]) for name, column in batch.columns.items()}
+            for module_id, batch in self._templates.items()
+        }
+        if self._before is not None:
+            older, kept = self._before.after(0).copy(), []
+            for i, chunk in enumerate(older["chunk"]):
+                agent, module = self._before.agents[chunk["agent"]], self._before.modules[chunk["module"]]
+                if not self._knows(int(chunk["env_index"]), (agent, module)):
+                    chunk["agent"], chunk["module"] = index_of(agent, agents), index_of(module, modules)
+                    kept.append(i)
+            rows, columns = np.concatenate([rows, older[kept]]), {**self._before.columns, **columns}
+        return open_episodes(rows, agents, modules, columns) if len(rows) else None
 
     def _knows(self, env_index: int, player: tuple[str, str]) -> bool:
         """Return whether a chunk came from this place."""

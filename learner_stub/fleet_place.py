@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.learner_stub.source_progress import CheckpointPosition
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.credentials.keys import DIR_VARIABLE
 from headrace.schemas.errors import ConfigError, UnreachableError
-from headrace.schemas.messages import SourcePosition, read
+from headrace.schemas.messages import read
 from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses, await_address
 from headrace.schemas.peers.fleet_place import broker_fleet_id
 from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
@@ -45,13 +46,18 @@ def as_list(endpoint: str | Sequence[str]) -> list[str]:
     return endpoints
 
 
-def by_broker(position: Sequence[dict[str, Any]], fleet_id: str, count: int) -> list[tuple[str, list[SourcePosition]]]:
+def by_broker(
+    position: Sequence[dict[str, Any]], fleet_id: str, count: int
+) -> list[tuple[str, list[CheckpointPosition]]]:
     """Return for each of `count` brokers its fleet id, as far as it is known, and its part of a position.
 
     Raises `ConfigError` where a part is of several fleets: the position is of another number of brokers.
     """
-    known = [(read(SourcePosition, place), str(place.get("fleet_id", ""))) for place in position]
-    parts: list[tuple[str, list[SourcePosition]]] = []
+    known = [(read(CheckpointPosition, place), str(place.get("fleet_id", ""))) for place in position]
+    for place, _ in known:
+        if place.open_episodes is not None:
+            place.open_episodes.after(0)  # raises `DecodeError`
+    parts: list[tuple[str, list[CheckpointPosition]]] = []
     for number in range(count):
         own = [(place, of) for place, of in known if place.slot % count == number]
         fleets = sorted({of for _, of in own if of})

@@ -14,8 +14,9 @@ Schulman et al., Proximal Policy Optimization Algorithms (2017). An asynchronous
 - The value loss is divided by the variance of the returns where that is above 1. Policy and value share layers, and
   returns in the hundreds would otherwise leave the policy little of the clipped gradient.
 
-Nothing here keeps random state: the order of minibatches follows from (seed, update). So a learner that resumes from
-its checkpoint and gets the same batches takes the same steps, to the bit.
+Nothing here keeps random state: the order of minibatches follows from (seed, update), and so does what a module draws
+from torch's own generator, as for dropout. So a learner that resumes from its checkpoint and gets the same batches
+takes the same steps, to the bit.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class PPO:
         """
         self._anneal()
         self.stats.count(batches)
+        seed = np.random.SeedSequence((self.settings.seed, self.stats.updates))
+        torch.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         metrics: Metrics = self.stats.metrics()
         rollout = join(batches)
         if rollout is not None:

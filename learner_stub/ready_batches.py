@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.session import LearnerSession
-from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey
+from headrace.learner_stub.source_progress import Arrival, ArrivalKind, CheckpointPosition
 from headrace.schemas.accounts.ledger import Count, Drop
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json
+from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import DecodeError, WhichModuleError
 from headrace.schemas.messages import SourceEnd
@@ -36,20 +38,34 @@ class _Ready:
 class ReadyBatches:
     """Batches that wait to be handed out, in order. `session` is told what becomes of each.
 
+    `position` is of an earlier life of this learner; its open episodes get their end here.
+
     dropped: steps by reason that will never be handed out, of the sources that arrived.
     """
 
-    def __init__(self, session: LearnerSession) -> None:
+    def __init__(self, session: LearnerSession, position: Iterable[CheckpointPosition] = ()) -> None:
         self.modules = ModuleReaders()
         self.dropped: Counter[str] = Counter()
         self._session = session
-        self._episodes: dict[SourceKey, SourceEpisodes] = {}
+        self._episodes = {
+            (place.slot, place.incarnation): SourceEpisodes(is_whole=False, before=place.open_episodes)
+            for place in position
+            if not place.ended
+        }
         self._ready: deque[_Ready] = deque()
         self._ends: list[Arrival] = []
         """Ends that wait for the spaces, from which markers are made. A new broker may not know the spaces yet."""
 
     def __len__(self) -> int:
         return len(self._ready)
+
+    def open_episodes(self, slot: int, incarnation: int) -> OpenEpisodes | None:
+        """Return the episodes of a source that are open here, for the learner's own checkpoint; None if there is none.
+
+        Between the markers of an end they are still open: the end comes again to the next learner.
+        """
+        episodes = self._episodes.get((slot, incarnation))
+        return episodes.still_open() if episodes is not None else None
 
     def hand_out(self, newest: Version = (0, 0)) -> ChunkBatch:
         """Return the next batch; there must be one.
@@ -59,6 +75,8 @@ class ReadyBatches:
         ready = self._ready.popleft()
         if ready.settles:
             self._session.settle(ready.arrival, ready.committed, ready.dropped)
+            if ready.arrival.kind is ArrivalKind.END:
+                self._episodes.pop(ready.arrival.key, None)
         batch = ready.batch
         return replace(batch, newest=newest) if batch.steps and newest > batch.newest else batch
 
@@ -89,11 +107,14 @@ class ReadyBatches:
             return
         self.modules.learn(self._session.spaces)
         episodes = self._episodes.pop(arrival.key, None) or SourceEpisodes(is_whole=False)
+        before = episodes.still_open()
         try:
             episodes.learn(arrival.content, self.modules.spaces)
         except DecodeError as error:
             log.warning("worker %d (incarnation %d): open episodes cannot be read: %s", *arrival.key, error)
         markers = episodes.end(arrival.reason)
+        if len(markers) > 1:
+            self._episodes[arrival.key] = SourceEpisodes(is_whole=False, before=before)
         self._ready.extend(_Ready(batch, arrival, settles=batch is markers[-1]) for batch in markers)
         if not markers:
             self._session.settle(arrival, (0, 0), {})

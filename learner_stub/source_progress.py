@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.schemas.accounts.ledger import Count, HeldBatch, Settled
+from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.messages import SourcePosition
 
 SourceKey = tuple[int, int]
 """(slot, incarnation)."""
+
+
+class CheckpointPosition(SourcePosition):
+    """A learner's progress with one incarnation as its own checkpoint has it. No message carries it."""
+
+    open_episodes: OpenEpisodes | None = None
+    """Episodes that the learner knows to be open; None of a checkpoint that does not say, or if none is open."""
 
 
 class ArrivalKind(Enum):

@@ -20,7 +20,7 @@ from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.deploy.fleet.redis_probe import RedisProbe
 from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
-from headrace.deploy.fleet.silence_limits import silence_limits
+from headrace.deploy.fleet.silence_limits import first_sign_limits, silence_limits
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
 from headrace.deploy.monitoring.facts import Facts
@@ -243,7 +243,7 @@ class Fleet:
             self.supervisor,
             recorders_by_slot(self.run_dir.recorders),
             config.broker.lease_s,
-            config.worker.connect_timeout_s,
+            first_sign_limits(config),
             silence_limits(config),
             self.learner_has_left,
             self._redis_probe,

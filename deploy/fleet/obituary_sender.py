@@ -178,8 +178,9 @@ class ObituarySender:
     ) -> None:
         """Send obituaries of lives in these `slots` that are not over in the books, and whose recorders are lost.
 
-        They report what `books` in Redis, `ended` in books.json and the learner's position, `settled`, prove. Steps
-        after a life's last report stay unknown. Call it before any of the slots has a new life.
+        A life is over once its books are closed and a learner has taken its end. The obituaries report what `books` in
+        Redis, `ended` in books.json and the learner's position, `settled`, prove. Steps after a life's last report stay
+        unknown. Call it before any of the slots has a new life.
         """
         rows = {**books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
         # The books have every life up to the highest incarnation, whether or not it still has a row.
@@ -189,7 +190,8 @@ class ObituarySender:
             if life[0] in ended.folded and life[1] in ended.folded[life[0]]:
                 continue
             is_over = row is not None and row.closed and row.held == (0, 0)
-            if is_over or life[0] not in slots or recorder_path(self._recorders, *life).exists():
+            has_end = row is not None and (row.end_taken or row.accepted == (0, 0))
+            if (is_over and has_end) or life[0] not in slots or recorder_path(self._recorders, *life).exists():
                 continue
             log.warning("the recorder of worker %d incarnation %d is lost: Redis knows the following", *life)
             self.send(proved_obituary(life, row, settled.get(life, Settled())))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.deploy.fleet.redis_probe import PINGS, RedisProbe
 from headrace.deploy.process.event_loop import EventLoop
-from headrace.deploy.process.liveness_file import FIRST_SIGN_S, seconds_silent
+from headrace.deploy.process.liveness_file import seconds_silent
 from headrace.deploy.process.proc_stat import is_stopped
 from headrace.deploy.process.recorders import recorder_path
 from headrace.deploy.process.supervisor import Role, Service, ServiceState, Supervisor
@@ -25,11 +25,16 @@ log = logging.getLogger("headrace.supervisor")
 def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: float, first_sign_s: float) -> str | None:
     """Return what to log about a silent worker; None when it is not silent."""
     if reading is None:
-        return f"has given no sign of life in {lived_s:.0f} s" if lived_s > first_sign_s else None
+        return why_without_sign(lived_s, first_sign_s)
     seconds_silent = (now_ns - reading.updated_ns) / 1e9
     if seconds_silent <= lease_s or now_ns <= reading.silent_until_ns:
         return None
     return f"has been silent for {seconds_silent:.1f} s"
+
+
+def why_without_sign(lived_s: float, first_sign_s: float) -> str | None:
+    """Return what to log about a process that has given no sign of life yet; None while it has time to start."""
+    return f"has given no sign of life in {lived_s:.0f} s" if lived_s > first_sign_s else None
 
 
 def recorders_by_slot(folder: Path) -> Callable[[Service], Path | None]:
@@ -47,10 +52,10 @@ class FleetWatchdog:
 
     `recorder_of` returns the recorder of a worker's present life; None while it has none.
 
-    It also replaces a process of another role whose liveness file was touched once, and not again for the role's
-    `limits_s`. It replaces any process that has been stopped (SIGSTOP) for `lease_s`, and the fleet's own Redis if that
-    answers no PING of `redis`. If another learner has fenced the fleet's own, and `learner_left` for `lease_s`, it
-    restarts the fleet's own learner.
+    It also replaces a process of another role whose liveness file has not been touched for the role's `limits_s`. It
+    replaces any process that gave no sign of life within the role's `first_sign_s`, any that has been stopped (SIGSTOP)
+    for `lease_s`, and the fleet's own Redis if that answers no PING of `redis`. If another learner has fenced the
+    fleet's own, and `learner_left` for `lease_s`, it restarts the fleet's own learner.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class FleetWatchdog:
         supervisor: Supervisor,
         recorder_of: Callable[[Service], Path | None],
         lease_s: float,
-        connect_timeout_s: float,
+        first_sign_s: Mapping[str, float],
         limits_s: Mapping[str, float] | None = None,
         learner_left: Callable[[], bool] = lambda: False,
         redis: RedisProbe | None = None,
@@ -75,7 +80,7 @@ class FleetWatchdog:
         """Time of the first look that found no learner."""
         self._stopped_since: dict[int, float] = {}
         """Pid -> time of the first look that found the process stopped."""
-        self._first_sign_s = max(FIRST_SIGN_S, connect_timeout_s + 10.0)
+        self._first_sign_s = dict(first_sign_s)
         self._interval_s = lease_s / 4
         self._last_look = time.monotonic()
         self._timer = loop.call_later(self._interval_s, self._look)
@@ -100,16 +105,19 @@ class FleetWatchdog:
 
     def _why_silent(self, service: Service) -> str | None:
         child = service.child
-        if child is not None and service.spec.role is Role.WORKER:
-            recorder = self._recorder_of(service)
-            reading = read_recorder(recorder) if recorder is not None else None
-            lived_s = time.monotonic() - child.started
-            return why_silent(reading, lived_s, time.monotonic_ns(), self._lease_s, self._first_sign_s)
         if child is None:
             return None
+        lived_s = time.monotonic() - child.started
+        first_sign_s = self._first_sign_s.get(service.spec.role, math.inf)
+        if service.spec.role is Role.WORKER:
+            recorder = self._recorder_of(service)
+            reading = read_recorder(recorder) if recorder is not None else None
+            return why_silent(reading, lived_s, time.monotonic_ns(), self._lease_s, first_sign_s)
         if service.spec.role is Role.REDIS and (why := self._why_redis_hangs()) is not None:
             return why
         silent = seconds_silent(child.liveness_path)
+        if silent is None and (why := why_without_sign(lived_s, first_sign_s)) is not None:
+            return why
         if silent is not None and silent > self._limits_s.get(service.spec.role, math.inf):
             return f"has been silent for {silent:.1f} s"
         stopped = time.monotonic() - self._stopped_since.get(child.pid, math.inf)

@@ -23,6 +23,7 @@ from pathlib import Path
 import orjson
 
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.fleet.silence_limits import first_sign_limits
 from headrace.deploy.fleet.watchdog import FleetWatchdog
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.child_commands import group_worker, worker_of_group
@@ -121,7 +122,7 @@ class WorkerGroup:
             self.supervisor,
             self.recorder_of,
             config.broker.lease_s,
-            config.worker.connect_timeout_s,
+            first_sign_limits(config),
         )
 
     def start(self, count: int) -> None:

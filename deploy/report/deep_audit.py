@@ -1,81 +1,48 @@
 """The deep audit: the numbers of each source for every life of a worker, and their differences.
 
-Each source is read separately. Only the recorders are read by the code that wrote them:
-
-    recorder  the worker's own counts, in the run directory until Redis has the final ones
-    log       the supervisor's line on what it read after a worker's end
-    learner   the position in its newest checkpoint
-    broker    the highest incarnation of each slot, in broker.json
-    ledger    the rows in Redis
-
-The recorders are read before and after Redis: the ledger lies between the two. A running broker may need a moment to
-count what was read before.
+`deep_sources.py` lists the sources and reads them. Recorders and books.json are read before and after Redis: the ledger
+lies between the two. A running broker may need a moment to count what was read before.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.table import Table
 
-from headrace.broker.redis.client import connect, naming_failures
 from headrace.deploy.process.recorders import Life
-from headrace.deploy.report.evidence import Evidence, read_evidence
-from headrace.deploy.terminal.log_rotation import rotated_path
-from headrace.schemas.accounts.ledger import Settled
-from headrace.schemas.accounts.recorder import Reading
-
-READ_TIMEOUT_S = 2.0
-_END = re.compile(r"worker (\d{1,9}) incarnation (\d{1,9}) took ([\d,]{1,30}) steps")
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerLine:
-    """The ledger's numbers of one life."""
-
-    stepped: int
-    cut: int
-    settled: int
-    committed: int
-    closed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FoldedLine:
-    """The ledger's sum over the older lives of a slot, and the incarnations of these lives."""
-
-    highest: int
-    missing: tuple[tuple[int, int], ...]
-    stepped: int
-    settled: int
-    committed: int
-
-    def has(self, incarnation: int) -> bool:
-        """Return whether this life is in the sum."""
-        return incarnation <= self.highest and not any(first <= incarnation <= last for first, last in self.missing)
-
-    @property
-    def lives(self) -> int:
-        """Return the number of lives in the sum."""
-        return self.highest - sum(last - first + 1 for first, last in self.missing)
+from headrace.deploy.report.deep_sources import (
+    Books,
+    Counts,
+    LifeLine,
+    Place,
+    RecorderLine,
+    read_books,
+    read_highest,
+    read_ledger,
+    read_log,
+    read_position,
+    read_recorders,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
     """The numbers of each source, by life."""
 
-    before: Evidence
-    after: Mapping[Life, Reading] = field(default_factory=dict)
-    ledger: Mapping[Life, LedgerLine] = field(default_factory=dict)
-    folded: Mapping[int, FoldedLine] = field(default_factory=dict)
+    recorders: Mapping[Life, RecorderLine] = field(default_factory=dict)
+    unreadable: tuple[str, ...] = ()
+    """Sentences on files that cannot be read."""
+    position: Mapping[Life, Place] = field(default_factory=dict)
     log: Mapping[Life, int] = field(default_factory=dict)
+    books: Books | None = None
+    """books.json; None without that file."""
+    ledger: Books = field(default_factory=Books)
+    recorders_after: Mapping[Life, RecorderLine] = field(default_factory=dict)
+    books_after: Books | None = None
     highest: Mapping[int, int] = field(default_factory=dict)
     """By slot, the highest incarnation in broker.json; empty without that file."""
     reported_unix_s: float = 0.0
@@ -83,17 +50,21 @@ class Sources:
     @property
     def lives(self) -> list[Life]:
         """Return every life that some source knows."""
-        known = (self.before.recorders, self.after, self.ledger, self.log, self.before.position)
+        rows = self.books.rows if self.books is not None else {}
+        known = (self.recorders, self.recorders_after, self.ledger.rows, self.log, self.position, rows)
         return sorted({life for source in known for life in source})
-
-    def is_folded(self, life: Life) -> bool:
-        """Return whether the ledger has this life in the sum of its slot's older lives."""
-        return life[0] in self.folded and self.folded[life[0]].has(life[1])
 
 
 def read_files(run_dir: Path, fleet_id: str) -> Sources:
-    """Read recorders, the learner's position and the log."""
-    return Sources(read_evidence(run_dir, fleet_id), log=_read_log(run_dir / "logs" / "supervisor.log"))
+    """Read the files that must not be ahead of the ledger."""
+    recorders, unreadable = read_recorders(run_dir / "recorders")
+    words, books = [f"{path} cannot be read as a recorder" for path in unreadable], None
+    try:
+        books = read_books(run_dir / "books.json")
+    except ValueError as error:
+        words.append(str(error))
+    position, log = read_position(run_dir, fleet_id), read_log(run_dir / "logs" / "supervisor.log")
+    return Sources(recorders, tuple(words), position, log, books)
 
 
 def with_ledger(sources: Sources, run_dir: Path, url: str, fleet_id: str) -> Sources:
@@ -101,29 +72,37 @@ def with_ledger(sources: Sources, run_dir: Path, url: str, fleet_id: str) -> Sou
 
     Raises `RedisUnavailableError`.
     """
-    ledger, folded, reported_unix_s = _read_ledger(url, fleet_id)
-    after = read_evidence(run_dir, fleet_id).recorders
-    highest = _read_highest(run_dir / "broker.json")
-    return replace(sources, ledger=ledger, folded=folded, after=after, highest=highest, reported_unix_s=reported_unix_s)
+    ledger, reported_unix_s = read_ledger(url, fleet_id)
+    return replace(
+        sources,
+        ledger=ledger,
+        recorders_after=read_recorders(run_dir / "recorders")[0],
+        books_after=read_books(run_dir / "books.json") if sources.books is not None else None,
+        highest=read_highest(run_dir / "broker.json"),
+        reported_unix_s=reported_unix_s,
+    )
 
 
 def disagreements(sources: Sources) -> list[str]:
     """Return one sentence for each difference that no order of events explains."""
-    found = [f"{path} cannot be read as a recorder" for path in sources.before.unreadable]
+    found = list(sources.unreadable)
     for life in sources.lives:
         name = f"slot {life[0]} incarnation {life[1]}"
         found += [f"{name}: {difference}" for difference in _of_life(sources, life)]
-    for slot, line in sorted(sources.folded.items()):
+    for slot, line in sorted(sources.ledger.folded.items()):
         found += [
             f"slot {slot}, its {line.lives} folded lives: {difference}" for difference in _of_folded(sources, slot)
         ]
-    return found
+    return [*found, *_of_sums(sources)]
 
 
 def table(sources: Sources) -> Table:
     """Return a line for each life, with the numbers of each source; "-" if a source does not know the life."""
     shown = Table("slot", "inc.", title="what each source says", title_justify="left")
-    for column in ("recorder steps", "log steps", "ledger steps", "learner settled", "ledger settled", "ledger"):
+    for column in (
+        *("recorder steps", "log steps", "books.json steps", "ledger steps"),
+        *("learner settled", "ledger settled", "ledger"),
+    ):
         shown.add_column(column, justify="right")
     for life in sources.lives:
         says = as_facts(sources, life)
@@ -135,142 +114,114 @@ def table(sources: Sources) -> Table:
 
 def as_facts(sources: Sources, life: Life) -> dict[str, Any]:
     """Return the numbers of each source for a life, for JSON; None if a source does not know the life."""
-    recorder = sources.after.get(life) or sources.before.recorders.get(life)
-    row, position = sources.ledger.get(life), sources.before.position.get(life)
+    recorder = sources.recorders_after.get(life) or sources.recorders.get(life)
+    row, place = sources.ledger.rows.get(life), sources.position.get(life)
+    ended = sources.books.rows.get(life) if sources.books is not None else None
     return {
         "slot": life[0],
         "incarnation": life[1],
-        "recorder_steps": recorder.totals.stepped if recorder is not None else None,
+        "recorder_steps": recorder.stepped if recorder is not None else None,
         "log_steps": sources.log.get(life),
-        "ledger_steps": row.stepped if row is not None else None,
-        "learner_settled": position.seq if position is not None else None,
-        "ledger_settled": row.settled if row is not None else None,
+        "books_steps": ended.counts.stepped if ended is not None else None,
+        "ledger_steps": row.counts.stepped if row is not None else None,
+        "learner_settled": place.seq if place is not None else None,
+        "ledger_settled": row.counts.settled if row is not None else None,
         "closed": row.closed if row is not None else None,
     }
 
 
+def _of_sums(sources: Sources) -> Iterator[str]:
+    """Yield a sentence for each slot whose ended lives have other sums in Redis than in books.json."""
+    if sources.books is None or sources.books_after is None:
+        return
+    nothing = (0, Counts())
+    before, ledger, after = (books.ended() for books in (sources.books, sources.ledger, sources.books_after))
+    for slot in sorted(before.keys() | ledger.keys()):
+        lives, counts = ledger.get(slot, nothing)
+        for (known, told), is_behind in ((before.get(slot, nothing), True), (after.get(slot, nothing), False)):
+            differ = counts.is_behind(told) if is_behind else told.is_behind(counts)
+            if differ or (lives < known if is_behind else lives > known):
+                yield (
+                    f"slot {slot}: its {known} ended lives have {told} in books.json, but its {lives} in the ledger "
+                    f"have {counts}"
+                )
+                break
+
+
 def _of_folded(sources: Sources, slot: int) -> Iterator[str]:
     """Yield the differences between the sum of a slot's older lives and the other sources."""
-    line = sources.folded[slot]
+    line = sources.ledger.folded[slot]
     ended = {life: steps for life, steps in sources.log.items() if life[0] == slot and line.has(life[1])}
     steps = sum(ended.values())
-    if steps > line.stepped or (len(ended) == line.lives and steps != line.stepped):
+    if steps > line.counts.stepped or (len(ended) == line.lives and steps != line.counts.stepped):
         yield (
             f"{len(ended)} of them took {steps:,} steps, as the supervisor's log says, but the ledger has "
-            f"{line.stepped:,}"
+            f"{line.counts.stepped:,}"
         )
-    places = [place for life, place in sources.before.position.items() if life[0] == slot and line.has(life[1])]
-    settled, committed = sum(place.seq for place in places), sum(place.committed[0] for place in places)
-    if settled > line.settled or committed > line.committed:
+    places = [place for life, place in sources.position.items() if life[0] == slot and line.has(life[1])]
+    settled, committed = sum(place.seq for place in places), sum(place.committed for place in places)
+    if settled > line.counts.settled or committed > line.counts.committed:
         yield (
             f"the learner was trained on {committed:,} steps of {settled} batches, but the ledger has "
-            f"{line.committed:,} of {line.settled} as committed"
+            f"{line.counts.committed:,} of {line.counts.settled} as committed"
         )
     if sources.highest and line.highest > sources.highest.get(slot, 0):
         yield f"broker.json knows only incarnations up to {sources.highest.get(slot, 0)} of this slot"
 
 
 def _of_life(sources: Sources, life: Life) -> Iterator[str]:
-    if sources.is_folded(life):
-        if life in sources.ledger:
+    if sources.ledger.is_folded(life):
+        if life in sources.ledger.rows:
             yield "the ledger has a row of it, although it is folded"
-        reading = sources.before.recorders.get(life)
-        if reading is not None and reading.totals.stepped > sources.folded[life[0]].stepped:
-            yield f"it ended after {reading.totals.stepped:,} steps, which its slot's folded lives do not have together"
+        reading = sources.recorders.get(life)
+        if reading is not None and reading.stepped > sources.ledger.folded[life[0]].counts.stepped:
+            yield f"it ended after {reading.stepped:,} steps, which its slot's folded lives do not have together"
         return
-    row, ended = sources.ledger.get(life), sources.before.recorders.get(life)
-    if ended is not None and life not in sources.before.living:
-        yield from _against_end(row, ended.totals.stepped, "its recorder")
+    row, ended = sources.ledger.rows.get(life), sources.recorders.get(life)
+    if ended is not None and not ended.lives:
+        yield from _against_end(row, ended.stepped, "its recorder")
+        known = row.counts.episodes if row is not None else 0
+        if known < ended.episodes:
+            yield f"it finished {ended.episodes:,} episodes, as its recorder says, but the ledger has {known:,}"
     if life in sources.log:
         yield from _against_end(row, sources.log[life], "the supervisor's log")
-    if (position := sources.before.position.get(life)) is not None:
+    if (position := sources.position.get(life)) is not None:
         yield from _against_position(row, position)
     if row is None:
         return
-    if (now := sources.after.get(life)) is not None:
+    if (now := sources.recorders_after.get(life)) is not None:
         for what, known, recorded in (
-            ("steps", row.stepped, now.totals.stepped),
-            ("batches", row.cut, now.totals.seq),
+            ("steps", row.counts.stepped, now.stepped),
+            ("batches", row.counts.cut, now.cut),
+            ("episodes", row.counts.episodes, now.episodes),
         ):
             if known > recorded:
                 yield f"the ledger has {known:,} {what}, but its recorder has only {recorded:,}"
-    newest = max(incarnation for slot, incarnation in sources.ledger if slot == life[0])
-    if not row.closed and row.stepped and life[1] < newest:  # a life without a step has no books to close
+    newest = max(incarnation for slot, incarnation in sources.ledger.rows if slot == life[0])
+    if not row.closed and row.counts.stepped and life[1] < newest:  # a life without a step has no books to close
         yield f"the ledger has it as live, beside incarnation {newest}"
     if sources.highest and life[1] > sources.highest.get(life[0], 0):
         yield f"broker.json knows only incarnations up to {sources.highest.get(life[0], 0)} of this slot"
 
 
-def _against_end(row: LedgerLine | None, stepped: int, witness: str) -> Iterator[str]:
+def _against_end(row: LifeLine | None, stepped: int, witness: str) -> Iterator[str]:
     if row is None and stepped:
         yield f"it ended after {stepped:,} steps, as {witness} says, but the ledger does not know it"
-    elif row is not None and row.stepped != stepped:
-        yield f"it ended after {stepped:,} steps, as {witness} says, but the ledger has {row.stepped:,}"
+    elif row is not None and row.counts.stepped != stepped:
+        yield f"it ended after {stepped:,} steps, as {witness} says, but the ledger has {row.counts.stepped:,}"
     elif row is not None and not row.closed:
         yield f"it has ended, as {witness} says, but the ledger has it as live"
 
 
-def _against_position(row: LedgerLine | None, position: Settled) -> Iterator[str]:
-    if row is None or row.settled < position.seq:
-        known = 0 if row is None else row.settled
-        yield f"the learner has settled batches up to {position.seq}, but the ledger knows {known}"
-    elif row.committed < position.committed[0] or (
-        row.settled == position.seq and row.committed != position.committed[0]
-    ):
+def _against_position(row: LifeLine | None, place: Place) -> Iterator[str]:
+    counts = row.counts if row is not None else Counts()
+    if counts.settled < place.seq:
+        yield f"the learner has settled batches up to {place.seq}, but the ledger knows {counts.settled}"
+    elif counts.committed < place.committed or (counts.settled == place.seq and counts.committed != place.committed):
         yield (
-            f"the learner was trained on {position.committed[0]:,} steps of its first {position.seq} batches, but the "
-            f"ledger has {row.committed:,} of {row.settled} as committed"
+            f"the learner was trained on {place.committed:,} steps of its first {place.seq} batches, but the "
+            f"ledger has {counts.committed:,} of {counts.settled} as committed"
         )
-
-
-def _read_ledger(url: str, fleet_id: str) -> tuple[dict[Life, LedgerLine], dict[int, FoldedLine], float]:
-    prefix = f"headrace:{{{fleet_id}}}:"
-    with contextlib.closing(connect(url, READ_TIMEOUT_S)) as client, naming_failures(url, READ_TIMEOUT_S):
-        with client.pipeline(transaction=True) as pipe:
-            pipe.hgetall(prefix + "ledger")
-            pipe.hgetall(prefix + "folded")
-            raw, sums = pipe.execute()
-        reported: Any = client.hget(prefix + "fleet", "reported_unix_s")
-    rows = {}
-    for name, text in raw.items():
-        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):  # the audit names such a row
-            slot, incarnation = map(int, name.split(b"/"))
-            row = orjson.loads(text)
-            totals, settled = row["totals"], row["settled"]
-            counts = _whole(totals["stepped"], totals["seq"], settled["seq"], settled["committed"][0])
-            rows[slot, incarnation] = LedgerLine(*counts, bool(row["closed"]))
-    folded = {}
-    for name, text in sums.items():
-        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
-            told = orjson.loads(text)
-            missing = tuple((int(first), int(last)) for first, last in told["missing"])
-            totals, settled = told["row"]["totals"], told["row"]["settled"]
-            counts = _whole(told["highest"], totals["stepped"], settled["seq"], settled["committed"][0])
-            folded[int(name)] = FoldedLine(counts[0], missing, *counts[1:])
-    reported_unix_s = 0.0
-    with contextlib.suppress(ValueError):
-        reported_unix_s = float(reported or 0.0)
-    return rows, folded, reported_unix_s if math.isfinite(reported_unix_s) else 0.0
-
-
-def _whole(*counts: Any) -> tuple[int, int, int, int]:
-    """Return the four counts. Raises `TypeError` if one is no integer."""
-    if not all(type(count) is int for count in counts):
-        raise TypeError(f"counts of a row are {counts!r:.100}")
-    return counts
-
-
-def _read_log(path: Path) -> dict[Life, int]:
-    ends = {}
-    for part in (rotated_path(path), path):
-        with contextlib.suppress(FileNotFoundError), part.open(errors="replace") as lines:
-            for line in lines:
-                if (match := _END.search(line)) is not None:
-                    ends[int(match[1]), int(match[2])] = int(match[3].replace(",", ""))
-    return ends
-
-
-def _read_highest(path: Path) -> dict[int, int]:
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-        return {int(slot): int(highest) for slot, highest in orjson.loads(path.read_bytes())["incarnations"].items()}
-    return {}
+    elif row is not None and row.closed and counts.settled == place.seq and row.end_taken != place.ended:
+        has, lacks = ("learner", "ledger") if place.ended else ("ledger", "learner")
+        yield f"the {has} has the end of its open episodes as taken, but the {lacks} does not"

@@ -130,7 +130,10 @@ class Sessions:
     def _start(self) -> None:
         self.broker = Broker(BrokerSection(), FLEET, self._run_dir, self._url)
         self.core = self.broker.core
-        position = [SourcePosition(slot=s, incarnation=i, settled=told) for (s, i), (_, told) in self._settled.items()]
+        position = [
+            SourcePosition(slot=slot, incarnation=life, settled=told, ended=life < self._life)
+            for (slot, life), (_, told) in self._settled.items()
+        ]
         hello = LearnerHello(token="L", channel="stream", window_batches=1 << 16, window_bytes=1 << 40)
         self._say(LEARNER, hello.model_copy(update={"position": position}))
 

@@ -1,7 +1,9 @@
 """Time of starts, restarts and ends: from `headrace up` to first weights and first env steps, to the end for mistakes,
-from the death of a worker to its successor's first step, and from the last step of a run to the end of the command.
+from the death of a worker, of the broker or of all processes to what is new after it, and from the last step of a run
+to the end of the command.
 
-The limit is a Python that imports torch and gymnasium and ends: a worker and the learner do at least that.
+The limit is a Python that imports torch and gymnasium and ends: a worker and the learner do at least that. Mistakes and
+recoveries have limits in seconds.
 
 PYTHONPATH=tests python -m bench.run --only startup
 """
@@ -16,18 +18,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bench.table import Row
 from headrace.deploy.process.recorders import recorder_path
-from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.fleet_file import ProcessEntry, read_fleet_file
 from headrace.deploy.run.redis_view import FleetView, Snapshot
-from headrace.schemas.accounts.recorder import read_recorder
+from headrace.deploy.run.resume import read_told
+from headrace.deploy.run.saved_policy import NEWEST_FILE
+from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.errors import RedisUnavailableError, RunDirError
 
 MISTAKE_S = 3.0
 """The longest that a mistake may take to be named."""
+_WORKER, _SLOT = "a killed worker to its next life's steps", "a killed worker to its next life's batch"
+_BROKER, _ALL = "a killed broker to a commit of new steps", "a start after a kill of all to an update"
+RECOVERY_S = {_WORKER: 2.0, _SLOT: 5.0, _BROKER: 2.0, _ALL: 5.0}
+"""The longest that a recovery may take in the median."""
+SLOWEST_S = 5.0
+"""The longest that any recovery may take."""
 _IMPORTS = "import gymnasium, torch"
 _DEADLINE_S = 120.0
 _MISTAKES = {
@@ -44,13 +54,18 @@ def measure(rounds: int) -> list[Row]:
     """One row for each moment of a start, and for each mistake; times in ms."""
     turns = [_turn() for _ in range(rounds)]
     rows = []
+    marks_s = {**dict.fromkeys(_MISTAKES, MISTAKE_S), **RECOVERY_S}
     for case in turns[0]:
         times = [turn[case] for turn in turns]
-        limits = [MISTAKE_S if case in _MISTAKES else turn["imports of torch and gymnasium"] for turn in turns]
+        limits = [marks_s.get(case, turn["imports of torch and gymnasium"]) for turn in turns]
         ratios = [took / limit for took, limit in zip(times, limits, strict=True)]
         spread = statistics.median(ratios), min(ratios), max(ratios)
-        most = 1.0 if case in _MISTAKES else None
+        most = 1.0 if case in marks_s else None
         rows.append(Row("startup", case, "headrace up", "ms", 1000 * statistics.median(times), *spread, most=most))
+    for case in RECOVERY_S:
+        took = max(turn[case] for turn in turns)
+        ratio = took / SLOWEST_S
+        rows.append(Row("startup", case, "the slowest", "ms", 1000 * took, ratio, ratio, ratio, most=1.0))
     return rows
 
 
@@ -58,7 +73,9 @@ def _turn() -> dict[str, float]:
     times = {"imports of torch and gymnasium": _ends([sys.executable, "-c", _IMPORTS])}
     with _fleet() as (run_dir, moments):
         times |= {f"to {what}": took for what, took in moments.items()}
-        times["a killed worker to its next life's steps"] = restart(run_dir)
+        times[_WORKER], times[_SLOT] = restart(run_dir)
+        times[_BROKER] = restart_broker(run_dir)
+        times[_ALL] = restart_all(run_dir)
     with _fleet("--no-check-env") as (_, moments):
         times |= {f"to {what}, no env built before": took for what, took in moments.items()}
     times["last step of a run to exit"] = goal_to_exit()
@@ -68,17 +85,65 @@ def _turn() -> dict[str, float]:
     return times
 
 
-def restart(run_dir: Path) -> float:
-    """Kill worker 0 once it has lived so long that no pause follows; return the seconds until its next life's steps."""
-    victim = next(process for process in read_fleet_file(run_dir / "fleet.json").processes if process.slot == 0)
+def restart(run_dir: Path) -> tuple[float, float]:
+    """Kill worker 0; return the seconds until its next life takes steps, and until the learner commits some of them."""
+    began, victim = _kill(run_dir, "worker-0")
     after = recorder_path(run_dir / "recorders", 0, victim.incarnation + 1)
+    steps_s = _seconds_until(began, lambda: (reading := read_recorder(after)) and reading.totals.stepped)
+    return steps_s, _seconds_until(began, lambda: (reading := read_recorder(after)) and reading.settled.committed[0])
+
+
+def restart_broker(run_dir: Path) -> float:
+    """Kill the broker; return the seconds until the learner has committed steps that no worker had taken before."""
+    began, _ = _kill(run_dir, "broker")
+    before = {path: reading.totals.stepped for path, reading in _recorders(run_dir).items()}
+
+    def has_commit() -> bool:
+        now = _recorders(run_dir)
+        return any(now[path].settled.committed[0] > stepped for path, stepped in before.items() if path in now)
+
+    return _seconds_until(began, has_commit)
+
+
+def restart_all(run_dir: Path) -> float:
+    """Kill all processes; return the seconds from the next start until the learner has trained one more update."""
+    page, checkpoint, silent = read_fleet_file(run_dir / "fleet.json"), run_dir / NEWEST_FILE, subprocess.DEVNULL
+    for pid in (page.supervisor_pid, *(process.pid for process in page.processes)):
+        with suppress(ProcessLookupError):  # it died with the supervisor
+            os.kill(pid, signal.SIGKILL)
+    before = _updates(checkpoint)
+    began = time.perf_counter()
+    with subprocess.Popen(_up(run_dir, *_OFTEN), stdout=silent, stderr=silent) as process:
+        try:
+            return _seconds_until(began, lambda: _updates(checkpoint) > before)
+        finally:
+            process.terminate()
+
+
+def _kill(run_dir: Path, name: str) -> tuple[float, ProcessEntry]:
+    """Kill a process once it has lived so long that no pause follows."""
+    victim = next(process for process in read_fleet_file(run_dir / "fleet.json").processes if process.name == name)
     time.sleep(max(0.0, victim.started + _LIFE_S - time.time()))
     began = time.perf_counter()
     os.kill(victim.pid, signal.SIGKILL)
-    while (reading := read_recorder(after)) is None or not reading.totals.stepped:
+    return began, victim
+
+
+def _seconds_until(began: float, is_done: Callable[[], object]) -> float:
+    while not is_done():
         _check_deadline(began)
         time.sleep(0.002)
     return time.perf_counter() - began
+
+
+def _recorders(run_dir: Path) -> dict[Path, Reading]:
+    readings = {path: read_recorder(path) for path in (run_dir / "recorders").glob("*.rec")}
+    return {path: reading for path, reading in readings.items() if reading is not None}
+
+
+def _updates(checkpoint: Path) -> int:
+    told = read_told(checkpoint)
+    return int(told["state"]["updates"]) if told is not None else 0
 
 
 def goal_to_exit() -> float:
@@ -91,8 +156,8 @@ def goal_to_exit() -> float:
         with subprocess.Popen(command, stdout=silent, stderr=silent) as process:
             while process.poll() is None:
                 _check_deadline(began)
-                readings = [read_recorder(path) for path in recorders.glob("*.rec")]
-                if (steps := sum(reading.totals.stepped for reading in readings if reading is not None)) > most:
+                steps = sum(reading.totals.stepped for reading in _recorders(recorders.parent).values())
+                if steps > most:
                     most, moved = steps, time.perf_counter()
                 time.sleep(0.002)
         return time.perf_counter() - moved

@@ -6,7 +6,11 @@ import re
 import shutil
 import signal
 import socket
-from contextlib import suppress
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from headrace.deploy.run.resume import read_told
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import read_recorder
 from support.fleets.running_fleet import RunningFleet, redis_in
+from support.waiting import TIMEOUT_S
 
 pytestmark = pytest.mark.chaos
 
@@ -157,3 +162,125 @@ def test_a_run_moved_to_another_folder_and_ports_goes_on_training(tmp_path: Path
         said, rows = go_on(moved)
     assert f"save {told['saves']:,} of learner epoch 1" in said
     assert told_by(moved)["state"]["steps"] == sum(row.settled.committed[0] for row in rows.values())
+
+
+def steps_of(run_dir: Path) -> int:
+    """Return the steps that the newest checkpoint was trained on; 0 while there is none."""
+    told = read_told(run_dir / CHECKPOINT)
+    return int(told["state"]["steps"]) if told is not None else 0
+
+
+@pytest.mark.thorough
+def test_the_run_directory_then_redis_then_the_places_of_both_may_be_lost_in_one_run(tmp_path: Path) -> None:
+    """It prints how long each start takes until a new update is trained."""
+    run = tmp_path / "run"
+    lost: list[str] = []
+    trained = 0
+
+    def train_then_kill(url: str, what: str) -> None:
+        nonlocal trained
+        began = time.monotonic()
+        with RunningFleet(run, *SMALL, "--redis-url", url) as fleet:
+            fleet.wait_until(
+                lambda: (run / "fleet.json").exists() and fleet.pid("broker"), "the choice of a checkpoint"
+            )
+            before = steps_of(run)
+            assert before >= 0.5 * trained, "it goes on from the last checkpoint, or its copy"
+            fleet.wait_until(lambda: steps_of(run) > before, "a new update")
+            print(f"{what}: {time.monotonic() - began:.1f} s from the start of `up` to the first new update")  # noqa: T201
+            fleet.wait_until(lambda: steps_of(run) > before + 6_000, "it trains on")
+            fleet.kill_everything()
+            lost.append(fleet.said())
+        trained = steps_of(run)
+
+    with redis_in(tmp_path / "redis") as (url, _):
+        train_then_kill(url, "a new run")
+        shutil.rmtree(run)
+        train_then_kill(url, "the run directory deleted")
+        with connect(url) as client:
+            client.flushall()
+        train_then_kill(url, "Redis emptied")
+    run = run.rename(tmp_path / "moved")
+    (tmp_path / "redis").rename(tmp_path / "redis-moved")
+    server_json = tmp_path / "redis-moved" / "redis" / "server.json"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+    server_json.write_bytes(orjson.dumps(orjson.loads(server_json.read_bytes()) | {"port": free}))
+    with redis_in(tmp_path / "redis-moved") as (moved_url, _):
+        assert moved_url != url
+        train_then_kill(moved_url, "both moved")
+        said, rows = go_on(run, "--redis-url", moved_url)
+    only_in_steps_lost = sum(
+        trained_on_copy(words, {}) for words in (*lost, said)
+    )  # minus what each start said was lost
+    committed = sum(row.settled.committed[0] for row in rows.values())
+    assert steps_of(run) == committed + only_in_steps_lost, "every committed step is in the model once"
+
+
+OWN_LEARNER = """
+import sys
+import torch
+from headrace.learner_stub import EpisodeStream, LearnerState
+
+run, seen = sys.argv[1], open(sys.argv[2], "a", buffering=1)
+state = LearnerState.of(run, connect_timeout_s=150.0)
+saved = state.load()
+steps, position = (saved.steps, saved.position) if saved is not None else (0, None)
+print("from", steps, file=seen)
+with EpisodeStream.of(run, auto_commit=False, position=position, connect_timeout_s=150.0) as stream:
+    for batch in stream:
+        steps += batch.steps
+        for chunk in batch:
+            print(steps, chunk.episode_id, chunk.chunk_index, len(chunk), chunk.end.name, file=seen)
+        state.save(stream, {"seen": torch.tensor([float(steps)])}, steps=steps)
+        stream.commit()
+"""
+
+
+@contextmanager
+def own_learner(run_dir: Path, seen: Path) -> Iterator[subprocess.Popen[bytes]]:
+    learner = subprocess.Popen([sys.executable, "-c", OWN_LEARNER, str(run_dir), str(seen)])
+    try:
+        yield learner
+    finally:
+        learner.kill()
+        learner.wait()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lost", ["the run directory", "Redis"])
+def test_a_learner_of_ones_own_goes_on_and_gets_the_end_of_each_open_episode(tmp_path: Path, lost: str) -> None:
+    run, seen = tmp_path / "run", tmp_path / "seen"
+    own = ("--set", "learner.enabled=false", "--set", "worker.random_actions_before_weights=true")
+    with redis_in(tmp_path / "first") as (first, _), redis_in(tmp_path / "second") as (second, _):
+        with RunningFleet(run, *SMALL, *own, "--redis-url", first) as fleet, own_learner(run, seen) as learner:
+            fleet.wait_until(lambda: steps_of(run) > 6_000, "it trains")
+            fleet.send(signal.SIGKILL, "worker", slot=0)
+            before = steps_of(run)
+            fleet.wait_until(lambda: steps_of(run) > before + 4_000, "it trains on")
+            learner.kill()
+            fleet.kill_everything()
+        if lost == "Redis":
+            first = second
+        else:
+            shutil.rmtree(run)
+        with own_learner(run, seen) as learner:
+            said, rows = go_on(run, *own, "--redis-url", first)
+            learner.wait(TIMEOUT_S)
+    lives: list[tuple[int, list[list[str]]]] = []
+    for line in seen.read_text().splitlines():
+        words = line.split()
+        if words[0] == "from":
+            lives.append((int(words[1]), []))
+        elif len(words) == 5:
+            lives[-1][1].append(words)
+    (_, earlier), (resumed_at, later) = lives
+    assert resumed_at > 6_000
+    earlier = [words for words in earlier if int(words[0]) <= resumed_at]
+    chunks = [(episode, index) for _, episode, index, length, _ in (*earlier, *later) if length != "0"]
+    assert len(chunks) == len(set(chunks)), "no chunk was trained on twice"
+    ended = {episode for _, episode, _, _, end in (*earlier, *later) if end != "ONGOING"}
+    left = {episode for _, episode, *_ in earlier} - ended
+    assert not left, f"{len(left)} episodes have no end"
+    assert sum(int(words[3]) for words in (*earlier, *later)) == steps_of(run) == trained_on_copy(said, rows)

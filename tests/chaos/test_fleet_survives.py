@@ -17,6 +17,7 @@ import pytest
 
 from headrace.broker.redis.client import connect
 from headrace.deploy.fleet import fleet as fleet_module
+from headrace.deploy.fleet import silence_limits
 from headrace.deploy.fleet.fleet import Fleet
 from headrace.deploy.fleet.snapshot_poller import SnapshotPoller
 from headrace.deploy.process.stop_signals import StopSignals
@@ -70,6 +71,63 @@ def test_a_role_that_is_stopped_is_replaced(tmp_path: Path, role: str) -> None:
     assert_goal_and_books(fleet, result)
     assert result["restarts"] == {"worker": 0, "broker": 0, "learner": 0, "redis": 0} | {role: 1}
     assert f"{role} (pid {stopped}) has been s" in result["stderr"]
+
+
+HANGS = """
+import os, signal, sys, time
+
+def hang(*_):
+    while True: time.sleep(0.01)
+
+signal.signal(signal.SIGUSR1, hang)
+mark = os.environ.get("HANGS_AT_ITS_START", "")
+if mark and "broker" in sys.orig_argv and not os.path.exists(mark):
+    open(mark, "w").close()
+    hang()
+"""
+"""Each Python process executes this at its start. Its main thread hangs at SIGUSR1; its other threads go on."""
+
+
+@pytest.fixture
+def processes_can_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HANGS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("processes_can_hang")
+@pytest.mark.parametrize("role", ["learner", "broker"])
+def test_a_role_that_hangs_is_replaced(tmp_path: Path, role: str) -> None:
+    settings = {
+        "broker.lease_s": 2 * PATIENCE,
+        "broker.heartbeat_interval_s": "0.3",
+        "supervisor.hung_after_s": 5 * PATIENCE,
+    }
+    arguments = ("--until-steps", "20000", *(part for key in settings for part in ("--set", f"{key}={settings[key]}")))
+    with RunningFleet(tmp_path / "run", *SMALL, *arguments) as fleet:
+        fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
+        hung = fleet.send(signal.SIGUSR1, role)
+        fleet.wait_until(lambda: fleet.pid(role) not in (None, hung), f"a new {role}")
+        result = fleet.finish()
+    assert_goal_and_books(fleet, result)
+    assert result["restarts"] == {"worker": 0, "broker": 0, "learner": 0, "redis": 0} | {role: 1}
+    assert f"{role} (pid {hung}) has been silent for" in result["stderr"]
+
+
+@pytest.mark.usefixtures("processes_can_hang")
+def test_a_broker_that_hangs_before_its_first_sign_of_life_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HANGS_AT_ITS_START", str(tmp_path / "hung"))
+    monkeypatch.setattr(silence_limits, "FIRST_SIGN_S", 5 * PATIENCE)
+    monkeypatch.setattr(fleet_module, "BROKER_DEADLINE_S", TIMEOUT_S)
+    with fleet_of_a_broker(tmp_path) as (fleet, _):
+        fleet.start()
+        assert (tmp_path / "hung").exists()
+        assert fleet.supervisor.restarts()["broker"] >= 1
+        turn(fleet, lambda: fleet.facts().snapshot.gauges, "the next broker reports")
 
 
 @pytest.mark.thorough

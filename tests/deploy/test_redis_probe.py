@@ -111,7 +111,7 @@ def test_a_real_server_in_an_endless_script_is_killed_and_replaced(nursery: Nurs
     wait_until(lambda: not answers(launch.url), "the script")
     probe = RedisProbe(launch.url, lambda: SILENT_S, ping_every_s=0.5)
     watch = FleetWatchdog(
-        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), 1.0, connect_timeout_s=1.0, redis=probe
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), 1.0, first_sign_s={}, redis=probe
     )
     nursery.until(lambda: service.restarts > 0 and not service.zombies)
     watch.stop()

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.deploy.fleet.silence_limits import first_sign_limits
 from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot, why_silent
 from headrace.deploy.process.liveness_file import seconds_silent
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import ProcessSpec, Role
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Reading
+from headrace.schemas.settings.config import FleetConfig
 from support.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def test_a_stopped_worker_is_replaced_and_an_active_one_is_not(nursery: Nursery,
     )
     service = nursery.supervisor.start(spec)
     watch = FleetWatchdog(
-        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=PATIENCE, connect_timeout_s=1.0
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=PATIENCE, first_sign_s={}
     )
     nursery.until(lambda: (tmp_path / "worker-0-1.rec").exists())
     assert not nursery.loop.turn_until(lambda: service.restarts > 0, 1.5 * PATIENCE), "replaced although it was active"
@@ -105,7 +107,7 @@ def test_an_env_host_without_signs_of_life_is_killed_and_replaced(nursery: Nurse
         nursery.supervisor,
         recorders_by_slot(tmp_path),
         lease_s=PATIENCE,
-        connect_timeout_s=1.0,
+        first_sign_s={},
         limits_s={Role.ENV_HOST: 2 * PATIENCE},
     )
     stopped = service.child
@@ -128,7 +130,7 @@ def test_an_env_host_is_not_replaced_while_it_builds_its_first_env(nursery: Nurs
         nursery.supervisor,
         recorders_by_slot(tmp_path),
         0.4 * PATIENCE,
-        connect_timeout_s=1.0,
+        first_sign_s=first_sign_limits(FleetConfig()),
         limits_s={Role.ENV_HOST: 0.1},
     )
     assert not nursery.loop.turn_until(lambda: service.restarts > 0, 0.8 * PATIENCE)
@@ -143,7 +145,7 @@ def test_a_process_that_is_stopped_for_long_is_killed_and_replaced(
     """The process never gave a sign of life. It is not killed before the time of a lease has passed."""
     service = nursery.start("import signal; print('up', flush=True); signal.pause()", role=role)
     watch = FleetWatchdog(
-        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=PATIENCE, connect_timeout_s=1.0
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), lease_s=PATIENCE, first_sign_s={}
     )
     nursery.until(lambda: nursery.says("child", "up"))
     stopped = service.child
@@ -159,9 +161,10 @@ def test_a_process_that_is_stopped_for_long_is_killed_and_replaced(
     assert service.restarts == 1
 
 
+@pytest.mark.parametrize("first", ["turns", "hangs"])
 @pytest.mark.parametrize("role", [Role.BROKER, Role.LEARNER])
-def test_a_process_that_hangs_is_killed_and_replaced(nursery: Nursery, tmp_path: Path, role: Role) -> None:
-    argv = [sys.executable, "-c", TURNING.replace("while True:", "for _ in range(9):") + "\nwhile True: pass", "turns"]
+def test_a_process_that_hangs_is_killed_and_replaced(nursery: Nursery, tmp_path: Path, role: Role, first: str) -> None:
+    argv = [sys.executable, "-c", TURNING.replace("while True:", "for _ in range(9):") + "\nwhile True: pass", first]
     service = nursery.supervisor.start(ProcessSpec("child", role, lambda _: argv))
     limits = {role: PATIENCE}
     watch = FleetWatchdog(
@@ -169,7 +172,7 @@ def test_a_process_that_hangs_is_killed_and_replaced(nursery: Nursery, tmp_path:
         nursery.supervisor,
         recorders_by_slot(tmp_path),
         0.4 * PATIENCE,
-        connect_timeout_s=1.0,
+        first_sign_s={role: 2 * PATIENCE},
         limits_s=limits,
     )
     nursery.until(lambda: service.restarts == 1 and not service.zombies)

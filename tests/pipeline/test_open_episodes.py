@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.fleet_place import by_broker
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.chunks import episode_log
@@ -22,6 +24,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import format_episode_id
 from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.chunks.open_episodes import OPEN_EPISODE, OpenEpisodes, open_episodes
+from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import LearnerWelcome, Obituary, SourceEnd, SourcePosition, SupervisorHello
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, Witness
 from support.waiting import TIMEOUT_S, wait_until
@@ -124,13 +127,17 @@ def test_a_disk_that_stays_full_ends_the_log_and_not_the_worker(
     assert len(caplog.messages) == 2
 
 
-def _die(feeder: Feeder, broker: BrokerThread, batches: list[ChunkBatch], folder: Path) -> None:
+def _die(
+    feeder: Feeder, broker: BrokerThread, batches: list[ChunkBatch], folder: Path, *, lose_log: bool = False
+) -> None:
     """End a worker without a word, and let a supervisor tell the broker what it left, as its log says."""
     feeder.stop()
     log = EpisodeLog(folder / "worker-0-1.episodes")
     for seq, batch in enumerate(batches, start=1):
         log.append(batch, seq, 0)
     log.close()
+    if lose_log:
+        log.path.unlink()
     obituary = Obituary(
         slot=0,
         incarnation=1,
@@ -183,6 +190,44 @@ def test_new_learners_get_a_dead_workers_end_markers_until_one_commits_them(
         position = third.position() if with_position else None
     with EpisodeStream(broker.endpoints.learner, position=position) as fourth:
         assert fourth.next(0.5) is None
+
+
+def test_a_learners_own_position_has_the_open_episodes_if_the_workers_log_is_lost(
+    broker: BrokerThread, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    """Three of six envs step no more in the second half. So the second learner knows them by the first one alone."""
+    batches = Envs(5, width=6, ends=0.05).fragments(8)
+    batches[4:] = [batch.select(batch.table["env_index"] < 3) for batch in batches[4:]]
+    feeder = start_feeder(broker.endpoints.worker, batches)
+    position: list[dict[str, Any]] = []
+    for _ in range(2):
+        with EpisodeStream(broker.endpoints.learner, position=position, auto_commit=False) as stream:
+            for _ in range(4):
+                assert stream.next(TIMEOUT_S) is not None
+            position = orjson.loads(orjson.dumps(stream.position()))
+            stream.commit()
+    wait_until(feeder.all_settled, "the settlement of all batches")
+    _die(feeder, broker, batches, tmp_path, lose_log=True)
+    before_the_end = position
+    for commits in (False, True):
+        with EpisodeStream(broker.endpoints.learner, position=position, auto_commit=False) as stream:
+            assert _markers(stream) == _left(batches)
+            if commits:
+                position = stream.position()
+                stream.commit()
+    assert "open_episodes" not in position[0]
+    with EpisodeStream(broker.endpoints.learner, position=before_the_end) as older:
+        assert _markers(older) == _left(batches), "its checkpoint is the copy that was left, so it lacks that end"
+        older.commit()
+    with EpisodeStream(broker.endpoints.learner, position=position) as last:
+        assert last.next(0.5) is None
+
+
+def test_a_position_with_rows_that_are_no_episodes_is_refused() -> None:
+    place = {"slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [30, 6]}}
+    told = {"agents": [], "modules": [], "columns": {}, "rows": "?"}
+    with pytest.raises(DecodeError, match="rows of open episodes"):
+        by_broker([{**place, "open_episodes": told}], "", 1)
 
 
 def test_no_end_marker_comes_for_episodes_of_batches_that_never_arrived(

@@ -15,6 +15,7 @@ import orjson
 import pytest
 from rich.console import Console
 
+from headrace.broker.books_file import BooksFile, EndedLives
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.metrics import FleetMetrics
@@ -197,14 +198,17 @@ class Run:
         (path / "fleet.json").write_bytes(orjson.dumps({"redis_url": url, "fleet_id": fleet_id, "state": "stopped"}))
         with view:
             rows = view.read().rows
-        self.leave_recorder(rows[0, 1].totals.stepped, 0, 1, rows[0, 1].totals.seq)
+        self.row = rows[0, 1]
+        self.leave_recorder(self.row.totals.stepped, 0, 1, self.row.totals.seq)
         place = SourcePosition(slot=0, incarnation=1, settled=rows[0, 1].settled).model_dump(mode="json")
         position = [{"fleet_id": fleet_id} | place]
         save_checkpoint(path / "learner.checkpoint", Checkpoint(1, position, {}, {}))
+        BooksFile(path, fleet_id).write(EndedLives(rows=[self.row]))
 
-    def leave_recorder(self, stepped: int, slot: int, incarnation: int, seq: int = 0) -> None:
+    def leave_recorder(self, stepped: int, slot: int, incarnation: int, seq: int = 0, more_episodes: int = 0) -> None:
         recorder = Recorder(self.path / "recorders" / f"worker-{slot}-{incarnation}.rec", slot, incarnation)
-        recorder.totals(WorkerTotals(seq=seq, stepped=stepped, open=stepped))
+        episodes = more_episodes + (self.row.totals.episodes if seq else 0)
+        recorder.totals(WorkerTotals(seq=seq, stepped=stepped, open=stepped, episodes=episodes))
         recorder.close()
 
     def audit(self, *how: str) -> tuple[int, str]:
@@ -291,11 +295,38 @@ def greet_twice_and_leave(run: Run, client: Any, fleet_id: str) -> None:
         client.hset(key_name(fleet_id, LEDGER), f"9/{incarnation}", row.model_dump_json())
 
 
+def lose_a_life_in_the_file(run: Run, client: Any, fleet_id: str) -> None:
+    BooksFile(run.path, fleet_id).write(EndedLives())
+
+
+def count_less_in_the_file(run: Run, client: Any, fleet_id: str) -> None:
+    totals = run.row.totals.model_copy(update={"episodes": run.row.totals.episodes - 1})
+    BooksFile(run.path, fleet_id).write(EndedLives(rows=[run.row.model_copy(update={"totals": totals})]))
+
+
+def tear_the_file(run: Run, client: Any, fleet_id: str) -> None:
+    (run.path / "books.json").write_text('{"rows": ')
+
+
+def finish_one_more_episode(run: Run, client: Any, fleet_id: str) -> None:
+    run.leave_recorder(run.row.totals.stepped, 0, 1, run.row.totals.seq, more_episodes=1)
+
+
+def take_the_end(run: Run, client: Any, fleet_id: str) -> None:
+    place = SourcePosition(slot=0, incarnation=1, settled=run.row.settled, ended=True).model_dump(mode="json")
+    save_checkpoint(run.path / "learner.checkpoint", Checkpoint(1, [place], {}, {}))
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (None, ""),
+        (lose_a_life_in_the_file, "slot 0: its 0 ended lives have 0 steps (0 committed), 0 batches"),
+        (count_less_in_the_file, "and 11 episodes in books.json, but its 1 in the ledger have"),
+        (tear_the_file, "books.json cannot be read"),
+        (finish_one_more_episode, "it finished 13 episodes, as its recorder says, but the ledger has 12"),
+        (take_the_end, "the learner has the end of its open episodes as taken, but the ledger does not"),
         (greet_twice_and_leave, ""),
         (revive, "slot 0 incarnation 1: the ledger has it as live, beside incarnation 2"),
         (lose_the_ledger, "slot 0 incarnation 1: it ended after "),
