@@ -25,6 +25,9 @@ MOST_BYTES = (1 << 48) - 1
 WINDOW = 1024
 """The most batches a worker may keep unsettled: its recorder has a place for each."""
 
+MOST_SILENCE_S = 86_400.0
+"""A day: the longest lease, and the longest time that a peer may announce to be silent."""
+
 Natural = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 """A count."""
 
