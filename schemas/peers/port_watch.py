@@ -250,6 +250,10 @@ class PortWatch:
                 self._try(self._look, began)
                 took = time.monotonic() - began
                 self._rest_s = min(max(_FASTEST_LOOK_S, _REST_RATIO * took), _FAST_LOOK_S)
+        except Exception:
+            log.exception(
+                "the watch of the %s port has ended: nothing bounds its connections until a restart", self._name
+            )
         finally:
             if self._wakes is not None:
                 self._wakes.close()

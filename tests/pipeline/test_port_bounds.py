@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.messages import SupervisorHello
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, STRANGERS_BYTES
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, STRANGERS_BYTES, PortBounds, PortWatch
 from headrace.schemas.peers.refusal_budget import REFUSED_BURST
 from support.pipeline.delivery import FLEET, Envs, Process, StartFeeder, batches_of, broker_process
 from support.raw_zmtp import RawZmtp, frame, head, memory_of
@@ -145,3 +146,26 @@ def test_connections_beyond_the_bound_cost_honest_peers_nothing(tmp_path: Path, 
         assert feeder.error is None
         told = [line for line in process.log.read_text().splitlines() if f"more than {PLACES} connections" in line]
         assert 2 <= len(told) < PLACES
+
+
+def test_a_watch_that_ends_by_an_unexpected_error_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        """A monitor that cannot be read."""
+
+        def get(self, option: int) -> int:
+            return theirs.fileno()
+
+        def poll(self, timeout: int) -> int:
+            raise OSError("no monitor")
+
+        def recv_multipart(self) -> list[bytes]:
+            return []
+
+        def close(self, linger: int) -> None:
+            """Do nothing."""
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.send(b"news")
+        PortWatch("worker", Broken(), PortBounds(1)).close()
+    assert "the watch of the worker port has ended: nothing bounds its connections" in caplog.text
