@@ -38,6 +38,11 @@ STEPS_PER_S = 10_000_000
 
 STEPS_AT_ONCE = 2 * STEPS_PER_S
 
+STEPS_A_BYTE = 16
+"""Steps that one byte of a batch may hold. Each has a reward and a weights seq, eight bytes each, and lz4 makes no less
+than one byte of 255.
+"""
+
 MOST_BROUGHT = 1 << 45
 """The largest counter that a life older than this broker may bring: a year of a million steps a second."""
 
@@ -97,7 +102,7 @@ class Claims:
     def batch(self, peer: Peer, header: BatchHeader, nbytes: int, now: float) -> None:
         """Judge the header of a batch of `nbytes`. Only the next one of its source is ever stored."""
         self._check_epoch((header.learner_epoch, header.weights_seq), now)
-        if header.steps > nbytes:
+        if header.steps > nbytes * STEPS_A_BYTE:
             raise _lie(f"{header.steps} steps in a batch of {nbytes} bytes")
         self._check_next(peer, header, (header.seq, header.steps, header.chunks), now)
 

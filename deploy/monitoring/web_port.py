@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import threading
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,8 +22,12 @@ from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.settings.config import is_loopback
 
+log = logging.getLogger(__name__)
+
 MOST_CONNECTIONS = 256
 """At once. A browser has six, of which one follows a page."""
+SILENT_S = 10.0
+"""A connection may take so many seconds for a request, and from an answer to the next request."""
 _ANSWERS_S, _CLOSE_S = 3, 5.0
 """Seconds for answers under way, such as the last state of a stream, and for the end of the thread that serves."""
 
@@ -42,6 +48,12 @@ class WebPort:
                 key="--listen",
             )
         self._token = read_token(token_file) if token_file is not None else None
+        if token_file is not None and not is_loopback(host):
+            log.warning(
+                "HTTP on %s is not encrypted: browsers and scrapers send the token in clear; put TLS in front of it, "
+                "and listen on loopback behind that",
+                host,
+            )
         self._socket = _listen(host, port)
         self._thread: threading.Thread | None = None
         self.url = f"http://{in_url(host)}:{self._socket.getsockname()[1]}"
@@ -58,6 +70,7 @@ class WebPort:
 
         If no client is connected, the block does not wait for the thread, which may live 0.2 s longer.
         """
+        silences = _Silences()
         config = uvicorn.Config(
             Guard(app, self._token, self._socket.getsockname()[1], public),
             log_config=None,
@@ -67,7 +80,7 @@ class WebPort:
             ws="none",
             limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=_ANSWERS_S,
-            callback_notify=_on_turn,
+            callback_notify=lambda: _on_turn(server, silences),
             timeout_notify=0,
         )
         server = uvicorn.Server(config)
@@ -88,9 +101,28 @@ class WebPort:
             self._socket.close()
 
 
-async def _on_turn() -> None:
-    """Give a sign of life from the event loop that answers requests."""
+async def _on_turn(server: uvicorn.Server, silences: _Silences) -> None:
+    """Give a sign of life from the event loop that answers requests, once a second. Close silent connections."""
     service_manager().turn()
+    silences.end(server.server_state.connections, time.monotonic())
+
+
+class _Silences:
+    """Closes connections on which no request comes. uvicorn itself closes those that have been answered before."""
+
+    def __init__(self) -> None:
+        self._since: dict[Any, tuple[object, float]] = {}
+        """By connection: the request that was answered last, or None, and since when no other one has come."""
+
+    def end(self, connections: Iterable[Any], now: float) -> None:
+        """Close the connections of uvicorn that wait for a request for longer than `SILENT_S`."""
+        waiting = {each: each.cycle for each in connections if each.cycle is None or each.cycle.response_complete}
+        before, self._since = self._since, {}
+        for connection, answered in waiting.items():
+            last, since = before.get(connection, (answered, now))
+            self._since[connection] = answered, since if last is answered else now
+            if now - self._since[connection][1] > SILENT_S and connection.transport is not None:
+                connection.transport.close()
 
 
 def parse_address(text: str) -> tuple[str, int]:

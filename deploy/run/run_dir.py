@@ -30,6 +30,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from pathlib import Path
 from types import TracebackType
@@ -101,13 +102,17 @@ class RunDir:
         return self
 
     def _check_owner(self) -> None:
-        """Raise `RunDirError` if another user owns the directory, since that user could replace every file in it."""
+        """Raise `RunDirError` if other users could replace every file in the directory: its owner, or all users."""
         if self._is_new:
             return
-        owner, own = self.path.stat().st_uid, os.geteuid()
+        status, own = self.path.stat(), os.geteuid()
+        owner = status.st_uid
         if owner not in (own, _ROOT):
             reason = f"it belongs to user {owner}, and this is user {own}"
             raise RunDirError(str(self.path), reason, f"name a new folder with --run-dir, or chown it to user {own}")
+        if owner == own != _ROOT and status.st_mode & stat.S_IWOTH:  # that of root may be the volume of a container
+            reason = "every user of this machine may write in it"
+            raise RunDirError(str(self.path), reason, f"run: chmod o-w {self.path}")
 
     def _take_lock(self, lock: int) -> None:
         try:

@@ -28,6 +28,9 @@ WINDOW = 1024
 Seconds = Annotated[float, Field(ge=0, le=1e10)]
 """A span of time, up to more than three centuries."""
 
+MOST_SILENCE_S = 86_400.0
+"""A day: the longest lease, and the longest time that a peer may announce to be silent."""
+
 Natural = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 """A count."""
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from headrace.schemas.basics.bounds import Natural, Pid, Positive
+from headrace.schemas.basics.bounds import MOST_SILENCE_S, Natural, Pid, Positive
 from headrace.schemas.basics.headrace_version import HeadraceVersion
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.frames.wire import MessageKind
@@ -69,7 +69,7 @@ class EnvHostWelcome(Message):
     num_workers: Natural
     num_envs: Positive
     """Number of envs of the worker, wherever they are."""
-    lease_s: float = Field(gt=0)
+    lease_s: float = Field(gt=0, le=MOST_SILENCE_S)
     heartbeat_interval_s: float = Field(ge=0.001, le=60)
 
 

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from headrace.schemas.basics.bounds import Natural, Positive, Version
+from headrace.schemas.basics.bounds import MOST_SILENCE_S, Natural, Positive, Version
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
 
@@ -164,7 +164,7 @@ class ClientWelcome(Message):
     request: Natural = 0
     spaces: dict[str, Any]
     """As `schemas/chunks/spaces.py` writes them; of several agents, as `serving_agents.py` does."""
-    lease_s: float = Field(gt=0)
+    lease_s: float = Field(gt=0, le=MOST_SILENCE_S)
     """Seconds of silence after which the session ends."""
     max_message_bytes: Positive
     """A client must not send more: over ZeroMQ it would cost the connection."""

@@ -19,6 +19,7 @@ from headrace.schemas.accounts.worker_figures import (
     WaitByReason,
 )
 from headrace.schemas.basics.bounds import (
+    MOST_SILENCE_S,
     WINDOW,
     Bytes,
     ChosenName,
@@ -38,8 +39,6 @@ from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.frames.compression import Encodings
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages.message_base import MOST_NAME, MOST_SHORT_DETAIL, Message, ModuleShapes, WeightsRefusal
-
-MOST_SILENCE_S = 86_400.0
 
 MOST_DROPPED = 1024
 """As many batches as a recorder holds, and a worker keeps."""
@@ -92,8 +91,8 @@ class WorkerWelcome(Message):
     round_steps: Natural = 0
     """Synchronous sampling: steps to ship with `weights` in all, before it waits for the next version."""
     max_batch_bytes: Bytes
-    lease_s: float = Field(default=10.0, gt=0)
-    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
+    heartbeat_interval_s: float = Field(default=1.0, gt=0, le=MOST_SILENCE_S)
     weights_endpoint: str = ""
     weights: Version = (0, 0)
     steps_elsewhere: Natural = 0

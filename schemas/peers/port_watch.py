@@ -18,12 +18,14 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import select
 import socket
 import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,13 +46,19 @@ UNFINISHED_S, SLOWEST_BYTES_S = 60.0, 100_000
 """A message may take so many seconds to arrive, and longer if it comes at this rate on average."""
 STRANGE_MESSAGES = 64
 """Messages of a stranger after which its connection ends."""
+STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
+"""The most that one stranger, and that all strangers together, may hold. They have only a HELLO to say, and its header
+has 1 MiB at most.
+"""
 STRANGERS = 1024
 """Strangers at one port. Beyond that number the oldest is cut. A few may stay: a fleet's supervisor is silent until it
 has something to say.
 """
 
-_FAST_LOOK_S, _SLOW_LOOK_S = 0.05, 0.25
-"""Seconds between two looks at strangers and at peers that hold much, and between two looks at all others."""
+_FASTEST_LOOK_S, _FAST_LOOK_S, _SLOW_LOOK_S = 0.002, 0.05, 0.25
+"""Seconds between two looks: while strangers send; at strangers, and at peers that hold much; at all others."""
+_REST_RATIO = 4
+"""While strangers send, the watch rests so many times as long as it looks."""
 _MUCH_BYTES = 1 << 20
 _FREE_BYTES_S = 256
 """Bytes that a connection may receive in a second in addition to messages: heartbeats of the protocol."""
@@ -68,6 +76,8 @@ _RESET = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
 _PEER, _PROCESS = struct.Struct("3i"), "process "
 """Linux's `struct ucred` (pid, uid, gid), and the beginning of the name of a Unix socket's peer."""
+_FD = 14
+"""libzmq's option of a socket: a descriptor that is readable when the socket has news."""
 _SRCFD = 2
 """libzmq's property of a frame."""
 _OWN_FILES = 256
@@ -103,6 +113,9 @@ class Monitor(Protocol):
 
     def recv_multipart(self) -> list[bytes]:
         """Return the next message."""
+
+    def get(self, option: int) -> int | bytes:
+        """Return an option of the socket."""
 
     def close(self, linger: int) -> None:
         """Close the monitor's end."""
@@ -174,6 +187,12 @@ class PortWatch:
         """Number of connections that were shut down, by reason."""
         self._connections: dict[int, _Connection] = {}
         self._strangers: dict[int, _Connection] = {}
+        self._wakes = select.epoll() if hasattr(select, "epoll") else None
+        """Wakes the watch when the monitor has news, or bytes of a stranger come."""
+        if self._wakes is not None:
+            self._wakes.register(int(monitor.get(_FD)), select.EPOLLIN)
+        self._rest_s = _FASTEST_LOOK_S
+        """Seconds from a look to the next one, whatever comes."""
         self._accounts: dict[int, PeerAccount] = {}
         self._taken_in_all = 0
         self._emptied = 0
@@ -227,8 +246,17 @@ class PortWatch:
     def _run(self) -> None:
         try:
             while self._take_events(self._pause_s()):
-                self._try(self._look, time.monotonic())
+                began = time.monotonic()
+                self._try(self._look, began)
+                took = time.monotonic() - began
+                self._rest_s = min(max(_FASTEST_LOOK_S, _REST_RATIO * took), _FAST_LOOK_S)
+        except Exception:
+            log.exception(
+                "the watch of the %s port has ended: nothing bounds its connections until a restart", self._name
+            )
         finally:
+            if self._wakes is not None:
+                self._wakes.close()
             self._monitor.close(0)
 
     def _try(self, part: Callable[..., None], *args: Any, **named: Any) -> None:
@@ -244,6 +272,10 @@ class PortWatch:
 
     def _take_events(self, wait_s: float) -> bool:
         """Take what the monitor says within `wait_s`, a burst at most. Return False once the monitor has ended."""
+        if self._wakes is not None:
+            time.sleep(self._rest_s)
+            self._wakes.poll(wait_s - self._rest_s)
+            wait_s = 0.0
         until = time.monotonic() + wait_s
         for _ in range(_BURST):
             if not self._monitor.poll(max(0, round((until - time.monotonic()) * 1000))):
@@ -269,6 +301,9 @@ class PortWatch:
         connection = self._connections[fd] = _Connection(fd, peer, time.monotonic(), base=_GREETING_BYTES)
         if not self._bounds.admits_all:
             self._strangers[fd] = connection
+            if self._wakes is not None:
+                with suppress(OSError):  # it has ended already
+                    self._wakes.register(fd, select.EPOLLIN | select.EPOLLET)
         if len(self._connections) > self._bounds.connections:
             first = next(iter(self._strangers.values()), connection)
             self._cut(first, f"more than {self._bounds.connections} connections")
@@ -276,8 +311,15 @@ class PortWatch:
             self._cut(next(iter(self._strangers.values())), f"more than {STRANGERS} connections without HELLO")
 
     def _forget(self, fd: int) -> None:
-        for known in (self._connections, self._strangers, self._accounts):
+        self._strike_stranger(fd)
+        for known in (self._connections, self._accounts):
             known.pop(fd, None)
+
+    def _strike_stranger(self, fd: int) -> None:
+        """Take a connection that is known, cut or gone off the strangers. Its bytes no longer wake the watch."""
+        if self._strangers.pop(fd, None) is not None and self._wakes is not None:
+            with suppress(OSError):  # libzmq has closed it
+                self._wakes.unregister(fd)
 
     def _look(self, now: float) -> None:
         while self._to_cut:
@@ -289,7 +331,7 @@ class PortWatch:
             fd, peer, why = self._to_count.popleft()
             connection = self._connections.get(fd)
             if connection is not None and connection.peer == peer:
-                self._strangers.pop(fd, None)
+                self._strike_stranger(fd)
             self._count(peer, why)
         emptied, self._emptied_seen = self._emptied != self._emptied_seen, self._emptied
         if now >= self._slow_at:
@@ -299,7 +341,8 @@ class PortWatch:
             looked = [c for c in self._connections.values() if c.held > _MUCH_BYTES or c.fd in self._strangers]
         for connection in looked:
             self._try(self._look_at, connection, now, emptied=emptied)
-        self._judge_together(list(self._strangers.values()), self._bounds.message_bytes, "strangers")
+        most = min(STRANGERS_BYTES, self._bounds.message_bytes)
+        self._judge_together(list(self._strangers.values()), most, "strangers")
         self._judge_together(list(self._connections.values()), self._bounds.held_bytes, "all connections")
 
     def _look_at(self, connection: _Connection, now: float, *, emptied: bool) -> None:
@@ -315,7 +358,7 @@ class PortWatch:
         account = self._accounts.get(connection.fd)
         taken = account.taken if account is not None else 0
         if account is not None and account.known:
-            self._strangers.pop(connection.fd, None)
+            self._strike_stranger(connection.fd)
         received = _received(connection.fd)
         news, connection.taken = taken - connection.taken, taken
         if news > 0:
@@ -336,8 +379,10 @@ class PortWatch:
         spare = _FREE_BYTES_S * (now - connection.since)
         if bounds.admits_all:
             return "bytes at a port that only sends" if connection.held > bounds.message_bytes + spare else ""
-        if connection.held_before > bounds.message_bytes + spare:
-            return f"an unfinished message of more than {bounds.message_bytes >> 20} MiB"
+        stranger = connection.fd in self._strangers
+        most = min(STRANGER_BYTES, bounds.message_bytes) if stranger else bounds.message_bytes
+        if connection.held_before > most + spare:
+            return f"an unfinished message of more than {most >> 20} MiB"
         if connection.held_before and now - connection.began > UNFINISHED_S + connection.held / SLOWEST_BYTES_S:
             return f"a message of which only a part came in {UNFINISHED_S:g} s"
         return ""
@@ -362,7 +407,7 @@ class PortWatch:
     def _cut(self, connection: _Connection, why: str) -> None:
         """Shut the connection down and count that, unless its descriptor belongs to another connection now."""
         connection.cut = True
-        self._strangers.pop(connection.fd, None)
+        self._strike_stranger(connection.fd)
         if _shut_down(connection.fd, connection.peer):
             self._count(connection.peer, why)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.schemas.basics.bounds import WINDOW
+from headrace.schemas.basics.bounds import MOST_SILENCE_S, WINDOW
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.credentials.loopback_token import token_path
 from headrace.schemas.settings.config_section import ConfigSection
@@ -149,9 +149,9 @@ class BrokerSection(ConfigSection):
     log_when_full: Literal["stop", "go_on"] = "stop"
     """what the broker does where the log, or its disk, is full: end with an error, or warn and acknowledge batches
     without the log until there is room"""
-    lease_s: float = Field(default=10.0, gt=0)
+    lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
     """silence after which a worker counts as lost"""
-    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    heartbeat_interval_s: float = Field(default=1.0, gt=0, le=MOST_SILENCE_S)
     """time between two heartbeats of a peer"""
     report_interval_s: float = Field(default=0.5, gt=0)
     """time between reports of the broker to Redis"""

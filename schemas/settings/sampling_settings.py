@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.chunks.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.settings.config_section import ConfigSection
 
@@ -96,7 +97,7 @@ class SamplingSettings(ConfigSection):
     """remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one"""
     env_hosts_allow_insecure: bool = False
     """remote envs: listen for other machines without keys, or for every user of this one; every start warns"""
-    env_hosts_lease_s: Seconds = Field(default=10.0, ge=1)
+    env_hosts_lease_s: Seconds = Field(default=10.0, ge=1, le=MOST_SILENCE_S)
     """silence after which an env host counts as lost, and its episodes with it"""
     env_hosts_timeout_s: Seconds | None = Field(default=None, gt=0)
     """remote envs: how long to wait while there is no env host at all; absent: forever"""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.settings.config_section import ConfigSection
 
 HIGHEST_PORT = 65_535
@@ -32,7 +33,7 @@ class ServingSection(ConfigSection):
     serving.host always count"""
     allow_insecure: bool = False
     """serve other machines without keys or token, or all users of this one; every start warns"""
-    lease_s: float = Field(default=30.0, ge=0.2)
+    lease_s: float = Field(default=30.0, ge=0.2, le=MOST_SILENCE_S)
     """silence after which a client's episodes are aborted"""
     max_sessions: int = Field(default=1024, ge=1)
     """clients that may have a session at once"""

@@ -1,6 +1,7 @@
 """The whole pipeline: two workers on two cores feed a learner that only counts.
 
-`headrace` is two worker processes, a broker process and an `EpisodeStream`, as they run in a fleet. The limit is two
+`headrace` is two worker processes, a broker process and an `EpisodeStream`, as they run in a fleet on one machine, with
+the run directory's token. `curve` is the same with keys, so that each message is encrypted. The limit is two
 processes that step a SyncVectorEnv with a torch policy into arrays and push those through a bare ZeroMQ proxy, with
 without episodes, counters or promises.
 
@@ -9,6 +10,8 @@ PYTHONPATH=tests python -m bench.run --only pipeline
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ import zmq
 from bench import limits
 from bench.processes import FLEET_ID, FORKED, Processes
 from bench.table import Row, rows_of
+from bench.transport import made_keys
 from bench.turns import in_turns
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.settings.config import FleetConfig
@@ -38,8 +42,13 @@ def measure(seconds: float, rounds: int, widths: tuple[int, ...] = WIDTHS) -> li
     """Measure both arms in turns, width by width."""
     rows = []
     for width in widths:
-        with Processes() as processes, Fleet(width, processes) as fleet, Proxied(width, processes) as limit:
-            turns = in_turns({"limit": limit, "headrace": fleet}, seconds, rounds)
+        with (
+            Processes() as processes,
+            Fleet(width, processes) as fleet,
+            Fleet(width, processes, keys=made_keys(processes.folder)) as curve,
+            Proxied(width, processes) as limit,
+        ):
+            turns = in_turns({"limit": limit, "headrace": fleet, "curve": curve}, seconds, rounds)
         marks = {"headrace": MARKS[width]} if width in MARKS else {}
         rows += rows_of("pipeline", f"{WORKERS} workers, {width} envs each", "env steps/s", turns, "limit", marks)
     return rows
@@ -52,16 +61,23 @@ class Fleet:
     """Workers, broker, and the stream here. `pids` by role."""
 
     def __init__(
-        self, width: int, processes: Processes, workers: int = WORKERS, module: str = "", redis_url: str | None = None
+        self,
+        width: int,
+        processes: Processes,
+        workers: int = WORKERS,
+        module: str = "",
+        redis_url: str | None = None,
+        keys: str = "",
     ) -> None:
-        config = fleet_config(width, module)
+        config = fleet_config(width, module, keys)
         broker, endpoints = processes.start_broker(config, redis_url)
         self.pids = {"broker": broker}
+        recorders = Path(tempfile.mkdtemp(dir=processes.folder))  # those of another fleet have the same slots
         for slot in range(workers):
-            pid = processes.start(_work, config, endpoints.worker, slot, processes.folder)
+            pid = processes.start(_work, config, endpoints.worker, slot, recorders)
             self.pids[f"worker {slot}"] = pid
-        self._stream = EpisodeStream(endpoints.learner)
-        self._weights = WeightPublisher(endpoints.learner)
+        self._stream = EpisodeStream(endpoints.learner, keys=keys or None)
+        self._weights = WeightPublisher(endpoints.learner, keys=keys or None)
         build: Any = load_object(config.module.build, "module.build")
         self._module = build(self._stream.spaces())
         self.publish()
@@ -90,14 +106,19 @@ class Fleet:
         self._stream.close()
 
 
-def fleet_config(width: int, module: str = "") -> FleetConfig:
+def fleet_config(width: int, module: str = "", keys: str = "") -> FleetConfig:
     """Return the config for one's own learner, with `width` envs and windows as long as the bare sockets' queues.
 
-    `module` builds the policy, if it is not the default one.
+    `module` builds the policy, if it is not the default one. `keys` is the folder of the fleet's keys, if it has any.
     """
     sampling = {"env": limits.ENV, "num_envs": width, "rollout_fragment_length": HORIZON, "seed": 0}
     policy = {"module": {"build": module}} if module else {}
-    own = {"sampling": sampling, "learner": {"enabled": False}, "worker": {"window_batches": QUEUE}}
+    own = {
+        "sampling": sampling,
+        "learner": {"enabled": False},
+        "worker": {"window_batches": QUEUE},
+        "keys": {"dir": keys},
+    }
     return build_config({**own, **policy})
 
 

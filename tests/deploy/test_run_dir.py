@@ -171,6 +171,23 @@ def test_private_files_are_private_whatever_the_umask(tmp_path: Path, umask: int
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_a_run_directory_in_which_all_users_may_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(tmp_path, 4242, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    tmp_path.chmod(0o777)
+    with (
+        pytest.raises(RunDirError, match=r"every user of this machine may write in it; run: chmod o-w"),
+        RunDir(tmp_path),
+    ):
+        pass
+    assert not (tmp_path / "lock").exists()
+    tmp_path.chmod(0o770)
+    with RunDir(tmp_path):
+        pass
+
+
 def test_another_users_run_directory_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path, 4242, -1)
     with pytest.raises(RunDirError, match=r"belongs to user 4242, and this is user 0; name a new"), RunDir(tmp_path):

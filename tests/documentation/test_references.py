@@ -45,7 +45,7 @@ def test_the_configuration_page_has_every_setting_with_its_meaning_default_and_v
     page = settings_as_markdown()
     assert [row.key for row in rows if f"`{row.key}` (" not in page or f"`{row.variable}`" not in page] == []
     lease = next(row for row in rows if row.key == "broker.lease_s")
-    assert (lease.type, lease.default, lease.unit) == ("number, > 0", "`10.0`", "s")
+    assert (lease.type, lease.default, lease.unit) == ("number, > 0 and ≤ 86400", "`10.0`", "s")
     assert lease.variable == "HEADRACE_BROKER__LEASE_S"
 
 

@@ -11,6 +11,7 @@ target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TA
     serving    a policy server, from clients by ZeroMQ and by HTTP
     files      the files of a run directory
     redis      the values in Redis
+    fleet      a whole fleet of real processes, from liars at its ports
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Play]]] = {
     "serving": _in("fuzz.serving", "serving"),
     "files": _in("fuzz.run_files", "files"),
     "redis": _in("fuzz.redis_values", "redis_values"),
+    "fleet": _in("fuzz.fleet", "fleet"),
 }
 
 MOST_GROWTH = 512 << 20

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from headrace.broker import worker_sessions
 from headrace.learner_stub import EpisodeStream
@@ -21,6 +23,20 @@ from support.pipeline.worker_threads import SAMPLING, WorkerThread, closed_row, 
 from support.waiting import TIMEOUT_S, wait_until
 
 BATCHES = 4
+
+
+class Still(gymnasium.Env[NDArray[np.float32], np.int64]):
+    """An env in which nothing changes, so that its batches shrink very far."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(1)  # type: ignore[assignment]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: np.int64) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(4, np.float32), 0.0, False, False, {}
 
 
 def sections(compression: str) -> dict[str, Any]:
@@ -107,6 +123,21 @@ def test_a_worker_unpacks_its_unsettled_batches_for_a_new_broker_without_lz4(
         check_all_arrive(stream, batches)
         wait_until(lambda: stream.next(0.1) is None and feeder.all_settled(), "settled batches")
     assert seen == [False] * len(batches)
+
+
+def test_batches_with_more_steps_than_bytes_are_accepted(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    still = {**SAMPLING, "env": f"{__name__}:Still", "num_envs": 16, "rollout_fragment_length": 2048}
+    settings = {**sections("lz4"), "sampling": still}
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, settings) as worker:
+            batch = stream.next(TIMEOUT_S)
+            shipped = wait_until(lambda: (told := bytes_shipped(broker)) and told[1] and told, "the bytes shipped")
+        worker.check()
+    assert batch is not None
+    assert shipped[1] * 4 < shipped[0], "lz4 shrinks them far"
+    assert batch.steps > shipped[1] / (shipped[0] / batch.nbytes), "more steps than bytes"
 
 
 def test_a_worker_with_compression_lz4_but_no_lz4_names_the_package_to_install(

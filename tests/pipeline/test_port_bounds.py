@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.messages import SupervisorHello
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, STRANGERS_BYTES, PortBounds, PortWatch
 from headrace.schemas.peers.refusal_budget import REFUSED_BURST
 from support.pipeline.delivery import FLEET, Envs, Process, StartFeeder, batches_of, broker_process
 from support.raw_zmtp import RawZmtp, frame, head, memory_of
@@ -21,6 +22,8 @@ from support.waiting import wait_until
 BATCH_BYTES = 4 << 20
 LARGEST = BATCH_BYTES + (1 << 20)
 """The most bytes that strangers together may hold at the worker port."""
+PEAK = 4 * STRANGERS_BYTES
+"""Memory for what strangers may hold at any port, and for what came since."""
 PLACES = 60
 TYPES = {"worker": b"DEALER", "learner": b"DEALER", "weights": b"SUB"}
 
@@ -54,6 +57,19 @@ def test_unfinished_messages_of_strangers_take_bounded_memory(served: tuple[Proc
         may_stay = LARGEST // BATCH_BYTES
         wait_until(lambda: sum(s.is_cut() for s in strangers) >= 40 - may_stay, "the strangers to be cut")
         wait_until(lambda: memory_of(process.popen.pid) < before + 16 * LARGEST, "their memory to come back")
+
+
+def test_unfinished_messages_where_large_ones_are_allowed_take_no_more(served: tuple[Process, Endpoints]) -> None:
+    process, endpoints = served
+    Path(f"/proc/{process.popen.pid}/clear_refs").write_text("5")  # VmHWM begins again
+    before, part, stay = memory_of(process.popen.pid), frame(bytes(8 << 20), more=True), list[RawZmtp]()
+    with ExitStack() as stack:
+        for _ in range(40):
+            stay.append(stack.enter_context(RawZmtp(endpoints.learner)))
+            stay[-1].send(part)
+            wait_until(lambda: sum(not s.is_cut() for s in stay) <= 2, "a stranger to be cut")
+            stay[:] = [stranger for stranger in stay if not stranger.is_cut()]
+    assert memory_of(process.popen.pid, "VmHWM") < before + PEAK
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])
@@ -130,3 +146,26 @@ def test_connections_beyond_the_bound_cost_honest_peers_nothing(tmp_path: Path, 
         assert feeder.error is None
         told = [line for line in process.log.read_text().splitlines() if f"more than {PLACES} connections" in line]
         assert 2 <= len(told) < PLACES
+
+
+def test_a_watch_that_ends_by_an_unexpected_error_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        """A monitor that cannot be read."""
+
+        def get(self, option: int) -> int:
+            return theirs.fileno()
+
+        def poll(self, timeout: int) -> int:
+            raise OSError("no monitor")
+
+        def recv_multipart(self) -> list[bytes]:
+            return []
+
+        def close(self, linger: int) -> None:
+            """Do nothing."""
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.send(b"news")
+        PortWatch("worker", Broken(), PortBounds(1)).close()
+    assert "the watch of the worker port has ended: nothing bounds its connections" in caplog.text

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 from golden_samples import message_classes, sample_model
+from pydantic import BaseModel
 
 from headrace.schemas.accounts.ledger import Discard, Drop, WorkerTotals
 from headrace.schemas.basics.bounds import MOST_REASONS, Version
+from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.errors import (
     DecodeError,
     FencedError,
@@ -168,3 +173,98 @@ def test_a_refusal_becomes_its_typed_error(code: str, error: type[RefusedError])
     assert type(refusal(code, "why")) is error
     assert type(refusal("something_new", "why")) is RefusedError
     assert str(refusal(code, "why")) == "why"
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------------
+
+BOUNDED_BY_THE_MESSAGE = {
+    "Ack": "waiting_for",
+    "AgentsStep": "reward info terminated truncated",
+    "BatchHeader": "weights_digest agents modules reasons episodes agent_returns agent_lengths aborted",
+    "Bye": "window counters",
+    "ChunkShipment": "discarded untrained episodes",
+    "ClientPart": "frame_sizes",
+    "ClientReject": "error message facts",
+    "ClientWelcome": "spaces episodes",
+    "Commit": "position",
+    "EnvAnswers": "answers stepped ended began built infos failures",
+    "EnvHeartbeat": "under_way",
+    "EnvHostBye": "reason",
+    "EnvHostHello": "spaces env host",
+    "EnvOrders": "orders",
+    "EpisodeStep": "reward info",
+    "Fenced": "detail",
+    "Heartbeat": "counters",
+    "LearnerHello": "position held host",
+    "LearnerRow": "values",
+    "LearnerWelcome": "spaces",
+    "LoggedMetric": "value",
+    "Obituary": "window",
+    "OpenEpisodes": "agents modules columns",
+    "Reject": "code detail",
+    "Status": "spaces waiting_for",
+    "WeightsHeader": "digest",
+    "WeightsPart": "frame_sizes",
+    "WorkerHello": "host spaces",
+    "WorkerWelcome": "weights_endpoint counters",
+}
+"""Fields with a text, a fraction, a list or a map that has no bound but the size of its message. None is an int."""
+
+MODELS: dict[str, type[BaseModel]] = {}
+
+
+def note_models(annotation: Any) -> None:
+    """Add the models in a type to `MODELS`, and those in their fields."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation.__name__ not in MODELS:
+        MODELS[annotation.__name__] = annotation
+        for field in annotation.model_fields.values():
+            note_models(field.annotation)
+    for part in get_args(annotation):
+        note_models(part)
+
+
+for kind in (*KINDS, BatchHeader):
+    note_models(kind)
+
+
+def unbounded(annotation: Any, metadata: Sequence[Any]) -> Iterator[Any]:
+    """Yield the parts of a type that have no bound: int, float, str, list, dict and Any."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    bounds = {
+        name
+        for part in metadata
+        for inner in getattr(part, "metadata", [part])
+        for name in ("le", "lt", "max_length", "pattern")
+        if getattr(inner, name, None) is not None
+    }
+    if origin is Annotated:
+        yield from unbounded(args[0], [*metadata, *args[1:]])
+    elif origin in (Union, UnionType):
+        for arg in args:
+            yield from unbounded(arg, metadata)
+    elif origin in (list, dict, tuple):
+        if origin is not tuple and "max_length" not in bounds:
+            yield origin
+        for arg in args:
+            yield from unbounded(arg, ())
+    elif annotation in (int, float, str, Any, list, dict) and not bounds and origin is not Literal:
+        yield annotation
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_each_number_text_list_and_map_of_a_message_has_a_bound(name: str) -> None:
+    found = {field: set(unbounded(it.annotation, it.metadata)) for field, it in MODELS[name].model_fields.items()}
+    assert {field for field, parts in found.items() if parts} == set(BOUNDED_BY_THE_MESSAGE.get(name, "").split())
+    assert not any(int in parts for parts in found.values())
+
+
+def has_int(annotation: Any) -> bool:
+    return annotation is int or (get_origin(annotation) is not Literal and any(map(has_int, get_args(annotation))))
+
+
+def test_the_page_of_numbers_has_each_field_with_an_int() -> None:
+    page = (
+        (Path(__file__).parents[2] / "docs" / "internals" / "numbers.md").read_text().partition("## Bounds by what")[0]
+    )
+    fields = {name for model in MODELS.values() for name, it in model.model_fields.items() if has_int(it.annotation)}
+    assert {name for name in fields if f"{name}`" not in page} == set()

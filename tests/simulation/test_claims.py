@@ -212,7 +212,10 @@ def test_a_lie_is_counted_and_changes_no_books(name: str, caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
-        ({"steps": 5000, "totals": totals(4, stepped=5030, shipped=5030)}, "5000 steps in a batch of 1000 bytes"),
+        (
+            {"steps": 50_000, "totals": totals(4, stepped=50_030, shipped=50_030)},
+            "50000 steps in a batch of 1000 bytes",
+        ),
         ({"steps": 11}, "shipped by a batch"),
         ({"totals": totals(4, seq=5)}, "with the totals of batch 5"),
         ({"totals": totals(4, stepped=41)}, "41 steps"),

@@ -18,7 +18,7 @@ from headrace.schemas.accounts.ledger import Drop, HeldBatch, Settled, WorkerTot
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.runner_counters import Counters, fitting
 from headrace.schemas.accounts.worker_figures import Ports
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import MOST_SILENCE_S, Version
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.frames.compression import LZ4
 from headrace.schemas.messages import (
@@ -34,7 +34,6 @@ from headrace.schemas.messages import (
     WorkerWelcome,
 )
 from headrace.schemas.messages.message_base import MOST_DETAIL, MOST_SHORT_DETAIL
-from headrace.schemas.messages.worker_messages import MOST_SILENCE_S
 from headrace.workers.fleet.window import SessionLimits, Shipment, Window
 
 log = logging.getLogger("headrace.worker")

@@ -1,0 +1,217 @@
+"""Fuzzing of a whole fleet of real processes: liars at every port of its broker, and at its page.
+
+A schedule has two turns, of a length each: the fleet alone, and the fleet with liars. All of its processes must live,
+and keep within the memory that the settings allow. When all schedules are over, the fleet drains: its books must be
+exact, also to the audit that compares them with files. The rates of honest steps in both turns are printed.
+
+A liar never sends what only a key could tell from the truth: that an honest worker has died or has another place, or
+that it is a new learner.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import golden_samples
+from fuzz.mutations import Mutator, peek, sealed
+
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.schemas.accounts.recorder import read_recorder
+from headrace.schemas.frames.wire import Buffer, MessageKind
+from headrace.schemas.messages import WorkerHello
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, STRANGERS_BYTES
+from support.fleets.running_fleet import RunningFleet
+from support.pipeline.delivery import RawPeer
+from support.raw_zmtp import RawZmtp, frame, memory_of
+from support.serving.raw_http import RawHttp
+
+TURN_S = float(os.environ.get("FUZZ_TURN_S", "5"))
+LIES_PER_S = 1000
+"""Of all liars together. Unpaced they would be a test of how two cores share their time."""
+HONEST_SLOTS = range(2)
+HELD_BYTES, BATCH_BYTES = 64 << 20, 4 << 20
+GROWTH = {"broker": HELD_BYTES + 2 * ((64 << 20) + 4 * STRANGERS_BYTES)}
+"""Bytes by which a process may grow from its size without liars: the broker by the batches that it may hold, and by the
+unfinished messages of strangers at two ports, of tiny frames at worst (docs/internals/port-bounds.md).
+"""
+OTHERS_GROWTH = 128 << 20
+SETTINGS = {"allow_insecure": "true", "max_held_bytes": HELD_BYTES, "max_batch_bytes": BATCH_BYTES}
+_SAMPLES = [frames for _, frames in golden_samples.golden()]
+# Of bytes that no damage turns into frames. Zeros become empty frames: docs/internals/port-bounds.md on what they cost.
+_NEVER_ENDS = frame(b"\xff" * (1 << 18), more=True)
+_GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Number: 1\r\n\r\n"
+
+
+class Liars:
+    """One schedule's liars. Each `lie` says one message at one port."""
+
+    def __init__(self, seed: int, fleet: RunningFleet, said: Counter[str], stack: ExitStack) -> None:
+        self._mutator, self._said, self._stack = Mutator(seed, "fleet"), said, stack
+        page = read_fleet_file(fleet.run_dir / "fleet.json")
+        self._fleet_id, self._page = page.fleet_id, page.endpoints["dashboard"]
+        self._ports = {role: fleet.endpoint(role) for role in ("worker", "learner", "weights")}
+        self._slots = itertools.count(5000 + 1000 * (seed % 1000))
+        self._peers: dict[str, tuple[RawPeer, int]] = {}
+        self._raw: dict[str, RawZmtp] = {}
+
+    def lie(self) -> None:
+        rng = self._mutator.random
+        role = rng.choice(("worker", "worker", "worker", "learner", "learner", "weights"))
+        match rng.randrange(20):
+            case 0:
+                self._say_to_page()
+            case 1 | 2:
+                self._say_raw(role)
+            case _ if role == "weights":
+                self._say_raw(role)
+            case _:
+                self._say(role)
+
+    def _say(self, role: str) -> None:
+        """Send a mutated message as a stranger, or as a worker of the liar's own slot."""
+        rng = self._mutator.random
+        peer, slot = self._peers.get(role) or self._new_peer(role)
+        frames = rng.choice(_SAMPLES)
+        kind, header, _ = peek(frames)
+        assert kind is not None
+        if rng.random() < 0.7:
+            own: dict[str, Any] = {"fleet_id": self._fleet_id, "slot": slot, "incarnation": 1}
+            header |= {name: value for name, value in own.items() if name in header and "role" not in header}
+            payload = header.pop("payload", None)
+            frames = sealed(kind, header, [bytes(part) for part in frames[2:]], payload["arrays"] if payload else [])
+        if rng.random() < 0.9:
+            frames = self._mutator.message(frames)
+        if not _is_taken_for_truth(frames):
+            peer.socket.send_multipart(frames, copy=False)
+            self._said[f"{role}: {kind.name}"] += 1
+        if rng.random() < 1 / STRANGE_MESSAGES:
+            self._peers.pop(role)[0].__exit__()
+
+    def _new_peer(self, role: str) -> tuple[RawPeer, int]:
+        peer, slot = RawPeer(self._ports[role], role), next(self._slots)
+        self._stack.callback(peer.__exit__)
+        if role == "worker" and self._mutator.random.random() < 0.5:
+            hello = WorkerHello(fleet_id=self._fleet_id, token=f"liar {slot}", slot=slot, incarnation=1)
+            peer.send(hello.frames())
+        self._peers[role] = peer, slot
+        return peer, slot
+
+    def _say_raw(self, role: str) -> None:
+        """Send bytes that no libzmq sends: damaged frames, and messages that never end."""
+        rng, kind = self._mutator.random, b"SUB" if role == "weights" else b"DEALER"
+        raw = self._raw.get(role)
+        if raw is None:
+            try:
+                raw = self._raw[role] = self._stack.enter_context(RawZmtp(self._ports[role], kind))
+            except (OSError, AssertionError):  # messages of the connection before count on the one with its descriptor
+                return
+        data = b"\1" + rng.randbytes(4) if role == "weights" else bytes(rng.choice(_SAMPLES)[0])
+        said = rng.choice((frame(data, more=False), self._mutator.data(frame(data, more=True)), _NEVER_ENDS))
+        if not raw.send(said) or rng.random() < 0.05:
+            self._raw.pop(role).__exit__()
+        self._said[f"{role}: bytes"] += 1
+
+    def _say_to_page(self) -> None:
+        with suppress(OSError), RawHttp(self._page) as page:
+            page.say(self._mutator.data(_GET))
+        self._said["page: request"] += 1
+
+
+def _is_taken_for_truth(frames: Sequence[Buffer]) -> bool:
+    kind, header, _ = peek(frames)
+    if kind is MessageKind.HELLO and header.get("role") == "learner":
+        return not header.get("fleet_id")  # that of any fleet
+    return kind in (MessageKind.HELLO, MessageKind.OBITUARY) and header.get("slot") in HONEST_SLOTS
+
+
+class FuzzedFleet:
+    """A fleet, its processes as they were before the first lie, and its rates."""
+
+    def __init__(self, fleet: RunningFleet) -> None:
+        self.fleet = fleet
+        self._pids = self._processes()
+        self._before = {name: memory_of(pid) for name, pid in self._pids.items()}
+        self._most = dict(self._before)
+        self._honest: dict[bool, list[float]] = {False: [], True: []}
+
+    def play(self, seed: int, said: Counter[str]) -> None:
+        """Play both turns of a schedule, those with liars first in every second one."""
+        for with_liars in (False, True) if seed % 2 else (True, False):
+            with ExitStack() as stack:
+                liars = Liars(seed, self.fleet, said, stack) if with_liars else None
+                self._turn(liars)
+
+    def _turn(self, liars: Liars | None) -> None:
+        began, before, said = time.monotonic(), self._steps(), 0
+        while (elapsed := time.monotonic() - began) < TURN_S:
+            if liars is not None and said < elapsed * LIES_PER_S:
+                liars.lie()
+                said += 1
+            else:
+                time.sleep(0.002)
+            if said % 200 == 0:
+                self._check()
+        self._honest[liars is not None].append((self._steps() - before) / elapsed)
+        self._check()
+
+    def _check(self) -> None:
+        """Check that each process lives, and that none has grown beyond its bound."""
+        assert self._processes() == self._pids, f"{self._pids} became {self._processes()}:\n{self.fleet.said()}"
+        for name, pid in self._pids.items():
+            rss = memory_of(pid)
+            self._most[name] = max(self._most[name], rss)
+            grown, most = rss - self._before[name], GROWTH.get(name, OTHERS_GROWTH)
+            assert grown < most, f"{name} grew by {grown >> 20} MiB; {most >> 20} are allowed"
+
+    def _processes(self) -> dict[str, int]:
+        told = read_fleet_file(self.fleet.run_dir / "fleet.json").processes
+        return {f"{it.role}{'' if it.slot is None else it.slot}": it.pid for it in told}
+
+    def _steps(self) -> int:
+        readings = (read_recorder(self.fleet.run_dir / f"recorders/worker-{slot}-1.rec") for slot in HONEST_SLOTS)
+        return sum(reading.totals.stepped for reading in readings if reading is not None)
+
+    def finish(self) -> None:
+        """Drain the fleet, and check its end and its books. Print the rates and the memory."""
+        self.fleet.terminate()
+        result = self.fleet.finish()
+        assert result["returncode"] == 0, result["stderr"]
+        log = (self.fleet.run_dir / "logs" / "broker.log").read_text(errors="replace")
+        assert not any(result["restarts"].values()), f"{result['restarts']}\n{result['stderr']}\n{log[-20_000:]}"
+        for audit in (self.fleet.audit(), self.fleet.deep_audit()):
+            assert audit.returncode == 0, audit.stdout + audit.stderr
+        for log in (self.fleet.run_dir / "logs").iterdir():
+            assert "Traceback" not in log.read_text(errors="replace"), f"{log}:\n{log.read_text(errors='replace')}"
+        alone, beside = (sum(rates) / max(1, len(rates)) for rates in (self._honest[False], self._honest[True]))
+        sizes = ", ".join(f"{name} {most >> 20} ({self._before[name] >> 20})" for name, most in self._most.items())
+        sys.stdout.write(
+            f"fleet: {alone:,.0f} honest steps a second alone, {beside:,.0f} beside liars "
+            f"({100 * beside / max(alone, 1):.0f} %)\nfleet: most MiB (before): {sizes}\n"
+        )
+
+
+@contextmanager
+def fleet() -> Iterator[Callable[[int, Counter[str]], None]]:
+    """Yield a function that plays the schedule of a seed beside one fleet, whose end is judged at the end."""
+    broker = [option for name, value in SETTINGS.items() for option in ("--set", f"broker.{name}={value}")]
+    run = ("--workers", str(len(HONEST_SLOTS)), "--num-envs", "8", "--dashboard", "--timeout-s", "86400", *broker)
+    with tempfile.TemporaryDirectory() as folder, RunningFleet(Path(folder), *run) as running:
+        running.wait_until(lambda: running.steps() > 3000 and _page_serves(running), "training has begun")
+        fuzzed = FuzzedFleet(running)
+        yield fuzzed.play
+        fuzzed.finish()
+
+
+def _page_serves(running: RunningFleet) -> bool:
+    with suppress(OSError, KeyError), RawHttp(read_fleet_file(running.run_dir / "fleet.json").endpoints["dashboard"]):
+        return True
+    return False
