@@ -183,8 +183,8 @@ class ObituarySender:
         unknown. Call it before any of the slots has a new life.
         """
         rows = {**books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
-        # The books have every life up to the highest incarnation, whether or not it still has a row.
-        unheard = {life for life in settled if life[1] > books.incarnations.get(life[0], 0)}
+        # A learner may know a life whose row had not reached any books when all processes were killed.
+        unheard = {life for life in settled if not books.is_folded(life)}
         for life in sorted(rows.keys() | unheard):
             row = rows.get(life)
             if life[0] in ended.folded and life[1] in ended.folded[life[0]]:

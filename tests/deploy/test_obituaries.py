@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import zmq
 
+from headrace.broker.books_file import EndedLives
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.exit_record import ExitRecord
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder
@@ -133,6 +135,19 @@ def test_an_obituary_has_the_totals_and_the_window_of_the_recorder(
 
 def test_the_obituary_of_a_worker_without_a_recorder_has_empty_totals(tmp_path: Path) -> None:
     assert write_obituary(tmp_path, 0, 1, "worker_killed").totals == WorkerTotals()
+
+
+def test_a_life_that_only_the_learner_still_knows_gets_an_obituary_unless_it_is_folded(
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender
+) -> None:
+    """All was killed after Redis had heard of its successor, and before it had the row of this life."""
+    settled = Settled(seq=10, committed=(5120, 284))
+    row = LedgerRow(slot=1, incarnation=0, totals=WorkerTotals(), accepted=(0, 0), held=(0, 0), settled=settled)
+    books = Snapshot(incarnations={0: 3, 1: 3}, folded={1: FoldedLives(highest=1, row=row)})
+    obituaries.send_unrecorded(books, EndedLives(), {(0, 1): settled, (1, 1): settled}, range(2))
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
+    (taken,) = registrar.taken
+    assert (taken.slot, taken.incarnation, taken.settled, taken.totals.stepped) == (0, 1, settled, 5120)
 
 
 def test_an_obituary_is_resent_until_an_ack_closes_its_books(
