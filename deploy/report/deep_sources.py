@@ -34,7 +34,7 @@ _WORDS = struct.Struct("<264q")
 _MAGIC, _LAYOUTS = 0x4452_4F43_4552_5248, (1, 2)
 _MOST_HEADER = 64 << 20
 _WRONG = (ValueError, KeyError, TypeError, IndexError, AttributeError)
-"""What reading a value of another form raises."""
+"""The errors that a value of another form raises."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class EnvHeartbeat(Message):
     life: Life
     under_way: list[Numbered] = Field(default=[])
     usage: Usage | None = None
-    """Of the host and the processes of its envs together."""
+    """What the host and the processes of its envs use together."""
 
 
 class EnvOrders(Message):

@@ -106,7 +106,7 @@ class LearnerFigures(BaseModel):
     consumed_lag: LagCounts = []
     """Agent steps handed to its user, by their lag at that moment (`lag_buckets.py`)."""
     usage: Usage | None = None
-    """Of its process, since that began."""
+    """What its process uses; the time counts from the start of that."""
 
 
 class Commit(Message):

@@ -209,9 +209,9 @@ class Heartbeat(Message):
     window: Annotated[tuple[Annotated[int, Field(ge=0, le=WINDOW)], Bytes], Strict(False)] | None = None
     """(batches, bytes in memory) in its window."""
     usage: Usage | None = None
-    """Of its process; None where the system does not tell."""
+    """What its process uses; None where the system does not tell."""
     envs_usage: Usage | None = None
-    """Of the processes of its envs together, or of its env hosts; None where it has none."""
+    """What the processes of its envs, or its env hosts, use together; None where it has none."""
 
 
 class LastWords(Message):

@@ -269,19 +269,19 @@ def test_only_pods_that_a_service_sends_requests_by_http_wait_before_sigterm(obj
 
 
 def test_the_manifests_repeat_no_value_of_the_settings_but_ports(kubernetes: Path, settings: Any) -> None:
-    paths = sorted(path for path in kubernetes.rglob("*.yaml") if path.parent.name != "autoscaling")
-    text = "\n".join(path.read_text() for path in paths)
+    text = "\n".join(path.read_text() for path in sorted(kubernetes.rglob("*.yaml")))
     for value in (settings.fleet.fleet_id, settings.sampling.env):
         assert not re.search(rf"\b{re.escape(value)}\b", text), value
 
 
-def test_autoscaling_uses_an_exported_metric_of_the_fleet(kubernetes: Path, settings: Any) -> None:
+def test_autoscaling_uses_an_exported_metric_of_the_fleet_in_its_namespace(kubernetes: Path) -> None:
     gauge = next(metric for metric in GAUGE_TABLE if metric.name == LEARNER_TIME)
     for name in ("hpa.yaml", "keda.yaml"):
         text = (kubernetes / "autoscaling" / name).read_text()
         assert f"{exposed_name(gauge.name)}" in text
         assert re.search(rf'{gauge.label}(="wait"|: wait)', text)
-        assert re.search(rf'fleet(="|: ){settings.fleet.fleet_id}\b', text)
+        namespace, spec = yaml.safe_load(text)["metadata"]["namespace"], text.partition("spec:")[2]
+        assert f'namespace="{namespace}"' in spec or f"namespace: {namespace}," in spec
 
 
 def test_compose_and_kubernetes_use_the_same_settings_of_redis(root: Path) -> None:

@@ -33,7 +33,7 @@ class EnvHostsHere(NamedTuple):
     versions: Sequence[str] = ()
     """Versions of Headrace, each once; "" stands for hosts that report none."""
     usage: Usage | None = None
-    """Of all hosts together, those that have gone included in the time; None before a host has told it."""
+    """What all hosts use together. The time includes hosts that have gone. None before a host has told it."""
 
 
 @dataclass(slots=True, eq=False)
