@@ -41,9 +41,8 @@ def main(arguments: list[str]) -> None:
     if threads > 1:
         _refuse(requests, f"had {threads} threads after its imports, and a fork would have one")
     _leave_out_finalizers()
-    gc.collect()
     gc.enable()
-    gc.freeze()  # so that no copy's collector writes to the shared memory
+    gc.freeze()  # so that no copy's collector writes to the shared memory; collecting before takes 0.2 s and frees 1 MB
     requests.send(READY)
     request, (log_file, channel) = _serve(requests)
     _begin(orjson.loads(request), supervisor, log_file, socket.socket(fileno=channel))

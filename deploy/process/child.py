@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from headrace.deploy.process.exit_record import VARIABLE, ExitRecord, take_exit_record
+from headrace.deploy.process.child_environment import EXIT_RECORD, LIVENESS_FILE
+from headrace.deploy.process.exit_record import ExitRecord, take_exit_record
 from headrace.deploy.process.fork_server import ForkServer
-from headrace.deploy.process.liveness_file import VARIABLE as LIVENESS_VARIABLE
 from headrace.deploy.process.parent_death import bound_to_us
 from headrace.deploy.terminal.log_rotation import rotated_path, was_rotated_since
 from headrace.schemas.basics.run_files import opener
@@ -71,7 +71,7 @@ class Child:
         )
 
     def _places(self) -> dict[str, str]:
-        return {VARIABLE: str(self._exit_record_path.absolute()), LIVENESS_VARIABLE: str(self.liveness_path.absolute())}
+        return {EXIT_RECORD: str(self._exit_record_path.absolute()), LIVENESS_FILE: str(self.liveness_path.absolute())}
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; nothing happens when the process has ended."""

@@ -13,10 +13,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from headrace.deploy.process.child_environment import EXIT_RECORD
 from headrace.schemas.basics.run_files import replace_private
-
-VARIABLE = "HEADRACE_EXIT_RECORD"
-"""Environment variable with the path of the file."""
 
 _BYTES = 8192
 _SENTENCE = 1000
@@ -38,7 +36,7 @@ def exit_record_path() -> Path | None:
     Takes the variable out of the environment: processes that we start must not write our record. Writes spaces to
     the file, which reserve room on the disk for the record.
     """
-    place = Path(os.environ.pop(VARIABLE, "") or os.devnull)
+    place = Path(os.environ.pop(EXIT_RECORD, "") or os.devnull)
     if place == Path(os.devnull):
         return None
     with contextlib.suppress(OSError):

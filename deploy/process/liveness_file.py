@@ -10,10 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from headrace.deploy.process.child_environment import LIVENESS_FILE
 from headrace.deploy.process.service_manager import service_manager
-
-VARIABLE = "HEADRACE_LIVENESS_FILE"
-"""Environment variable with the path of the file. The file's time is the last sign of life."""
 
 FIRST_SIGN_S = 60.0
 """Seconds that a new process has before its first sign of life: torch and the user's env take time to import."""
@@ -34,7 +32,7 @@ class LivenessFile:
 
         Takes the variable out of the environment: processes that we start must not touch our file.
         """
-        place = os.environ.pop(VARIABLE, "")
+        place = os.environ.pop(LIVENESS_FILE, "")
         return cls(Path(place) if place else None)
 
     @property

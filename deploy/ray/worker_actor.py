@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.deploy.process.child import last_line
-from headrace.deploy.process.child_environment import child_environment
-from headrace.deploy.process.exit_record import VARIABLE, take_exit_record
+from headrace.deploy.process.child_environment import EXIT_RECORD, child_environment
+from headrace.deploy.process.exit_record import take_exit_record
 from headrace.deploy.process.fork_server import HEADRACE
 from headrace.schemas.basics.run_files import opener, replace_private
 from headrace.schemas.errors import RunDirError
@@ -105,7 +105,7 @@ class WorkerActor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**child_environment(self._start.threads), VARIABLE: str(self._record)},
+                env={**child_environment(self._start.threads), EXIT_RECORD: str(self._record)},
                 pass_fds=(far_end.fileno(),),
                 check=True,
             )

@@ -11,6 +11,8 @@ import orjson
 import pytest
 
 from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.exit_record import exit_record_path
+from headrace.deploy.process.liveness_file import LivenessFile
 from headrace.deploy.run.options import Asked, describe_origin
 from headrace.deploy.terminal.config_print import print_config, to_toml
 from headrace.schemas.errors import ConfigError
@@ -109,6 +111,16 @@ def test_blas_threads_are_pinned_unless_the_user_did(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     environment = child_environment(1)
     assert (environment["OMP_NUM_THREADS"], environment["OPENBLAS_NUM_THREADS"]) == ("3", "1")
+
+
+def test_an_early_fork_server_has_the_environment_of_later_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_EXIT_RECORD", str(tmp_path / "end"))
+    monkeypatch.setenv("HEADRACE_LIVENESS_FILE", str(tmp_path / "alive"))
+    early = child_environment(1)
+    assert (exit_record_path(), LivenessFile.from_environment().is_watched) == (tmp_path / "end", True)
+    assert child_environment(1) == early
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.5, 'a "b" \\ c\n', [1, [2]], {"a": {"b c": 1}}, {}, [], 1e-9])
