@@ -17,11 +17,16 @@ DEFAULT_EXPERIMENT = "headrace"
 FLEET_TAG = "headrace.fleet_id"
 _MOST_AT_ONCE = 100
 _LONGEST_PARAM = 500
+_TOTALS = ("restarts", "dropped_steps", "discarded_steps")
+"""Columns that are folders of further ones. A store of files cannot have both a metric and a folder of one name."""
 _not_allowed = re.compile(r"[^A-Za-z0-9_\-. /:]")
 
 
 class MlflowLogger:
-    """Logs each number of a row as a metric at its env steps. Characters that MLflow forbids in names become "_"."""
+    """Logs each number of a row as a metric at its env steps.
+
+    Characters that MLflow forbids in names become "_", and the sum of `restarts/ROLE` is `restarts/total`.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         self._client = MlflowClient()
@@ -50,7 +55,7 @@ class MlflowLogger:
         """Send the row's numbers, and wait for the answer."""
         at = int(float(row["time"]) * 1000)
         metrics = [
-            Metric(_not_allowed.sub("_", name), float(value), at, step)
+            Metric(_metric_name(name), float(value), at, step)
             for name, value in row.items()
             if not isinstance(value, str)
         ]
@@ -59,3 +64,7 @@ class MlflowLogger:
     def close(self) -> None:
         """End the MLflow run."""
         self._client.set_terminated(self._run_id)
+
+
+def _metric_name(column: str) -> str:
+    return f"{column}/total" if column in _TOTALS else _not_allowed.sub("_", column)

@@ -18,7 +18,7 @@ from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.report.run_facts import read_run_facts
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.redis_server import serving
-from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.process_state import ProcessState as ProcessState
 from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError
@@ -56,6 +56,8 @@ class Facts:
     """Since when Redis has not answered the supervisor, as fleet.json says; None while it does."""
     failure: str = ""
     """The error that ended the run, in words."""
+    learner_row: LearnerRowView | None = None
+    """The newest row that a learner logged; None before the first."""
 
     def setting(self, key: str) -> Any:
         """Return the value of a setting: of the run directory, or as the broker told it; None if it is not known.
@@ -85,6 +87,7 @@ class FactsReader:
         self._config_of_ns = 0
         self._history = RecentHistory()
         self._recent: Sequence[Entry] = ()
+        self._learner_row: LearnerRowView | None = None
         self._read_at = time.monotonic()
         self._read_last = False
 
@@ -114,6 +117,7 @@ class FactsReader:
             written_unix_s=last_write(self._run_dir) if self._run_dir is not None else None,
             redis_away_unix_s=fleet.redis_away_unix_s if fleet is not None else None,
             failure=_failure(self._run_dir) if fleet is not None and fleet.state == STOPPED and self._run_dir else "",
+            learner_row=self._learner_row,
         )
 
     @property
@@ -165,6 +169,7 @@ class FactsReader:
                 self.view = FleetView(self._url, self._fleet_id)
             self._snapshot = self.view.read()
             self._recent = self._history.read(self.view, self._snapshot.reported_unix_s)
+            self._learner_row = self.view.newest_learner_row()
         except RedisContractError:
             raise
         except RedisUnavailableError as error:

@@ -27,7 +27,7 @@ from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
 from headrace.deploy.monitoring.losses import loss_of
 from headrace.deploy.report.progress import STALE_S, number, weights_lag
-from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.process_state import ProcessState
@@ -70,13 +70,12 @@ _COUNTERS = tuple(metric.name for metric in COUNTER_TABLE if not metric.label)
 
 @dataclass(frozen=True, slots=True)
 class SlowFacts:
-    """Facts that are read every few seconds only: INFO of Redis, the learner's newest row, and shares of CPUs.
+    """Facts that are read every few seconds only: INFO of Redis, and shares of CPUs.
 
     `server` is None if the Redis user may not call INFO. `cpu_shares` has the CPU seconds per second of each process.
     """
 
     server: Mapping[str, Any] | None = field(default_factory=dict)
-    learner_row: LearnerRowView | None = None
     cpu_shares: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -103,7 +102,7 @@ def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = 
         "workers": _workers(facts, slow),
         "errors": _env_errors(snapshot, facts.unix_s),
         "processes": list(_processes(facts, slow, by_label)),
-        "learner": _learner(facts, slow),
+        "learner": _learner(facts),
         "garbage": list(snapshot.garbage[:20]),
     }
 
@@ -149,8 +148,8 @@ class StateReader:
         processes = dict(facts.processes)
         if (view := self._reader.view) is not None:
             with suppress(RedisUnavailableError):
-                server, row = view.server_info(), view.newest_learner_row()
-                self._slow = replace(self._slow, server=server, learner_row=row)
+                server = view.server_info()
+                self._slow = replace(self._slow, server=server)
                 if server is not None:
                     processes.setdefault(_REDIS, _server_process(server))
         shares = cpu_shares(self._processes, processes)
@@ -356,8 +355,8 @@ def _processes(facts: Facts, slow: SlowFacts, labelled: Document) -> Iterator[Do
         yield {**state.model_dump(mode="json"), "cpu_share": shares.get(role), "age_s": None}
 
 
-def _learner(facts: Facts, slow: SlowFacts) -> Document:
-    lease, row = facts.snapshot.lease, slow.learner_row
+def _learner(facts: Facts) -> Document:
+    lease, row = facts.snapshot.lease, facts.learner_row
     return {
         "epoch": lease.get("epoch"),
         "is_connected": None if "connected" not in lease else bool(lease["connected"]),

@@ -41,7 +41,8 @@ list-style: none } ul.tiles li { background: var(--card); border-radius: 6px; pa
 ul.tiles b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem }
 figure { margin: 0; background: var(--card); border-radius: 6px; padding: .7rem .8rem; min-width: 0 }
-.charts figure { break-inside: avoid } .key { font-size: .85rem; white-space: nowrap; margin-right: .8rem }
+.charts figure { break-inside: avoid } .key { font-size: .85rem; margin-right: .8rem;
+display: inline-block; max-width: 100%; overflow-wrap: anywhere }
 svg.chart { width: 100%; height: auto; display: block } svg.swatch { width: 1.2em; height: .7em }
 svg text { fill: var(--dim); font: 11px system-ui, sans-serif } .grid { stroke: var(--line); stroke-width: 1 }
 .mark { stroke: var(--dim); stroke-width: 1; stroke-dasharray: 3 3 } .hover rect { fill: transparent }
@@ -52,7 +53,7 @@ stroke-linejoin: round } polygon { fill-opacity: .16; stroke: none } circle { st
 .lines.c6 { stroke: var(--c6) } .lines.c7 { stroke: var(--c7) }
 .areas.c0 { fill: var(--c0) } .areas.c1 { fill: var(--c1) } .areas.c2 { fill: var(--c2) } .areas.c3 { fill: var(--c3) }
 .areas.c4 { fill: var(--c4) } .areas.c5 { fill: var(--c5) } .areas.c6 { fill: var(--c6) } .areas.c7 { fill: var(--c7) }
-@media (max-width: 40rem) { body { padding: .6rem } table { font-size: .85rem } }
+@media (max-width: 40rem) { body { padding: .6rem } table { font-size: .85rem } td, th { padding-right: .5rem } }
 @media print { body { max-width: none } figure, ul.tiles li { border: 1px solid var(--line) } }
 """
 

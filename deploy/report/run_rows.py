@@ -15,21 +15,35 @@ from headrace.deploy.report.progress import weights_lag
 from headrace.deploy.run.goal import RunNumbers
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.lag_buckets import lag_quantiles
-from headrace.schemas.accounts.redis_keys import unlabelled
+from headrace.schemas.accounts.redis_keys import WORKER_RATE, unlabelled
 
 RETURNS_AND_LENGTHS = tuple(
     f"{name}_{reduce}" for name in ("episode_return", "episode_len") for reduce in ("mean", "min", "max")
 )
 QUANTILES = {"0.05": "p5", "0.25": "p25", "0.5": "p50", "0.75": "p75", "0.95": "p95"}
 """Value of the label `quantile` -> end of the column."""
-_PLAIN = ("held_bytes", "held_agent_steps", "oldest_unsettled_age_s", "clients", "client_requests_per_s")
+_PLAIN = (
+    *("held_bytes", "held_agent_steps", "oldest_unsettled_age_s", "clients", "client_requests_per_s"),
+    *("window_batches", "window_bytes", "compression_ratio", "messages_refused", "redis_failures"),
+)
+_COUNTED = (
+    *("aborted_episodes", "env_failures", "env_rebuilds", "fenced_lives"),
+    *("sampled_bytes", "accepted_bytes", "committed_bytes"),
+)
+"""Counters of the fleet, without their ending `_total`."""
 _OF_ABORTED = ("aborted_return_mean", "aborted_len_mean")
 _QUANTILES_OF = {
     "episode_return_quantile": "episode_return",
     "episode_len_quantile": "episode_len",
     "client_latency_s": "client_latency_s",
+    WORKER_RATE: "worker_env_steps_per_s",
 }
-_SHARES = {"worker_time_share": "worker_time", "learner_time_share": "learner_time"}
+_BY_LABEL = {
+    "worker_time_share": "worker_time",
+    "learner_time_share": "learner_time",
+    "process_cpu_share": "process_cpu_share",
+    "process_rss_bytes": "process_rss_bytes",
+}
 _LAGS = {"accepted_lag_agent_steps_bucket": "accepted_lag", "consumed_lag_agent_steps_bucket": "consumed_lag"}
 _LAG_QUANTILES = (0.5, 0.95)
 
@@ -89,6 +103,7 @@ def fleet_row(
         "held_batches": int(gauges.get("held_batches", 0)),
         "committed_steps": ledger.committed[0],
         "queued_steps": ledger.queued,
+        **_counter_columns(snapshot.totals),
         **gauge_columns(gauges, before),
         **_with_total("restarts", restarts),
         **_with_total("dropped_steps", dropped),
@@ -124,10 +139,15 @@ def history_row(unix_s: float, values: Mapping[str, float], began_unix_s: float,
         "episodes_window": numbers.window,
         **{name: values[name] for name in (*RETURNS_AND_LENGTHS, "workers", "held_batches") if name in values},
         "committed_steps": totals.get("committed_agent_steps_total", 0),
+        **_counter_columns(totals),
         **gauge_columns(values, before),
         **_with_total("dropped_steps", by_reason["dropped"]),
         **_with_total("discarded_steps", by_reason["discarded"]),
     }
+
+
+def _counter_columns(totals: Mapping[str, int]) -> dict[str, int]:
+    return {name: totals[f"{name}_total"] for name in _COUNTED if f"{name}_total" in totals}
 
 
 def gauge_columns(gauges: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
@@ -142,8 +162,8 @@ def gauge_columns(gauges: Mapping[str, float], before: Mapping[str, float]) -> d
         name, _, label = unlabelled(field)
         if name in _QUANTILES_OF and label in QUANTILES:
             row[f"{_QUANTILES_OF[name]}_{QUANTILES[label]}"] = value
-        elif name in _SHARES:
-            row[f"{_SHARES[name]}/{label}"] = value
+        elif name in _BY_LABEL:
+            row[f"{_BY_LABEL[name]}/{label}"] = value
     for name, column in _LAGS.items():
         row |= {
             f"{column}_p{round(100 * q)}": value

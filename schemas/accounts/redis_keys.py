@@ -34,12 +34,16 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A value of `totals` or `gauges`. With a `label` it has a field for each value of that (see `labelled`)."""
+    """A value of `totals` or `gauges`. With a `label` it has a field for each value of that (see `labelled`).
+
+    `counts`: True for a gauge that counts since the broker started, and so only grows. Prometheus gets it as a counter.
+    """
 
     name: str
     unit: str
     meaning: str
     label: str = ""
+    counts: bool = False
 
 
 TOLD_SETTINGS = (
@@ -393,7 +397,9 @@ GAUGE_TABLE = (
     Metric("episodes_window", "episodes", "that these are taken over, at most 100"),
     Metric("weights_seq", "version", "seq of the newest published weights"),
     Metric("learner_epoch", "epoch", "of the learner that holds the lease"),
-    Metric("messages_refused", "messages", "of peers, or claims in them, refused since the broker started"),
+    Metric(
+        "messages_refused", "messages", "of peers, or claims in them, refused since the broker started", counts=True
+    ),
     Metric("held_batches", "batches", "accepted and neither committed nor dropped"),
     Metric("held_bytes", "bytes", "of those of these batches that the broker has in memory"),
     Metric("held_agent_steps", "agent steps", "in these batches"),
@@ -434,8 +440,9 @@ GAUGE_TABLE = (
         'ended since the broker started because their key, ROLE or ROLE.GROUP, was revoked; "removed": the file of '
         "the key is gone",
         "key",
+        counts=True,
     ),
-    Metric("redis_failures", "attempts", "to reach Redis that failed since the broker started"),
+    Metric("redis_failures", "attempts", "to reach Redis that failed since the broker started", counts=True),
     Metric("aborted_return_mean", "return", "of the last `aborted_window` aborted episodes; absent before the first"),
     Metric("aborted_len_mean", "env steps", "of those episodes"),
     Metric(

@@ -40,21 +40,30 @@ RULES = MonitoringFile.ALERT_RULES
 ALERTS = re.findall(r"- alert: (\w+)", RULES.text())
 SELECTOR = re.compile(r"\bheadrace_\w+(?:\{[^{}]*\})?")
 
-ONLY_IN_TROUBLE = re.compile(r"headrace_findings\{.* > 0|changes\(|headrace_workers_blocked|headrace_aborted")
-"""Queries of the dashboard that a fleet without trouble may answer with nothing."""
+ONLY_IN_TROUBLE = r"headrace_findings\{.* > 0|changes\(|headrace_workers_blocked|headrace_aborted_(return|len)"
+ONLY_WITH_PEERS = r"headrace_(env_hosts|envs_(cpu|rss)|client)"
+ONLY_AT_TIMES = r"headrace_(sessions_revoked|worker_env_steps_per_second_quantile)"
+NOT_ALWAYS = re.compile(f"{ONLY_IN_TROUBLE}|{ONLY_WITH_PEERS}|{ONLY_AT_TIMES}")
+"""Queries that a fleet without trouble, env hosts, clients, revoked keys and many workers may answer with nothing."""
 
 TWO_POLICIES = (
     *("--env", "headrace.workers.agents.examples:two_carts", "--workers", "2", "--num-envs", "2"),
     *("--set", 'sampling.policies={"short": {}, "long": {}}', "--set", "learner.steps_per_update=256"),
-    *("--set", "learner.epochs=1"),
+    *("--set", "learner.epochs=1", "--set", 'sampling.callbacks=["mine:Logs"]'),
 )
+MINE = """
+class Logs:
+    def on_episode_end(self, episode, metrics_logger):
+        metrics_logger.log_value("goals", len(episode))
+"""
 
 
 def test_the_rules_and_the_scrape_config_are_clean(tmp_path: Path) -> None:
     (tmp_path / "prometheus.yml").write_text(MonitoringFile.SCRAPE_CONFIG.text())
     (tmp_path / "headrace-rules.yml").write_text(RULES.text())
-    checked = promtool("check", "config", str(tmp_path / "prometheus.yml"))
-    assert (checked.returncode, "SUCCESS" in checked.stdout) == (0, True), checked
+    for kind, file in (("config", "prometheus.yml"), ("rules", "headrace-rules.yml")):
+        checked = promtool("check", kind, str(tmp_path / file))
+        assert (checked.returncode, "SUCCESS" in checked.stdout) == (0, True), checked
     assert DEFAULT_LISTEN in MonitoringFile.SCRAPE_CONFIG.text()
     command = [sys.executable, "-m", "headrace.deploy", "exporter", "--print", "alert-rules"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == RULES.text()
@@ -62,7 +71,7 @@ def test_the_rules_and_the_scrape_config_are_clean(tmp_path: Path) -> None:
 
 def test_runbooks_name_only_existing_commands_and_settings() -> None:
     runbooks = " ".join(re.findall(r'runbook: "(.*)"', RULES.text()))
-    named = set(re.findall(r"`headrace ([a-z]+)", runbooks))
+    named = set(re.findall(r"`headrace ([a-z-]+)", runbooks))
     assert named
     assert named <= {name.split()[1] for name, _ in commands(typer.main.get_command(app))}
     settings = set(re.findall(r"\b(sampling|worker|broker|supervisor)\.([a-z_]+)", runbooks)) - {("broker", "log")}
@@ -93,12 +102,18 @@ FIRING: dict[str, dict[str, str]] = {
         'headrace_dropped_agent_steps_total{reason="stale"}': "0+2x40",
         "headrace_agent_steps_total": "0+100x40",
     },
-    "HeadraceRedisFailures": {"headrace_redis_failures": "0 0+1x40"},
-    "HeadraceBrokerRestarts": {'headrace_process_restarts_total{process="broker",role="broker"}': "0x8 1x30"},
-    "HeadraceProcessRestarts": {
-        'headrace_process_restarts_total{process="worker-0",role="worker"}': "0x8 2x30",
-        'headrace_process_restarts_total{process="worker-1",role="worker"}': "0x8 2x30",
+    "HeadraceEnvHostsMissing": {"headrace_env_hosts_wanted": "2x40", "headrace_env_hosts_connected": "2 1x40"},
+    "HeadraceEpisodesAborted": {
+        "headrace_aborted_episodes_total": "0 0+2x40",
+        "headrace_episodes_total": "0+10x40",
     },
+    "HeadraceRedisFailures": {"headrace_redis_failures_total": "0 0+1x40"},
+    "HeadraceMessagesRefused": {"headrace_messages_refused_total": "0 0+2x40"},
+    "HeadraceLivesFenced": {"headrace_fenced_lives_total": "0x8 4x30"},
+    "HeadraceClientsSlow": {'headrace_client_latency_seconds{q="0.95"}': "0.5 1.5x40"},
+    "HeadraceDiskSmall": {"headrace_disk_free_bytes": "2e9 9e8x40"},
+    "HeadraceBrokerRestarts": {'headrace_restarts_total{role="broker"}': "0x8 1x30"},
+    "HeadraceProcessRestarts": {'headrace_restarts_total{role="worker"}': "0x8 4x30"},
     "HeadraceFinding": {'headrace_findings{kind="no_learner",severity="error"}': "1x40"},
 }
 """Series, a value each 30 s, with which each alert fires within 15 minutes."""
@@ -126,9 +141,21 @@ SILENT: dict[str, dict[str, str]] = {
         'headrace_dropped_agent_steps_total{reason="stale"}': "0+2x40",
         "headrace_agent_steps_total": "0+300x40",
     },
-    "HeadraceRedisFailures": {"headrace_redis_failures": "0x5 2x40"},
-    "HeadraceBrokerRestarts": {'headrace_process_restarts_total{process="learner",role="learner"}': "0x8 1x30"},
-    "HeadraceProcessRestarts": {'headrace_process_restarts_total{process="worker-0",role="worker"}': "0x8 2x30"},
+    "HeadraceEnvHostsMissing": {"headrace_env_hosts_wanted": "2x40", "headrace_env_hosts_connected": "2 1 1 2x40"},
+    "HeadraceEpisodesAborted": {
+        "headrace_aborted_episodes_total": "0 0+2x40",
+        "headrace_episodes_total": "0+30x40",
+    },
+    "HeadraceRedisFailures": {"headrace_redis_failures_total": "0x5 2x40"},
+    "HeadraceMessagesRefused": {"headrace_messages_refused_total": "0x5 9x40"},
+    "HeadraceLivesFenced": {"headrace_fenced_lives_total": "0x8 2x30"},
+    "HeadraceClientsSlow": {
+        'headrace_client_latency_seconds{q="0.95"}': "1.5x5 0.9x40",
+        'headrace_client_latency_seconds{q="0.99"}': "5x40",
+    },
+    "HeadraceDiskSmall": {"headrace_disk_free_bytes": "9e8x5 2e9x40"},
+    "HeadraceBrokerRestarts": {'headrace_restarts_total{role="learner"}': "0x8 1x30"},
+    "HeadraceProcessRestarts": {'headrace_restarts_total{role="worker"}': "0x8 2x30"},
     "HeadraceFinding": {'headrace_findings{kind="worker_late",severity="warning"}': "1x40"},
 }
 
@@ -148,13 +175,23 @@ def test_each_alert_fires_in_its_trouble_and_is_silent_without_it(tmp_path: Path
 def test_queries_that_a_healthy_fleet_leaves_empty_have_values_in_trouble(tmp_path: Path) -> None:
     series = {
         'headrace_findings{fleet="f",kind="no_learner",severity="error"}': "1x40",
-        'headrace_process_restarts_total{fleet="f",process="broker",role="broker"}': "0x19 1x20",
+        'headrace_restarts_total{fleet="f",role="broker"}': "0x19 1x20",
         'headrace_learner_epoch{fleet="f"}': "1x19 2x20",
         'headrace_workers_blocked{fleet="f",reason="window"}': "2x40",
         'headrace_aborted_return_mean{fleet="f"}': "3.5x40",
+        'headrace_aborted_len_mean{fleet="f"}': "35x40",
+        'headrace_env_hosts_connected{fleet="f"}': "1x40",
+        'headrace_env_hosts_wanted{fleet="f"}': "1x40",
+        'headrace_envs_cpu_share{fleet="f"}': "1.5x40",
+        'headrace_envs_rss_bytes{fleet="f"}': "1e9x40",
+        'headrace_clients{fleet="f"}': "8x40",
+        'headrace_client_requests_per_second{fleet="f"}': "800x40",
+        'headrace_client_latency_seconds{fleet="f",q="0.5"}': "0.01x40",
+        'headrace_sessions_revoked_total{fleet="f",key="worker.gpu"}': "1x40",
+        'headrace_worker_env_steps_per_second_quantile{fleet="f",q="0.5"}': "100x40",
     }
-    queries = [query for query in dashboard_queries("f") if ONLY_IN_TROUBLE.match(query)]
-    assert len(queries) == 5
+    queries = [query for query in dashboard_queries("f") if NOT_ALWAYS.match(query)]
+    assert len(queries) == len(series)
     asked = [
         {"expr": f"count({query})", "eval_time": "10m", "exp_samples": [{"labels": "{}", "value": 1}]}
         for query in queries
@@ -168,26 +205,18 @@ def test_queries_that_a_healthy_fleet_leaves_empty_have_values_in_trouble(tmp_pa
 
 @pytest.mark.slow
 def test_prometheus_answers_every_query_of_a_fleet_and_delivers_an_alert(tmp_path: Path) -> None:
-    exporter_port, prometheus_port, alerts_port = free_port(), free_port(), free_port()
-    with RunningFleet(tmp_path / "run", *TWO_POLICIES) as fleet, receiver() as (webhook, received):
+    (tmp_path / "mine.py").write_text(MINE)
+    with RunningFleet(tmp_path / "run", *TWO_POLICIES, cwd=tmp_path) as fleet, receiver() as (webhook, received):
         fleet.wait_until(lambda: fleet.steps() > 0, "steps")
-        files = write_files(tmp_path, exporter_port, alerts_port, webhook)
-        exporter = [sys.executable, "-m", "headrace.deploy", "exporter", "--run-dir", str(fleet.run_dir)]
-        with (
-            running(*exporter, "--listen", f"127.0.0.1:{exporter_port}"),
-            running(*alertmanager(files, alerts_port)),
-            running(*prometheus(files, prometheus_port)),
-        ):
-            answers = Prometheus(prometheus_port)
-            wait_until(lambda: answers.has_data("headrace_up == 1"), "the first scrape")
+        with scraped(tmp_path, webhook, fleet.run_dir) as (answers, exporter_port):
             text = get(f"http://127.0.0.1:{exporter_port}/metrics").decode()
             checked = promtool("check", "metrics", text=text)
             assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
             fleet_id = re.findall(r'headrace_up\{fleet="([^"]+)"\}', text)[0]
-            of_dashboard = [q for q in dashboard_queries(fleet_id) if not ONLY_IN_TROUBLE.match(q)]
-            of_rules = set(SELECTOR.findall(RULES.text()))
-            assert len(of_dashboard) > 35
-            assert len(of_rules) > 12
+            of_dashboard = [q for q in dashboard_queries(fleet_id) if not NOT_ALWAYS.match(q)]
+            of_rules = {one for one in SELECTOR.findall(RULES.text()) if not NOT_ALWAYS.match(one)}
+            assert len(of_dashboard) > 60
+            assert len(of_rules) > 14
             for query in (*of_dashboard, *sorted(of_rules)):
                 fleet.wait_until(lambda it=query: answers.has_data(it), f"data for {query}")  # type: ignore[misc]
             assert answers.values("fleet", "headrace_up") == [fleet_id]
@@ -198,9 +227,63 @@ def test_prometheus_answers_every_query_of_a_fleet_and_delivers_an_alert(tmp_pat
             assert alert["labels"]["fleet"] == fleet_id
             assert fleet_id in alert["annotations"]["summary"]
             assert "broker.log" in alert["annotations"]["runbook"]
-            fleet.wait_until(lambda: answers.has_data("changes(headrace_process_restarts_total[1m]) > 0"), "the mark")
+            fleet.wait_until(lambda: answers.has_data("changes(headrace_restarts_total[1m]) > 0"), "the mark")
         fleet.terminate()
         assert fleet.finish()["balanced"]
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_prometheus_answers_every_query_of_fleets_with_trouble_env_hosts_and_clients(tmp_path: Path) -> None:
+    common = ("--workers", "1", "--num-envs", "2", "--set", "learner.steps_per_update=256")
+    remote = ("--env", "support.envs.fleet:failing_or_gone", "--no-check-env", "--set", "sampling.env_placement=remote")
+    served = ("--env", "CartPole-v1", "--serve", "--set", "serving.http_port=0")
+    with (
+        RunningFleet(tmp_path / "remote", *common, *remote, "--env-hosts", "2") as hosts,
+        RunningFleet(tmp_path / "served", *common, *served) as serving,
+        receiver() as (webhook, _),
+    ):
+        hosts.wait_until(lambda: hosts.steps() > 0, "steps of envs in hosts")
+        serving.wait_until((tmp_path / "served" / "rendezvous.json").exists, "an address for clients")
+        client = (
+            sys.executable,
+            "-m",
+            "headrace.deploy.clients.cartpole",
+            str(tmp_path / "served/rendezvous.json"),
+            "2",
+        )
+        with (
+            running(*client),
+            scraped(tmp_path, webhook, hosts.run_dir, serving.run_dir) as (answers, _),
+        ):
+            wait_until(lambda: len(answers.values("fleet", "headrace_up")) == 2, "both fleets")
+            fleet_ids = "|".join(answers.values("fleet", "headrace_up"))
+            wanted = [q for q in dashboard_queries(fleet_ids) if re.match(f"{ONLY_IN_TROUBLE}|{ONLY_WITH_PEERS}", q)]
+            wanted += [one for one in SELECTOR.findall(RULES.text()) if re.match(ONLY_WITH_PEERS, one)]
+            assert len(wanted) == 16
+            for role in ("worker", "learner"):
+                hosts.send(signal.SIGKILL, role)
+            for query in sorted(wanted, key=lambda query: "changes(" not in query):
+                if "workers_blocked" in query:
+                    serving.send(signal.SIGSTOP, "learner")
+                hosts.wait_until(lambda it=query: answers.has_data(it), f"data for {query}")  # type: ignore[misc]
+
+
+@contextmanager
+def scraped(folder: Path, webhook: str, *run_dirs: Path) -> Iterator[tuple[Prometheus, int]]:
+    """Run an exporter of these fleets, Prometheus and Alertmanager. Yield Prometheus, and the exporter's port."""
+    exporter_port, prometheus_port, alerts_port = free_port(), free_port(), free_port()
+    files = write_files(folder, exporter_port, alerts_port, webhook)
+    chosen = [word for run_dir in run_dirs for word in ("--run-dir", str(run_dir))]
+    exporter = (sys.executable, "-m", "headrace.deploy", "exporter", "--listen", f"127.0.0.1:{exporter_port}", *chosen)
+    with (
+        running(*exporter),
+        running(*alertmanager(files, alerts_port)),
+        running(*prometheus(files, prometheus_port)),
+    ):
+        answers = Prometheus(prometheus_port)
+        wait_until(lambda: answers.has_data("headrace_up == 1"), "the first scrape")
+        yield answers, exporter_port
 
 
 def promtool(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:

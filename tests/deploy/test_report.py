@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.report.line_chart import Chart, Curve, chart_html
+from headrace.deploy.monitoring.report.line_chart import MOST_DRAWN_MARKS, MOST_POINTS, Chart, Curve, chart_html
 from headrace.deploy.monitoring.report.report_command import write_report
 from headrace.deploy.monitoring.report.run_series import RunSeries
 from headrace.deploy.report.run_rows import fleet_row, history_row
@@ -136,9 +136,44 @@ def test_a_chart_of_many_points_is_small_and_keeps_its_range() -> None:
     assert page.open == []
     assert "script" not in {tag for tag, _ in page.elements}
     places = [tuple(map(float, one.split(","))) for one in str(page.named("polyline")[0]["points"]).split()]
-    assert len(places) <= 140
+    assert len(places) <= MOST_POINTS
     assert places == sorted(places)
     assert "from 0 to 6" in str(page.named("svg")[0]["aria-label"])
+
+
+def test_many_marks_of_a_chart_are_few_lines_which_name_the_first_of_each() -> None:
+    marks = [(float(at), f"change {at}") for at in range(1000)]
+    page = Page(chart_html(Chart("x", "", [Curve("x", [(0.0, 1.0), (999.0, 2.0)])], marks, 1000.0)))
+    drawn = [line for line in page.named("line") if line["class"] == "mark"]
+    assert len(drawn) == MOST_DRAWN_MARKS
+    titles = [said for said in page.texts if ": change " in said]
+    assert titles[:2] == ["0 s: change 0, and 24 more", "25 s: change 25, and 24 more"]
+
+
+def test_the_report_of_a_long_run_with_all_figures_it_may_have_is_smaller_than_2_mb(tmp_path: Path) -> None:
+    def at(second: int) -> list[dict[str, Any]]:
+        values = dict.fromkeys(columns, second * 1.0001)
+        names = {f"learner/{'x' * 90}_{n}": second / 7 for n in range(40)}
+        learned = {"kind": "learner", "time": second + 0.5, "elapsed_s": second + 0.5, "env_steps": second, **names}
+        return [row(float(second), float(second), **values, **{"restarts/worker": second}), learned]
+
+    columns = [f"{name}_{end}" for name in ("episode_return", "episode_len") for end in ("mean", "p25", "p50", "p75")]
+    columns += ["env_steps_per_s", "weights_lag", "held_batches", "workers", "workers_blocked", "aborted_return_mean"]
+    columns += [f"{name}_lag_{end}" for name in ("accepted", "consumed") for end in ("p50", "p95")]
+    columns += ["clients", "client_requests_per_s", "client_latency_s_p50", "client_latency_s_p95"]
+    columns += [f"{name}_time/{part}" for name in ("worker", "learner") for part in "abcdef"]
+    columns += [f"dropped_steps/{n}" for n in range(12)] + [f"callbacks/{'y' * 90}_{n}" for n in range(60)]
+    columns += [f"policies/{'z' * 90}_{n}/return_mean" for n in range(20)]
+    lines = [orjson.dumps(one) for second in range(250) for one in at(second)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b""]))
+    groups = [{**GROUP, "where": f"e.py:{n}", "message": "m" * 500, "traceback": "x\n" * 2048} for n in range(101)]
+    ledger = {"stepped": 1, "committed": [1, 1], "queued": 0, "dropped": {}, "discarded": {}}
+    files(tmp_path, summary={"state": "ended", "ledger": ledger, "balanced": True, "errors": groups})
+    page, facts = reported(tmp_path)
+    assert len(page.named("figure")) > 55
+    assert len(facts["marks"]) > 200
+    assert len(facts["errors"]) == 101
+    assert (tmp_path / "a.html").stat().st_size < 2_000_000
 
 
 def lags(**counts: float) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -19,19 +21,23 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.deploy.monitoring.exporter import metrics_text as module
 from headrace.deploy.monitoring.exporter.exporter import ExporterOptions, chosen_readers
+from headrace.deploy.monitoring.exporter.files import MonitoringFile
 from headrace.deploy.monitoring.exporter.metrics_text import exposed_name, metrics_text
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.web_port import WebPort
 from headrace.deploy.run.fleet_file import FleetFile
-from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import Drop, LedgerRow
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, Metric, labelled
 from headrace.schemas.errors import ConfigError, PortInUseError
+from headrace.schemas.settings.config import FleetConfig
 from support.waiting import TIMEOUT_S, wait_until
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+PARTS = ("mean", "min", "max")
 LAG = "some_lag_agent_steps_bucket"
 
 
@@ -94,13 +100,9 @@ def test_each_kind_of_value_gets_its_type_its_unit_and_its_labels(monkeypatch: p
     gauges |= {labelled("one_return_quantile", "quantile", "0.5"): -3.0}
     totals = {metric.name: 5 for metric in COUNTER_TABLE if not metric.label}
     totals[labelled("dropped_chunks_total", "reason", Drop.STALE)] = 8
-    process = ProcessState(name="broker", role="broker", state="running", cpu_s=1.5, rss_bytes=4096, restarts=2)
-    found = families(Snapshot(gauges=gauges, totals=totals), processes={"broker": process})
+    gauges |= {labelled("sessions_revoked", "key", "worker.gpu"): 3.0}
+    found = families(Snapshot(gauges=gauges, totals=totals))
 
-    assert all(family.documentation for family in found.values())
-    labels = {tuple(sorted(sample.labels)) for family in found.values() for sample in family.samples}
-    assert all("fleet" in names for names in labels)
-    assert {sample.labels["fleet"] for family in found.values() for sample in family.samples} == {'a "b"\\c'}
     lag = found["headrace_some_lag_agent_steps"]
     assert (lag.type, [(sample.labels["le"], sample.value) for sample in lag.samples]) == (
         "histogram",
@@ -112,11 +114,76 @@ def test_each_kind_of_value_gets_its_type_its_unit_and_its_labels(monkeypatch: p
     assert dropped == {reason.value: 8 if reason is Drop.STALE else 0 for reason in Drop}
     age = found["headrace_oldest_unsettled_age_seconds"]
     assert (age.type, age.unit, age.samples[0].value) == ("gauge", "seconds", 7.0)
-    cpu = found["headrace_process_cpu_seconds"]
-    assert (cpu.type, cpu.unit, cpu.samples[0].value) == ("counter", "seconds", 1.5)
+    for name, value in (("messages_refused", 7.0), ("redis_failures", 7.0), ("sessions_revoked", 3.0)):
+        counted = found[f"headrace_{name}"]
+        assert (counted.type, [sample.value for sample in counted.samples]) == ("counter", [value])
     for metric in (metric for metric in GAUGE_TABLE if not metric.label):
         assert exposed_name(metric.name) in found
     assert not {name for name in found if name.endswith(("_s", "_total")) or "of_no_table" in name}
+
+
+def every_metric() -> dict[str, Any]:
+    """Return all families of a fleet that has a value for each."""
+    gauges = {labelled(one.name, one.label, "+Inf") if one.label else one.name: 7.0 for one in GAUGE_TABLE}
+    totals = {labelled(one.name, one.label, "a") if one.label else one.name: 5 for one in COUNTER_TABLE}
+    usage = {"cpu_share": 0.5, "rss_bytes": 100, "envs_cpu_share": 2.0, "envs_rss_bytes": 1000}
+    worker = {"num_envs": 8, "envs_lost": 1, **usage, "env_hosts": {"connected": 1, "wanted": 2}}
+    snapshot = Snapshot(
+        gauges=gauges,
+        totals=totals,
+        supervisor_totals={labelled("restarts_total", "role", "worker"): 4},
+        workers={0: worker, 7: {**worker, "env_hosts": "garbage"}, 9: {"num_envs": 1}},
+        lease={"connected": 1, "since_unix_s": 5.0, "committed_unix_s": 6.0},
+        policies={"hunter": {"agents": 9.0, **{f"{one}_{end}": 3.0 for one in ("return", "len") for end in PARTS}}},
+        metrics={"goals": LoggedMetric(reduce="sum", value=17.0)},
+    )
+    return families(
+        snapshot,
+        processes={"worker-0": ProcessState(name="worker-0", role="worker", rss_bytes=4096)},
+        config=FleetConfig(),
+        disk_free_bytes=1 << 30,
+        learner_row=LearnerRowView(1, 1, 1.0, 1, 1, {"loss": 0.25}),
+    )
+
+
+def test_every_metric_has_a_unit_in_its_help_and_no_counter_has_a_label_for_a_worker() -> None:
+    found = every_metric()
+    help_texts = {name: family.documentation for name, family in found.items()}
+    begins = re.compile(r"1 (if|while|once) |[A-Z][a-z0-9 /]+: ")
+    assert {name: said for name, said in help_texts.items() if not begins.match(said)} == {}
+    assert {family.type for family in found.values()} == {"gauge", "counter", "histogram"}
+    of_counters = {
+        label for family in found.values() if family.type == "counter" for one in family.samples for label in one.labels
+    }
+    assert of_counters == {"fleet", "reason", "module", "role", "key"}
+
+
+def test_the_rows_of_workers_are_added_up_and_what_the_learner_logged_has_its_name() -> None:
+    found = every_metric()
+    sums = {
+        **{"envs": 17, "envs_lost": 2, "workers_cpu_share": 1, "workers_rss_bytes": 200, "envs_cpu_share": 4},
+        **{"envs_rss_bytes": 2000, "env_hosts_connected": 1, "env_hosts_wanted": 2, "disk_free_bytes": 1 << 30},
+    }
+    assert {name: found[f"headrace_{name}"].samples[0].value for name in sums} == sums
+    (loss,) = found["headrace_learner_figure"].samples
+    assert (loss.labels["name"], loss.value) == ("loss", 0.25)
+    silent = families(Snapshot(), learner_row=LearnerRowView(1, 1, 1.0, 1, 1, {"loss": 0.25}))
+    assert silent.keys().isdisjoint({"headrace_learner_figure", "headrace_envs", "headrace_disk_free_bytes"})
+
+
+def test_each_metric_has_a_panel_unless_a_panel_shows_it_otherwise() -> None:
+    dashboard = json.loads(MonitoringFile.GRAFANA_DASHBOARD.text())
+    queries = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ()))
+    shown = {re.sub("_(total|bucket)$", "", name) for name in re.findall(r"headrace_\w+", queries)}
+    found = set(every_metric())
+    assert shown - found == set(), "a panel asks for what the exporter does not have"
+    counted_otherwise = {
+        *("batches", "settled_batches", "chunks", "accepted_chunks", "committed_chunks", "dropped_chunks"),
+        *("env_steps", "learner_epoch", "episodes_window", "aborted_window", "policy_agents"),
+    }
+    moments = {"reported", "lost_lives_close", "learner_lease", "learner_committed"}
+    others = {*counted_otherwise, *(f"{name}_timestamp_seconds" for name in moments), "ended"}
+    assert {name.removeprefix("headrace_") for name in found - shown} == others
 
 
 def test_counters_without_a_value_are_zero_unless_redis_has_lost_them_all() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric as Family
@@ -19,7 +20,7 @@ from headrace.deploy.monitoring.facts import Facts, ProcessState
 from headrace.deploy.monitoring.finding_kinds import KINDS
 from headrace.deploy.monitoring.findings import find
 from headrace.deploy.monitoring.processes import GONE, STOPPED, SUPERVISOR
-from headrace.deploy.report.progress import weights_lag
+from headrace.deploy.report.progress import number, weights_lag
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE, WORKER_WAIT
@@ -28,6 +29,7 @@ from headrace.schemas.accounts.worker_figures import BLOCKED_BY
 
 PREFIX = "headrace_"
 _SPELT = (("_unix_s", "_timestamp_seconds"), ("_per_s", "_per_second"), ("_s", "_seconds"))
+_QUANTILE = "_quantile"
 _UNITS = ("seconds", "bytes")
 _UNITS_IN_WORDS = {"s": "seconds", "1": "share"}
 _BUCKET = "le"
@@ -54,16 +56,34 @@ _BROKER_UP = ("broker_up", "1 while a broker of this fleet reports to Redis")
 _ENDED = ("ended", "1 once this fleet has ended in order, and until it is started again")
 _OF_LEASE = {
     "connected": ("learner_connected", "1 while the learner that holds the lease is connected"),
-    "since_unix_s": ("learner_lease_timestamp_seconds", "time at which this learner got the lease"),
-    "committed_unix_s": ("learner_committed_timestamp_seconds", "time of the learner's last commit"),
+    "since_unix_s": ("learner_lease_timestamp_seconds", "seconds: unix time at which this learner got the lease"),
+    "committed_unix_s": ("learner_committed_timestamp_seconds", "seconds: unix time of the learner's last commit"),
 }
 _QUEUED = ("queued_agent_steps", "agent steps: taken and neither committed nor dropped nor discarded")
 _LAG = ("weights_lag", "versions: by which the worker furthest behind is behind the newest weights")
 _WORKERS_WANTED = ("workers_wanted", "workers: that this fleet's configuration asks for on the supervisor's machine")
-_POLICY = ("policy_return", "return: of the newest agents that this policy played; statistic is mean, min or max")
-_POLICY_LENGTH = ("policy_len", "agent steps: of the same agents' episodes; statistic is as of policy_return")
-_FINDINGS = ("findings", "problems of each kind that `headrace why` names now")
+_OF_WORKERS = {
+    "num_envs": ("envs", "envs: of all connected workers"),
+    "envs_lost": ("envs_lost", "envs: of these that are down. They wait to be rebuilt, or for a host"),
+    "cpu_share": ("workers_cpu_share", "share: processor seconds per second of all connected workers"),
+    "rss_bytes": ("workers_rss_bytes", "bytes: of memory that these workers have, without processes of envs"),
+    "envs_cpu_share": ("envs_cpu_share", "share: processor seconds per second of processes and hosts of envs"),
+    "envs_rss_bytes": ("envs_rss_bytes", "bytes: of memory that these have. What they share counts in each"),
+}
+"""Members of the rows of workers that are added up."""
+_OF_ENV_HOSTS = {
+    "connected": ("env_hosts_connected", "hosts: of envs that are connected to workers"),
+    "wanted": ("env_hosts_wanted", "hosts: that workers want, so that all their envs have a place"),
+}
+_DISK_FREE = ("disk_free_bytes", "bytes: free on the disk of the run directory")
+_POLICY = ("policy_return", "return: of the newest agents that this policy played. statistic is mean, min or max")
+_POLICY_LENGTH = ("policy_len", "agent steps: of the same agents' episodes. statistic is as of policy_return")
+_POLICY_AGENTS = ("policy_agents", "agents: that policy_return and policy_len are taken over")
+_FINDINGS = ("findings", "problems: of each kind that `headrace why` names now")
 _LOGGED = ("callback_metric", "as logged: what callbacks logged under this name, over all workers")
+_LEARNER_FIGURE = ("learner_figure", "as logged: what the learner logged under this name in its newest row")
+_PROCESS_RUNNING = ("process_running", "1 while the process runs, as its supervisor sees it")
+_PROCESS_MEMORY = ("process_resident_memory_bytes", "bytes: of memory that the process has")
 
 
 def metrics_text(fleets: Mapping[str, Facts | None], accept: str = "") -> tuple[bytes, str]:
@@ -86,10 +106,10 @@ def exposed_name(name: str) -> str:
     """Return the name that Prometheus gets for a name of the contract: with its prefix, and units spelt in full."""
     if name == "unix_s":
         name = "reported_unix_s"
+    bare = name.removesuffix(_QUANTILE)
     for ending, spelt in _SPELT:
-        if name.endswith(ending):
-            name = name.removesuffix(ending) + spelt
-            break
+        if bare.endswith(ending):
+            return PREFIX + bare.removesuffix(ending) + spelt + name.removeprefix(bare)
     return PREFIX + name
 
 
@@ -130,8 +150,14 @@ def _add_fleet(families: _Families, facts: Facts | None, labels: Mapping[str, st
     _add_counters(families, snapshot.supervisor_totals, labels)
     _add_gauges(families, snapshot.gauges, labels)
     _add_derived(families, snapshot, labels)
+    _add_sums(families, snapshot.workers.values(), labels)
+    if facts.learner_row is not None and "unix_s" in snapshot.gauges:
+        for name, figure in sorted(facts.learner_row.values.items()):
+            _add_own(families, _LEARNER_FIGURE, figure, {**labels, "name": name})
     if facts.config is not None:
         _add_own(families, _WORKERS_WANTED, facts.config.fleet.workers, labels)
+    if facts.disk_free_bytes is not None:
+        _add_own(families, _DISK_FREE, facts.disk_free_bytes, labels)
     for process in facts.processes.values():
         _add_process(families, process, labels)
     counts = Counter(finding.kind for finding in find(facts))
@@ -163,7 +189,11 @@ def _add_counters(families: _Families, totals: Mapping[str, int], labels: Mappin
 
 def _add_gauges(families: _Families, gauges: Mapping[str, float], labels: Mapping[str, str]) -> None:
     for metric, label, value in _of_table(GAUGE_TABLE, gauges):
-        kind, suffix = ("histogram", "_bucket") if metric.label == _BUCKET else ("gauge", "")
+        kind, suffix = "gauge", ""
+        if metric.label == _BUCKET:
+            kind, suffix = "histogram", "_bucket"
+        elif metric.counts:
+            kind, suffix = "counter", "_total"
         own = {_LABELS.get(name, name): text for name, text in label.items()}
         if metric.label == _BUCKET:
             bound = _bound(own[_BUCKET])
@@ -216,16 +246,23 @@ def _add_derived(families: _Families, snapshot: Snapshot, labels: Mapping[str, s
             for statistic in ("mean", "min", "max"):
                 if (value := values.get(f"{name}_{statistic}")) is not None:
                     _add_own(families, metric, value, {**labels, "module": module, "statistic": statistic})
+        if "agents" in values:
+            _add_own(families, _POLICY_AGENTS, values["agents"], {**labels, "module": module})
     for name, logged in sorted(snapshot.metrics.items()):
         _add_own(families, _LOGGED, logged.value, {**labels, "name": name})
 
 
+def _add_sums(families: _Families, workers: Collection[Mapping[str, Any]], labels: Mapping[str, str]) -> None:
+    """Add what the rows of workers sum up to. A sum is absent if no worker tells its part."""
+    hosts = [told for worker in workers if isinstance(told := worker.get("env_hosts"), Mapping)]
+    for rows, sums in ((workers, _OF_WORKERS), (hosts, _OF_ENV_HOSTS)):
+        for key, metric in sums.items():
+            told = [number(row[key]) for row in rows if key in row]
+            if told:
+                _add_own(families, metric, sum(told), labels)
+
+
 def _add_process(families: _Families, process: ProcessState, labels: Mapping[str, str]) -> None:
     own = {**labels, "process": process.name, "role": process.role}
-    for name, meaning, value, kind in (
-        ("process_running", "1 while the process runs, as its supervisor sees it", process.state == "running", "gauge"),
-        ("process_restarts", "restarts: of the process by its supervisor", process.restarts, "counter"),
-        ("process_cpu_seconds", "seconds: of processor time that the process took", process.cpu_s, "counter"),
-        ("process_resident_memory_bytes", "bytes: of memory that the process has", process.rss_bytes, "gauge"),
-    ):
-        families.add(PREFIX + name, meaning, value, own, kind, "_total" if kind == "counter" else "")
+    _add_own(families, _PROCESS_RUNNING, process.state == "running", own)
+    _add_own(families, _PROCESS_MEMORY, process.rss_bytes, own)

@@ -14,9 +14,11 @@ Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 440, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 8, 22
-MOST_POINTS = 140
+MOST_POINTS = 110
 """Points that are drawn of a curve. Of more, each is the mean of several neighbours."""
 MOST_CURVES = 8
+MOST_DRAWN_MARKS = 40
+"""Marks that are drawn in a chart. Of more, those near one another are one line, which names the first."""
 _TABLE_ROWS = 12
 _TICKS = 4
 
@@ -69,7 +71,7 @@ def chart_html(chart: Chart) -> str:
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(_in_words(chart, show))}">',
         *_axes(end_s, x, y, (low, high, step), show),
         *(_band(number, curve, x, y) for number, curve in enumerate(curves) if curve.band),
-        *(_mark(at, what, x(at)) for at, what in chart.marks),
+        *(_mark(group, x(group[0][0])) for group in _near(chart.marks, end_s)),
         *(_line(number, curve, x, y) for number, curve in enumerate(curves)),
         *_hover(curves, x, show),
         "</svg>",
@@ -182,8 +184,18 @@ def _band(number: int, curve: Curve, x: Callable[[float], float], y: Callable[[f
     return f'<polygon class="areas c{number}" points="{" ".join(there + back)}"/>'
 
 
-def _mark(at: float, what: str, px: float) -> str:
-    name = text(f"{duration(at)}: {what}")
+def _near(marks: Sequence[tuple[float, str]], end_s: float) -> list[list[tuple[float, str]]]:
+    """Return the marks in groups of neighbours in time, `MOST_DRAWN_MARKS` at most."""
+    groups: dict[int, list[tuple[float, str]]] = {}
+    for mark in marks:
+        groups.setdefault(min(int(mark[0] / end_s * MOST_DRAWN_MARKS), MOST_DRAWN_MARKS - 1), []).append(mark)
+    return list(groups.values())
+
+
+def _mark(group: Sequence[tuple[float, str]], px: float) -> str:
+    at, what = group[0]
+    more = f", and {len(group) - 1} more" if len(group) > 1 else ""
+    name = text(f"{duration(at)}: {what}{more}")
     return f'<line class="mark" x1="{px}" x2="{px}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"><title>{name}</title></line>'
 
 
@@ -195,6 +207,7 @@ def _hover(curves: Sequence[Curve], x: Callable[[float], float], show: Callable[
     strips = []
     for at, begin, end in zip(moments, edges, edges[1:], strict=False):
         said = [f"{c.name} {show(known[at])}" for c, known in zip(curves, nearest, strict=True) if at in known]
+        said = said if len(curves) > 1 else [show(nearest[0][at])]
         strips.append(
             f'<rect x="{begin:.1f}" width="{max(end - begin, 0.5):.1f}" y="{_TOP}" height="{HEIGHT - _TOP - _BOTTOM}">'
             f"<title>{text(duration(at) + ': ' + ', '.join(said))}</title></rect>"

@@ -137,16 +137,25 @@ def _all_charts(series: RunSeries) -> Iterator[Chart]:
             consumed_lag_p95="95 % of these",
         ),
     )
-    yield chart("Queue at the broker", "batches", lines(held_batches="held, not yet committed"))
+    yield chart("Queue", "batches", lines(held_batches="held by the broker", window_batches="kept by workers"))
     yield chart("Age of the oldest batch", "s", lines(oldest_unsettled_age_s="since the broker accepted it"))
     yield chart("Workers", "", lines(workers="connected", workers_blocked="that wait for room"))
     yield chart("Time of the workers", "", parts("worker_time/", _SHARES), percent=True)
     yield chart("Time of the learner", "", parts("learner_time/", _SHARES), percent=True)
     lost = (Curve(_bounded(name.replace("_steps/", ": ")), series.points(name)) for name in _losses(series))
     yield chart("Steps that did not reach the learner", "agent steps", lost)
+    failed = lines(
+        env_failures="envs failed",
+        aborted_episodes="episodes aborted",
+        fenced_lives="lives of workers fenced",
+        messages_refused="messages refused since the broker started",
+    )
+    yield chart("Failures", "", failed)
     if series.points("aborted_return_mean"):
         both = lines(aborted_return_mean="of aborted episodes", episode_return_mean="of finished ones")
         yield chart("Mean return of aborted episodes", "", both, from_zero=False)
+    yield chart("Processor time", "cores", parts("process_cpu_share/"))
+    yield chart("Memory", "bytes", parts("process_rss_bytes/"))
     yield chart("Clients", "", lines(clients="connected", client_requests_per_s="requests/s"))
     yield chart("Latency for clients", "s", lines(client_latency_s_p50="half", client_latency_s_p95="95 %"))
     for column in _figures(series):

@@ -66,7 +66,7 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], RunSeries]:
         "starts": max(series.runs, 1),
         "versions": _object(told, "versions"),
         "machine": _object(told, "machine"),
-        "numbers": _numbers(told if state == "ended" else {}, series),
+        "numbers": _numbers(snapshot, told if state == "ended" else {}, series),
         "ledger": _ledger(snapshot, told if state == "ended" else {}, series),
         "audit": audit,
         "goal_reached": told.get("goal_reached"),
@@ -191,8 +191,12 @@ def _changed(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return changed
 
 
-def _numbers(told: Mapping[str, Any], series: RunSeries) -> dict[str, Any]:
-    last = series.last
+def _numbers(snapshot: Snapshot | None, told: Mapping[str, Any], series: RunSeries) -> dict[str, Any]:
+    """Return the key numbers: as told at the run's end, else of the same moment as the books, else of the last row."""
+    last = dict(series.last)
+    if snapshot is not None:
+        last |= {name.removesuffix("_total"): count for name, count in snapshot.totals.items()}
+        last |= snapshot.gauges
     numbers = {
         "env_steps": last.get("env_steps"),
         "episodes": last.get("episodes"),

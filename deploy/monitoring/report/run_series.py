@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from headrace.deploy.loggers import Row
 
 MOST_COLUMNS = 1000
-MOST_MARKS = 200
+MOST_MARKS = 1000
 _NO_CURVES = ("kind", "time", "elapsed_s", "learner_row")
 _OTHER_START_S = 5.0
 """Rows whose starts are so far apart are of different runs in the directory."""

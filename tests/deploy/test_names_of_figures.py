@@ -1,0 +1,203 @@
+"""A figure has one value and a known name everywhere: in the rows of loggers and reports, in Redis, for Prometheus."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from headrace.deploy.loggers import Row, RunInfo
+from headrace.deploy.loggers.opening import open_loggers
+from headrace.deploy.monitoring.exporter.metrics_text import exposed_name, metrics_text
+from headrace.deploy.monitoring.facts import Facts
+from headrace.deploy.monitoring.report.run_report import series_of
+from headrace.deploy.monitoring.report.run_series import RunSeries
+from headrace.deploy.report.run_rows import QUANTILES, fleet_row, history_row, learner_row
+from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
+from headrace.schemas.accounts.ledger import FleetLedger
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
+from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, Metric, labelled, unlabelled
+from headrace.schemas.settings.config import LoggingSection
+
+PAGE = Path(__file__).parents[2] / "docs/guides/prometheus.md"
+LABELS = {"le": ("0", "+Inf"), "quantile": tuple(QUANTILES), "reason": ("a", "b"), "role": ("broker", "learner")}
+WORD = re.compile(r"(REASON|ROLE|PART|ID|STATISTIC|NAME)")
+"""What stands for any text on the page."""
+NO_FIGURES = {"kind", "time", "elapsed_s", "learner_row"}
+ONLY_IN_REDIS = {
+    *("unix_s", "lost_lives_close_unix_s", "sessions_revoked", "aborted_window"),
+    *("batches_total", "chunks_total", "accepted_chunks_total", "committed_chunks_total", "dropped_chunks_total"),
+    *("settled_batches_total", "accepted_agent_steps_total", "accepted_module_agent_steps_total"),
+    "worker_wait_s_total",
+}
+"""Gauges and counters that rows do not have: moments, counts in chunks and batches, and what other columns imply."""
+
+
+def fields(metric: Metric) -> list[str]:
+    values = LABELS.get(metric.label, ("one", "two")) if metric.label else ()
+    return [labelled(metric.name, metric.label, value) for value in values] or [metric.name]
+
+
+GAUGES = {field: 1.5 + n for n, field in enumerate(one for metric in GAUGE_TABLE for one in fields(metric))}
+GAUGES |= {"learner_epoch": 3.0, "weights_seq": 70.0, "episodes_window": 100.0, "workers": 1.0, "held_batches": 5.0}
+TOTALS = {field: 100 + n for n, field in enumerate(one for metric in COUNTER_TABLE for one in fields(metric))}
+LEARNED = LearnerRowView(3, 9, 1000.0, TOTALS["env_steps_total"], 70, {"loss": 0.25, "hunter/kl (mean)": 0.5})
+
+
+def the_fleet() -> Snapshot:
+    """Return a fleet with a value for each gauge and counter. Its books have those of the counters."""
+
+    def by_reason(name: str) -> dict[str, int]:
+        return {unlabelled(field)[2]: count for field, count in TOTALS.items() if field.startswith(name)}
+
+    books = FleetLedger(
+        stepped=TOTALS["agent_steps_total"],
+        committed=(TOTALS["committed_agent_steps_total"], 1),
+        queued=17,
+        dropped={reason: (steps, 1) for reason, steps in by_reason("dropped_agent_steps_total").items()},
+        discarded=by_reason("discarded_agent_steps_total"),
+    )
+    of_policy = {f"{name}_{part}": 3.0 for name in ("return", "len") for part in ("mean", "min", "max")}
+    return Snapshot(
+        gauges=GAUGES,
+        totals=TOTALS,
+        fleet=books,
+        workers={0: {"weights_behind": 4}},
+        supervisor_totals={labelled("restarts_total", "role", role): count for role, count in RESTARTS.items()},
+        policies={"hunter": {**of_policy, "agents": 30.0}},
+        metrics={"goals (all)": LoggedMetric(reduce="sum", value=17.0)},
+    )
+
+
+RESTARTS = {"worker": 2, "broker": 1}
+
+
+def rows() -> list[Row]:
+    return [fleet_row(the_fleet(), RESTARTS, 1000.0, 10.0), learner_row(LEARNED, 990.0)]
+
+
+def figures() -> dict[str, float]:
+    return {name: float(value) for row in rows() for name, value in row.items() if name not in NO_FIGURES}
+
+
+def samples() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return what Prometheus gets, by name and labels."""
+    text = metrics_text({"f": Facts(1000.0, the_fleet(), learner_row=LEARNED)})[0].decode()
+    return {
+        (sample.name, frozenset(sample.labels.items() - {("fleet", "f")})): sample.value
+        for family in read_text(text)
+        for sample in family.samples
+    }
+
+
+def table() -> Iterator[tuple[re.Pattern[str], str]]:
+    """Yield (columns, metric) of the page. Words in capitals stand for any text."""
+    section = PAGE.read_text().split("## The same figures")[1].split("## ")[0]
+    for left, right in re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|$", section, re.M):
+        columns, metrics = re.findall(r"`([^`]+)`", left), re.findall(r"`([^`]+)`", right)
+        for number, column in enumerate(columns):
+            pattern = WORD.sub(r"(?P<\1>.+)", column).replace("_pN", r"_p(?P<N>\d+)")
+            yield re.compile(pattern), metrics[min(number, len(metrics) - 1)]
+
+
+def metric_of(column: str) -> str:
+    """Return the metric of a column as the page has it: an expression, or a name."""
+    for pattern, metric in table():
+        if found := pattern.fullmatch(column):
+            for word, text in (found.groupdict() | {"COLUMN": column}).items():
+                metric = metric.replace("0.N", f"{int(text) / 100:g}") if word == "N" else metric.replace(word, text)
+            return metric
+    return exposed_name(column)
+
+
+def value_of(metric: str, told: Mapping[tuple[str, frozenset[tuple[str, str]]], float]) -> float | None:
+    if summed := re.fullmatch(r"sum\((\w+)\)", metric):
+        return sum(value for (name, _), value in told.items() if name == summed[1])
+    name, _, labels = metric.partition("{")
+    return told.get((name, frozenset(re.findall(r'(\w+)="([^"]*)"', labels))))
+
+
+def test_each_column_of_the_rows_has_the_value_of_the_metric_that_the_page_names() -> None:
+    told, wanted = samples(), figures()
+    lags = {name for name in wanted if re.fullmatch(r"(accepted|consumed)_lag_p\d+", name)}
+    assert len(lags) == 4
+    assert len(wanted) > 80
+    assert {name: value_of(metric_of(name), told) for name in wanted if name not in lags} == {
+        name: value for name, value in wanted.items() if name not in lags
+    }
+
+
+def test_each_gauge_and_counter_of_redis_is_in_the_rows_or_known_to_be_absent() -> None:
+    in_rows = {re.split(r"[{]", metric_of(name).removeprefix("sum(").removesuffix(")"))[0] for name in figures()}
+    names = {metric.name for metric in (*GAUGE_TABLE, *COUNTER_TABLE)}
+    in_rows |= {f"{exposed_name(name)}" for name in names if name.endswith("_lag_agent_steps_bucket")}
+
+    def exposed(name: str) -> set[str]:
+        bare = exposed_name(name.removesuffix("_total"))
+        return {bare, f"{bare}_total"}
+
+    assert {name for name in names if not exposed(name) & in_rows} == ONLY_IN_REDIS
+
+
+def test_rows_made_from_the_history_in_redis_have_the_same_names_and_values() -> None:
+    of_fleet = rows()[0]
+    of_history = history_row(1000.0, {**GAUGES, **TOTALS}, 990.0, {})
+    absent = {"weights_lag", "queued_steps", "restarts"}
+    prefixes = ("policies/", "callbacks/", "restarts/")
+    assert of_history == {
+        name: value for name, value in of_fleet.items() if name not in absent and not name.startswith(prefixes)
+    }
+
+
+def logged(tmp_path: Path, **settings: bool) -> None:
+    threads = open_loggers(LoggingSection(**settings), RunInfo("fleet-1", tmp_path, {}), ["kind"])  # type: ignore[arg-type]
+    for thread in threads:
+        for row in rows():
+            thread.offer(row, int(row["env_steps"]))
+        thread.begin_close()
+    for thread in threads:
+        thread.finish_close(60.0)
+
+
+AXES = {"env_steps"}
+"""Of the figures, those that TensorBoard has as its own axis."""
+
+
+def test_tensorboard_and_the_report_show_all_figures_under_the_names_of_the_columns(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'headrace[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged(tmp_path, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == set(figures()) - AXES
+    assert set(series_of(RunSeries(rows()))) == set(figures())
+    header = (tmp_path / "metrics.csv").read_text().splitlines()[0]
+    assert set(header.replace('"', "").split(",")) == set(figures()) | NO_FIGURES
+
+
+def test_wandb_gets_all_figures_under_the_names_of_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed; pip install 'headrace[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged(tmp_path, wandb=True)
+    (written,) = tmp_path.glob("wandb/offline-run-*/run-fleet-1.wandb")
+    content = written.read_bytes()
+    assert [name for name in figures() if name.encode() not in content] == []
+
+
+def test_mlflow_gets_all_figures_under_the_names_of_the_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow: Any = pytest.importorskip("mlflow", reason="mlflow is not installed; pip install 'headrace[mlflow]'")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a store that needs no database package
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    logged(tmp_path, mlflow=True)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("headrace").experiment_id])
+    allowed = {re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name) for name in figures()} | {"time", "elapsed_s"}
+    totals = {"restarts", "dropped_steps", "discarded_steps"}
+    assert set(run.data.metrics) == (allowed - totals) | {f"{name}/total" for name in totals}

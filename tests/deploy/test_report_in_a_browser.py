@@ -1,0 +1,160 @@
+"""The report of a run in a real browser: it asks for nothing, fits a phone, and has the numbers of the ledger."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.deploy.monitoring.report.report_command import write_report
+from support.browser import Browser, needs_chromium
+from support.fleets.running_fleet import RunningFleet
+
+pytestmark = [pytest.mark.browser, needs_chromium]
+
+THEMES = ("light", "dark")
+TABLES = """
+Object.fromEntries([...document.querySelectorAll('table')].map((one) => [one.caption.textContent,
+  [...one.tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.textContent))]))
+"""
+TILES = "Object.fromEntries([...document.querySelectorAll('.tiles li')].map((one) => [one.children[0], one.children[1]]"
+TILES += ".map((part) => part.textContent)))"
+TOO_WIDE = """
+[...document.querySelectorAll('main *')].filter((one) => !one.closest('.scroll, details, svg, pre')
+  && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML.slice(0, 99))
+"""
+"""Parts of the page that a reader would have to scroll to."""
+
+
+def shown(page: Path, profile: Path, folder: Path | None = None, *, themes: Iterable[str] = THEMES) -> dict[str, Any]:
+    """Open a report on a desk and on a phone. Return its tables and tiles; leave pictures in `folder`."""
+    found: list[Any] = []
+    assert page.stat().st_size < 2_000_000
+    for theme in themes:
+        with Browser(profile / theme, dark=theme == "dark") as browser:
+            browser.open(page.as_uri())
+            for width, height in ((1440, 900), (390, 844)):
+                browser.resize(width, height)
+                browser.wait(
+                    f"innerWidth === {width} && document.readyState === 'complete' && document.title.length > 9"
+                )
+                assert browser.ask("document.documentElement.scrollWidth") <= width
+                assert browser.ask(TOO_WIDE) == []
+                assert browser.ask("document.querySelector('h1').getBoundingClientRect().height") > 10
+                found.append({"tables": browser.ask(TABLES), "tiles": browser.ask(TILES)})
+                if folder is not None:
+                    browser.picture(folder / f"{page.stem}-{width}-{theme}.png")
+            assert browser.problems == []
+            assert {url for url in browser.requests if url != "about:blank"} == {page.as_uri()}
+    assert all(one == found[0] for one in found)
+    return dict(found[0])
+
+
+def books_of(tables: dict[str, list[list[str]]]) -> tuple[int, dict[str, int]]:
+    """Return the steps of the ledger on the page, and what became of them."""
+    (title,) = (name for name in tables if name.startswith("what became of "))
+    return number(title.split()[3]), {name: number(steps) for name, _, steps, _ in tables[title]}
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def as_on_page(ledger: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """Return the books of `headrace up --json` as `books_of` does."""
+    flow = {"committed": ledger["committed"][0], "queued": ledger["queued"]}
+    flow |= {f"dropped: {reason}": steps for reason, (steps, _) in ledger["dropped"].items()}
+    return ledger["stepped"], flow | {f"discarded: {reason}": steps for reason, steps in ledger["discarded"].items()}
+
+
+@pytest.mark.processes
+def test_a_report_opens_in_a_browser_without_a_request_and_has_the_numbers_of_the_ledger(tmp_path: Path) -> None:
+    run_dir = tmp_path / ("a-run-with-a-long-name-" * 8)
+    run_dir.mkdir()
+    ledger = {
+        **{"stepped": 1_234_567, "committed": [1_233_000, 9000], "queued": 7},
+        **{"dropped": {"worker_killed": [1000, 9]}, "discarded": {"worker_killed": 500, "env_exception": 60}},
+    }
+    rows = [
+        {
+            **{"kind": "fleet", "time": 1000.0 + at, "elapsed_s": float(at), "env_steps": at * 100},
+            **{"episode_return_mean": at**0.5, "restarts/worker": at // 40, "env_steps_per_s": 100.0},
+            **{"env_steps": 100 * at, "policies/" + "a" * 90 + "/return_mean": 1.0 * at, "learner/loss": 1 / (1 + at)},
+        }
+        for at in range(100)
+    ]
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    told = {"state": "ended", "ended_unix_s": 1100.0, "ledger": ledger, "balanced": True, "restarts": {"worker": 2}}
+    failures = {
+        "kind": "env_exception",
+        "message": "<img src=http://example.org/x> " * 8,
+        "where": "e.py:3",
+        "count": 60,
+    }
+    (run_dir / "summary.json").write_bytes(orjson.dumps({**told, "errors": [failures], "env_steps": 1_234_567}))
+    page = {"fleet_id": "<script>alert(1)</script>", "state": "stopped", "started": 1000.0, "processes": []}
+    (run_dir / "fleet.json").write_bytes(orjson.dumps(page))
+    write_report(run_dir, None, None, None)
+    seen = shown(run_dir / "report.html", tmp_path, themes=["dark"])
+    assert books_of(seen["tables"]) == as_on_page(ledger)
+    assert (seen["tiles"]["env steps"], seen["tiles"]["steps lost"], seen["tiles"]["restarts"]) == (
+        *("1,234,567", "1,560", "2"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_reports_of_a_run_with_kills_during_it_and_after_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "killed"
+    options = ("--env", "support.envs.fleet:three_of_eight", "--no-check-env", "--workers", "2", "--num-envs", "8")
+    options += ("--set", "logging.interval_s=0.3", "--set", "learner.steps_per_update=256")
+    with RunningFleet(run_dir, *options) as fleet:
+        for role in ("worker", "broker", "learner", "worker"):
+            before = fleet.steps()
+            fleet.wait_until(lambda least=before: fleet.steps() > least + 300, "steps")  # type: ignore[misc]
+            fleet.send(signal.SIGKILL, role)
+        fleet.wait_until(lambda: '"restarts/learner":' in (run_dir / "metrics.jsonl").read_text(), "the restarts")
+        names = {kind: tmp_path / f"during.{kind}" for kind in ("html", "csv", "json")}
+        write_report(run_dir, names["html"], names["csv"], names["json"])
+        facts = orjson.loads(names["json"].read_bytes())
+        assert facts["state"] == "running"
+        seen = shown(names["html"], tmp_path / "during", tmp_path)
+        assert books_of(seen["tables"])[0] == facts["ledger"]["stepped"] == number(seen["tiles"]["env steps"]) > 0
+        assert same_series(names["csv"], facts["series"], grows=True) > 10
+        fleet.terminate()
+        result = fleet.finish()
+        books = fleet.audited()
+    names = {kind: tmp_path / f"after.{kind}" for kind in ("html", "csv", "json")}
+    write_report(run_dir, names["html"], names["csv"], names["json"])
+    seen = shown(names["html"], tmp_path / "after", tmp_path)
+    assert books_of(seen["tables"]) == as_on_page(result["ledger"])
+    assert sum(books_of(seen["tables"])[1].values()) == result["ledger"]["stepped"]
+    assert books["ledger"]["stepped"] == result["ledger"]["stepped"]
+    assert number(seen["tiles"]["env steps"]) == result["env_steps"]
+    assert number(seen["tiles"]["restarts"]) == sum(result["restarts"].values()) >= 4
+    facts = orjson.loads(names["json"].read_bytes())
+    assert same_series(names["csv"], facts["series"]) > 30
+    assert {mark["what"] for mark in facts["marks"]} >= {"broker restarted", "learner restarted", "worker restarted"}
+
+
+SHARED = {"env_steps", "agent_steps", "learner_epoch", "weights_seq"}
+"""Columns in rows of the fleet and of the learner. A curve has no point for a row that is older than the one before."""
+
+
+def same_series(table: Path, series: dict[str, Any], *, grows: bool = False) -> int:
+    """Compare each column of the CSV with the same curve of the JSON, which may have fewer rows if the run goes on.
+
+    Return how many there are.
+    """
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name, curve in series.items():
+        values = [float(row[name]) for row in rows if row[name]]
+        if name not in SHARED:
+            assert (values[: len(curve["value"])] if grows else values) == curve["value"], name
+    return len(series)
