@@ -35,7 +35,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import PeerKeys, client_keys
 from headrace.schemas.errors import ConfigError, UnreachableError, refusal
 from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS
-from headrace.schemas.peers.fleet_address import AddressSource
+from headrace.schemas.peers.fleet_address import SAY_WAITING_S, AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace
 
 log = logging.getLogger("headrace.learner")
@@ -409,7 +409,8 @@ class EpisodeStream:
             broker.session.want_window(share)
 
     def _join(self, timeout_s: float) -> None:
-        deadline, had_first = connection.now() + timeout_s, False
+        began, had_first = connection.now(), False
+        deadline, say_at = began + timeout_s, began + SAY_WAITING_S
         try:
             while any(broker.session.state is LearnerSessionState.JOINING for broker in self._brokers):
                 if not had_first and any(broker.is_active for broker in self._brokers):
@@ -420,6 +421,11 @@ class EpisodeStream:
                         log.warning("going on without %s: the others of %s answer", missing, self.endpoint)
                         break
                     raise self._brokers[0].link.why_silent(timeout_s)
+                if not had_first and (now := connection.now()) > say_at:
+                    say_at += SAY_WAITING_S
+                    log.info(
+                        "no broker answers at %s for %.0f s (at most %.0f s)", self.endpoint, now - began, timeout_s
+                    )
                 self.pump(0.05)
         except BaseException:
             self.close()

@@ -193,7 +193,12 @@ def run_learner(
     saved = load_checkpoint(path)
     brokers = 1 if isinstance(endpoint, str) else len(endpoint)
     position = _position_in({broker_fleet_id(fleet_id, index, brokers) for index in range(brokers)}, saved)
-    keys = client_keys(config.keys.dir, "learner", run_dir, config.keys.group) or ""
+    place: dict[str, Any] = {
+        "fleet_id": fleet_id,
+        "keys": client_keys(config.keys.dir, "learner", run_dir, config.keys.group) or "",
+        "rendezvous": source,
+        "connect_timeout_s": config.worker.connect_timeout_s,
+    }
     with (
         stop_event() as stopping,
         EpisodeStream(
@@ -202,11 +207,9 @@ def run_learner(
             auto_commit=False,
             steps_per_update=config.learner.steps_per_update,
             synchronous=config.sampling.synchronous,
-            fleet_id=fleet_id,
-            keys=keys,
-            rendezvous=source,
+            **place,
         ) as stream,
-        WeightPublisher(endpoint, fleet_id=fleet_id, keys=keys, rendezvous=source) as weights,
+        WeightPublisher(endpoint, **place) as weights,
     ):
         spaces = _first_spaces(stream, stopping, alive)
         if spaces is None:

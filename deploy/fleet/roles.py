@@ -287,7 +287,8 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
     alive = LivenessFile.from_environment()
     _warn_of_limits(resolved, ENV_HOST, alive)
-    place = FleetPlace(connect, f"envs-{slot}", source, server="worker", patience_s=_patience_s(resolved, alive))
+    most_s = _patience_s(resolved, alive)
+    place = FleetPlace(connect, f"envs-{slot}", source, server="worker", patience_s=most_s, first_patience_s=most_s)
     with no_exit_from(EnvError, "the env"), _health_file(resolved, ENV_HOST, alive) as health, suppress(StoppedError):
 
         def look() -> None:

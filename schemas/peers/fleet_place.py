@@ -27,6 +27,7 @@ class FleetPlace:
     - server: what answers there: "broker" or "worker".
     - patience_s: how long it may be gone before `ended` is set, and `stopped_patience_s` where `source` says that the
       fleet has stopped.
+    - first_patience_s: how long its first answer may take; infinite for a peer that has a deadline of its own for that.
     - end: the place that says that the fleet has stopped; None: `source`.
     - says_waiting: False if another place of this process logs whom it waits for, and that it answers.
     """
@@ -39,6 +40,7 @@ class FleetPlace:
         *,
         server: str = "broker",
         patience_s: float = math.inf,
+        first_patience_s: float = math.inf,
         stopped_patience_s: float | None = None,
         end: AddressSource | None = None,
         says_waiting: bool = True,
@@ -51,6 +53,7 @@ class FleetPlace:
         self._end = source if end is None else end
         self._server = server
         self._patience_s = patience_s
+        self._first_patience_s = first_patience_s
         self._stopped_patience_s = patience_s if stopped_patience_s is None else stopped_patience_s
         self._says_waiting = says_waiting
         self._was_present = self._has_said = self._stopped = False
@@ -66,7 +69,7 @@ class FleetPlace:
     def observe(self, present: bool, now: float) -> str | None:
         """Note whether the server answers. Return its new address if it has moved, which is `endpoint` from then on.
 
-        A peer that has never met the server has a deadline of its own: here it only hears that the run has stopped.
+        A peer that has never met the server says itself what it waits for: here it only hears that the run has stopped.
         """
         if present:
             if self._has_said:
@@ -105,12 +108,12 @@ class FleetPlace:
         said, most_s = f"no {self._server} answers at {self.endpoint}", self._patience_s
         if self._source is not None and why is not None:
             said, most_s = self._source.problem, self._stopped_patience_s
-        elif not self._was_present:
-            return
-        if self._was_present and gone_s >= most_s:
+        if not self._was_present:
+            most_s = self._first_patience_s
+        if gone_s >= most_s:
             self.ended = self.ended or why or UnreachableError(self._server, self.endpoint, most_s)
-        if self._says_waiting and now >= self._say_at:
+        if self._says_waiting and now >= self._say_at and (self._was_present or why is not None):
             self._say_at, self._has_said = now + _SAY_WAITING_S, True
-            is_bounded = self._was_present and not self.ended and not math.isinf(most_s)
+            is_bounded = not self.ended and not math.isinf(most_s)
             most = f" of at most {most_s:.0f} s" if is_bounded else ""
             log.warning("%s; waiting for it (%.0f s%s)", said, gone_s, most)

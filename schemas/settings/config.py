@@ -85,7 +85,8 @@ class WorkerSection(ConfigSection):
     random_actions_before_weights: bool = False
     """sample at random until the first weights arrive"""
     connect_timeout_s: float = Field(default=60.0, gt=0)
-    """how long to wait for a broker; a supervisor's own worker: for its first answer only"""
+    """how long a worker or learner waits for its broker, and an env host for its worker; a supervisor's own ones: for
+    the broker's first answer only"""
     drain_timeout_s: float = Field(default=10.0, gt=0)
     """how long SIGTERM waits for batches to be accepted"""
     advertise: str = Field(default="", max_length=180, pattern=r"^[^\s/@]*$")

@@ -6,25 +6,28 @@ Each runs as written: as another user, without capabilities, on a read-only root
 from __future__ import annotations
 
 import base64
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-import orjson
 import pytest
 import yaml
+from documentation.blocks import Page
 
-from headrace.deploy.run.key_pairs import make_keys
-from headrace.deploy.run.redis_users import make_users
+from headrace.schemas.errors import ExitCode
 from support.containers import compose, pods, sandbox
 from support.containers.container import Container, Image, image_of
-from support.containers.kustomize import build
-from support.waiting import wait_until
+from support.containers.fleet import Machine, assert_drained, await_commits, await_progress, make_secrets, of
+from support.containers.kustomize import Object, build, pod_spec
+from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.netns]
 
-SETTINGS = "/etc/headrace/settings/fleet.toml"
 TRIED = """
 resources: [../small]
 components: [../remote-envs]
@@ -32,7 +35,8 @@ replicas: [{name: headrace-env-host, count: 1}]
 """
 KILLED = "as_services"
 """The way in which a worker's container is killed too; once, for the time that it takes."""
-Fleet = dict[str, sandbox.Sandbox]
+ENGINES = ("docker ", "kubectl ")
+"""Commands of the pages that need an engine: the tests do what these would do."""
 
 
 @pytest.fixture
@@ -40,53 +44,36 @@ def image(root: Path) -> Image:
     return image_of(root / "deploy" / "container" / "Dockerfile")
 
 
-def make_secrets(folder: Path, redis: str) -> None:
-    """Make keys and users of Redis as the guides say: users as a file for the server, and URLs with its name."""
-    make_keys(folder, force=False)
-    users = make_users(folder, "demo")
-    lines = [" ".join(["user", *command[2:]]) for command in users.commands()]
-    (folder / "users.acl").write_text("\n".join(["user default off", *lines, ""]))
-    for file in folder.glob("*.url"):
-        file.write_text(file.read_text().replace("127.0.0.1", redis))
-
-
 @pytest.fixture
-def as_pods(root: Path, image: Image, tmp_path: Path) -> tuple[list[Container], list[str]]:
-    copy = tmp_path / "kubernetes"
+def kubernetes(root: Path, tmp_path: Path) -> Path:
+    """A copy of the manifests with keys, and with an overlay `tried`."""
+    copy = tmp_path / "deploy" / "kubernetes"
     shutil.copytree(root / "deploy" / "kubernetes", copy, ignore=shutil.ignore_patterns("keys"))
     make_secrets(copy / "secrets" / "keys", "headrace-redis")
     (copy / "tried").mkdir()
     (copy / "tried" / "kustomization.yaml").write_text(TRIED)
-    objects = build(copy / "tried")
+    return copy
+
+
+@pytest.fixture
+def as_pods(kubernetes: Path, image: Image, tmp_path: Path) -> tuple[list[Container], list[str]]:
+    objects = build(kubernetes / "tried")
     return list(pods.containers(objects, image, tmp_path / "pods")), pods.service_names(objects)
 
 
 @pytest.fixture
-def as_services(root: Path, image: Image, tmp_path: Path) -> tuple[list[Container], list[str]]:
+def container(root: Path, tmp_path: Path) -> Path:
+    """A copy of the folder of the compose file, with keys."""
     copy = tmp_path / "container"
     shutil.copytree(root / "deploy" / "container", copy, ignore=shutil.ignore_patterns("keys", "data"))
     make_secrets(copy / "keys", "redis")
-    services = list(compose.read_compose(copy / "compose.yaml")["services"])
-    return list(compose.containers(copy / "compose.yaml", image)), services
+    return copy
 
 
-class Machine:
-    """Runs containers in one network; those that still run at its end are killed."""
-
-    def __init__(self, stack: ExitStack, root: Path, scratch: Path) -> None:
-        self._stack, self._root, self._scratch = stack, root, scratch
-        self._network = stack.enter_context(sandbox.network())
-        self._hosts: list[str] = []
-
-    def start(self, containers: list[Container], hosts: list[str]) -> Fleet:
-        """Start all at the same time. `hosts` are the names that they know."""
-        self._hosts = hosts
-        return {one.name: self.run(one) for one in containers}
-
-    def run(self, container: Container) -> sandbox.Sandbox:
-        """Start a container, in the volumes that its earlier life has left."""
-        box = sandbox.Sandbox(container, self._network, self._hosts, self._scratch, self._root)
-        return self._stack.enter_context(box)
+@pytest.fixture
+def as_services(container: Path, image: Image) -> tuple[list[Container], list[str]]:
+    services = list(compose.read_compose(container / "compose.yaml")["services"])
+    return list(compose.containers(container / "compose.yaml", image)), services
 
 
 @pytest.fixture
@@ -97,45 +84,13 @@ def machine(root: Path, tmp_path: Path) -> Iterator[Machine]:
         yield Machine(stack, root, tmp_path)
 
 
-def of(fleet: Fleet, part: str) -> list[sandbox.Sandbox]:
-    return [box for name, box in fleet.items() if part in name]
-
-
-def await_steps(fleet: Fleet) -> None:
-    """Wait until each role makes progress, as its own probe says."""
-    for box in (one for part in ("broker", "worker", "learner", "env-host") for one in of(fleet, part)):
-        wait_until(lambda box=box: is_ready(box), f"progress of {box.container.name}", pause_s=1.0)
-
-
-def is_ready(box: sandbox.Sandbox) -> bool:
-    assert not box.has_ended, f"{box.container.name} has ended: {box.log.read_text()}"
-    return box.run(box.container.ready or [*box.container.alive, "--ready"]).returncode == 0
-
-
-def assert_drained(fleet: Fleet) -> None:
-    """Stop the workers, look at the books, and stop the rest: each ends by itself within its grace period."""
-    [broker] = of(fleet, "broker")
-    for box in of(fleet, "worker"):
-        assert box.ends_in_time() == 0, box.log.read_text()
-    for box in of(fleet, "learner"):
-        assert box.ends_in_time() == 0, box.log.read_text()
-    audit = broker.run(["headrace", "audit", "--strict", "--json", "--config", SETTINGS])
-    assert audit.returncode == 0, audit.stdout + audit.stderr
-    books = orjson.loads(audit.stdout)
-    assert books["ledger"]["committed"][0] > 0
-    assert all(row["closed"] for row in books["rows"]), "of the worker that was killed too"
-    for part in ("env-host", "exporter", "dashboard", "broker", "redis"):
-        for box in of(fleet, part):
-            assert box.ends_in_time() == 0, box.log.read_text()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["as_pods", "as_services"])
 def test_the_containers_make_a_fleet_that_samples_and_drains(
     way: str, machine: Machine, request: pytest.FixtureRequest
 ) -> None:
     fleet = machine.start(*request.getfixturevalue(way))
-    await_steps(fleet)
+    await_progress(fleet)
     for box in fleet.values():
         if box.container.alive:
             assert box.run(box.container.alive).returncode == 0, box.container.name
@@ -144,8 +99,110 @@ def test_the_containers_make_a_fleet_that_samples_and_drains(
     if way == KILLED:
         worker.kill()
         fleet[worker.container.name] = machine.run(worker.container)
-        await_steps(fleet)
+        await_progress(fleet)
     assert_drained(fleet)
+
+
+def run_block(text: str, folder: Path) -> None:
+    """Run a block of a page there, without the commands of an engine."""
+    lines = [line for line in text.splitlines() if not line.startswith(ENGINES)]
+    own = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-euc", "\n".join(lines)]
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_refused(machine: Machine, worker: Container, folder: Path) -> None:
+    """A worker's container with these keys, in a place of its own, ends with the error of a refused key."""
+    elsewhere = {path: folder / Path(path).name for path in worker.folders}
+    box = machine.run(replace(worker, name=f"{worker.name}-of-before", folders=elsewhere))
+    assert box.ends() == ExitCode.KEYS, box.log.read_text()
+
+
+@pytest.mark.thorough
+def test_containers_of_one_host_change_keys_and_move_by_the_commands_of_their_page(
+    container: Path,
+    image: Image,
+    as_services: tuple[list[Container], list[str]],
+    machine: Machine,
+    root: Path,
+    tmp_path: Path,
+) -> None:
+    page = Page(root / "docs" / "guides" / "deploy" / "containers.md")
+    found, hosts = as_services
+
+    fleet = machine.start(found, hosts)
+    await_progress(fleet)
+    before = fleet["worker"].container
+    shutil.copytree(container / "keys", stolen := tmp_path / "stolen")
+    os.chown(stolen / "worker.secret", before.user, before.user)
+    os.chown(stolen / "supervisor.secret", before.user, before.user)
+    assert fleet["worker"].ends_in_time() == 0
+    run_block(page.block_with("for role in worker supervisor; do headrace keys revoke "), container)
+    found = list(compose.containers(container / "compose.yaml", image))
+    machine.replace(fleet, [one for one in found if one.name in ("broker", "worker")])
+    files = {path: stolen / file.name if "keys" in file.parts else file for path, file in before.files.items()}
+    assert_refused(machine, replace(before, files=files), tmp_path / "elsewhere")
+    await_commits(fleet, 2_000)
+
+    assert_drained(fleet)
+    moved = tmp_path / "moved"
+    run_block(page.line("cp -a ").replace("/srv/headrace", str(moved)), container)
+    container.rename(tmp_path / "left")
+    fleet = machine.start(list(compose.containers(moved / "compose.yaml", image)), hosts)
+    await_commits(fleet, 2_000)
+    assert_drained(fleet)
+
+
+@pytest.mark.thorough
+def test_pods_change_keys_beside_a_broker_that_runs_on_and_the_broker_moves_without_its_volume(
+    kubernetes: Path,
+    image: Image,
+    as_pods: tuple[list[Container], list[str]],
+    machine: Machine,
+    root: Path,
+    tmp_path: Path,
+) -> None:
+    page = Page(root / "docs" / "guides" / "deploy" / "kubernetes.md")
+    fleet = machine.start(*as_pods)
+    await_progress(fleet)
+    broker, worker = fleet["headrace-broker-0"], fleet["headrace-worker-0"].container
+
+    for box in of(fleet, "worker"):
+        assert box.ends_in_time() == 0, box.log.read_text()
+    earlier = build(kubernetes / "tried")
+    run_block(page.block_with("for role in worker supervisor; do headrace keys revoke "), tmp_path)
+    objects = build(kubernetes / "tried")
+    content = [one for one in objects if "data" in one]
+    changed = {one["metadata"]["name"] for one in content if one not in earlier}
+
+    def using(is_renamed: bool, place: Path) -> list[Container]:
+        """Return the containers with a changed Secret, which got another name or not, with their files in `place`."""
+        secrets = {name for name in changed if name.endswith("-suffix") is is_renamed}
+        return list(pods.containers([*content, *(one for one in objects if secrets_of(one) & secrets)], image, place))
+
+    assert [one.name for one in using(False, tmp_path / "pods")] == [broker.container.name], "its files are new now"
+    replaced = using(True, tmp_path / "replaced")
+    assert {one.name for one in replaced} == {"headrace-worker-0", "headrace-remote-worker-0", "headrace-env-host-0"}
+    machine.replace(fleet, replaced)
+    wait_until(
+        lambda: "is admitted from now on" in broker.log.read_text(), "the broker's look at its keys", pause_s=0.5
+    )
+    assert_refused(machine, worker, tmp_path / "elsewhere")
+    await_commits(fleet, 2_000)
+    assert not broker.has_ended, "it needs no restart"
+
+    assert broker.ends_in_time() == 0
+    shutil.rmtree(broker.container.folders["/var/lib/headrace"])
+    fleet[broker.container.name] = machine.run(broker.container)
+    await_commits(fleet, 2_000)
+    assert_drained(fleet)
+
+
+def secrets_of(one: Object) -> set[str]:
+    """Return the names of the Secrets that the pods of an object have."""
+    volumes = (pod_spec(one) or {}).get("volumes", ())
+    return {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
 
 
 ADMIN = "redis://admin:a-password-of-the-test@headrace-redis:6379/0"

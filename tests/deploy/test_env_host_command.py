@@ -105,6 +105,13 @@ def test_an_env_host_follows_its_worker_to_a_new_port_and_ends_without_a_worker(
     assert "its fleet has no worker 2 that takes env hosts" in (tmp_path / "none").read_text()
 
 
+def test_an_env_host_whose_first_worker_never_comes_ends_at_the_limit(tmp_path: Path, free_port: int) -> None:
+    address = f"tcp://127.0.0.1:{free_port}"
+    with env_host(tmp_path / "log", address, "--set", "worker.connect_timeout_s=0.5") as process:
+        assert process.wait(100) == ExitCode.UNREACHABLE
+    assert f"error: no worker answers at {address} after 0.5 s" in (tmp_path / "log").read_text()
+
+
 def test_an_env_host_logs_why_it_waits_while_no_worker_answers(tmp_path: Path, free_port: int) -> None:
     script = (
         "import headrace.workers.envs.remote.host.process as p; p._SAY_WAITING_S = 0.3; import headrace.deploy.__main__"

@@ -274,6 +274,31 @@ def test_the_manifests_repeat_no_value_of_the_settings_but_ports(kubernetes: Pat
         assert not re.search(rf"\b{re.escape(value)}\b", text), value
 
 
+def test_the_commands_of_the_page_name_objects_that_exist(root: Path, kubernetes: Path) -> None:
+    """The commands themselves need a cluster."""
+    objects = build(kubernetes / "production")
+    named = {(one["kind"].lower(), one["metadata"]["name"]) for one in objects}
+    for kind, name in list(named):
+        if kind == "statefulset":
+            named |= {("pod", f"{name}-0"), ("exec", f"{name}-0")}
+    claims = {
+        f"{claim['metadata']['name']}-{one['metadata']['name']}-0"
+        for one in of_kind(objects, "StatefulSet")
+        for claim in one["spec"].get("volumeClaimTemplates", ())
+    }
+    containers = {
+        (one["metadata"]["name"], container["name"])
+        for one in objects
+        for container in (pod_spec(one) or {}).get("containers", ())
+    }
+    text = (root / "docs" / "guides" / "deploy" / "kubernetes.md").read_text()
+    found = re.findall(r"\b(deployment|statefulset|service|pod|exec|pvc)[ /]((?:run-)?headrace-[a-z0-9-]+)", text)
+    assert len(found) > 10
+    assert {pair for pair in found if pair[0] != "pvc"} <= named
+    assert {name for kind, name in found if kind == "pvc"} == {"run-headrace-broker-0"} <= claims
+    assert set(re.findall(r"set image \w+/(\S+) (\w+)=", text)) <= containers
+
+
 def test_autoscaling_uses_an_exported_metric_of_the_fleet_in_its_namespace(kubernetes: Path) -> None:
     gauge = next(metric for metric in GAUGE_TABLE if metric.name == LEARNER_TIME)
     for name in ("hpa.yaml", "keda.yaml"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,36 +43,37 @@ def page(root: Path) -> Page:
     return Page(root / "docs" / "guides" / "deploy" / "systemd.md")
 
 
-@pytest.fixture
-def machines(tmp_path: Path, root: Path) -> Iterator[tuple[SystemdMachine, SystemdMachine]]:
-    """The fleet's machine and one of workers, running."""
+@contextmanager
+def booted(tmp_path: Path, root: Path, *names: str) -> Iterator[list[SystemdMachine]]:
+    """Machines of these names, running. All resolve the names of all, and broker.example as the first one."""
     with ExitStack() as stack:
         try:
-            network = stack.enter_context(Machines("fleet", "workers"))
+            network = stack.enter_context(Machines(*names))
         except NoNamespacesError as error:
             pytest.skip(str(error))
-        hosts = dict.fromkeys(("broker.example", "fleet"), network.address("fleet"))
-        fleet, workers = (
-            stack.enter_context(SystemdMachine(name, network, hosts, tmp_path / name, root))
-            for name in ("fleet", "workers")
-        )
-        yield fleet, workers
+        hosts = {name: network.address(name) for name in names} | {"broker.example": network.address(names[0])}
+        machines = (SystemdMachine(name, network, hosts, tmp_path / name, root) for name in names)
+        yield [stack.enter_context(machine) for machine in machines]
+
+
+def install_units(machine: SystemdMachine, page: Page) -> None:
+    for start in ("useradd ", "cp -r ", "systemctl daemon-reload"):
+        machine.run(page.line(start))
 
 
 def install(machine: SystemdMachine, page: Page, settings: str) -> Path:
     """Install the units, and return the folder of their settings."""
-    for start in ("useradd ", "cp -r ", "systemctl daemon-reload"):
-        machine.run(page.line(start))
+    install_units(machine, page)
     folder = machine.etc / "headrace"
     folder.mkdir(mode=0o755)
     (folder / "demo.toml").write_text(settings)
     return folder
 
 
-def copy_keys(page: Page, fleet: SystemdMachine, workers: SystemdMachine) -> None:
-    """Copy the files that `scp` copies on the page; they belong to root there."""
-    [names] = re.findall(r"\{(.*)\}", page.line("scp -p "))
-    (workers.etc / "headrace" / "keys").mkdir(mode=0o700)
+def copy_keys(line: str, fleet: SystemdMachine, workers: SystemdMachine) -> None:
+    """Copy the files that this line of `scp` copies; they belong to root there."""
+    [names] = re.findall(r"\{(.*)\}", line)
+    (workers.etc / "headrace" / "keys").mkdir(mode=0o700, exist_ok=True)
     for name in names.split(","):
         shutil.copy(fleet.etc / "headrace" / "keys" / name, workers.etc / "headrace" / "keys")
 
@@ -140,15 +141,14 @@ def check_memory_limit(machine: SystemdMachine, unit: str) -> None:
 def change_keys(fleet: SystemdMachine, workers: SystemdMachine, page: Page) -> None:
     """Give the workers keys of a group of their own, as the page's drop-in names them, and revoke those of before."""
     for role in ("worker", "supervisor"):
-        fleet.run(f"headrace keys add {role} --group gpu --dir /etc/headrace/keys")
+        fleet.run(page.line(f"headrace keys add {role} "))
     fleet.run(page.line("chown -R headrace:"))
+    copy_keys(page.line("scp -p .*gpu"), fleet, workers)
     drop_in = page.block("ini")
-    for name in re.findall(r"/etc/headrace/keys/(\S+\.gpu\.\S+)", drop_in):
-        shutil.copy(fleet.etc / "headrace" / "keys" / name, workers.etc / "headrace" / "keys")
     (workers.etc / "systemd" / "system" / f"{WORKERS}.service.d" / "group.conf").write_text(drop_in)
-    workers.run(f"{page.line('systemctl daemon-reload')} && systemctl restart {WORKERS}")
+    workers.run(f"{page.line('systemctl daemon-reload')} && {page.line('systemctl restart ')}")
     wait_until(lambda: '"gpu"' in fleet.run(f"cat {RUN}/broker.json"), "a slot of the new group", pause_s=0.5)
-    fleet.run("headrace keys revoke worker --dir /etc/headrace/keys")
+    fleet.run(page.line("headrace keys revoke "))
 
 
 def give_settings(fleet: SystemdMachine, workers: SystemdMachine, page: Page) -> None:
@@ -156,7 +156,7 @@ def give_settings(fleet: SystemdMachine, workers: SystemdMachine, page: Page) ->
     settings = page.block("toml") + "[sampling]\nnum_envs = 4\n[dashboard]\nenabled = false\n"
     mine, theirs = (install(machine, page, settings) for machine in (fleet, workers))
     fleet.run(page.line("headrace keys init"))
-    copy_keys(page, fleet, workers)
+    copy_keys(page.line("scp -p .*worker.secret"), fleet, workers)
     (theirs / "demo.env").write_text(page.block("text").replace("WORKERS=16", "WORKERS=1"))
     drop_in = workers.etc / "systemd" / "system" / f"{WORKERS}.service.d"
     drop_in.mkdir()
@@ -180,10 +180,42 @@ def check_others(fleet: SystemdMachine) -> None:
 
 
 @pytest.mark.thorough
-def test_systemd_starts_confines_watches_restarts_and_drains_a_fleet(
-    machines: tuple[SystemdMachine, SystemdMachine], page: Page
+def test_systemd_starts_confines_watches_restarts_and_drains_a_fleet(tmp_path: Path, root: Path, page: Page) -> None:
+    with booted(tmp_path, root, "fleet", "workers") as (fleet, workers):
+        watch_and_drain(fleet, workers, page)
+
+
+@pytest.mark.thorough
+def test_a_fleet_of_systemd_moves_to_another_machine_by_the_commands_of_the_page(
+    tmp_path: Path, root: Path, page: Page
 ) -> None:
-    fleet, workers = machines
+    with booted(tmp_path, root, "fleet", "workers", "second") as (fleet, workers, second):
+        give_settings(fleet, workers, page)
+        fleet.run(page.line("chown -R headrace:"))
+        fleet.run(page.line(f"systemctl enable --now {FLEET}"))
+        workers.run(page.line(f"systemctl enable --now {WORKERS}").replace("enable", "enable --no-block"))
+        wait_for_steps(fleet, 3_000)
+
+        fleet.run(page.line(f"systemctl disable --now {FLEET}"))
+        taken = steps(fleet)
+        pack, unpack = page.line("tar -C / -c ").split(" | ssh NEW ")
+        fleet.run(f"{pack} > /etc/moved.tar")
+        shutil.move(fleet.etc / "moved.tar", second.etc)
+        install_units(second, page)
+        second.run(f"{unpack} < /etc/moved.tar")
+        second.run(page.line(f"systemctl enable --now {FLEET}"))
+        hosts = workers.etc / "hosts"
+        addresses = dict(line.split()[::-1] for line in hosts.read_text().splitlines())
+        hosts.write_text(f"127.0.0.1 localhost\n{addresses['second']} broker.example\n")
+        wait_for_steps(second, taken + 5_000)
+
+        workers.run(page.line("systemctl stop "))
+        second.run(page.line("systemctl stop "))
+        second.run(page.line("headrace audit "))
+
+
+def watch_and_drain(fleet: SystemdMachine, workers: SystemdMachine, page: Page) -> None:
+    """Start a fleet as the page says, break what the units watch, restart it, change its keys, and drain it."""
     give_settings(fleet, workers, page)
     workers.run(page.line(f"systemctl enable --now {WORKERS}").replace("enable", "enable --no-block"))
     fleet.run(page.line("headrace doctor --config [^-]*$"))

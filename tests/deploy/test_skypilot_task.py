@@ -28,6 +28,12 @@ def test_the_task_has_only_keys_that_skypilot_knows() -> None:
         assert f'"${name}"' in task["run"]
 
 
+def test_setup_installs_what_the_task_brings_along() -> None:
+    task = yaml.safe_load(TASK.read_text())
+    [wheels] = re.findall(r"pip install --quiet (\S+)/\*\.whl$", task["setup"], re.MULTILINE)
+    assert wheels in task["file_mounts"]
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 @pytest.mark.parametrize("part", ["setup", "run"])
 def test_shellcheck_accepts_the_scripts_of_the_task(part: str) -> None:

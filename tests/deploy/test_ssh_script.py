@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -154,6 +154,67 @@ def test_workers_on_two_hosts_are_started_shown_and_drained_by_the_commands_of_t
     finally:
         fleet.terminate()
         assert fleet.wait(200.0) == 0, (hosts.folder / "up.log").read_text()[-3000:]
+    audit = [HEADRACE, "audit", "--strict", "--run-dir", str(run)]
+    checked = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@contextmanager
+def fleet_in(folder: Path, command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A fleet that is started in a folder, by a user whose home it is; it must end in order."""
+    with (folder / "up.log").open("wb") as log:
+        own = {**os.environ, "HOME": str(folder), "PATH": f"{Path(HEADRACE).parent}:{os.environ['PATH']}"}
+        fleet = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=own, stdout=log, stderr=log)
+    try:
+        yield fleet
+    finally:
+        fleet.terminate()
+        assert fleet.wait(200.0) == 0, (folder / "up.log").read_text()[-3000:]
+
+
+def await_steps(run: Path, number: int) -> None:
+    """Wait until the fleet has taken so many env steps more than now."""
+    file = run / "fleet.json"
+    wait_until(lambda: file.exists() and read_fleet_file(file).state == "running", "the fleet to run", pause_s=0.3)
+    page = read_fleet_file(file)
+    with closing(FleetView(page.redis_url, page.fleet_id)) as view:
+        wait_until(lambda: view.read().totals, "a first report", pause_s=0.5)
+        goal = view.read().totals.get("env_steps_total", 0) + number
+        wait_until(lambda: view.read().totals.get("env_steps_total", 0) >= goal, f"{goal} steps", pause_s=0.5)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_workers_get_another_key_and_follow_a_fleet_that_moves_by_the_commands_of_the_page(
+    hosts: Hosts, root: Path
+) -> None:
+    page = Page(root / "docs" / "guides" / "deploy" / "ssh.md")
+    assert hosts.run(page.line("headrace keys init")).returncode == 0
+    ports = [f"{role}_port = {free_port()}" for role in ("worker", "learner", "weights")]
+    settings = ["[fleet]", 'fleet_id = "demo"', "[sampling]", "num_envs = 4", "[keys]", 'dir = "keys"', "[broker]"]
+    (hosts.folder / "fleet.toml").write_text("\n".join([*settings, *ports]) + "\n")
+    (hosts.folder / "hosts.txt").write_text("one")
+    start = page.line("headrace-ssh start ")
+    with fleet_in(hosts.folder, page.line("headrace up --run-dir ")) as fleet:
+        started = hosts.run(start.replace("broker.example", "localhost"))
+        assert started.returncode == 0, started.stdout + started.stderr
+        await_steps(hosts.folder / "runs" / "demo", 1_000)
+        secret = hosts.place("one") / "keys" / "worker.secret"
+        before = secret.read_text()
+        changed = hosts.run("set -e\n" + page.block_with("headrace keys revoke").replace("broker.example", "localhost"))
+        assert changed.returncode == 0, changed.stdout + changed.stderr
+        assert secret.read_text() != before
+        await_steps(hosts.folder / "runs" / "demo", 1_000)
+        fleet.terminate()
+        fleet.wait(200.0)
+    copied = hosts.run(page.line("tar -c ").replace("ssh NEW", "$SSH two"))
+    assert copied.returncode == 0, copied.stderr
+    (hosts.folder / "runs").rename(hosts.folder / "left")
+    run = hosts.homes["two"] / "runs" / "demo"
+    with fleet_in(hosts.homes["two"], page.line("headrace up --resume ")):
+        await_steps(run, 1_000)
+        stopped = hosts.run(page.line("headrace-ssh stop "))
+        assert stopped.returncode == 0, stopped.stdout
     audit = [HEADRACE, "audit", "--strict", "--run-dir", str(run)]
     checked = subprocess.run(audit, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert checked.returncode == 0, checked.stdout + checked.stderr

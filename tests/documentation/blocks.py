@@ -92,6 +92,11 @@ class Page:
         }
         return found
 
+    def block_with(self, start: str) -> str:
+        """Return the text of the only block that has a line which begins so."""
+        [found] = [block.text for block in self._blocks if f"\n{start}" in f"\n{block.text}"]
+        return found
+
     def block(self, language: str) -> str:
         """Return the text of the only block in this language."""
         [found] = [block.text for block in self._blocks if block.language == language]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub import training
+from headrace.learner_stub import stream, training
 from headrace.learner_stub.checkpoint import load_checkpoint
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.interruption import AbandonedUpdateError
 from headrace.learner_stub.module import TrainableModule
 from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
 from headrace.learner_stub.ppo import PPO
-from headrace.learner_stub.training import gather, train
+from headrace.learner_stub.training import gather, run_learner, train
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.errors import CheckpointError
-from headrace.schemas.settings.config import LearnerSection
+from headrace.schemas.errors import CheckpointError, UnreachableError
+from headrace.schemas.settings.config import FleetConfig, LearnerSection, WorkerSection
+from support.ports import free_port
 
 pytestmark = pytest.mark.long
 
@@ -281,3 +283,14 @@ def test_the_second_stop_signal_goes_to_the_previous_handler(number: signal.Sign
             assert heard == [number]
     finally:
         signal.signal(number, before)
+
+
+def test_the_learner_waits_for_its_first_broker_as_long_as_the_setting_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "SAY_WAITING_S", 0.2)
+    caplog.set_level(logging.INFO)
+    endpoint, config = f"tcp://127.0.0.1:{free_port()}", FleetConfig(worker=WorkerSection(connect_timeout_s=1.0))
+    with pytest.raises(UnreachableError, match=f"no broker answers at {endpoint} after 1 s"):
+        run_learner(config, endpoint=endpoint, run_dir=tmp_path)
+    assert f"no broker answers at {endpoint} for 0 s (at most 1 s)" in caplog.text

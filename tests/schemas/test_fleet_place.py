@@ -75,6 +75,28 @@ def test_a_peer_follows_a_moved_port_and_ignores_malformed_addresses(tmp_path: P
     assert place.ended is None
 
 
+def test_a_peer_without_a_deadline_of_its_own_ends_when_no_server_has_ever_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = FleetPlace("tcp://a:1", server="worker", patience_s=60.0, first_patience_s=20.0)
+    for second in range(20):
+        place.observe(False, float(second))
+    assert place.ended is None
+    place.observe(False, 20.0)
+    assert str(place.ended).startswith("no worker answers at tcp://a:1 after 20 s")
+    assert not caplog.messages, "the peer says itself what it waits for"
+    place.observe(True, 21.0)
+    for second in range(22, 82):
+        place.observe(False, float(second))
+    assert place.ended is None, "it has answered, so the other limit counts"
+    write(tmp_path, "fleet.json", {"state": "stopped"})
+    stopped = FleetPlace("tcp://a:1", "envs-0", RunDirAddresses(tmp_path), patience_s=60.0, first_patience_s=20.0)
+    stopped.observe(False, 0.0)
+    stopped.observe(False, 20.0)
+    assert stopped.ended is not None
+    assert stopped.ended.exit_code == ExitCode.RUN_DIR
+
+
 def test_a_worker_of_a_supervisor_waits_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     place = FleetPlace("tcp://a:1")
     place.observe(True, 0.0)

@@ -16,7 +16,8 @@ class Container:
     """What to run, as whom, with which files.
 
     - command: argv with the entrypoint of its image.
-    - files: path in the container -> file here; all are read-only. `folders`: path -> folder here, to write to.
+    - files: path in the container -> file or folder here; all are read-only.
+    - folders: path -> folder here, to write to.
     - memory: path -> bytes of a file system in memory.
     - alive, ready: argv of its probes; empty without one.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,21 +73,30 @@ def _expanded(arguments: list[str], variables: dict[str, str]) -> list[str]:
 
 
 def _files(volume: Any, mount: Any, content: dict[str, dict[str, bytes]], own: Path, group: int) -> dict[str, Path]:
-    """Write the volume, and return its files by their paths in the container.
+    """Write the volume, and return its folder, or its one file that is mounted, by the path in the container.
 
-    Files of a Secret belong to root and to the pod's group, which may read them: kubelet adds that to `defaultMode`.
+    As kubelet does it, the names are links into the newest of its copies, which changes for all of them at once. Files
+    of a Secret belong to root and to the pod's group, which may read them: kubelet adds that to `defaultMode`.
     """
     is_secret = "secret" in volume
     name = volume["secret"]["secretName"] if is_secret else volume["configMap"]["name"]
     folder = own / volume["name"]
-    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / f"..{time.monotonic_ns()}"
+    copy.mkdir(parents=True)
+    for path in (folder, copy):
+        path.chmod(0o755)
     for key, text in content[name].items():
-        (folder / key).write_bytes(text)
-        os.chown(folder / key, 0, group)
-        (folder / key).chmod(volume["secret"]["defaultMode"] | 0o040 if is_secret else 0o644)
-    if "subPath" in mount:
-        return {mount["mountPath"]: folder / mount["subPath"]}
-    return {f"{mount['mountPath']}/{key}": folder / key for key in content[name]}
+        (copy / key).write_bytes(text)
+        os.chown(copy / key, 0, group)
+        (copy / key).chmod(volume["secret"]["defaultMode"] | 0o040 if is_secret else 0o644)
+    (folder / "..new").symlink_to(copy.name)
+    (folder / "..new").replace(folder / "..data")
+    there = {path.name for path in folder.iterdir() if not path.name.startswith("..")}
+    for key in content[name].keys() - there:
+        (folder / key).symlink_to(f"..data/{key}")
+    for key in there - content[name].keys():
+        (folder / key).unlink()
+    return {mount["mountPath"]: copy / mount["subPath"] if "subPath" in mount else folder}
 
 
 def _command(probe: Any) -> list[str]:

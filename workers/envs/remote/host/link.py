@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from headrace.schemas.credentials.keys import ENV_HOST, PeerKeys
+from headrace.schemas.errors import KeysRefusedError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.messages import Message
 from headrace.schemas.peers import sockets
@@ -66,6 +67,11 @@ class WorkerLink:
             f"{self._endpoint} takes the connection and has said nothing for {waited_s:g} s; check that it is a "
             "worker's port for env hosts, and that the worker is not stopped"
         )
+
+    def refusal(self) -> KeysRefusedError | None:
+        """Return the error of a worker that breaks off each handshake and has never let this host in, if it does."""
+        why = self._handshakes.why_silent(0.0)
+        return why if isinstance(why, KeysRefusedError) else None
 
     def receive(self) -> Iterator[list[bytes]]:
         """Yield the received messages."""

@@ -52,12 +52,12 @@ def run_env_host(
     of a life. `on_answer` is called when envs have answered. `child` is the module that the env processes run; it
     decides which kinds of env are possible.
 
-    `place` says how the host finds a worker that has moved, and how long it waits for one that is gone. Without it the
-    host waits for ever at `endpoint`. `elsewhere` returns the address of another worker that waits for hosts, or "". A
-    host whose envs are not used goes there.
+    `place` says how the host finds a worker that has moved, and how long it waits for its first answer and for one that
+    is gone. Without it the host waits for ever at `endpoint`. `elsewhere` returns the address of another worker that
+    waits for hosts, or "". A host whose envs are not used goes there.
 
     Raises `EnvError` for an env that cannot be built here, `RefusedError` when the worker refuses the host, and the
-    error of `place` for a worker that is gone for too long.
+    error of `place` for a worker that is missing for too long.
     """
     with stop_event() as stopping:
         place = place or FleetPlace(endpoint, server="worker")
@@ -124,14 +124,14 @@ class EnvHost:
             self._follow_worker()
 
     def _follow_worker(self) -> None:
-        """Connect to the worker's new address if it has one. Raises the error of a worker that is gone for too long."""
+        """Connect to the worker's new address if it has one. Raises the error of a worker that is missing too long."""
         now = time.monotonic()
         if self._place.observe(self._link.is_connected, now) is not None or self._leaves(now):
             self._end_life()
             self._link.close()
             self._link = WorkerLink(self._endpoint, self._keys)
         if self._place.ended is not None:
-            raise self._place.ended
+            raise self._link.refusal() or self._place.ended
 
     def _leaves(self, now: float) -> bool:
         """Return whether this host goes to another worker, because this one has not used its envs for a while."""
