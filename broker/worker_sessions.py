@@ -198,7 +198,7 @@ class WorkerSessions:
 
     def _same_spaces(self, peer: Peer, hello: WorkerHello, group: str | None) -> bool:
         told = told_by_module(hello.spaces)
-        if told and self._may_tell_spaces(group):
+        if told and self._may_tell_spaces(told, group):
             self._tell_spaces(told, group)
         if told and self.spaces and told != self.spaces:
             detail = (
@@ -209,20 +209,23 @@ class WorkerSessions:
             return False
         return True
 
-    def _may_tell_spaces(self, group: str | None) -> bool:
+    def _may_tell_spaces(self, told: dict[str, Any], group: str | None) -> bool:
         """Return whether a worker of this group may set the fleet's spaces.
 
-        The first worker that sends spaces sets them. The fleet's own group may replace those of another group. Other
-        groups may set them only while no worker of the fleet's own group has ever joined.
+        The first worker that sends spaces sets them. The fleet's own group may replace those of another group. Once a
+        worker of the fleet's own group has joined, other groups may only repeat what that group told. So a fleet whose
+        workers have got keys of another group goes on after a restart of the broker.
         """
         if group is None:
             return not self.spaces
         if group != self._owners.own_group:
-            return not self.spaces and not self._owners.own_has_joined()
+            return not self.spaces and (told == self._state.own_spaces or not self._owners.own_has_joined())
         return not self.spaces or not self._spaces_are_own
 
     def _tell_spaces(self, told: dict[str, Any], group: str | None) -> None:
         before, self.spaces, self._spaces_are_own = self.spaces, told, group == self._owners.own_group
+        if self._spaces_are_own:
+            self._state.own_spaces = told
         if group is not None and told != before:
             for peer in [peer for peer, source in self.peers.items() if source.introduced]:
                 self.expel(peer)

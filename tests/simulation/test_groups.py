@@ -7,6 +7,7 @@ of the honest group's slots must be the same, message by message, and so must it
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.slot_owners import MOST_SLOTS, SlotOwners
-from headrace.broker.state_file import BrokerFile, Endpoints
+from headrace.broker.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
@@ -340,6 +341,25 @@ def test_logged_spaces_of_another_group_do_not_bind_the_fleets_own_workers() -> 
     core.receive(b"wa", own, 0.0, key("worker"))
     assert not [send for send in core.take_outbox() if isinstance(send.content, Reject)]
     assert core.spaces == {"default_policy": SPACES}
+
+
+def test_after_a_restart_workers_of_another_group_may_only_repeat_the_spaces_of_the_fleets_own(tmp_path: Path) -> None:
+    """The fleet's workers have got keys of another group, and nobody of its own group comes back."""
+
+    def join(core: BrokerCore, peer: bytes, group: str, spaces: Any) -> dict[str, Any]:
+        core.receive(peer, WorkerHello(fleet_id=FLEET, token=peer.decode(), spaces=spaces), 0.0, key("worker", group))
+        return core.spaces
+
+    core, place = BrokerCore(FLEET, BrokerLimits()), Endpoints(worker="w", learner="l", weights="p")
+    told = {"default_policy": SPACES}
+    assert join(core, b"own", "", SPACES) == told
+    write_broker_file(tmp_path, FLEET, place, core.state)
+    left = read_broker_file(tmp_path)
+    assert left is not None
+    core = BrokerCore(FLEET, BrokerLimits(), left.state())
+    assert join(core, b"stranger", GROUP, OTHER_SPACES) == {}
+    assert join(core, b"w1", GROUP, SPACES) == told
+    assert join(core, b"own", "", OTHER_SPACES) == {"default_policy": OTHER_SPACES}
 
 
 def test_a_peer_with_a_revoked_key_is_rejected_and_its_batches_are_refused() -> None:
