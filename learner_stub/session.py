@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
-from headrace.schemas.accounts.ledger import Count, HeldBatch
+from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch
 from headrace.schemas.basics.bounds import MOST_COUNT, Version
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.chunks.batch import BatchHeader
@@ -313,7 +313,8 @@ class LearnerSession:
     def _on_start(self, start: SourceStart) -> None:
         """Skip the batches up to `start.settled.seq`, which will not come.
 
-        Dropped ones leave a hole in their episodes.
+        Dropped ones leave a hole in their episodes. So do those that an earlier life of this learner committed after
+        the checkpoint that was left.
         """
         if max(start.settled.seq, *start.settled.total()) > _MOST_SETTLED:
             raise DecodeError("implausible", f"{start.settled.total()} steps and chunks are settled of one worker")
@@ -322,10 +323,11 @@ class LearnerSession:
         if start.settled.seq <= source.received:
             return
         lost = growth(source.taken.dropped, start.settled.dropped)
+        if lost or source.received:
+            reason = _main_reason(lost) if lost else Drop.GAP.value
+            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, reason, lost))
         source.received = start.settled.seq
         source.taken = source.committed = start.settled
-        if lost:
-            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, _main_reason(lost), lost))
         if len(lost) > 1:  # the markers of its episodes name only the main reason
             named = ", ".join(f"{lost[reason][0]} {reason}" for reason in sorted(lost))
             steps = sum(count[0] for count in lost.values())
