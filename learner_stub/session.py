@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
@@ -46,6 +47,9 @@ a count.
 
 _FIGURES_S = 0.25
 """Figures of the learner go with a commit at this interval, and with each that is urgent."""
+
+_REPEATED = 64
+"""Sources whose progress is sent again, at the interval of heartbeats."""
 
 
 class LearnerSessionState(Enum):
@@ -107,6 +111,10 @@ class LearnerSession:
         self._sources: dict[SourceKey, SourceProgress] = {}
         self._changed: set[SourceKey] = set()
         self._to_tell: set[SourceKey] = set()
+        """Sources whose progress was committed and not sent yet."""
+        self._told: dict[SourceKey, None] = {}
+        """Sources whose progress was sent, the one that was sent longest ago first."""
+        self._next_repeat = 0.0
         self._outbox: list[Message] = []
         self._gathered = 0
         """Batches committed that the broker has not been told of."""
@@ -268,7 +276,7 @@ class LearnerSession:
                 epoch=self.epoch,
                 position=[
                     position_of(key, self._sources[key].committed, ended=self._sources[key].end_committed)
-                    for key in self._to_tell
+                    for key in self._take_to_tell(now)
                 ],
                 in_hand=sum(len(source.in_hand) for source in self._sources.values()),
                 consumed_batches=self.consumed_batches,
@@ -278,6 +286,21 @@ class LearnerSession:
             )
         )
         self._window_told = self.window_steps
+
+    def _take_to_tell(self, now: float) -> list[SourceKey]:
+        """Return the sources whose progress is news, and now and then some others: a commit may have been lost.
+
+        A HELLO repeats all. To repeat them in each commit would cost the broker 20 us for each worker.
+        """
+        keys = self._to_tell
+        if now >= self._next_repeat:
+            self._next_repeat = now + self.limits.heartbeat_s
+            keys = keys | set(islice(self._told, _REPEATED))
+        for key in keys:
+            self._told.pop(key, None)
+            self._told[key] = None
+        self._to_tell = set()
+        return list(keys)
 
     def _take_figures(self, now: float) -> LearnerFigures | None:
         if self.figures is None or now < self._figures_due:
@@ -350,6 +373,7 @@ class LearnerSession:
             # The life is folded at the broker, which needs no position of it any more.
             del self._sources[key]
             self._to_tell.discard(key)
+            self._told.pop(key, None)
             self._changed.discard(key)
         elif source.end_committed:
             self._to_tell.add(key)
