@@ -71,6 +71,7 @@ class Acknowledgements:
             steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
             steps_share=self.steps_share(workers),
             waiting_for=self._waiting_for(source, credit),
+            heartbeat_interval_s=self._limits.heartbeat_interval(workers),
         )
 
     def steps_share(self, workers: int) -> int | None:

@@ -189,7 +189,7 @@ class BrokerCore:
         self._learners.deliver()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
-            self._workers.mark_all_changed()
+            self._workers.mark_silent_changed(now)
             self._send_status()
 
     def restore(

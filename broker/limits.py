@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.runner_counters import Counters
+from headrace.schemas.peers.heartbeat_interval import heartbeat_interval
 
 Overflow = Literal["block", "drop_oldest", "drop_stale"]
 
@@ -38,6 +39,10 @@ class BrokerLimits:
     """Which of the fleet's brokers this one is: it has the slots that are `index` modulo `brokers`."""
     group: str = ""
     """The group of the keys of the workers that the config starts, and of their supervisor."""
+
+    def heartbeat_interval(self, workers: int) -> float:
+        """Return the seconds between two heartbeats of one of `workers`."""
+        return heartbeat_interval(self.heartbeat_interval_s, self.lease_s, workers)
 
 
 @dataclass(slots=True)

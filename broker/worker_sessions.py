@@ -333,7 +333,7 @@ class WorkerSessions:
             round_steps=self._store.rounds.share(source),
             max_batch_bytes=self._limits.max_batch_bytes,
             lease_s=self._limits.lease_s,
-            heartbeat_interval_s=self._limits.heartbeat_interval_s,
+            heartbeat_interval_s=self._limits.heartbeat_interval(len(self.peers)),
             weights_endpoint=self._limits.weights_endpoint,
             weights=self._store.weights,
             steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
@@ -584,3 +584,13 @@ class WorkerSessions:
     def mark_all_changed(self) -> None:
         """Mark every worker's source as changed, so that each gets the cumulative state."""
         self._store.changed.update(source.key for source in self.peers.values())
+
+    def mark_silent_changed(self, now: float) -> None:
+        """Mark the sources of workers that said nothing for longer than a heartbeat should take.
+
+        The others had the cumulative state as an answer.
+        """
+        limits = self._limits
+        heard_since = now - 1.5 * limits.heartbeat_interval(len(self.peers))
+        silent = (s.key for s in self.peers.values() if s.silent_until - limits.lease_s < heard_since)
+        self._store.changed.update(silent)

@@ -93,7 +93,9 @@ class BrokerStream:
         places = []
         for place in self.session.position():
             told = None if place.ended else self.ready.open_episodes(place.slot, place.incarnation)
-            known = {"open_episodes": told.model_dump(mode="json")} if told is not None else {}
+            known: dict[str, Any] = {"open_episodes": told.model_dump(mode="json")} if told is not None else {}
+            if not place.ended and (reason := self.ready.gap_reason(place.slot, place.incarnation)):
+                known["gap_reason"] = reason
             places.append(fleet | place.model_dump(mode="json") | known)
         return places
 

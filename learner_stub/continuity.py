@@ -11,7 +11,8 @@ a marker, and its later chunks are left out. A place without a further chunk is 
 
 A learner that began after a source knows only the places from which chunks have come since. The broker sends it the
 others when the source ends (`schemas/chunks/open_episodes.py`). Where no peer of the broker knows them any more, the
-learner takes those that its checkpoint has.
+learner takes those that its checkpoint has. After a missing batch it takes these first: the batch may have had their
+end, of which the broker says nothing.
 """
 
 from __future__ import annotations
@@ -61,13 +62,14 @@ class SourceEpisodes:
     `take` raises `DecodeError` for a batch that names more places than a source may have, and changes nothing then.
 
     is_whole: True if the first batch of the source came to this learner, so that no chunk came before.
-    before: the episodes that were open in an earlier life of this learner, as its checkpoint has them.
+    before: what `still_open` returned in an earlier life of this learner, as its checkpoint has it.
+    gap_reason: that of the earlier life.
     """
 
-    def __init__(self, *, is_whole: bool = True, before: OpenEpisodes | None = None) -> None:
+    def __init__(self, *, is_whole: bool = True, before: OpenEpisodes | None = None, gap_reason: str = "") -> None:
         self._is_whole = is_whole
         self._before = before
-        self.gap_reason = ""
+        self.gap_reason = gap_reason
         """Reason for which batches of this source are missing; "" while none are."""
         self._open = np.zeros((0, 1), CHUNK_TABLE)
         """By env and player: the newest chunk there. Its `t_start` is where it stops, its `agent` the player."""
@@ -75,10 +77,16 @@ class SourceEpisodes:
         """(agent, module) -> column of `_open`."""
         self._broken: dict[tuple[int, int], tuple[int, int]] = {}
         """By env and player: the episode that a marker has ended there. Further chunks of it may still arrive."""
-        self._told: list[np.void] = []
-        """Episodes in other places that were open when the source ended, in the form of `_open`."""
+        self._told: dict[tuple[int, int], np.void] = {}
+        """By env and player: episodes in other places that were open when the source ended, in the form of `_open`."""
+        self._resumed: set[str] = set()
+        """Modules whose episodes of `_before` are in `_open`."""
         self._templates: dict[str, ChunkBatch] = {}
         """By module: a batch of no chunks with its spaces and columns, from which markers are made."""
+        if before is not None:
+            for chunk in before.after(0)["chunk"]:
+                if chunk["end"] == ChunkEnd.ABORTED:
+                    self._broken[self._place(before, chunk)] = _episode(chunk)
 
     def take(self, batch: ChunkBatch) -> FilteredBatch:
         """Return the part of the next batch to hand out: all of it as long as no batch before it is missing."""
@@ -99,6 +107,7 @@ class SourceEpisodes:
     def filter(self, batch: ChunkBatch) -> FilteredBatch:
         """Keep the chunks of a batch after a gap that continue or begin an episode; leave out the others."""
         rows = self._rows(batch)
+        self._resume(batch.modules[0])
         keep = np.ones(len(batch), np.bool_)
         aborted: list[np.void] = []
         for i in in_order(rows):
@@ -116,9 +125,16 @@ class SourceEpisodes:
 
         `spaces` are those of all modules. Raises `DecodeError` for rows that contradict each other.
         """
-        told = end.open_episodes or self._before
-        if self._is_whole or told is None:
+        if self._is_whole:
             return
+        if self.gap_reason and self._before is not None:
+            self._add_told(self._before, end, spaces)
+        told = end.open_episodes or self._before
+        if told is not None:
+            self._add_told(told, end, spaces)
+
+    def _add_told(self, told: OpenEpisodes, end: SourceEnd, spaces: Mapping[str, Spaces]) -> None:
+        """Add the episodes of places from which no chunk came. Those that were added first stay."""
         for row in told.after(end.seq):
             newest = row["chunk"].copy()
             agent, module_id = told.agents[newest["agent"]], told.modules[newest["module"]]
@@ -128,13 +144,23 @@ class SourceEpisodes:
                 columns = told.columns.get(module_id, {})
                 self._templates[module_id] = _template(end, module_id, spaces[module_id], columns)
             self._check_places(0, [(agent, module_id)])
-            newest["agent"] = self._players.setdefault((agent, module_id), len(self._players))
-            self._told.append(newest)
+            place = self._place(told, newest)
+            newest["agent"] = place[1]
+            self._told.setdefault(place, newest)
 
     def still_open(self) -> OpenEpisodes | None:
-        """Return the open episodes for the learner's own checkpoint; None if there is none."""
+        """Return the open episodes for the learner's own checkpoint, and those that a marker has ended.
+
+        None if there is none. An ended one is a row of no steps with ABORTED: its further chunks are still left out.
+        """
         players, agents, modules = list(self._players), list[str](), list[str]()
-        newest = self._open[(self._open["length"] > 0) & (self._open["end"] == ChunkEnd.ONGOING)]
+        known = self._open[(self._open["length"] > 0) & (self._open["end"] == ChunkEnd.ONGOING)]
+        ended = np.zeros(len(self._broken), CHUNK_TABLE)
+        for row, (place, episode) in zip(ended, self._broken.items(), strict=True):
+            row["env_index"], row["agent"] = place
+            row["id_high"], row["id_low"] = episode
+            row["end"] = ChunkEnd.ABORTED
+        newest = np.concatenate([known, ended])
         used, index = np.unique(newest["agent"], return_inverse=True)
         rows = np.zeros(len(newest), OPEN_EPISODE)
         rows["chunk"] = newest
@@ -154,6 +180,11 @@ class SourceEpisodes:
             rows, columns = np.concatenate([rows, older[kept]]), {**self._before.columns, **columns}
         return open_episodes(rows, agents, modules, columns) if len(rows) else None
 
+    def _place(self, told: OpenEpisodes, chunk: np.void) -> tuple[int, int]:
+        """Return env and player of a row of `told`."""
+        player = told.agents[chunk["agent"]], told.modules[chunk["module"]]
+        return int(chunk["env_index"]), self._players.setdefault(player, len(self._players))
+
     def _knows(self, env_index: int, player: tuple[str, str]) -> bool:
         """Return whether a chunk came from this place."""
         column = self._players.get(player, self._open.shape[1])
@@ -170,10 +201,25 @@ class SourceEpisodes:
         by_module: dict[str, list[np.void]] = {}
         modules = [module_id for _, module_id in self._players]
         known = self._open[(self._open["length"] > 0) & (self._open["end"] == ChunkEnd.ONGOING)]
-        for row in (*known, *filter(is_open, self._told)):
+        for row in (*known, *filter(is_open, self._told.values())):
             by_module.setdefault(modules[row["agent"]], []).append(row)
-        self._open, self._told = np.zeros((0, 1), CHUNK_TABLE), []
+        self._open, self._told = np.zeros((0, 1), CHUNK_TABLE), {}
         return [self._markers(module_id, rows, reason) for module_id, rows in by_module.items()]
+
+    def _resume(self, module_id: str) -> None:
+        """Go on from the checkpoint where no chunk of this module has come since, so that a hole is seen there."""
+        if self._before is None or module_id in self._resumed:
+            return
+        self._resumed.add(module_id)
+        for chunk in self._before.after(0)["chunk"]:
+            agent, env_index = self._before.agents[chunk["agent"]], int(chunk["env_index"])
+            if self._before.modules[chunk["module"]] != module_id or self._knows(env_index, (agent, module_id)):
+                continue
+            self._check_places(env_index + 1, [(agent, module_id)])
+            place = self._place(self._before, chunk)
+            self._grow(env_index + 1)
+            self._open[place] = chunk
+            self._open[place]["agent"] = place[1]
 
     def _rows(self, batch: ChunkBatch) -> NDArray[np.void]:
         """Return the batch's table in the form of `_open`, which is made wide enough for it."""
@@ -211,7 +257,8 @@ class SourceEpisodes:
         place, episode = (int(row["env_index"]), int(row["agent"])), _episode(row)
         last = self._open[place]
         if is_open(last):
-            if _episode(last) == episode and row["chunk_index"] == last["chunk_index"] + 1:
+            # Chunks up to the last one come again where a checkpoint was made between markers and their batch.
+            if _episode(last) == episode and row["chunk_index"] <= last["chunk_index"] + 1:
                 return True
             aborted.append(last.copy())
             self._broken[place] = _episode(last)

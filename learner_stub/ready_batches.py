@@ -48,7 +48,9 @@ class ReadyBatches:
         self.dropped: Counter[str] = Counter()
         self._session = session
         self._episodes = {
-            (place.slot, place.incarnation): SourceEpisodes(is_whole=False, before=place.open_episodes)
+            (place.slot, place.incarnation): SourceEpisodes(
+                is_whole=False, before=place.open_episodes, gap_reason=place.gap_reason
+            )
             for place in position
             if not place.ended
         }
@@ -66,6 +68,11 @@ class ReadyBatches:
         """
         episodes = self._episodes.get((slot, incarnation))
         return episodes.still_open() if episodes is not None else None
+
+    def gap_reason(self, slot: int, incarnation: int) -> str:
+        """Return the reason for which batches of a source are missing here; "" if none are."""
+        episodes = self._episodes.get((slot, incarnation))
+        return episodes.gap_reason if episodes is not None else ""
 
     def hand_out(self, newest: Version = (0, 0)) -> ChunkBatch:
         """Return the next batch; there must be one.
@@ -114,7 +121,7 @@ class ReadyBatches:
             log.warning("worker %d (incarnation %d): open episodes cannot be read: %s", *arrival.key, error)
         markers = episodes.end(arrival.reason)
         if len(markers) > 1:
-            self._episodes[arrival.key] = SourceEpisodes(is_whole=False, before=before)
+            self._episodes[arrival.key] = SourceEpisodes(is_whole=False, before=before, gap_reason=episodes.gap_reason)
         self._ready.extend(_Ready(batch, arrival, settles=batch is markers[-1]) for batch in markers)
         if not markers:
             self._session.settle(arrival, (0, 0), {})

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
-from headrace.schemas.accounts.ledger import Count, HeldBatch
+from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch
 from headrace.schemas.basics.bounds import MOST_COUNT, Version
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.chunks.batch import BatchHeader
@@ -46,6 +47,9 @@ a count.
 
 _FIGURES_S = 0.25
 """Figures of the learner go with a commit at this interval, and with each that is urgent."""
+
+_REPEATED = 64
+"""Sources whose progress is sent again, at the interval of heartbeats."""
 
 
 class LearnerSessionState(Enum):
@@ -107,6 +111,10 @@ class LearnerSession:
         self._sources: dict[SourceKey, SourceProgress] = {}
         self._changed: set[SourceKey] = set()
         self._to_tell: set[SourceKey] = set()
+        """Sources whose progress was committed and not sent yet."""
+        self._told: dict[SourceKey, None] = {}
+        """Sources whose progress was sent, the one that was sent longest ago first."""
+        self._next_repeat = 0.0
         self._outbox: list[Message] = []
         self._gathered = 0
         """Batches committed that the broker has not been told of."""
@@ -268,7 +276,7 @@ class LearnerSession:
                 epoch=self.epoch,
                 position=[
                     position_of(key, self._sources[key].committed, ended=self._sources[key].end_committed)
-                    for key in self._to_tell
+                    for key in self._take_to_tell(now)
                 ],
                 in_hand=sum(len(source.in_hand) for source in self._sources.values()),
                 consumed_batches=self.consumed_batches,
@@ -278,6 +286,21 @@ class LearnerSession:
             )
         )
         self._window_told = self.window_steps
+
+    def _take_to_tell(self, now: float) -> list[SourceKey]:
+        """Return the sources whose progress is news, and now and then some others: a commit may have been lost.
+
+        A HELLO repeats all. To repeat them in each commit would cost the broker 20 us for each worker.
+        """
+        keys = self._to_tell
+        if now >= self._next_repeat:
+            self._next_repeat = now + self.limits.heartbeat_s
+            keys = keys | set(islice(self._told, _REPEATED))
+        for key in keys:
+            self._told.pop(key, None)
+            self._told[key] = None
+        self._to_tell = set()
+        return list(keys)
 
     def _take_figures(self, now: float) -> LearnerFigures | None:
         if self.figures is None or now < self._figures_due:
@@ -313,7 +336,8 @@ class LearnerSession:
     def _on_start(self, start: SourceStart) -> None:
         """Skip the batches up to `start.settled.seq`, which will not come.
 
-        Dropped ones leave a hole in their episodes.
+        Dropped ones leave a hole in their episodes. So do those that an earlier life of this learner committed after
+        the checkpoint that was left.
         """
         if max(start.settled.seq, *start.settled.total()) > _MOST_SETTLED:
             raise DecodeError("implausible", f"{start.settled.total()} steps and chunks are settled of one worker")
@@ -322,10 +346,11 @@ class LearnerSession:
         if start.settled.seq <= source.received:
             return
         lost = growth(source.taken.dropped, start.settled.dropped)
+        if lost or source.received:
+            reason = _main_reason(lost) if lost else Drop.GAP.value
+            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, reason, lost))
         source.received = start.settled.seq
         source.taken = source.committed = start.settled
-        if lost:
-            self.arrivals.append(Arrival(ArrivalKind.GAP, key, None, None, _main_reason(lost), lost))
         if len(lost) > 1:  # the markers of its episodes name only the main reason
             named = ", ".join(f"{lost[reason][0]} {reason}" for reason in sorted(lost))
             steps = sum(count[0] for count in lost.values())
@@ -348,6 +373,7 @@ class LearnerSession:
             # The life is folded at the broker, which needs no position of it any more.
             del self._sources[key]
             self._to_tell.discard(key)
+            self._told.pop(key, None)
             self._changed.discard(key)
         elif source.end_committed:
             self._to_tell.add(key)

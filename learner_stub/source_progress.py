@@ -19,6 +19,8 @@ class CheckpointPosition(SourcePosition):
 
     open_episodes: OpenEpisodes | None = None
     """Episodes that the learner knows to be open; None of a checkpoint that does not say, or if none is open."""
+    gap_reason: str = ""
+    """Reason for which batches before are missing; "" while none are."""
 
 
 class ArrivalKind(Enum):

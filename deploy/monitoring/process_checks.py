@@ -12,6 +12,7 @@ from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
 from headrace.deploy.report.progress import number
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.printable import one_line
+from headrace.schemas.peers.heartbeat_interval import heartbeat_interval
 
 SILENT_S = 3.0
 """Seconds without a sign of life after which a process is named, if the fleet takes no step."""
@@ -143,7 +144,8 @@ def _why_stuck_elsewhere(facts: Facts, slot: int, told: Mapping[str, Any]) -> Ob
     key = f"worker-{slot}"
     name = f"{key} (pid {number(told.get('pid')):.0f} on {one_line(str(told.get('host', '')))})"
     silent_s = (facts.snapshot.reported_unix_s or 0.0) - number(told.get("unix_s"))
-    heartbeat_s = number(facts.setting("broker.heartbeat_interval_s")) or 1.0
+    least_s, lease_s = (number(facts.setting(f"broker.{name}")) for name in ("heartbeat_interval_s", "lease_s"))
+    heartbeat_s = heartbeat_interval(least_s or 1.0, lease_s or 10.0, len(facts.snapshot.workers))
     if silent_s > max(SILENT_S, _LATE_HEARTBEATS * heartbeat_s):
         sentence = f"waiting for {name}, silent for {silent_s:.0f} s: it is stopped, builds its envs, or an env hangs"
         return observe(facts, "worker_late", key, sentence, silent_s)

@@ -140,6 +140,8 @@ class Ack(Message):
     """As in the WELCOME, with the present value."""
     waiting_for: str = ""
     """Peer that a worker waits for without credit, or after a round's share: "", "learner", "broker", "worker 3"."""
+    heartbeat_interval_s: Annotated[float, Field(gt=0, le=MOST_SILENCE_S)] | None = None
+    """As in the WELCOME, with the present value; None: not told."""
 
 
 class Skip(Message):

@@ -153,7 +153,7 @@ class BrokerSection(ConfigSection):
     lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
     """silence after which a worker counts as lost"""
     heartbeat_interval_s: float = Field(default=1.0, gt=0, le=MOST_SILENCE_S)
-    """time between two heartbeats of a peer"""
+    """time between two heartbeats of a peer; of a worker longer where its broker has more than 200, 3.3 s for 1,000"""
     report_interval_s: float = Field(default=0.5, gt=0)
     """time between reports of the broker to Redis"""
 

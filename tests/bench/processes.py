@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.broker.process import run_broker
-from headrace.broker.state_file import Endpoints, file_path, read_broker_file
+from headrace.broker.process import Broker, run_broker
+from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.schemas.settings.config import FleetConfig
 
 FLEET_ID = "bench"
@@ -48,18 +48,28 @@ class Processes:
         self._all.append(process)
         return int(process.pid)
 
-    def start_broker(self, config: FleetConfig, redis_url: str | None = None) -> tuple[int, Endpoints]:
-        """Start a broker and wait until it serves; return (pid, endpoints)."""
-        run_dir = self.folder / f"broker-{len(self._all)}"
-        run_dir.mkdir()
-        pid = self.start(_serve, config, run_dir, redis_url)
+    def start_broker(
+        self,
+        config: FleetConfig,
+        redis_url: str | None = None,
+        *,
+        run_dir: Path | None = None,
+        note: Callable[[Broker, float | None], None] | None = None,
+    ) -> tuple[int, Endpoints]:
+        """Start a broker and wait until it serves; return (pid, endpoints).
+
+        `run_dir`: that of an earlier broker, from which this one goes on. `note` is called in the broker's loop: in
+        each turn with None, and after each report with the seconds that the loop stood still for it.
+        """
+        if run_dir is None:
+            run_dir = self.folder / f"broker-{len(self._all)}"
+            run_dir.mkdir()
+        pid = self.start(_serve, config, run_dir, redis_url, note)
         deadline = time.monotonic() + _START_S
-        while not file_path(run_dir).exists():
+        while (written := read_broker_file(run_dir)) is None or written.pid != pid:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no broker in {run_dir} after {_START_S} s")
             self._all[-1].join(0.02)
-        written = read_broker_file(run_dir)
-        assert written is not None
         return pid, written.endpoints
 
     def __enter__(self) -> Self:
@@ -88,5 +98,28 @@ def _quietly(target: Callable[..., None], *args: Any) -> None:
     target(*args)
 
 
-def _serve(config: FleetConfig, run_dir: Path, redis_url: str | None) -> None:
+def _serve(
+    config: FleetConfig,
+    run_dir: Path,
+    redis_url: str | None,
+    note: Callable[[Broker, float | None], None] | None,
+) -> None:
+    if note is not None:
+        _note_turns(note)
     run_broker(config, fleet_id=FLEET_ID, run_dir=run_dir, redis_url=redis_url)
+
+
+def _note_turns(note: Callable[[Broker, float | None], None]) -> None:
+    """Let this process's broker call `note`, as `Processes.start_broker` says."""
+    step, report = Broker.step, Broker._report
+
+    def noted_step(broker: Broker) -> None:
+        step(broker)
+        note(broker, None)
+
+    def noted_report(broker: Broker, now: float, ended_unix_s: float | None = None) -> None:
+        began = time.thread_time()
+        report(broker, now, ended_unix_s)
+        note(broker, time.thread_time() - began)
+
+    Broker.step, Broker._report = noted_step, noted_report  # type: ignore[method-assign]

@@ -3,7 +3,11 @@
 The workers have no envs: each ships prebuilt batches at a fixed rate. Figures are the broker's processor time, which
 other programs on the machine disturb little. What a phase costs without its messages is measured first, and taken off.
 
-PYTHONPATH=tests python -m bench.sessions [--workers 200] [--seconds 5]
+With `--lives`, each slot first has so many lives, each of one batch that the learner commits. Then the books are
+measured: an idle broker, its reports, `headrace audit` and `ps`, and a broker that is killed. `bench.books` measures
+the same without sockets.
+
+PYTHONPATH=tests python -m bench.sessions [--workers 200] [--seconds 5] [--lives 10]
 """
 
 from __future__ import annotations
@@ -11,12 +15,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from bench.books import redis_server
 from bench.memory import resident_mib
@@ -24,8 +34,11 @@ from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, show
 from bench.transport import Load
 from bench.turns import cpu_s
+from headrace.broker.process import Broker
+from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView
 from headrace.learner_stub import EpisodeStream
+from headrace.schemas.accounts import redis_keys
 from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals
 from headrace.schemas.accounts.worker_figures import TIME_PARTS
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
@@ -47,10 +60,23 @@ PERIODS_S = (0.5, 5.0)
 """Seconds between two batches of one worker, by load."""
 IDLE = -1
 
+MARKS = {
+    "idle, of one core": 10.0,
+    "report, in the loop": 20.0,
+    "report, longest in the loop": 20.0,
+    "audit --strict": 1000.0,
+    "ps": 1000.0,
+    "kill of the broker until all are back": 3000.0,
+    "kill of the broker until Redis says so": 3000.0,
+}
+"""The most of each figure of books, in its unit."""
+
 _PROCESSES = 4
-_PUMP_S = 0.02
+_PUMP_S = 0.0004
+"""Seconds between two turns of a process, for each worker in it: so that all together leave the broker its core."""
 _JOIN_S = 120.0
 _WARM_S = 1.0
+_LIVES_S = 300.0
 
 Figures = dict[str, tuple[float, str]]
 
@@ -65,6 +91,19 @@ def measure(workers: int = 200, seconds: float = 5.0) -> list[Row]:
     ]
 
 
+def measure_books(workers: int = 1000, lives: int = 10, seconds: float = 10.0) -> list[Row]:
+    """One row for each figure of the books of `workers` slots with so many lives."""
+    with Processes() as processes, redis_server(processes.folder) as url:
+        figures = _figures_of_books(processes, url, workers, lives, seconds)
+    rows = []
+    for name, (value, unit) in figures.items():
+        most = MARKS.get(name)
+        ratio = value / most if most else 0.0
+        case = f"{workers} workers x {lives} lives"
+        rows.append(Row("sessions", name, case, unit, value, ratio, ratio, ratio, most=1.0 if most else None))
+    return rows
+
+
 def _figures(processes: Processes, url: str, workers: int, seconds: float) -> Figures:
     config = build_config({"learner": {"enabled": False}})
     pid, endpoints = processes.start_broker(config, url)
@@ -72,7 +111,7 @@ def _figures(processes: Processes, url: str, workers: int, seconds: float) -> Fi
     alone = broker.over(seconds)
     figures["broker without workers"] = _per_s(alone.cpu_s, alone)
     spans: Any = FORKED.Value("i", IDLE)
-    shares = [len(range(number, workers, _PROCESSES)) for number in range(_PROCESSES)]
+    shares = [[None] * len(range(number, workers, _PROCESSES)) for number in range(_PROCESSES)]
     before = broker.now()
     for share in shares:
         processes.start(_work, endpoints.worker, share, spans)
@@ -142,6 +181,132 @@ def _await_workers(view: FleetView, workers: int) -> None:
         time.sleep(0.2)
 
 
+# -- the books of many lives ------------------------------------------------------------------------------------------
+
+
+class _Loop:
+    """What the loop of a broker's process notes for the bench: `Processes.start_broker` calls it there."""
+
+    def __init__(self) -> None:
+        self.live: Any = FORKED.Value("i", 0)
+        """Workers with a session, after each turn."""
+        self.most_rows: Any = FORKED.Value("i", 0)
+        """Lives with a row of their own in the last report."""
+        self._reports: Any = FORKED.Array("d", 4096)
+        self._count: Any = FORKED.Value("i", 0)
+
+    def __call__(self, broker: Broker, report_s: float | None) -> None:
+        self.live.value = len(broker.core.live())
+        if report_s is not None:
+            self.most_rows.value = len(broker.core.sources)
+            self._reports[self._count.value % len(self._reports)] = report_s
+            self._count.value += 1
+
+    def reports(self) -> list[float]:
+        """Return the seconds of each report since the last call."""
+        count, self._count.value = self._count.value, 0
+        return list(self._reports[: min(count, len(self._reports))])
+
+
+def _figures_of_books(processes: Processes, url: str, workers: int, lives: int, seconds: float) -> Figures:
+    config = build_config({"learner": {"enabled": False}})
+    loop, spans = _Loop(), FORKED.Value("i", IDLE)
+    run_dir = processes.folder / "run"
+    run_dir.mkdir()
+    pid, endpoints = processes.start_broker(config, url, run_dir=run_dir, note=loop)
+    for first in range(_PROCESSES):
+        processes.start(_work, endpoints.worker, range(first, workers, _PROCESSES), spans, lives)
+    figures = Figures()
+    began, own = time.perf_counter(), cpu_s([pid])
+    with EpisodeStream(endpoints.learner) as stream, FleetView(url, FLEET_ID) as view:
+        _await_last_lives(stream, loop, workers, lives)
+        figures["all lives, wall"] = time.perf_counter() - began, "s"
+        figures["a life, from HELLO to BYE"] = 1e3 * (cpu_s([pid]) - own) / workers / lives, "ms"
+        loop.reports()
+        broker = _Watched(pid, url)
+        idle = _idle(broker, stream, seconds)
+        reports = loop.reports()
+        figures["idle, of one core"] = 100 * idle.cpu_s / idle.wall_s, "%"
+        figures["idle, of Redis's core"] = 100 * idle.redis_cpu_s / idle.wall_s, "%"
+        figures["report, in the loop"] = 1e3 * statistics.median(reports), "ms"
+        figures["report, longest in the loop"] = 1e3 * max(reports), "ms"
+        figures["resident"] = idle.resident_at_end_mib, "MiB"
+        figures |= _commands(run_dir, url)
+        steps = _steps_in_redis(view)
+        os.kill(pid, signal.SIGKILL)
+        began, killed_unix_s, loop.live.value = time.perf_counter(), time.time(), 0
+        pid, _ = processes.start_broker(config, url, run_dir=run_dir, note=loop)
+        figures["kill of the broker until it serves"] = 1e3 * (time.perf_counter() - began), "ms"
+        used = cpu_s([pid])
+        _pump_until(stream, lambda: loop.live.value == workers, "all workers are back")
+        figures["kill of the broker until all are back"] = 1e3 * (time.perf_counter() - began), "ms"
+        figures["all are back, the broker's part"] = 1e3 * (cpu_s([pid]) - used), "ms"
+        _pump_until(stream, lambda: _reported_workers(view, killed_unix_s) == workers, "Redis knows of all workers")
+        figures["kill of the broker until Redis says so"] = 1e3 * (time.perf_counter() - began), "ms"
+        assert _steps_in_redis(view) == steps
+        assert not (problems := audit(view.read())), problems[:3]
+    return figures
+
+
+def _await_last_lives(stream: EpisodeStream, loop: _Loop, workers: int, lives: int) -> None:
+    """Take and commit the batch of each life, until all but the newest lives have folded."""
+    taken = 0
+
+    def done() -> bool:
+        nonlocal taken
+        batch = stream.next(0.0)
+        taken += batch is not None and batch.steps > 0  # the others are markers
+        return taken == workers * lives and loop.live.value == workers and loop.most_rows.value <= 2 * workers
+
+    _pump_until(stream, done, "all lives are over and folded", _LIVES_S)
+
+
+def _pump_until(stream: EpisodeStream, done: Callable[[], bool], what: str, most_s: float = _JOIN_S) -> None:
+    deadline = time.monotonic() + most_s
+    while not done():
+        assert time.monotonic() < deadline, f"not so in {most_s} s: {what}"
+        stream.pump(0.005)
+
+
+def _idle(broker: _Watched, stream: EpisodeStream, seconds: float) -> _Spent:
+    _take_for(stream, _WARM_S)
+    before = broker.now()
+    _take_for(stream, seconds)
+    return broker.now() - before
+
+
+def _reported_workers(view: FleetView, after_unix_s: float) -> int:
+    """Return the live workers by a report that was made after this time; 0 before one."""
+    key = redis_keys.key_name(FLEET_ID, redis_keys.GAUGES)
+    unix_s, workers = view._reader.client.hmget(key, "unix_s", "workers")
+    return int(float(workers)) if unix_s and float(unix_s) > after_unix_s else 0
+
+
+def _steps_in_redis(view: FleetView) -> list[int]:
+    totals = view.read().totals
+    return [totals[f"{what}agent_steps_total"] for what in ("", "accepted_", "committed_")]
+
+
+def _commands(run_dir: Path, url: str) -> Figures:
+    """Return the seconds of `audit` and `ps` as commands, and of one that only starts Python."""
+    fleet = {"redis_url": url, "fleet_id": FLEET_ID, "state": "running", "supervisor_pid": os.getpid()}
+    (run_dir / "fleet.json").write_bytes(orjson.dumps(fleet))
+    place = ["--run-dir", str(run_dir)]
+    figures = Figures()
+    for name, words in (
+        ("start", ["--version"]),
+        ("audit --strict", ["audit", "--strict", *place]),
+        ("ps", ["ps", *place]),
+    ):
+        took = []
+        for _ in range(3):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-m", "headrace.deploy", *words], check=True, capture_output=True)
+            took.append(time.perf_counter() - began)
+        figures[name] = 1e3 * statistics.median(took), "ms"
+    return figures
+
+
 # -- what the broker has used -----------------------------------------------------------------------------------------
 
 
@@ -207,21 +372,26 @@ class _Watched:
 # -- workers without envs ---------------------------------------------------------------------------------------------
 
 
-def _work(endpoint: str, count: int, spans: Any) -> None:
-    """Run `count` workers until SIGTERM. `spans` has the number of the load to ship now, or IDLE."""
+def _work(endpoint: str, slots: Sequence[int | None], spans: Any, lives: int = 0) -> None:
+    """Run a worker for each slot until SIGTERM. `spans` has the number of the load to ship now, or IDLE.
+
+    `lives`: each slot has so many, each of one batch. The last one stays.
+    """
     stopping = until_terminated()
     batches = [replace(load.batch(0), modules=(module,)) for module, load in MODULES.items()]
-    with _workers(endpoint, count) as workers:
+    with _workers(endpoint, slots) as workers:
         while not stopping.is_set():
             began = time.monotonic()
-            for worker in workers:
+            for number, worker in enumerate(workers):
                 worker.turn(began, spans.value, batches)
-            stopping.wait(max(0.0, began + _PUMP_S - time.monotonic()))
+                if lives and worker.live(batches[0], is_last=worker.incarnation == lives):
+                    workers[number] = MockWorker(endpoint, worker.phase, worker.slot, worker.incarnation + 1)
+            stopping.wait(max(0.0, began + _PUMP_S * len(workers) - time.monotonic()))
 
 
 @contextmanager
-def _workers(endpoint: str, count: int) -> Iterator[list[MockWorker]]:
-    workers = [MockWorker(endpoint, number / count) for number in range(count)]
+def _workers(endpoint: str, slots: Sequence[int | None]) -> Iterator[list[MockWorker]]:
+    workers = [MockWorker(endpoint, number / len(slots), slot) for number, slot in enumerate(slots)]
     try:
         yield workers
     finally:
@@ -230,16 +400,26 @@ def _workers(endpoint: str, count: int) -> Iterator[list[MockWorker]]:
 
 
 class MockWorker:
-    """The session and the sockets of one worker. `phase`, from 0 to 1, spreads the workers over a period."""
+    """The session and the sockets of one worker. `phase`, from 0 to 1, spreads the workers over a period.
 
-    def __init__(self, endpoint: str, phase: float) -> None:
-        hello = WorkerHello(fleet_id=FLEET_ID, token=os.urandom(8).hex(), host="bench", pid=os.getpid())
+    slot: None: the broker gives it one.
+    """
+
+    def __init__(self, endpoint: str, phase: float, slot: int | None = None, incarnation: int = 1) -> None:
+        hello = WorkerHello(
+            fleet_id=FLEET_ID,
+            token=os.urandom(8).hex(),
+            slot=slot,
+            incarnation=incarnation if slot is not None else 0,
+            host="bench",
+            pid=os.getpid(),
+        )
         limits = SessionLimits(window_batches=4, follows_learner=False)
         self.session = WorkerSession(hello, limits)
         self.session.read_counters = lambda: COUNTERS
         self.session.read_figures = lambda: {"time_s": TIMES}
         self.link = BrokerLink(FleetPlace(endpoint), self.session, WeightsReceiver(FLEET_ID))
-        self._phase = phase
+        self.phase, self.slot, self.incarnation = phase, slot, incarnation
         self._load, self._ship_at = IDLE, math.inf
         self._introduced = False
         self._shipped = 0, 0
@@ -256,10 +436,23 @@ class MockWorker:
             )
         if load != self._load:
             self._load = load
-            self._ship_at = math.inf if load == IDLE else now + self._phase * PERIODS_S[load]
+            self._ship_at = math.inf if load == IDLE else now + self.phase * PERIODS_S[load]
         if now >= self._ship_at and self.session.has_room():
             self._ship_at += PERIODS_S[load]
             self._ship(batches[load])
+
+    def live(self, batch: ChunkBatch, *, is_last: bool) -> bool:
+        """Ship this life's one batch, and leave once it is settled. Return whether the life is over."""
+        session = self.session
+        if session.state is SessionState.LEFT:
+            self.link.close()
+            return True
+        if session.state is SessionState.ACTIVE and self._introduced and session.welcome is not None:
+            if not self._shipped[0]:
+                self._ship(batch)
+            elif not session.window() and not is_last:
+                session.leave("shutdown")
+        return False
 
     def _ship(self, batch: ChunkBatch) -> None:
         session, (steps, chunks) = self.session, self._shipped
@@ -311,5 +504,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--lives", type=int, default=0)
     args = parser.parse_args()
-    show(measure(args.workers, args.seconds))
+    if args.lives:
+        show(measure_books(args.workers, args.lives, args.seconds))
+    else:
+        show(measure(args.workers, args.seconds))

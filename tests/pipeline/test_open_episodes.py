@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.continuity import SourceEpisodes
 from headrace.learner_stub.fleet_place import by_broker
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import Settled
@@ -26,9 +27,20 @@ from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.chunks.open_episodes import OPEN_EPISODE, OpenEpisodes, open_episodes
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import LearnerWelcome, Obituary, SourceEnd, SourcePosition, SupervisorHello
-from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, RawPeer, StartBroker, StartFeeder, Witness
+from support.pipeline.delivery import (
+    FLEET,
+    SPACES,
+    BrokerThread,
+    Envs,
+    Feeder,
+    RawPeer,
+    StartBroker,
+    StartFeeder,
+    Witness,
+)
 from support.waiting import TIMEOUT_S, wait_until
 
+MODULES = {"default_policy": SPACES}
 Left = set[tuple[str, int, int]]
 """(episode, chunks, env step) of each open episode."""
 
@@ -72,6 +84,47 @@ def test_the_episode_log_gives_the_open_episodes_after_each_unsettled_batch(
     assert told is not None
     for accepted in range(len(batches) - lag, len(batches) + 1):
         assert _told(told, accepted) == _left(batches[:accepted])
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 10_000),
+    width=st.integers(1, 4),
+    missing=st.sets(st.integers(0, 19)),
+    resumes=st.sets(st.integers(1, 19), max_size=4),
+    has_log=st.booleans(),
+)
+def test_a_learner_that_goes_on_from_its_checkpoint_ends_each_episode_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    width: int,
+    missing: set[int],
+    resumes: set[int],
+    has_log: bool,
+) -> None:
+    """A batch may be missing right after the checkpoint, or before it: what it broke stays broken."""
+    path = tmp_path_factory.mktemp("log") / "worker-0-1.episodes"
+    batches, log = Envs(seed, width, fails=0.1).fragments(20), EpisodeLog(path)
+    episodes, witness = SourceEpisodes(), Witness()
+    for number, batch in enumerate(batches):
+        log.append(batch, number + 1, 0)
+        if number in resumes:
+            told = episodes.still_open()
+            before = told and OpenEpisodes.model_validate_json(told.model_dump_json())
+            episodes = SourceEpisodes(is_whole=False, before=before, gap_reason=episodes.gap_reason)
+        if number in missing:
+            episodes.gap_reason = "overflow"
+            continue
+        sifted = episodes.take(batch)
+        if sifted.markers is not None:
+            witness.see(sifted.markers)
+        witness.see(sifted.batch)
+    log.close()
+    told = read_open_episodes(path, 20) if has_log else None
+    episodes.learn(SourceEnd(slot=0, incarnation=1, seq=20, reason="worker_killed", open_episodes=told), MODULES)
+    for markers in episodes.end("worker_killed"):
+        witness.see(markers)
+    assert not witness.open_episodes()
 
 
 def test_an_unfinished_episode_of_several_agents_counts_once() -> None:
@@ -221,6 +274,37 @@ def test_a_learners_own_position_has_the_open_episodes_if_the_workers_log_is_los
         older.commit()
     with EpisodeStream(broker.endpoints.learner, position=position) as last:
         assert last.next(0.5) is None
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_batches_that_were_committed_after_the_checkpoint_are_a_hole_in_its_episodes(
+    broker: BrokerThread, start_feeder: StartFeeder, tmp_path: Path, dies: bool
+) -> None:
+    """The learner's newest checkpoint is lost, and an older copy is left. `dies`: the worker does too."""
+    batches = Envs(5, width=6, ends=0.05, fails=0.0).fragments(12)
+    feeder = start_feeder(broker.endpoints.worker, batches if not dies else batches[:8])
+    witness = Witness()
+    with EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream:
+        for number in range(8):
+            batch = stream.next(TIMEOUT_S)
+            assert batch is not None
+            if number < 4:
+                witness.see(batch)
+                position = stream.position()
+        stream.commit()
+        wait_until(lambda: feeder.session.settled.seq == 8, "the settlement of the first batches")
+    if dies:
+        _die(feeder, broker, batches[:8], tmp_path)
+    resumes = 0
+    while witness.open_episodes() & {name for name, *_ in _left(batches[:4])}:
+        with EpisodeStream(broker.endpoints.learner, position=position, auto_commit=False) as stream:
+            batch = stream.next(TIMEOUT_S)
+            while batch is not None:
+                witness.see(batch)
+                batch = stream.next(0.3) if dies else None
+            position, resumes = stream.position(), resumes + 1
+            stream.commit()
+        assert resumes < 8
 
 
 def test_a_position_with_rows_that_are_no_episodes_is_refused() -> None:

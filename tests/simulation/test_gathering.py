@@ -131,3 +131,26 @@ def test_the_broker_reports_immediately_that_no_batch_and_no_worker_is_left() ->
     assert told_exhausted(broker, session) == [], "it is told once"
     session.receive_batch(header(2), None, 0.0)
     assert not session.exhausted
+
+
+def test_a_commit_tells_of_the_sources_with_news_and_repeats_the_others_in_time() -> None:
+    """With a thousand workers, commits that repeat all of them would fill the broker's core."""
+    session = joined_learner()
+    for slot in range(200):
+        session.receive_batch(header(1).model_copy(update={"slot": slot}), None, 0.0)
+        arrival = session.take()
+        assert arrival is not None
+        session.settle(arrival, (1, 1), {})
+    session.commit(0.0)
+    session.take_outbox()
+    train_on(session, 2, 0.1, at_once=True)
+    (news,) = (out.position for out in session.take_outbox() if isinstance(out, Commit))
+    assert [(place.slot, place.settled.seq) for place in news] == [(0, 2)]
+    repeated: set[int] = set()
+    for number in range(1, 8):
+        session.receive(Status(epoch=1), number * LIMITS.heartbeat_s)
+        session.tick(0.1 + number * LIMITS.heartbeat_s)
+        told = [place.slot for out in session.take_outbox() if isinstance(out, Commit) for place in out.position]
+        assert len(told) <= 64
+        repeated.update(told)
+    assert repeated == set(range(200)), "each one again, since any commit may have been lost"

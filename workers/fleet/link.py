@@ -46,6 +46,7 @@ class BrokerLink:
         self.weights = weights
         self._keys = keys
         self._warnings = CountedWarnings(log)
+        self._was_connected = False
         self._connect()
 
     @property
@@ -77,7 +78,8 @@ class BrokerLink:
                 if self._handshakes.observe(self._monitor.recv_multipart()):
                     self._connect_again()
                 elif self._handshakes.connected:
-                    self.session.connected()
+                    self.session.connected(time.monotonic(), again=self._was_connected)
+                    self._was_connected = True
             elif not socket.closed:
                 self._receive(socket)
         if ready:

@@ -106,6 +106,8 @@ class WorkerSession:
         self._control: list[Message] = []
         self._warnings = CountedWarnings(log)
         self._next_send = 0.0
+        self._interval_s = limits.retry_s
+        """Seconds between two heartbeats, as the broker last said."""
         self._heard = 0.0
         self._progress_at = 0.0
         self._bye: Bye | None = None
@@ -249,9 +251,14 @@ class WorkerSession:
         if self.state is SessionState.JOINING:
             self._next_send = now + self.limits.connect_retry_s
 
-    def connected(self) -> None:
-        """Note that a connection has come up, so that the next HELLO is sent without delay."""
-        if self.state is SessionState.JOINING:
+    def connected(self, now: float, *, again: bool) -> None:
+        """Note that a connection has come up, so that the next HELLO is sent without delay.
+
+        again: it is not the first one. Brokers know a worker by its connection, so this one needs a HELLO too.
+        """
+        if again and self.state in (SessionState.ACTIVE, SessionState.LEAVING):
+            self._rejoin(now)
+        elif self.state is SessionState.JOINING:
             self._next_send = 0.0
 
     def _outgoing(self, shipment: Shipment) -> Outgoing:
@@ -266,8 +273,7 @@ class WorkerSession:
         )
 
     def _speak(self, now: float) -> None:
-        interval = self.welcome.heartbeat_interval_s if self.welcome else self.limits.retry_s
-        self._next_send = now + interval
+        self._next_send = now + self._interval_s
         if self.state is SessionState.JOINING:
             self._next_send = now + self.limits.retry_s
             update = {
@@ -310,7 +316,7 @@ class WorkerSession:
     def _on_welcome(self, welcome: WorkerWelcome, now: float) -> None:
         if not self._is_possible(welcome.accepted, welcome.settled):
             return
-        self.welcome = welcome
+        self.welcome, self._interval_s = welcome, welcome.heartbeat_interval_s
         if LZ4 not in welcome.encodings:
             self._window.decompress()
         self.slot, self.incarnation = welcome.slot, welcome.incarnation
@@ -346,6 +352,7 @@ class WorkerSession:
         self.steps_elsewhere = max(self.steps_elsewhere, ack.steps_elsewhere)
         self.steps_share = ack.steps_share
         self.waiting_for = ack.waiting_for
+        self._interval_s = ack.heartbeat_interval_s or self._interval_s
         if self.limits.ack == "broker":
             self._window.let_go(self.accepted)
         if ack.closed and self._bye is not None:

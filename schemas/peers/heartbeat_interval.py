@@ -1,0 +1,15 @@
+"""The time between two heartbeats of a worker, which grows with the number of workers at its broker."""
+
+from __future__ import annotations
+
+HEARTBEATS_PER_S = 200
+"""Heartbeats of all workers of a broker together, as far as the lease lets them be so rare. Each costs the broker a
+quarter of a millisecond.
+"""
+_LEAST_IN_A_LEASE = 3
+"""Heartbeats that a worker may say within its lease. So one may be lost, and one late."""
+
+
+def heartbeat_interval(least_s: float, lease_s: float, workers: int) -> float:
+    """Return the seconds between two heartbeats of one of `workers`: `least_s`, or more where there are many."""
+    return max(least_s, min(workers / HEARTBEATS_PER_S, lease_s / _LEAST_IN_A_LEASE))

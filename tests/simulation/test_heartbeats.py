@@ -1,0 +1,78 @@
+"""Workers say heartbeats as rarely as their number asks for, and each gets one answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.broker.core import BrokerCore
+from headrace.broker.limits import BrokerLimits
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.messages import Ack, Heartbeat, WorkerHello, WorkerWelcome
+from headrace.workers.fleet.session import SessionState, WorkerSession
+from headrace.workers.fleet.window import SessionLimits
+
+LIMITS = BrokerLimits()
+
+
+def broker_of(workers: int) -> tuple[BrokerCore, list[WorkerWelcome]]:
+    broker = BrokerCore("f", LIMITS)
+    for slot in range(workers):
+        broker.receive(b"w%d" % slot, WorkerHello(fleet_id="f", token=f"t{slot}", slot=slot, incarnation=1), 0.0)
+    told = [send.content for send in broker.take_outbox() if isinstance(send.content, WorkerWelcome)]
+    broker.tick(0.0)
+    broker.take_outbox()
+    return broker, told
+
+
+def acks(broker: BrokerCore) -> list[Ack]:
+    return [send.content for send in broker.take_outbox() if isinstance(send.content, Ack)]
+
+
+@pytest.mark.parametrize(("workers", "interval_s"), [(1, 1.0), (200, 1.0), (400, 2.0), (2000, 10 / 3)])
+def test_the_interval_of_heartbeats_follows_the_number_of_workers(workers: int, interval_s: float) -> None:
+    broker, told = broker_of(workers)
+    assert told[-1].heartbeat_interval_s == interval_s
+    broker.receive(b"w0", Heartbeat(slot=0, incarnation=1, totals=WorkerTotals()), 0.1)
+    (ack,) = acks(broker)
+    assert ack.heartbeat_interval_s == interval_s, "the first worker hears of those that came later"
+
+
+def test_a_worker_takes_the_interval_of_the_newest_answer() -> None:
+    session = WorkerSession(WorkerHello(fleet_id="f", token="t", slot=0, incarnation=1), SessionLimits())
+    session.receive(WorkerWelcome(fleet_id="f", slot=0, incarnation=1, max_batch_bytes=1), 0.0)
+    session.tick(0.0)
+    session.receive(Ack(slot=0, incarnation=1, heartbeat_interval_s=3.0), 0.1)
+    session.tick(1.0)
+    session.take_outbox()
+    spoken = []
+    for tenth in range(11, 80):
+        session.receive(Ack(slot=0, incarnation=1), tenth / 10)
+        session.tick(tenth / 10)
+        spoken += [tenth / 10 for out in session.take_outbox() if isinstance(out, Heartbeat)]
+    assert spoken == [4.0, 7.0]
+
+
+def test_only_silent_workers_get_an_ack_that_they_did_not_ask_for() -> None:
+    broker, _ = broker_of(2)
+    answers: dict[int, int] = {0: 0, 1: 0}
+    for tenth in range(1, 41):
+        now = tenth / 10
+        if tenth % 10 == 5:
+            broker.receive(b"w0", Heartbeat(slot=0, incarnation=1, totals=WorkerTotals()), now)
+        broker.tick(now)
+        for ack in acks(broker):
+            answers[ack.slot] += 1
+    assert answers[0] == 4, "one for each heartbeat"
+    assert answers[1] >= 2, "the other may not hear otherwise that the broker lives"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_worker_introduces_itself_on_a_new_connection_before_it_is_asked(again: bool) -> None:
+    session = WorkerSession(WorkerHello(fleet_id="f", token="t", slot=0, incarnation=1), SessionLimits())
+    session.receive(WorkerWelcome(fleet_id="f", slot=0, incarnation=1, max_batch_bytes=1), 0.0)
+    session.tick(0.0)
+    session.take_outbox()
+    session.connected(0.1, again=again)
+    session.tick(0.1)
+    assert [type(out) for out in session.take_outbox()] == ([WorkerHello] if again else [])
+    assert session.state is (SessionState.JOINING if again else SessionState.ACTIVE)
