@@ -156,6 +156,8 @@ def test_every_metric_has_a_unit_in_its_help_and_no_counter_has_a_label_for_a_wo
         label for family in found.values() if family.type == "counter" for one in family.samples for label in one.labels
     }
     assert of_counters == {"fleet", "reason", "module", "role", "key"}
+    samples = [sample for family in found.values() for sample in family.samples]
+    assert {sample.labels.get("fleet") for sample in samples} == {'a "b"\\c'}
 
 
 def test_the_rows_of_workers_are_added_up_and_what_the_learner_logged_has_its_name() -> None:
