@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Container
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +86,7 @@ class BrokerSockets:
         for name, value in (options | limits).items():
             socket.setsockopt(getattr(zmq, name), value)
         on_failure = self.auth.guard(socket, role)
-        monitor = socket.get_monitor_socket(WATCH_EVENTS)
-        self.watches[socket] = PortWatch(role, monitor, bounds, on_failure, partial(sockets.reaches, socket))
+        self.watches[socket] = PortWatch(role, socket.get_monitor_socket(WATCH_EVENTS), bounds, on_failure)
         if self._folder is not None:
             _bind_in_folder(socket, self._folder, role)
         else:
@@ -118,22 +115,21 @@ class BrokerSockets:
         self.watches.clear()
 
 
-def receive(socket: Socket, over: Container[bytes] = ()) -> list[zmq.Frame] | None:
+def receive(socket: Socket) -> list[zmq.Frame] | None:
     """Return the next message, its frames without a copy; None if there is none, or its connection ended meanwhile.
 
-    If a message has more frames than any decoder takes, read the rest and drop it. Drop the whole message of a peer
-    whose route is in `over`, and return no frames.
+    If a message has more frames than any decoder takes, read the rest and drop it.
     """
     try:
         last = socket.recv(sockets.DONTWAIT, copy=False)
-        frames, most = [last], 0 if last.bytes in over else _MOST_FRAMES
+        frames = [last]
         while last.more:
             last = socket.recv(sockets.DONTWAIT, copy=False)
-            if len(frames) <= most:
+            if len(frames) <= _MOST_FRAMES:
                 frames.append(last)
     except zmq.Again:
         return None
-    return frames if most else []
+    return frames
 
 
 def send(socket: Socket, frames: list[Any]) -> None:

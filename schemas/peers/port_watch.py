@@ -68,9 +68,6 @@ _TINY_FRAMES_RATIO, _TINY_FRAMES_BYTES = 4, 64 << 20
 """An unfinished message is refused if the process grew by more than the first times its size and the second. A frame of
 two bytes on the wire takes 64 in libzmq's queue, and TCP_INFO counts only bytes.
 """
-_MOST_ROUTES = 1 << 14
-"""Cut connections of which the watch remembers the route. What a forgotten one had sent is read like that of others."""
-_BUFFER_BYTES = 8 << 20
 _BURST = 512
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_AT = 128
@@ -141,8 +138,6 @@ class PortBounds:
 class PeerAccount:
     """The messages of one connection, as the port's own thread has counted them."""
 
-    route: bytes = b""
-    """The ROUTER's name for the connection. It gives each name once, while descriptors are used again."""
     taken: int = 0
     """Bytes of its whole messages."""
     known: bool = False
@@ -174,9 +169,8 @@ class _Connection:
 class PortWatch:
     """Watches one bound socket, which the caller has given a monitor, from a thread of its own until `close`.
 
-    `heard`, `strange`, `refused`, `gone` and `emptied` are called by the thread that receives from the socket, and call
-    `reaches` there: it returns whether the socket still has the connection of a route. `on_failed_handshake` is called
-    with (event, value) in the watch's thread.
+    `heard`, `strange`, `refused` and `emptied` are called by the thread that receives from the
+    socket. `on_failed_handshake` is called with (event, value) in the watch's thread.
     """
 
     def __init__(
@@ -185,11 +179,9 @@ class PortWatch:
         monitor: Monitor,
         bounds: PortBounds,
         on_failed_handshake: Callable[[int, int], None] = lambda event, value: None,
-        reaches: Callable[[bytes], bool] = lambda route: True,
     ) -> None:
         self._name, self._monitor, self._bounds = name, monitor, bounds
         self._on_failed_handshake = on_failed_handshake
-        self._reaches = reaches
         self._warnings = CountedWarnings(log)
         self.cuts: Counter[str] = Counter()
         """Number of connections that were shut down, by reason."""
@@ -202,14 +194,10 @@ class PortWatch:
         self._rest_s = _FASTEST_LOOK_S
         """Seconds from a look to the next one, whatever comes."""
         self._accounts: dict[int, PeerAccount] = {}
-        """By descriptor."""
-        self.over: dict[bytes, None] = {}
-        """Routes of strangers that are cut or gone, the oldest first. libzmq still hands out what they had sent; the
-        thread that receives drops it.
-        """
         self._taken_in_all = 0
         self._emptied = 0
         self._emptied_seen = 0
+        self._to_cut: deque[tuple[int, PeerAccount, str]] = deque()
         self._to_count: deque[tuple[int, tuple[str, int], str]] = deque()
         self._slow_at = 0.0
         self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
@@ -217,11 +205,11 @@ class PortWatch:
 
     # -- for the thread that receives ---------------------------------------------------------------------------------
 
-    def heard(self, fd: int, route: bytes, nbytes: int) -> PeerAccount:
+    def heard(self, fd: int, nbytes: int) -> PeerAccount:
         """Count a whole message of the connection at `fd`, which `source_of` knows. Return the account."""
         account = self._accounts.get(fd)
-        if account is None or account.route != route:
-            account = self._accounts[fd] = PeerAccount(route)
+        if account is None:
+            account = self._accounts[fd] = PeerAccount()
         account.taken += nbytes
         self._taken_in_all += nbytes
         return account
@@ -230,38 +218,16 @@ class PortWatch:
         """Note that no whole message waits at the socket."""
         self._emptied += 1
 
-    def strange(self, fd: int, account: PeerAccount, nbytes: int) -> None:
-        """Count a message of a peer that has not introduced itself. A peer that sends too many is cut.
-
-        It is cut at its first empty message. No peer of any version sends one, and a stream of zeros is nothing else.
-        """
+    def strange(self, fd: int, account: PeerAccount) -> None:
+        """Count a message of a peer that has not introduced itself."""
         account.strange += 1
-        if not nbytes:
-            self._end_heard(fd, account, "an empty message")
-        elif account.strange >= STRANGE_MESSAGES:
-            self._end_heard(fd, account, "messages without HELLO")
+        if account.strange % STRANGE_MESSAGES == 0:
+            self._to_cut.append((fd, account, "messages without HELLO"))
 
     def refused(self, fd: int, account: PeerAccount) -> None:
         """Count a message that was refused. A peer whose messages are refused too often is cut."""
         if not account.refusals.spend():
-            self._end_heard(fd, account, "refused messages")
-
-    def gone(self, route: bytes) -> None:
-        """Note that a stranger's connection has ended. What it had sent before is dropped."""
-        self.over[route] = None
-        if len(self.over) > _MOST_ROUTES:
-            del self.over[next(iter(self.over))]
-
-    def _end_heard(self, fd: int, account: PeerAccount, why: str) -> None:
-        """End the connection of an account at once: libzmq makes some hundred messages of its bytes in the time of one.
-
-        The descriptor may be another connection's by now. If the socket has this account's connection after the
-        descriptor's peer was read, that peer is the right one.
-        """
-        peer = peer_of(fd)
-        if peer is not None and self._reaches(account.route):
-            self.end(fd, peer, why)
-        self.gone(account.route)
+            self._to_cut.append((fd, account, "refused messages"))
 
     def close(self) -> None:
         """Wait for the end of the watch. Stop the socket's monitor before (pyzmq: `disable_monitor`)."""
@@ -301,7 +267,7 @@ class PortWatch:
             self._warnings.failed(f"the watch of the {self._name} port failed once, and goes on", error)
 
     def _pause_s(self) -> float:
-        busy = self._strangers or any(c.held > _MUCH_BYTES for c in self._connections.values())
+        busy = self._strangers or self._to_cut or any(c.held > _MUCH_BYTES for c in self._connections.values())
         return _FAST_LOOK_S if busy else _SLOW_LOOK_S
 
     def _take_events(self, wait_s: float) -> bool:
@@ -356,6 +322,11 @@ class PortWatch:
                 self._wakes.unregister(fd)
 
     def _look(self, now: float) -> None:
+        while self._to_cut:
+            fd, account, why = self._to_cut.popleft()
+            connection = self._connections.get(fd)
+            if connection is not None and self._accounts.get(fd) is account:
+                self._cut(connection, why)
         while self._to_count:
             fd, peer, why = self._to_count.popleft()
             connection = self._connections.get(fd)
@@ -532,9 +503,6 @@ def _shut_down(fd: int, peer: tuple[str, int]) -> bool:
                 return False
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             copy.shutdown(socket.SHUT_RDWR)
-            # What has come and libzmq has not read: it would still read that, and make messages of it.
-            while copy.recv(_BUFFER_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
-                pass
         except OSError:
             return False
     return True

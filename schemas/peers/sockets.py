@@ -6,7 +6,6 @@ minute. All options must be set before bind or connect, or they have no effect.
 
 from __future__ import annotations
 
-import errno
 from typing import Any
 
 MORE, DONTWAIT = 2, 1
@@ -60,16 +59,3 @@ def has_message(dealer: Any) -> bool:
     process ("Assertion failed: !_more").
     """
     return bool(dealer.get(_EVENTS) & _POLLIN)
-
-
-def reaches(router: Any, route: bytes) -> bool:
-    """Return whether a ROUTER with MANDATORY has the connection of a route. Its peer gets an empty message.
-
-    Asked for events, libzmq takes notice of all connections that have ended, else of some only.
-    """
-    router.get(_EVENTS)
-    try:
-        router.send_multipart([route, b""], DONTWAIT)
-    except Exception as error:  # noqa: BLE001  pyzmq's ZMQError, which schemas do not import
-        return getattr(error, "errno", 0) != errno.EHOSTUNREACH
-    return True

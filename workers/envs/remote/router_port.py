@@ -9,9 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import zmq
 
@@ -112,8 +111,7 @@ class RouterPort:
         most = settings.largest_message
         bounds = PortBounds(connection_limit(settings.connections, ports=2), most, _MESSAGES_HELD * most)
         self._socket = socket  # before the watch begins: `_end` must find it
-        monitor = socket.get_monitor_socket(WATCH_EVENTS)
-        self._watch = PortWatch(settings.who, monitor, bounds, reaches=partial(sockets.reaches, socket))
+        self._watch = PortWatch(settings.who, socket.get_monitor_socket(WATCH_EVENTS), bounds)
         for candidate in ports_to_try(settings.port):
             endpoint = f"tcp://{in_url(settings.host)}:{candidate}"
             try:
@@ -172,18 +170,16 @@ class RouterPort:
         watch = self._watch
         assert watch is not None
         for _ in range(min(most, _BURST)):
-            message = _receive(self._socket, watch.over)
+            message = _receive(self._socket)
             if message is None:
                 watch.emptied()
                 return
             route, frames, fd = message
-            if not frames:
-                continue
-            account = watch.heard(fd, route, sum(map(len, frames)))
+            account = watch.heard(fd, sum(map(len, frames)))
             self._speaker = fd, account
             yield route, frames
             if not account.known:
-                watch.strange(fd, account, sum(map(len, frames)))
+                watch.strange(fd, account)
 
     def know(self) -> None:
         """Note that the peer of the last message has introduced itself."""
@@ -203,16 +199,9 @@ class RouterPort:
             for frame in frames[:-1]:
                 self._send(frame, more)
             self._send(frames[-1], sockets.DONTWAIT)
-        except zmq.ZMQError as error:  # EHOSTUNREACH: that connection has ended
-            self._note_gone(route, error)
+        except (zmq.Again, zmq.ZMQError):  # EHOSTUNREACH: that connection has ended
             return False
         return True
-
-    def _note_gone(self, route: bytes, error: zmq.ZMQError) -> None:
-        if error.errno == errno.EHOSTUNREACH and self._watch is not None and self._speaker is not None:
-            account = self._speaker[1]
-            if account.route == route and not account.known:
-                self._watch.gone(route)
 
     def _send(self, frame: Buffer, flags: int) -> None:
         self._socket.send(frame, flags, copy=len(frame) < sockets.COPY_BELOW_BYTES)
@@ -230,19 +219,18 @@ class RouterPort:
         self._context.destroy(linger=linger)
 
 
-def _receive(socket: zmq.Socket[bytes], over: Container[bytes]) -> tuple[bytes, list[bytes], int] | None:
+def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes], int] | None:
     """Return (first frame, the others, descriptor of the connection), or None. Drop frames beyond any decoder's limit.
 
-    Return no other frames of a peer whose route is in `over`.
     A `Frame` knows whether more follow, which is cheaper than asking the socket.
     """
     try:
         first = socket.recv(sockets.DONTWAIT)
         frame = socket.recv(sockets.DONTWAIT, copy=False)
-        frames, most = ([], 0) if first in over else ([frame.bytes], _MOST_FRAMES)
+        frames = [frame.bytes]
         while frame.more:
             frame = socket.recv(sockets.DONTWAIT, copy=False)
-            if len(frames) <= most:
+            if len(frames) <= _MOST_FRAMES:
                 frames.append(frame.bytes)
     except zmq.Again:  # also in the midst of one, whose beginning was lost when Ctrl-C came
         return None
