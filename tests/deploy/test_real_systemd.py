@@ -161,7 +161,8 @@ def give_settings(fleet: SystemdMachine, workers: SystemdMachine, page: Page) ->
     drop_in = workers.etc / "systemd" / "system" / f"{WORKERS}.service.d"
     drop_in.mkdir()
     (drop_in / "sooner.conf").write_text("[Service]\nWatchdogSec=10\n")
-    (mine / "lent.toml").write_text("[sampling]\nnum_envs = 1\n")
+    # No worker is at its address, and it must not end for that while it is started with the others.
+    (mine / "lent.toml").write_text("[sampling]\nnum_envs = 1\n[worker]\nconnect_timeout_s = 900\n")
     (mine / "lent.env").write_text("CONNECT=tcp://127.0.0.1:5800\n")
     (mine / "policy.env").write_text(f"CHECKPOINT={RUN}\n")
 
