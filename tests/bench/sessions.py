@@ -186,7 +186,7 @@ def _await_workers(view: FleetView, workers: int) -> None:
 
 
 class _Loop:
-    """What the loop of a broker's process notes for the bench: `Processes.start_broker` calls it there."""
+    """Notes the turns and reports of a broker's loop for the bench. `Processes.start_broker` calls it in the loop."""
 
     def __init__(self) -> None:
         self.live: Any = FORKED.Value("i", 0)

@@ -27,7 +27,7 @@ from headrace.schemas.settings.config import LoggingSection
 PAGE = Path(__file__).parents[2] / "docs/guides/prometheus.md"
 LABELS = {"le": ("0", "+Inf"), "quantile": tuple(QUANTILES), "reason": ("a", "b"), "role": ("broker", "learner")}
 WORD = re.compile(r"(REASON|ROLE|PART|ID|STATISTIC|NAME)")
-"""What stands for any text on the page."""
+"""Words of the page that stand for any text."""
 NO_FIGURES = {"kind", "time", "elapsed_s", "learner_row"}
 ONLY_IN_REDIS = {
     *("unix_s", "lost_lives_close_unix_s", "sessions_revoked", "aborted_window"),
@@ -165,7 +165,7 @@ def logged(tmp_path: Path, **settings: bool) -> None:
 
 
 AXES = {"env_steps"}
-"""Of the figures, those that TensorBoard has as its own axis."""
+"""Figures that TensorBoard has as its own axis."""
 
 
 def test_tensorboard_and_the_report_show_all_figures_under_the_names_of_the_columns(tmp_path: Path) -> None:

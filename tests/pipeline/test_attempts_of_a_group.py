@@ -1,6 +1,6 @@
-"""What a stranger with the keys of one group tries against the slots of others, and what happens at a real broker.
+"""A stranger with the keys of one group tries to harm the slots of others, at a real broker.
 
-The threat model has the table of these attempts, row by row.
+The threat model has the table of these attempts and of the broker's answers, row by row.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def deliver(slot: int, over: threading.Event) -> Iterator[ChunkBatch]:
 
 
 def happens(attempt: Attempt, broker: BrokerThread, keys: ClientKeys) -> str:
-    """What the broker answers to the messages of an attempt, on a connection of its own."""
+    """Return the broker's answers to the messages of an attempt, which has a connection of its own."""
     context = zmq.Context()
     try:
         socket = context.socket(zmq.SUB if attempt.port == "weights" else zmq.DEALER)
