@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ def told_by(run_dir: Path) -> dict[str, Any]:
     return told
 
 
-def train_and_kill_everything(run_dir: Path, *options: str) -> None:
+def train_and_kill_everything(run_dir: Path, *options: str, known: Callable[[], bool] = lambda: True) -> None:
+    """Train until a dead worker's next life samples and `known` is true. Then kill all processes."""
     with RunningFleet(run_dir, *SMALL, *options) as fleet:
         fleet.wait_until(lambda: fleet.steps() > 6_000, "training has begun")
         # A life that has ended, whose recorder is deleted, is in the books too.
@@ -73,6 +74,7 @@ def train_and_kill_everything(run_dir: Path, *options: str) -> None:
         fleet.wait_until(lambda: not recorder.exists(), "the dead worker's recorder is deleted")
         before = fleet.steps()
         fleet.wait_until(lambda: fleet.steps() > before + 2_000, "its next life samples")
+        fleet.wait_until(known, "the counters that the test compares")
         fleet.kill_everything()
 
 
@@ -128,7 +130,8 @@ def test_with_the_run_directory_lost_training_goes_on_from_the_copy_in_redis(tmp
 def test_with_redis_lost_training_goes_on_from_the_run_directory(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with redis_in(tmp_path / "first") as (url, _):
-        train_and_kill_everything(run, "--redis-url", url, *LOGS)
+        file = LifetimeFile(run, FLEET)  # the broker pauses for a second after each write of it
+        train_and_kill_everything(run, "--redis-url", url, *LOGS, known=lambda: all(lifetime_of(file.read()).values()))
         before = in_redis(url)
     told, lifetime = told_by(run), lifetime_of(LifetimeFile(run, FLEET).read())
     recorders = {path.name: read_recorder(path) for path in (run / "recorders").glob("*.rec")}
