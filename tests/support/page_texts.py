@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 Texts = dict[str, dict[str, list[str]]]
@@ -195,8 +196,13 @@ def joined(*parts: str) -> str:
     return "; ".join(part for part in parts if part)
 
 
+def half_up(value: float, digits: int = 0) -> Decimal:
+    """Round as the page does: a half goes up, where Python's `round` and formats take the even neighbour."""
+    return Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
+
+
 def whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
+    return "-" if value is None else f"{half_up(value):,}"
 
 
 def some(value: float | None) -> str:
@@ -208,7 +214,7 @@ def some(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.{1 if share < 0.1 else 0}f} %"
+    return "-" if share is None else f"{half_up(100 * share, 1 if share < 0.1 else 0)} %"
 
 
 def size(count: float | None) -> str:
@@ -217,14 +223,14 @@ def size(count: float | None) -> str:
     power = 0
     while count >= 1024 and power < 4:
         count, power = count / 1024, power + 1
-    return f"{count:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return f"{half_up(count, 1 if power else 0)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def span(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     if seconds < 60:
-        return f"{round(seconds, 1):g} s" if seconds < 10 else f"{seconds:.0f} s"
+        return f"{float(half_up(seconds, 1)):g} s" if seconds < 10 else f"{half_up(seconds)} s"
     days, rest = divmod(int(seconds), 86400)
     hours, minutes, left = rest // 3600, rest % 3600 // 60, rest % 60
     found = [f"{count} {unit}" for count, unit in ((days, "d"), (hours, "h"), (minutes, "min"), (left, "s"))]
