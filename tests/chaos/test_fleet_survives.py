@@ -39,21 +39,29 @@ ALONE = ("--workers", "1", "--num-envs", "8")
 
 def assert_goal_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
     """Progress to the goal, and an audit that finds nothing."""
-    assert result["returncode"] == 0, result["stderr"]
-    assert result["goal_reached"] is True
-    assert result["balanced"] is True
+    assert result["goal_reached"] is True, result["stderr"]
+    assert_end_and_books(fleet, result)
+
+
+def assert_end_and_books(fleet: RunningFleet, result: dict[str, Any]) -> None:
+    """A whole end, and an audit that finds nothing."""
+    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
     audit = fleet.audit()
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
 @pytest.mark.parametrize("role", ["worker", "broker", "learner", "redis"])
 def test_a_fleet_survives_a_kill_of_any_role_and_counts_the_restart(tmp_path: Path, role: str) -> None:
-    goal = ("--until-return", "150") if role == "learner" else ("--until-steps", "12000")
-    with RunningFleet(tmp_path, *SMALL, *goal) as fleet:
-        fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
+    learns = role == "learner"
+    with RunningFleet(tmp_path, *SMALL, *(("--until-return", "150") if learns else ())) as fleet:
+        fleet.wait_for_steps(3_000)
         fleet.send(signal.SIGKILL, role)
+        if not learns:
+            fleet.wait_for_steps(3_000)
+            fleet.terminate()
         result = fleet.finish()
-    assert_goal_and_books(fleet, result)
+    assert_end_and_books(fleet, result)
+    assert result["goal_reached"] is learns
     assert result["restarts"] == {"worker": 0, "broker": 0, "learner": 0, "redis": 0} | {role: 1}
     if role != "worker":
         assert result["ledger"]["dropped"] == {}, "only a worker's death may lose anything"
@@ -236,14 +244,14 @@ def turn(fleet: Fleet, done: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.thorough
 def test_a_fleet_survives_kills_of_every_role_one_after_another(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, *SMALL, "--until-steps", "60000", "--set", "learner.epochs=1") as fleet:
-        reached = 5_000
+    with RunningFleet(tmp_path, *SMALL, "--set", "learner.epochs=1") as fleet:
         for role in ("broker", "worker", "learner", "redis", "broker"):
-            fleet.wait_until(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+            fleet.wait_for_steps(5_000)
             fleet.send(signal.SIGKILL, role)
-            reached += 5_000
+        fleet.wait_for_steps(5_000)
+        fleet.terminate()
         result = fleet.finish()
-    assert_goal_and_books(fleet, result)
+    assert_end_and_books(fleet, result)
     assert result["restarts"] == {"worker": 1, "broker": 2, "learner": 1, "redis": 1}, result["stderr"]
     assert set(result["ledger"]["dropped"]) <= {"worker_killed", "broker_lost"}
 

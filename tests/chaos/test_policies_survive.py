@@ -21,16 +21,19 @@ WORKERS, NUM_ENVS = 2, 4
 SMALL = ("--workers", str(WORKERS), "--num-envs", str(NUM_ENVS), "--set", "learner.steps_per_update=1024")
 
 
-def _after_kills(fleet: RunningFleet) -> dict[str, Any]:
-    """Learner and broker are killed while it trains; what the fleet says at its end."""
-    for reached, role in ((3_000, "learner"), (6_000, "broker")):
-        fleet.wait_until(lambda: fleet.steps() > reached, f"{reached} steps")  # noqa: B023 - asked at once
+def _after_kills(fleet: RunningFleet, steps: int) -> dict[str, Any]:
+    """Learner and broker are killed while it trains for at least `steps`; what the fleet says at its end."""
+    for role in ("learner", "broker"):
+        fleet.wait_for_steps(3_000)
         fleet.send(signal.SIGKILL, role)
+    fleet.wait_for_steps(3_000)
+    fleet.wait_until(lambda: fleet.steps() > steps, f"{steps:,} steps")
+    fleet.terminate()
     return fleet.finish()
 
 
 def _checkpoint(fleet: RunningFleet, result: dict[str, Any]) -> Checkpoint:
-    assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), result["stderr"]
+    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
     assert result["restarts"] == {"worker": 0, "broker": 1, "learner": 1, "redis": 0}
     saved = load_checkpoint(fleet.run_dir / CHECKPOINT_FILE)
     assert saved is not None
@@ -39,10 +42,8 @@ def _checkpoint(fleet: RunningFleet, result: dict[str, Any]) -> Checkpoint:
 
 @pytest.mark.thorough
 def test_a_connector_counts_each_row_once_despite_kills_of_learner_and_broker(tmp_path: Path) -> None:
-    with RunningFleet(
-        tmp_path, *SMALL, "--set", f"sampling.env_to_module={MEAN_STD}", "--until-steps", "16000"
-    ) as fleet:
-        saved = _checkpoint(fleet, _after_kills(fleet))
+    with RunningFleet(tmp_path, *SMALL, "--set", f"sampling.env_to_module={MEAN_STD}") as fleet:
+        saved = _checkpoint(fleet, _after_kills(fleet, 16_000))
     # An observation for each step, one more for each episode that has begun, of which one goes on in each env.
     seen = saved.state["steps"] + saved.state["episodes"] + WORKERS * NUM_ENVS
     assert saved.arrays[ROWS].tolist() == [seen]
@@ -52,8 +53,8 @@ def test_a_connector_counts_each_row_once_despite_kills_of_learner_and_broker(tm
 def test_two_policies_are_trained_despite_kills_of_learner_and_broker(tmp_path: Path) -> None:
     policies = f'{{"short": {{}}, "long": {{"env_to_module": {MEAN_STD}}}}}'
     arguments = ("--env", "headrace.workers.agents.examples:two_carts", "--set", f"sampling.policies={policies}")
-    with RunningFleet(tmp_path, *SMALL, *arguments, "--until-steps", "20000") as fleet:
-        saved = _checkpoint(fleet, _after_kills(fleet))
+    with RunningFleet(tmp_path, *SMALL, *arguments) as fleet:
+        saved = _checkpoint(fleet, _after_kills(fleet, 20_000))
     short, long = saved.state["modules"]["short"], saved.state["modules"]["long"]
     assert short["updates"] == long["updates"] >= 10
     # At random they are some 21 and 40.

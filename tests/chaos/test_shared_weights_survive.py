@@ -18,16 +18,17 @@ LARGE = ("--set", 'module.config={"hidden": [600, 600]}', "--set", "learner.epoc
 
 
 def test_a_fleet_with_shared_weights_survives_kills_of_broker_and_worker(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path, "--workers", "2", "--num-envs", "8", *LARGE, "--until-steps", "15000") as fleet:
+    with RunningFleet(tmp_path, "--workers", "2", "--num-envs", "8", *LARGE) as fleet:
         fleet.wait_until(lambda: fleet.steps() > 2_000, "training has begun")
         shared = SharedWeights(orjson.loads((tmp_path / "fleet.json").read_bytes())["fleet_id"])._folder
         for role, slot in (("broker", None), ("worker", 0), ("broker", None)):
             fleet.wait_until(lambda: list(shared.glob("[0-9]*-*")), "weights in memory")
-            killed, before = fleet.send(signal.SIGKILL, role, slot), fleet.steps()
+            killed = fleet.send(signal.SIGKILL, role, slot)
             fleet.wait_until(lambda k=killed, r=role: fleet.pid(r) not in (None, k), f"a new {role}")
-            fleet.wait_until(lambda b=before: fleet.steps() > b + 1_000, "progress")
+            fleet.wait_for_steps(1_000)
+        fleet.terminate()
         result = fleet.finish()
-    assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), result["stderr"]
+    assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
     assert not shared.exists()
     audit = fleet.audit()
     assert audit.returncode == 0, audit.stdout + audit.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -293,4 +294,4 @@ def test_the_learner_waits_for_its_first_broker_as_long_as_the_setting_says(
     endpoint, config = f"tcp://127.0.0.1:{free_port()}", FleetConfig(worker=WorkerSection(connect_timeout_s=1.0))
     with pytest.raises(UnreachableError, match=f"no broker answers at {endpoint} after 1 s"):
         run_learner(config, endpoint=endpoint, run_dir=tmp_path)
-    assert f"no broker answers at {endpoint} for 0 s (at most 1 s)" in caplog.text
+    assert re.search(rf"no broker answers at {re.escape(endpoint)} for [01] s \(at most 1 s\)", caplog.text)

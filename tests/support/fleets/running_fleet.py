@@ -68,6 +68,8 @@ class RunningFleet:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.communicate()
+        assert self._process.stdout is not None
+        self._process.stdout.close()  # nobody has read it if the fleet ended before a test wanted it to
         self._close_view()
         os.close(self._words)
 
@@ -132,6 +134,11 @@ class RunningFleet:
         """Env steps, as Redis has them; 0 while it does not answer."""
         snapshot = self.snapshot()
         return snapshot.totals.get("env_steps_total", 0) if snapshot else 0
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until the broker has accepted more than `count` steps from now on, as Redis has them."""
+        before = self.steps()
+        self.wait_until(lambda: self.steps() > before + count, f"{count:,} steps more")
 
     def terminate(self) -> None:
         """SIGTERM: drain and end."""
