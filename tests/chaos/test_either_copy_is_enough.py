@@ -67,7 +67,7 @@ def told_by(run_dir: Path) -> dict[str, Any]:
 
 def trained_by_copy(url: str) -> dict[tuple[int, int], int]:
     """Return the steps of each life that the checkpoint in Redis was trained on."""
-    with connect(url) as client:
+    with connect(url, TIMEOUT_S) as client:
         copy = copies_in(client, FLEET).load()
     assert copy is not None
     position = decode_checkpoint(b"".join(copy.frames), "the copy").position
@@ -148,7 +148,7 @@ def test_with_redis_lost_training_goes_on_from_the_run_directory(tmp_path: Path)
     recorders = {path.name: read_recorder(path) for path in (run / "recorders").glob("*.rec")}
     with redis_in(tmp_path / "second") as (url, _):
         said, rows = go_on(run, "--redis-url", url, *LOGS)
-        with connect(url) as client:
+        with connect(url, TIMEOUT_S) as client:
             after = lifetime_of(read_saved_state(client, FLEET))
     for kind, count in lifetime.items():
         assert after[kind] > count > 0, f"{kind} of the lives before, and more"
