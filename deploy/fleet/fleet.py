@@ -31,6 +31,7 @@ from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.fleet_errors import DrainCutShortError, OwnRedisError
 from headrace.deploy.process.fork_server import ForkServer
+from headrace.deploy.process.recorders import recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
 from headrace.deploy.ray.wanted_workers import write_wanted
@@ -334,9 +335,11 @@ class Fleet:
         self._copier = CheckpointCopier(path, url, self.fleet_id, bytes_per_hour // 2, lambda: self.numbers().steps)
 
     def _known(self) -> BrokerState:
-        """Return the highest learner epoch and incarnations that Redis and the checkpoint know."""
+        """Return the highest learner epoch and incarnations that Redis, the checkpoint and the recorders know."""
         snapshot, incarnations = self.snapshot or Snapshot(), dict[int, int]()
-        for slot, incarnation in (*snapshot.incarnations.items(), *snapshot.rows, *self._starting_point.settled):
+        recorded = [life for life, _ in recorders_in(self.run_dir.recorders)]
+        known = (*snapshot.incarnations.items(), *snapshot.rows, *self._starting_point.settled, *recorded)
+        for slot, incarnation in known:
             if incarnation < MOST_LIVES:
                 incarnations[slot] = max(incarnations.get(slot, 0), incarnation)
         epoch = max(int(snapshot.lease.get("epoch", 0)), self._starting_point.epoch)

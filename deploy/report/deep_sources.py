@@ -221,12 +221,16 @@ def read_ledger(url: str, fleet_id: str) -> tuple[Books, float]:
 
 
 def read_log(path: Path) -> dict[Life, int]:
-    """Return the steps of each life whose end the supervisor has logged."""
-    ends = {}
+    """Return the steps of each life whose end the supervisor has logged; the most, where it logged two ends of a life.
+
+    A later line has fewer steps where the books were lost in between, and only the learner knew of the life.
+    """
+    ends: dict[Life, int] = {}
     for part in (rotated_path(path), path):
         with contextlib.suppress(FileNotFoundError), part.open(errors="replace") as lines:
             for match in filter(None, map(_END.search, lines)):
-                ends[int(match[1]), int(match[2])] = int(match[3].replace(",", ""))
+                life = int(match[1]), int(match[2])
+                ends[life] = max(ends.get(life, 0), int(match[3].replace(",", "")))
     return ends
 
 

@@ -85,10 +85,24 @@ def recorder_has_just_been_deleted(fleet: RunningFleet, witness: Witness) -> Non
     witness.watch(0, 2)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("moment", [second_broker_knows_while_redis_stands_still, recorder_has_just_been_deleted])
+def neither_redis_nor_the_learner_knows_the_next_life(fleet: RunningFleet, witness: Witness) -> None:
+    fleet.send(signal.SIGSTOP, "redis")
+    fleet.send(signal.SIGSTOP, "learner")
+    fleet.send(signal.SIGKILL, "worker", slot=0)
+    fleet.wait_until(lambda: witness.watch(0, 2), "the next life of slot 0 samples")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("moment", "lost"),
+    [
+        (second_broker_knows_while_redis_stands_still, ()),
+        (recorder_has_just_been_deleted, ()),
+        (neither_redis_nor_the_learner_knows_the_next_life, ("broker.json",)),
+    ],
+)
 def test_the_books_have_a_dead_workers_totals_after_a_kill_of_every_process(
-    tmp_path: Path, moment: Callable[[RunningFleet, Witness], None]
+    tmp_path: Path, moment: Callable[[RunningFleet, Witness], None], lost: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
     witness = Witness(run, tmp_path / "witness")
@@ -98,6 +112,8 @@ def test_the_books_have_a_dead_workers_totals_after_a_kill_of_every_process(
         assert witness.watch(1, 1)
         moment(fleet, witness)
         fleet.kill_everything()
+    for name in lost:
+        (run / name).unlink()
     with RunningFleet(run, *SMALL, "--until-steps", "10000") as fleet:
         result = fleet.finish()
     assert (result["returncode"], result["balanced"]) == (0, True), result["stderr"]
