@@ -110,6 +110,7 @@ class BatchStore:
             del self._claimed[source.key]
             self._leave_with_learner(source, claimed.held)
             self.learn_settled(source.key, claimed.settled)
+            self._note_progress(source)
 
     def learn_position(self, position: SourcePosition) -> bool:
         """Take over a learner's position in a source. Return whether it settles a batch."""
@@ -136,7 +137,7 @@ class BatchStore:
             self._claim(key, settled, [])
         elif why := source.dispute(settled):
             self._note_lie(key, why)
-        else:
+        elif settled.seq > source.settled.seq:  # commits also repeat positions, in case one was lost
             self.merge_settled(source, settled)
 
     def is_claimed(self, source: Source) -> bool:

@@ -14,6 +14,7 @@ from headrace.broker.limits import BrokerLimits
 from headrace.broker.rounds import Rounds
 from headrace.broker.source import Source, StoredBatch
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.messages.message_base import SourcePosition
 
 SLOTS, LEASE_S = 4, 2.0
 News = tuple[Source, StoredBatch | None]
@@ -175,6 +176,18 @@ def test_a_delivery_costs_the_same_for_every_length_of_the_queue(monkeypatch: py
         first[1].mark_given()
     assert order == [(slot, seq) for slot in range(workers) for seq in range(1, each + 1)]
     assert looks[0] < 3 * workers * each
+
+
+def test_a_position_that_a_commit_repeats_is_no_news() -> None:
+    store = BatchStore(BrokerLimits())
+    source = store.source(0, 1)
+    store.accept(source, StoredBatch(1, 1, 1, 1, [b""], 0, 0.0, (1, 1)), WorkerTotals(seq=1, stepped=1))
+    settled = SourcePosition(slot=0, incarnation=1, settled=Settled(seq=1, committed=(1, 1)))
+    for settles in (True, False):
+        store.changed.clear()
+        store.unreported.clear()
+        assert store.learn_position(settled) is settles
+        assert (source.key in store.changed, source.key in store.unreported) == (settles, settles)
 
 
 def test_without_a_learner_the_queue_forgets_dropped_batches() -> None:
