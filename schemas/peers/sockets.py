@@ -25,7 +25,7 @@ Later ones are dropped.
 
 COMMON: dict[str, int] = {
     "LINGER": 0,
-    "HEARTBEAT_IVL": 2_000,
+    "HEARTBEAT_IVL": 5_000,
     "HEARTBEAT_TIMEOUT": 8_000,
     "HANDSHAKE_IVL": 5_000,
     "RECONNECT_IVL": 50,
@@ -33,16 +33,21 @@ COMMON: dict[str, int] = {
 }
 """Times in milliseconds. ZMTP heartbeats tell only that the peer's I/O thread lives; the protocol has its own."""
 
+_SERVER = COMMON | {"HEARTBEAT_IVL": 20_000}
+"""Each connection has a heartbeat and its answer in each direction, which are most of what an idle broker of a thousand
+workers pays for. It needs them only to close what a machine without power left open: leases end its sessions.
+"""
+
 DEALER: dict[str, int] = COMMON | {"SNDHWM": 0, "RCVHWM": 0, "IMMEDIATE": 1, "IPV6": 1}
 """Unbounded at the socket, since windows and credit bound what is sent. IMMEDIATE: without a connection a send fails at
 once, and does not fill a queue of old messages for a later peer. IPV6 allows both kinds of address. A server sets it
 for IPv6 hosts only, or IPv4 endpoints would be written in IPv6 form.
 """
 
-ROUTER: dict[str, int] = COMMON | {"SNDHWM": 0, "RCVHWM": 0, "ROUTER_MANDATORY": 1}
+ROUTER: dict[str, int] = _SERVER | {"SNDHWM": 0, "RCVHWM": 0, "ROUTER_MANDATORY": 1}
 """MANDATORY: a message for a peer that has gone raises an error and is not dropped silently."""
 
-XPUB: dict[str, int] = COMMON | {"SNDHWM": 4, "XPUB_VERBOSE": 1}
+XPUB: dict[str, int] = _SERVER | {"SNDHWM": 4, "XPUB_VERBOSE": 1}
 """A slow subscriber misses versions and delays no other. Heartbeats tell it of the newest version, which it pulls.
 VERBOSE: the broker learns of every new subscriber and sends the last version again.
 """
