@@ -10,7 +10,8 @@ looks at the connections from the side, at no cost to messages:
 
 Bytes that have come and are in no whole message are *held*. A peer is *known* once its HELLO, or what the port takes
 for one, was accepted; before that it is a *stranger*. A connection beyond the bounds is shut down: libzmq then frees
-what it holds. An honest peer connects again.
+what it holds. An honest peer connects again. A known peer that holds nothing is looked at once a second, or as soon as
+this process grows: a thousand of them would cost a tenth of a core otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +56,12 @@ STRANGERS = 1024
 has something to say.
 """
 
-_FASTEST_LOOK_S, _FAST_LOOK_S, _SLOW_LOOK_S = 0.002, 0.05, 0.25
-"""Seconds between two looks: while strangers send; at strangers, and at peers that hold much; at all others."""
+_FASTEST_LOOK_S, _FAST_LOOK_S, SLOW_LOOK_S, LOOK_AT_ALL_S = 0.002, 0.05, 0.25, 1.0
+"""Seconds between two looks: while strangers send; at strangers, and at peers that hold much; at peers that hold
+something; at all.
+"""
+_GROWN_BYTES = 16 << 20
+"""A growth of this process since it looked at all peers, after which it looks at all again at its next slow look."""
 _REST_RATIO = 4
 """While strangers send, the watch rests so many times as long as it looks."""
 _MUCH_BYTES = 1 << 20
@@ -199,7 +204,8 @@ class PortWatch:
         self._emptied_seen = 0
         self._to_cut: deque[tuple[int, PeerAccount, str]] = deque()
         self._to_count: deque[tuple[int, tuple[str, int], str]] = deque()
-        self._slow_at = 0.0
+        self._slow_at = self._all_at = 0.0
+        self._rss_before = 0
         self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
         self._thread.start()
 
@@ -268,7 +274,7 @@ class PortWatch:
 
     def _pause_s(self) -> float:
         busy = self._strangers or self._to_cut or any(c.held > _MUCH_BYTES for c in self._connections.values())
-        return _FAST_LOOK_S if busy else _SLOW_LOOK_S
+        return _FAST_LOOK_S if busy else SLOW_LOOK_S
 
     def _take_events(self, wait_s: float) -> bool:
         """Take what the monitor says within `wait_s`, a burst at most. Return False once the monitor has ended."""
@@ -334,16 +340,21 @@ class PortWatch:
                 self._strike_stranger(fd)
             self._count(peer, why)
         emptied, self._emptied_seen = self._emptied != self._emptied_seen, self._emptied
-        if now >= self._slow_at:
-            self._slow_at = now + _SLOW_LOOK_S
-            looked: Iterable[_Connection] = list(self._connections.values())
-        else:
-            looked = [c for c in self._connections.values() if c.held > _MUCH_BYTES or c.fd in self._strangers]
-        for connection in looked:
+        for connection in self._due(now):
             self._try(self._look_at, connection, now, emptied=emptied)
         most = min(STRANGERS_BYTES, self._bounds.message_bytes)
         self._judge_together(list(self._strangers.values()), most, "strangers")
         self._judge_together(list(self._connections.values()), self._bounds.held_bytes, "all connections")
+
+    def _due(self, now: float) -> list[_Connection]:
+        slow = now >= self._slow_at
+        if slow:
+            self._slow_at = now + SLOW_LOOK_S
+            if now >= self._all_at or _rss() > self._rss_before + _GROWN_BYTES:
+                self._all_at, self._rss_before = now + LOOK_AT_ALL_S, _rss()
+                return list(self._connections.values())
+        holders = (c for c in self._connections.values() if c.began and (slow or c.held > _MUCH_BYTES))
+        return [*self._strangers.values(), *(c for c in holders if c.fd not in self._strangers)]
 
     def _look_at(self, connection: _Connection, now: float, *, emptied: bool) -> None:
         self._measure(connection, now, emptied=emptied)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import re
 import socket
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.messages import SupervisorHello
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, STRANGERS_BYTES, PortBounds, PortWatch
+from headrace.schemas.peers import port_watch
+from headrace.schemas.peers.port_watch import (
+    STRANGE_MESSAGES,
+    STRANGERS_BYTES,
+    WATCH_EVENTS,
+    PortBounds,
+    PortWatch,
+    source_of,
+)
 from headrace.schemas.peers.refusal_budget import REFUSED_BURST
 from support.pipeline.delivery import FLEET, Envs, Process, StartFeeder, batches_of, broker_process
 from support.raw_zmtp import RawZmtp, frame, head, memory_of
@@ -146,6 +157,36 @@ def test_connections_beyond_the_bound_cost_honest_peers_nothing(tmp_path: Path, 
         assert feeder.error is None
         told = [line for line in process.log.read_text().splitlines() if f"more than {PLACES} connections" in line]
         assert 2 <= len(told) < PLACES
+
+
+def test_known_peers_are_looked_at_when_they_hold_something_or_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, received = Counter[int](), port_watch._received
+    part = frame(bytes(2 * port_watch._GROWN_BYTES), more=True)  # made before, since it grows this process too
+
+    def counting(fd: int) -> int:
+        looks[fd] += 1
+        return received(fd)
+
+    monkeypatch.setattr(port_watch, "_received", counting)
+    monkeypatch.setattr(port_watch, "LOOK_AT_ALL_S", 3600.0)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as port, ExitStack() as stack:
+        watch = PortWatch("worker", port.get_monitor_socket(WATCH_EVENTS), PortBounds(100))
+        stack.callback(watch.close)
+        stack.callback(port.disable_monitor)
+        url = f"tcp://127.0.0.1:{port.bind_to_random_port('tcp://127.0.0.1')}"
+        peers = [stack.enter_context(RawZmtp(url)) for _ in range(3)]
+        for peer in peers:
+            peer.send(frame(b"hello", more=False))
+            fd = source_of(port.recv_multipart(copy=False)[-1])
+            watch.emptied()
+            watch.heard(fd, 5).known = True
+        time.sleep(4 * port_watch.SLOW_LOOK_S)
+        looks.clear()
+        time.sleep(4 * port_watch.SLOW_LOOK_S)
+        assert not looks, "the watch looks at peers that are silent"
+        peers[2].send(part)
+        wait_until(lambda: looks[fd] > 4, "looks at a peer that holds a part of a message")
+        assert looks.pop(fd) > 2 * max(looks.values()), "the watch looks as often at the others"
 
 
 def test_a_watch_that_ends_by_an_unexpected_error_says_so(caplog: pytest.LogCaptureFixture) -> None:
