@@ -54,9 +54,18 @@ class HashParser:
 
     def sources(self, raw: Hash) -> dict[SourceKey, dict[str, int]]:
         """Parse what was merged so far, counter by counter, for each (slot, incarnation)."""
+        lives: dict[str, SourceKey] = {}  # a life has many counters
+
+        def counter(text: str) -> tuple[SourceKey, str]:
+            slot, incarnation, name = text.split("/", 2)
+            life = f"{slot}/{incarnation}"
+            if life not in lives:
+                lives[life] = _source(life)
+            return lives[life], name
+
         found: dict[SourceKey, dict[str, int]] = {}
-        for (slot, incarnation, name), value in self._parse("sources", raw, _source_counter, _count).items():
-            found.setdefault((slot, incarnation), {})[name] = value
+        for (life, name), value in self._parse("sources", raw, counter, _count).items():
+            found.setdefault(life, {})[name] = value
         return found
 
     def gauges(self, raw: Hash) -> dict[str, float]:
@@ -161,15 +170,10 @@ def _source(text: str) -> SourceKey:
     return _slot(slot), _incarnation(incarnation)
 
 
-def _source_counter(text: str) -> tuple[int, int, str]:
-    slot, incarnation, name = text.split("/", 2)
-    return _slot(slot), _incarnation(incarnation), name
-
-
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or len(text) > 16 or int(text) > _LARGEST:
+    if len(text) > 16 or not (text.isascii() and text.isdigit()) or (value := int(text)) > _LARGEST:
         raise ValueError("not a count")
-    return int(text)
+    return value
 
 
 def _slot(text: str) -> int:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
-from rich.console import Console
 
 from headrace.deploy.command import (
     keys_command,
@@ -170,14 +169,15 @@ def _print_end(summary: Summary, config: FleetConfig, *, as_json: bool) -> None:
 def ps(asked: Asked, as_json: bool) -> None:
     """Show the fleet's processes, whether they live, and workers that came from elsewhere."""
     from headrace.deploy.process.proc_stat import is_alive
-    from headrace.deploy.report.ps import all_processes, sessions_revoked, table
+    from headrace.deploy.report.ps import all_processes, reported, table
     from headrace.deploy.run.fleet_file import read_fleet_file
+    from headrace.schemas.accounts.redis_keys import revoked_sessions
 
     fleet = read_fleet_file(asked.run_dir() / "fleet.json")
-    rows, missing = all_processes(fleet, time.time())
-    revoked = sessions_revoked(fleet)
+    seen, missing = reported(fleet)
+    rows, revoked = all_processes(fleet, seen, time.time()), revoked_sessions(seen.gauges)
     if not as_json:
-        Console().print(table(fleet, rows, missing, revoked))
+        typer.echo(table(fleet, rows, missing, revoked))
         return
     supervisor = {"pid": fleet.supervisor_pid, "alive": is_alive(fleet.supervisor_pid)}
     facts = {"fleet_id": fleet.fleet_id, "state": fleet.state, "endpoints": fleet.endpoints, "supervisor": supervisor}

@@ -34,7 +34,7 @@ from headrace.schemas.errors import RunDirError
 OLDEST_UNSETTLED_S = 60.0
 NO_EVIDENCE = Evidence()
 
-MOST_SHOWN = 200
+MOST_SHOWN = 100
 """Most rows in the table for people. It takes half a millisecond for each, and who reads thousands?"""
 
 

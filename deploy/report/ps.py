@@ -1,23 +1,26 @@
-"""`headrace ps`: shows the processes in fleet.json, whether each is alive, and workers that came from elsewhere."""
+"""`headrace ps`: shows the processes in fleet.json, whether each is alive, and workers that came from elsewhere.
+
+A fleet may have a thousand workers. So `ps` reads from Redis only what it shows, and prints one plain line for each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-
-from rich.table import Table
 
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.report.progress import name_revoked
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.redis_view import FleetView, Snapshot, told_versions
-from headrace.schemas.accounts.redis_keys import revoked_sessions
+from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.errors import RedisUnavailableError
 
 Row = dict[str, Any]
 NONE_REVOKED: Mapping[str, int] = MappingProxyType({})
+_SHOWN = (keys.FLEET, keys.GAUGES, keys.LEASE, keys.WORKERS)
+_COLUMNS = ("name", "role", "inc.", "pid", "age", "restarts", "version", "state")
 
 
 def processes(fleet: FleetFile, now: float) -> list[Row]:
@@ -30,15 +33,18 @@ def processes(fleet: FleetFile, now: float) -> list[Row]:
     return living + waiting
 
 
-def reported(fleet: FleetFile) -> Snapshot:
-    """Return the fleet's state in Redis. It is empty if no process of the fleet is alive.
+def reported(fleet: FleetFile) -> tuple[Snapshot, str]:
+    """Return what `ps` shows of the fleet's state in Redis, and a sentence if Redis could not be read; else "".
 
-    Raises `RedisUnavailableError`.
+    The state is empty if no process of the fleet is alive, or Redis could not be read.
     """
     if not fleet.redis_url or not is_alive(fleet.supervisor_pid):
-        return Snapshot()
-    with FleetView(fleet.redis_url, fleet.fleet_id) as view:
-        return view.read()
+        return Snapshot(), ""
+    try:
+        with FleetView(fleet.redis_url, fleet.fleet_id) as view:
+            return view.read(_SHOWN), ""
+    except RedisUnavailableError as error:
+        return Snapshot(), f"versions and workers from elsewhere are not shown: {error}"
 
 
 def workers_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
@@ -61,50 +67,40 @@ def workers_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
     ]
 
 
-def all_processes(fleet: FleetFile, now: float) -> tuple[list[Row], str]:
-    """Return a row for each process of the fleet and each worker from elsewhere, and what could not be read.
+def all_processes(fleet: FleetFile, seen: Snapshot, now: float) -> list[Row]:
+    """Return a row for each process of the fleet and each worker from elsewhere, in the fleet's `seen` state.
 
     `headrace_version` of a row is the version of Headrace that the process reports; None if it is unknown.
     """
-    try:
-        seen, missing = reported(fleet), ""
-    except RedisUnavailableError as error:
-        seen, missing = Snapshot(), f"versions and workers from elsewhere are not shown: {error}"
     told = told_versions(seen)
     rows = processes(fleet, now) + workers_elsewhere(fleet, seen)
-    return [{**row, "headrace_version": told.get(row["name"]) or None} for row in rows], missing
+    return [{**row, "headrace_version": told.get(row["name"]) or None} for row in rows]
 
 
-def sessions_revoked(fleet: FleetFile) -> dict[str, int]:
-    """Return how many sessions have ended because their key was revoked, by key; empty where Redis is away."""
-    try:
-        return revoked_sessions(reported(fleet).gauges)
-    except RedisUnavailableError:
-        return {}
-
-
-def table(fleet: FleetFile, rows: list[Row], missing: str = "", revoked: Mapping[str, int] = NONE_REVOKED) -> Table:
+def table(fleet: FleetFile, rows: list[Row], missing: str = "", revoked: Mapping[str, int] = NONE_REVOKED) -> str:
     """Return a table for people of the `rows` that `all_processes` gave, and of what is `missing` in them.
 
-    `revoked` is what `sessions_revoked` gave.
+    `revoked` is the number of sessions that ended because their key was revoked, by key.
     """
     alive = is_alive(fleet.supervisor_pid)
     supervisor = f"supervisor pid {fleet.supervisor_pid}" if alive else "no supervisor lives"
-    title = f"fleet {fleet.fleet_id}: {fleet.state}, {supervisor}"
-    result = Table(
-        "name", "role", "inc.", "pid", "age", "restarts", "version", "state", title=title, title_justify="left"
-    )
-    ports = [f"{name} {where}" for name, where in fleet.endpoints.items() if name.startswith("envs-")]
+    title = one_line(f"fleet {fleet.fleet_id}: {fleet.state}, {supervisor}")
+    ports = [one_line(f"{name} {where}") for name, where in fleet.endpoints.items() if name.startswith("envs-")]
     notes = [f"env hosts connect to {', '.join(ports)}"] if ports else []
     if revoked:
         notes.append(f"revoked keys: {name_revoked(revoked)}; headrace keys list shows the keys")
-    result.caption, result.caption_justify = "\n".join(filter(None, [*notes, missing])) or None, "left"
-    for row in rows:
-        age = f"{row['age_s']:.0f} s" if "age_s" in row else "-"
-        counts = (row["incarnation"], row["pid"], age, row["restarts"], row.get("headrace_version"))
-        cells = (row["name"], row["role"], *counts, _state(row))
-        result.add_row(*("-" if cell is None else str(cell) for cell in cells))
-    return result
+    return "\n".join([title, *_aligned([_COLUMNS, *map(_cells, rows)]), *notes, *([missing] if missing else [])])
+
+
+def _cells(row: Row) -> Sequence[str]:
+    age = f"{row['age_s']:.0f} s" if "age_s" in row else "-"
+    counts = (row["incarnation"], row["pid"], age, row["restarts"], row.get("headrace_version"))
+    return ["-" if cell is None else one_line(str(cell)) for cell in (row["name"], row["role"], *counts, _state(row))]
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def _state(row: Row) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter
 from redis.exceptions import NoPermissionError
 
 from headrace.broker.redis.client import RedisReader, connect, naming_failures
-from headrace.broker.redis.parser import HashParser, SourceKey, finite
+from headrace.broker.redis.parser import Hash, HashParser, SourceKey, finite
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
@@ -139,14 +139,16 @@ class FleetView:
         self._fleet_id = fleet_id
         self._reader = RedisReader(connect(url, READ_TIMEOUT_S))
 
-    def read(self) -> Snapshot:
-        """Read the fleet as it is now. Waits some seconds at most.
+    def read(self, of: Collection[keys.Key] = _READ) -> Snapshot:
+        """Read the fleet as it is now, or what it has in some of the keys. Waits some seconds at most.
 
         Raises `RedisUnavailableError`, or `RedisContractError` of its kind.
         """
+        raw: dict[str, Hash] = {key.name: {} for key in _READ}
         with naming_failures(self._url, READ_TIMEOUT_S):
-            raw, _ = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in _READ})
+            found, _ = self._reader.hashes_at_once({key.name: keys.key_name(self._fleet_id, key) for key in of})
             wrong = self._reader.foreign({keys.key_name(self._fleet_id, key): key.type for key in _OF_ONE_NAME})
+        raw |= found
         if seen := keys.other_contract(raw["fleet"].get(b"contract_version")):
             raise RedisContractError(self._url, self._fleet_id, seen, keys.CONTRACT_VERSION)
         values = HashParser(garbage=wrong)

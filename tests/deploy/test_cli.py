@@ -196,9 +196,12 @@ def test_ps_shows_which_processes_are_alive(tmp_path: Path) -> None:
     }
     assert (rows["broker"]["alive"], rows["worker-0"]["alive"]) == (True, False)
     assert (rows["worker-0"]["slot"], rows["worker-0"]["incarnation"], rows["worker-0"]["restarts"]) == (0, 3, 2)
-    text = headrace("ps", "--run-dir", str(tmp_path), COLUMNS="200").stdout
-    assert "fleet f-1: running" in text
-    assert "running, but gone" in text
+    title, columns, broker, worker = headrace("ps", "--run-dir", str(tmp_path), COLUMNS="40").stdout.splitlines()
+    assert title == f"fleet f-1: running, supervisor pid {os.getpid()}"
+    assert columns.split() == ["name", "role", "inc.", "pid", "age", "restarts", "version", "state"]
+    assert broker.startswith("broker    broker  1     "), "columns are aligned"
+    assert worker.startswith("worker-0  worker  3     ")
+    assert worker.endswith("running, but gone"), "a narrow terminal cuts nothing off"
 
 
 def test_print_config_needs_no_fleet() -> None:

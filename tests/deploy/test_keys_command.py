@@ -239,7 +239,7 @@ def test_progress_and_ps_show_the_sessions_that_a_revoked_key_ended() -> None:
     assert rows["revoked keys"] == "3 sessions ended (learner, worker.gpu)"
     assert "revoked keys" not in dict(ProgressView.of(Snapshot(), 1.0, Goal(), {}, 0.0).rows())
     fleet = FleetFile(fleet_id="f", state="running", supervisor_pid=0)
-    assert "1 session ended (worker.gpu)" in str(table(fleet, [], "", {"worker.gpu": 1}).caption)
+    assert "1 session ended (worker.gpu)" in table(fleet, [], "", {"worker.gpu": 1})
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,8 @@ class RedisValues:
         fleet_row(snapshot, {}, 1.5, 1.0)
         orjson.dumps([learner_row(row, 1.0) for row in rows], option=orjson.OPT_NON_STR_KEYS)
         fleet = FleetFile(fleet_id=FLEET, redis_url=self.url, supervisor_pid=os.getpid())
-        shown, missing = ps.all_processes(fleet, 2.0)
+        seen, missing = ps.reported(fleet)
+        shown = ps.all_processes(fleet, seen, 2.0)
         ps.table(fleet, shown, missing)
         orjson.dumps(shown)
 

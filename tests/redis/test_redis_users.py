@@ -88,7 +88,7 @@ def test_a_fleet_works_with_its_writers_rights_and_the_reader_cannot_write(
                 lambda: none_was_refused() and (shelf.version() or (0, 0))[0] == 2, "the next checkpoint is copied"
             )
             fleet.wait_until(lambda: client.hgetall(key_name(FLEET, WORKERS)), "the next worker is reported")
-        assert reported(read_fleet_file(run / "fleet.json")).reported_unix_s, "ps may read what it shows"
+        assert reported(read_fleet_file(run / "fleet.json"))[0].reported_unix_s, "ps may read what it shows"
         fleet.kill_everything()
     shutil.rmtree(run)
     with RunningFleet(run, *options, "--until-steps", "1000") as fleet:
