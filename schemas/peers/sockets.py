@@ -33,9 +33,12 @@ COMMON: dict[str, int] = {
 }
 """Times in milliseconds. ZMTP heartbeats tell only that the peer's I/O thread lives; the protocol has its own."""
 
-_SERVER = COMMON | {"HEARTBEAT_IVL": 20_000}
+_SERVER = COMMON | {"HEARTBEAT_IVL": 20_000, "BACKLOG": 4096}
 """Each connection has a heartbeat and its answer in each direction, which are most of what an idle broker of a thousand
 workers pays for. It needs them only to close what a machine without power left open: leases end its sessions.
+
+BACKLOG: connections that may wait to be accepted, since all workers connect at once to a broker that starts again. The
+kernel drops those beyond it, and a peer tries again after a second. Linux allows `net.core.somaxconn` at most.
 """
 
 DEALER: dict[str, int] = COMMON | {"SNDHWM": 0, "RCVHWM": 0, "IMMEDIATE": 1, "IPV6": 1}
@@ -52,8 +55,10 @@ XPUB: dict[str, int] = _SERVER | {"SNDHWM": 4, "XPUB_VERBOSE": 1}
 VERBOSE: the broker learns of every new subscriber and sends the last version again.
 """
 
-SUB: dict[str, int] = COMMON | {"RCVHWM": 4, "IPV6": 1}
-"""Few versions wait: each is applied between two steps or replaced by a newer one."""
+SUB: dict[str, int] = COMMON | {"HEARTBEAT_IVL": 20_000, "RCVHWM": 4, "IPV6": 1}
+"""Few versions wait: each is applied between two steps or replaced by a newer one. Where its connection is lost without
+a sign, a worker learns of new versions by its session, and pulls them.
+"""
 
 
 def has_message(dealer: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import time
 from collections import Counter
@@ -157,6 +159,19 @@ def test_connections_beyond_the_bound_cost_honest_peers_nothing(tmp_path: Path, 
         assert feeder.error is None
         told = [line for line in process.log.read_text().splitlines() if f"more than {PLACES} connections" in line]
         assert 2 <= len(told) < PLACES
+
+
+@pytest.mark.parametrize("role", ["worker", "weights"])
+def test_hundreds_of_workers_connect_at_once_to_a_broker_that_is_busy(tmp_path: Path, role: str) -> None:
+    """The kernel keeps their connections. Beyond the backlog it drops them, and a peer tries again after a second."""
+    with broker_process(tmp_path) as process, ExitStack() as stack:
+        state = read_broker_file(tmp_path)
+        assert state is not None
+        host, port = getattr(state.endpoints, role).removeprefix("tcp://").split(":")
+        os.kill(process.popen.pid, signal.SIGSTOP)
+        stack.callback(os.kill, process.popen.pid, signal.SIGCONT)
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
 
 
 def test_known_peers_are_looked_at_when_they_hold_something_or_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
