@@ -51,6 +51,8 @@ def larger(ours: Counters, theirs: Counters) -> Counters:
 
     Where a counter is a number in one and a dict in the other, take `theirs`.
     """
+    if ours == theirs:
+        return ours
     merged = dict(ours)
     for name, value in theirs.items():
         known = merged.get(name)

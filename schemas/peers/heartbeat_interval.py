@@ -6,8 +6,8 @@ HEARTBEATS_PER_S = 200
 """Heartbeats of all workers of a broker together, as far as the lease lets them be so rare. Each costs the broker a
 quarter of a millisecond.
 """
-_LEAST_IN_A_LEASE = 3
-"""Heartbeats that a worker may say within its lease. So one may be lost, and one late."""
+_LEAST_IN_A_LEASE = 2.5
+"""Heartbeats that a worker may say within its lease. So one may be lost, or late by more than an interval."""
 
 
 def heartbeat_interval(least_s: float, lease_s: float, workers: int) -> float:

@@ -10,7 +10,7 @@ looks at the connections from the side, at no cost to messages:
 
 Bytes that have come and are in no whole message are *held*. A peer is *known* once its HELLO, or what the port takes
 for one, was accepted; before that it is a *stranger*. A connection beyond the bounds is shut down: libzmq then frees
-what it holds. An honest peer connects again. A known peer that holds nothing is looked at once a second, or as soon as
+what it holds. An honest peer connects again. A known peer that holds nothing is looked at every 4 s, or as soon as
 this process grows: a thousand of them would cost a tenth of a core otherwise.
 """
 
@@ -56,7 +56,7 @@ STRANGERS = 1024
 has something to say.
 """
 
-_FASTEST_LOOK_S, _FAST_LOOK_S, SLOW_LOOK_S, LOOK_AT_ALL_S = 0.002, 0.05, 0.25, 1.0
+_FASTEST_LOOK_S, _FAST_LOOK_S, SLOW_LOOK_S, LOOK_AT_ALL_S = 0.002, 0.05, 0.25, 4.0
 """Seconds between two looks: while strangers send; at strangers, and at peers that hold much; at peers that hold
 something; at all.
 """
