@@ -352,19 +352,15 @@ class BatchStore:
 
     def sent_and_unsettled(self) -> int:
         """Return the number of batches and gaps that the learner was told of and has not committed."""
-        return sum(held.with_learner for source in self.sources.values() for held in source.held.values())
+        return sum(held.with_learner for held in self.held())
 
     def held_batches(self) -> int:
         """Return the number of batches accepted and not settled."""
         return sum(len(source.held) for source in self.sources.values())
 
-    def held_steps(self) -> int:
-        """Return the agent steps in these batches."""
-        return sum(held.steps for source in self.sources.values() for held in source.held.values())
-
-    def oldest_held_at(self) -> float | None:
-        """Return the time at which the oldest unsettled batch was accepted."""
-        return min((held.at for source in self.sources.values() for held in source.held.values()), default=None)
+    def held(self) -> list[StoredBatch]:
+        """Return these batches."""
+        return [held for source in self.sources.values() if source.held for held in source.held.values()]
 
 
 @dataclass(slots=True)

@@ -176,7 +176,7 @@ class FleetMetrics:
         while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:
             self._arrivals.popleft()
         span = max(now - self._arrivals[0][0], 0.5) if self._arrivals else 1.0
-        oldest = core.store.oldest_held_at()
+        held = core.store.held()
         gauges: dict[str, float] = {
             "unix_s": time.time(),
             "env_steps_per_s": sum(steps for _, steps in self._arrivals) / span,
@@ -184,10 +184,10 @@ class FleetMetrics:
             "weights_seq": core.weights[1],
             "learner_epoch": core.state.epoch,
             "messages_refused": core.refusals.total,
-            "held_batches": core.store.held_batches(),
+            "held_batches": len(held),
             "held_bytes": core.store.nbytes,
-            "held_agent_steps": core.store.held_steps(),
-            "oldest_unsettled_age_s": now - oldest if oldest is not None else 0.0,
+            "held_agent_steps": sum(batch.steps for batch in held),
+            "oldest_unsettled_age_s": now - min((batch.at for batch in held), default=now),
         }
         live = core.live()
         gauges |= fleet_figures(live, now) | _spread_of_workers(live, now) | self._aborted_gauges()

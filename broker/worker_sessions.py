@@ -98,6 +98,8 @@ class WorkerSessions:
         self.last_close_at = math.inf
         """Time at which the books of all lost and superseded lives are closed; infinity if there are none."""
         self._next_look = 0.0
+        self._lapse_at = math.inf
+        """No worker's lease runs out before this time."""
         self._began = math.inf
         """Time of the first tick."""
         self._in_file = dict(state.incarnations)
@@ -283,7 +285,7 @@ class WorkerSessions:
         self.peers[peer] = source
         source.host, source.pid = hello.host[:_LONGEST_HOST], hello.pid
         source.headrace_version = hello.headrace_version
-        source.silent_until = now + self._limits.lease_s + hello.silence_s
+        self._hear(source, now, hello.silence_s)
         source.introduced = bool(hello.spaces)
         source.num_envs, source.cut_steps = max(1, hello.num_envs), max(1, hello.cut_steps)
         source.weight_shapes = tellable_shapes(hello.weight_shapes)
@@ -367,7 +369,7 @@ class WorkerSessions:
         self._store.note_changed(source)
         if held.seq != source.accepted + 1:
             return False
-        source.silent_until = now + self._limits.lease_s
+        self._hear(source, now)
         self._store.accept(source, held, told.totals)
         source.figures.stepped(source.steps, now)
         return True
@@ -377,7 +379,7 @@ class WorkerSessions:
         source = self._source_of(peer, beat.slot, beat.incarnation)
         if source is None:
             return
-        source.silent_until = now + self._limits.lease_s
+        self._hear(source, now)
         source.weights, source.blocked = beat.weights, beat.blocked
         source.ports = beat.ports
         source.figures.take(beat, now)
@@ -517,13 +519,20 @@ class WorkerSessions:
     def tick(self, now: float) -> None:
         """Forget the connections of workers whose lease ran out."""
         self._began = min(self._began, now)
-        for source in [source for source in self.peers.values() if now > source.silent_until]:
-            self.forget_peer(source)
+        if now > self._lapse_at:
+            for source in [source for source in self.peers.values() if now > source.silent_until]:
+                self.forget_peer(source)
+            self._lapse_at = min((source.silent_until for source in self.peers.values()), default=math.inf)
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             self._note_unheard(now)
             self._forget_silent_supervisors(now)
         self.close_dead(now)
+
+    def _hear(self, source: Source, now: float, silence_s: float = 0.0) -> None:
+        """Note that a worker was heard. Its lease begins again; it may be silent for `silence_s` before."""
+        source.silent_until = now + self._limits.lease_s + silence_s
+        self._lapse_at = min(self._lapse_at, source.silent_until)
 
     def _note_unheard(self, now: float) -> None:
         """Note the end of superseded lives whose end no supervisor has reported.

@@ -197,7 +197,7 @@ class _Loop:
         self._count: Any = FORKED.Value("i", 0)
 
     def __call__(self, broker: Broker, report_s: float | None) -> None:
-        self.live.value = len(broker.core.live())
+        self.live.value = len(broker.core._workers.peers)
         if report_s is not None:
             self.most_rows.value = len(broker.core.sources)
             self._reports[self._count.value % len(self._reports)] = report_s
