@@ -21,12 +21,15 @@ from support.waiting import TIMEOUT_S, wait_until
 
 GUARD = Path(worker_actor.__file__).with_name("guard.py")
 DRAINS = """
-import os, pathlib, signal, sys
-signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path("drained").touch(), os._exit(7)))
+import os, pathlib, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 pathlib.Path("pids").write_text(f"{os.getpid()} {os.getppid()}")
-while True: signal.pause()
+signal.sigwait([signal.SIGTERM])
+pathlib.Path("drained").touch()
+os._exit(7)
 """
-IS_DEAF = DRAINS.replace('lambda *_: (pathlib.Path("drained").touch(), os._exit(7))', "signal.SIG_IGN")
+"""It waits by sigwait: a handler of Python's does not run for a signal that comes just before signal.pause()."""
+IS_DEAF = DRAINS.replace("signal.sigwait([signal.SIGTERM])", "while True: signal.pause()")
 
 
 ACTOR = """
