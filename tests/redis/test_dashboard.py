@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import platform
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 
 from headrace.broker.report import MergeScript, Part, Report
-from headrace.deploy.monitoring.page.app import ASSETS, SCRIPTS
+from headrace.deploy.monitoring.page.app import ASSETS, SCRIPTS, states_of
+from headrace.deploy.monitoring.page.hub import Hub
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import ExitCode
@@ -121,6 +123,23 @@ def test_on_sigterm_the_dashboard_sends_a_last_state_and_ends_the_stream(
         states.close()
         assert last is not None
         assert dashboard.process.wait(100) == 0, dashboard.said()
+
+
+def test_a_viewer_gets_the_last_state_although_the_end_comes_while_it_is_sent_the_one_before() -> None:
+    async def look() -> list[bytes]:
+        hub = Hub()
+        hub.publish("the first")
+        stream = states_of(hub)
+        sent = [await anext(stream)]
+        hub.publish("the last")
+        hub.end()
+        return sent + [each async for each in stream]
+
+    first, *between, last, end = asyncio.run(look())
+    assert b"the first" in first
+    assert b"the last" in last
+    assert not between
+    assert end.startswith(b"event: end")
 
 
 def test_the_dashboard_requires_its_token_and_swaps_it_for_a_cookie(tmp_path: Path, url: str, fleet_id: str) -> None:

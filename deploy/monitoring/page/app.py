@@ -100,7 +100,7 @@ def make_app(hub: Hub) -> Starlette:
     async def events(_: Request) -> Response:
         if hub.viewers >= MOST_VIEWERS:
             return PlainTextResponse(f"{MOST_VIEWERS} viewers have the page open, which is the most\n", 503)
-        return StreamingResponse(_states(hub), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        return StreamingResponse(states_of(hub), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     return Starlette(
         routes=[
@@ -127,8 +127,11 @@ def published(run_dir: Path | None, config: FleetConfig | None) -> bytes:
     return Published.parse(rendezvous_path(named, run_dir).read_bytes()).dump()
 
 
-async def _states(hub: Hub) -> AsyncIterator[bytes]:
-    """Yield each newest state as a server-sent event. A viewer that reads slowly misses the states between."""
+async def states_of(hub: Hub) -> AsyncIterator[bytes]:
+    """Yield each newest state as a server-sent event. A viewer that reads slowly misses the states between.
+
+    A hub that has ended ends the stream after its last state.
+    """
     hub.viewers += 1
     try:
         shown = 0
@@ -136,7 +139,7 @@ async def _states(hub: Hub) -> AsyncIterator[bytes]:
             number = await hub.newer_than(shown, _ALIVE_S)
             yield b": alive\n\n" if number == shown else b"data: " + hub.newest + b"\n\n"
             shown = number
-            if hub.has_ended:
+            if hub.has_ended and shown == hub.number:
                 yield b"event: end\ndata:\n\n"
                 return
     finally:
