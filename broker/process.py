@@ -263,7 +263,7 @@ class Broker:
             self._drain(self.sockets.workers)
         if self.sockets.weights in ready:
             self._answer_subscribers()
-        self.sockets.auth.handle_ready(ready)
+        self.sockets.admit(ready)
         now = time.monotonic()
         if self.log is not None:
             self.log.follow(now)
@@ -307,13 +307,15 @@ class Broker:
     def _drain(self, socket: Socket) -> None:
         watch = self.sockets.watches[socket]
         for _ in range(_BURST):
-            frames = receive(socket)
+            frames = receive(socket, watch.over)
             if frames is None:
                 watch.emptied()
                 return
+            if not frames:
+                continue
             peer, refused = frames[0].bytes, self.core.refusals.total
             fd = source_of(frames[-1])
-            account = watch.heard(fd, sum(map(len, frames)))
+            account = watch.heard(fd, peer, sum(map(len, frames)))
             try:
                 if account.known or self._may_speak(socket, peer, frames[-1]):
                     self._take(socket, peer, frames[1:])
@@ -326,7 +328,8 @@ class Broker:
             if not account.known:
                 account.known = self.core.knows(_tag(socket, self.sockets.learners, peer))
                 if not account.known:
-                    watch.strange(fd, account)
+                    watch.strange(fd, account, sum(map(len, frames[1:])))
+        watch.behind()
 
     def _may_speak(self, socket: Socket, peer: bytes, frame: zmq.Frame) -> bool:
         """Return whether a peer that is not known yet may send messages.
@@ -473,7 +476,10 @@ class Broker:
         except zmq.ZMQError as error:
             log.debug("peer %s has gone: %s", peer.hex(), error)
             if error.errno == errno.EHOSTUNREACH:
-                self.core.gone(_tag(socket, self.sockets.learners, peer))
+                tagged = _tag(socket, self.sockets.learners, peer)
+                if not self.core.knows(tagged):
+                    self.sockets.watches[socket].gone(peer)
+                self.core.gone(tagged)
 
     def _send_weights(self, socket: Socket, peer: bytes, pull: WeightsPull) -> None:
         """Answer a peer that pulls weights. With keys it must have a session, which ends where its key is revoked."""

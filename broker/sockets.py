@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class BrokerSockets:
             _check_host(config, keys)
         self._lock = lock_socket_folder(self._folder) if self._folder is not None else None
         self._context = zmq.Context()
-        self.auth = ZapAuthenticator(self._context, keys)
+        self.auth = ZapAuthenticator(self._context, keys, ask=self._folder is None)
         self.watches: dict[Socket, PortWatch] = {}
         """The watch over the connections of each socket."""
         places = connection_limit(config.max_connections, ports=3)
@@ -93,6 +94,12 @@ class BrokerSockets:
             _bind_to_port(socket, config, role, before)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
+    def admit(self, ready: Container[Socket]) -> None:
+        """Answer requests of peers that wait to be admitted, on the sockets in `ready`. Does not block."""
+        if any(socket in ready for socket in self.auth.sockets):
+            most = min(watch.newcomers(waits=socket in ready) for socket, watch in self.watches.items())
+            self.auth.handle_ready(ready, most)
+
     def close(self) -> None:
         """Close all sockets; messages already sent have half a second to leave."""
         self._listing.remove()
@@ -115,21 +122,22 @@ class BrokerSockets:
         self.watches.clear()
 
 
-def receive(socket: Socket) -> list[zmq.Frame] | None:
+def receive(socket: Socket, over: Container[bytes] = ()) -> list[zmq.Frame] | None:
     """Return the next message, its frames without a copy; None if there is none, or its connection ended meanwhile.
 
-    If a message has more frames than any decoder takes, read the rest and drop it.
+    If a message has more frames than any decoder takes, read the rest and drop it. Drop the whole message of a peer
+    whose route is in `over`, and return no frames.
     """
     try:
         last = socket.recv(sockets.DONTWAIT, copy=False)
-        frames = [last]
+        frames, most = [last], 0 if last.bytes in over else _MOST_FRAMES
         while last.more:
             last = socket.recv(sockets.DONTWAIT, copy=False)
-            if len(frames) <= _MOST_FRAMES:
+            if len(frames) <= most:
                 frames.append(last)
     except zmq.Again:
         return None
-    return frames
+    return frames if most else []
 
 
 def send(socket: Socket, frames: list[Any]) -> None:

@@ -24,23 +24,26 @@ log = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
 
-_BURST = 256
-
 
 class ZapAuthenticator:
     """Authenticates the peers of one broker by keys, by a token, or not at all. Only the sockets' thread may use it.
 
+    Without keys it admits each peer, when the port is ready for it (`PortWatch.newcomers`). If it does not `ask`,
+    libzmq admits each peer by itself.
+
     Create it before the first socket binds: from then on libzmq may send requests. Terminating the context closes it.
     """
 
-    def __init__(self, context: zmq.Context[Socket], keys: BrokerKeys | ServerToken | None) -> None:
+    def __init__(
+        self, context: zmq.Context[Socket], keys: BrokerKeys | ServerToken | None, *, ask: bool = True
+    ) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
         """Number of refused connections, by (port, reason)."""
         self._refused_lock = Lock()
         """Guards `refused`: the watches of the ports count there too, each in its own thread."""
         self._keys = keys
         self._zap: Socket | None = None
-        if keys is not None:
+        if ask or keys is not None:
             self._zap = context.socket(zmq.REP)
             self._zap.linger = 0
             self._zap.bind(zap.ENDPOINT)
@@ -53,6 +56,8 @@ class ZapAuthenticator:
         if self._keys is not None:
             for name, value in self._keys.options(port).items():
                 socket.setsockopt(getattr(zmq, name), value)
+        elif self._zap is not None:
+            socket.setsockopt(zmq.ZAP_DOMAIN, port.encode())
         return partial(self._note_failure, port)
 
     @property
@@ -60,15 +65,14 @@ class ZapAuthenticator:
         """Return the sockets to poll, and to pass to `handle_ready` when they are readable."""
         return [self._zap] if self._zap is not None else []
 
-    def handle_ready(self, ready: Container[Socket]) -> None:
-        """Answer ZAP requests on the sockets in `ready`. Does not block."""
+    def handle_ready(self, ready: Container[Socket], most: int) -> None:
+        """Answer ZAP requests on the sockets in `ready`, so many at most. Does not block."""
         if self._zap is not None and self._zap in ready:
-            for request in _received(self._zap):
+            for request in _received(self._zap, most):
                 self._zap.send_multipart(self._judge(request))
 
     def _judge(self, request: list[bytes]) -> list[bytes]:
         """Answer one request, and count a refusal. The answer sets the user id that `key_of` reads from messages."""
-        assert self._keys is not None
         verdict = zap.judge(request, self._keys)
         if verdict.why:
             self._refuse(verdict.port, verdict.why, verdict.seen)
@@ -113,9 +117,9 @@ class ZapAuthenticator:
             log.warning("refused at the %s port: %s%s, %d so far", port, why, detail, count)
 
 
-def _received(socket: Socket) -> Iterator[list[bytes]]:
-    """Yield waiting messages, a burst at most."""
-    for _ in range(_BURST):
+def _received(socket: Socket, most: int) -> Iterator[list[bytes]]:
+    """Yield waiting messages, so many at most."""
+    for _ in range(most):
         try:
             yield socket.recv_multipart(sockets.DONTWAIT)
         except zmq.Again:

@@ -47,6 +47,16 @@ UNFINISHED_S, SLOWEST_BYTES_S = 60.0, 100_000
 """A message may take so many seconds to arrive, and longer if it comes at this rate on average."""
 STRANGE_MESSAGES = 64
 """Messages of a stranger after which its connection ends."""
+EMPTY_MESSAGES = 4
+"""Empty messages of a stranger after which its connection ends at once. No peer of any version sends one, and libzmq
+reads zeros as such messages, 131,072 in 256 KiB.
+"""
+WARY_S, ADMITTED_AT_ONCE, ADMISSION_S = 10.0, 4, 0.02
+"""For so many seconds after such a stranger, the port admits so many peers at a time. The next ones wait for so many
+seconds, and until the port has received all that waits.
+"""
+MOST_ADMITTED = 256
+"""Peers that a port admits at a time else."""
 STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
 """The most that one stranger, and that all strangers together, may hold. They have only a HELLO to say, and its header
 has 1 MiB at most.
@@ -73,6 +83,9 @@ _TINY_FRAMES_RATIO, _TINY_FRAMES_BYTES = 4, 64 << 20
 """An unfinished message is refused if the process grew by more than the first times its size and the second. A frame of
 two bytes on the wire takes 64 in libzmq's queue, and TCP_INFO counts only bytes.
 """
+_MOST_ROUTES = 1 << 14
+"""Cut connections of which the watch remembers the route. What a forgotten one had sent is read like that of others."""
+_BUFFER_BYTES = 8 << 20
 _BURST = 512
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_AT = 128
@@ -143,11 +156,19 @@ class PortBounds:
 class PeerAccount:
     """The messages of one connection, as the port's own thread has counted them."""
 
+    route: bytes = b""
+    """The ROUTER's name for the connection. It gives each name once, while descriptors are used again."""
     taken: int = 0
     """Bytes of its whole messages."""
     known: bool = False
     strange: int = 0
     """Number of its messages that a stranger sent."""
+    empty: int = 0
+    """Number of them that were empty."""
+    peer: tuple[str, int] | None = None
+    """A stranger's address, read before its last message was answered. If the answer found the route, it is the route's
+    peer: else the descriptor may be another connection's by now.
+    """
     refusals: RefusalBudget = field(default_factory=RefusalBudget)
 
 
@@ -174,7 +195,7 @@ class _Connection:
 class PortWatch:
     """Watches one bound socket, which the caller has given a monitor, from a thread of its own until `close`.
 
-    `heard`, `strange`, `refused` and `emptied` are called by the thread that receives from the
+    `heard`, `strange`, `refused`, `gone` and `emptied` are called by the thread that receives from the
     socket. `on_failed_handshake` is called with (event, value) in the watch's thread.
     """
 
@@ -199,11 +220,18 @@ class PortWatch:
         self._rest_s = _FASTEST_LOOK_S
         """Seconds from a look to the next one, whatever comes."""
         self._accounts: dict[int, PeerAccount] = {}
+        """By descriptor."""
+        self.over: dict[bytes, None] = {}
+        """Routes of strangers that are cut or gone, the oldest first. libzmq still hands out what they had sent; the
+        thread that receives drops it.
+        """
         self._taken_in_all = 0
         self._emptied = 0
         self._emptied_seen = 0
-        self._to_cut: deque[tuple[int, PeerAccount, str]] = deque()
+        self._to_cut: deque[tuple[int, tuple[str, int], str]] = deque()
         self._to_count: deque[tuple[int, tuple[str, int], str]] = deque()
+        self._is_behind = False
+        self._wary_until = self._admits_at = 0.0
         self._slow_at = self._all_at = 0.0
         self._rss_before = 0
         self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
@@ -211,29 +239,68 @@ class PortWatch:
 
     # -- for the thread that receives ---------------------------------------------------------------------------------
 
-    def heard(self, fd: int, nbytes: int) -> PeerAccount:
+    def heard(self, fd: int, route: bytes, nbytes: int) -> PeerAccount:
         """Count a whole message of the connection at `fd`, which `source_of` knows. Return the account."""
         account = self._accounts.get(fd)
-        if account is None:
-            account = self._accounts[fd] = PeerAccount()
+        if account is None or account.route != route:
+            account = self._accounts[fd] = PeerAccount(route)
         account.taken += nbytes
         self._taken_in_all += nbytes
+        if not account.known:
+            account.peer = peer_of(fd)
         return account
 
     def emptied(self) -> None:
         """Note that no whole message waits at the socket."""
         self._emptied += 1
+        self._is_behind = False
 
-    def strange(self, fd: int, account: PeerAccount) -> None:
-        """Count a message of a peer that has not introduced itself."""
+    def behind(self) -> None:
+        """Note that messages wait at the socket although many were taken."""
+        self._is_behind = True
+
+    def newcomers(self, *, waits: bool) -> int:
+        """Return how many peers the port may admit now. `waits`: a message waited before this turn.
+
+        Soon after a stranger sent zeros they are few, so what the next such strangers leave at the socket is bounded.
+        """
+        now = time.monotonic()
+        if now >= self._wary_until:
+            return MOST_ADMITTED
+        if (waits and self._is_behind) or now < self._admits_at:
+            return 0
+        self._admits_at = now + ADMISSION_S
+        return ADMITTED_AT_ONCE
+
+    def strange(self, fd: int, account: PeerAccount, nbytes: int) -> None:
+        """Count a message of a peer that has not introduced itself, after it was answered. Cut one that sends too many.
+
+        A peer that sends empty messages is cut at once: in the time of a look, libzmq makes thousands of them. Others
+        are cut at the next look, so that the answers leave before.
+        """
         account.strange += 1
-        if account.strange % STRANGE_MESSAGES == 0:
-            self._to_cut.append((fd, account, "messages without HELLO"))
+        account.empty += not nbytes
+        if account.peer is None or account.route in self.over:
+            return
+        if account.empty == EMPTY_MESSAGES:
+            self._wary_until = time.monotonic() + WARY_S
+            self.end(fd, account.peer, "empty messages")
+        elif account.strange == STRANGE_MESSAGES:
+            self._to_cut.append((fd, account.peer, "messages without HELLO"))
+        else:
+            return
+        self.gone(account.route)
 
     def refused(self, fd: int, account: PeerAccount) -> None:
         """Count a message that was refused. A peer whose messages are refused too often is cut."""
-        if not account.refusals.spend():
-            self._to_cut.append((fd, account, "refused messages"))
+        if not account.refusals.spend() and account.peer is not None:
+            self._to_cut.append((fd, account.peer, "refused messages"))
+
+    def gone(self, route: bytes) -> None:
+        """Note that a stranger's connection has ended. What it had sent before is dropped."""
+        self.over[route] = None
+        if len(self.over) > _MOST_ROUTES:
+            del self.over[next(iter(self.over))]
 
     def close(self) -> None:
         """Wait for the end of the watch. Stop the socket's monitor before (pyzmq: `disable_monitor`)."""
@@ -329,10 +396,7 @@ class PortWatch:
 
     def _look(self, now: float) -> None:
         while self._to_cut:
-            fd, account, why = self._to_cut.popleft()
-            connection = self._connections.get(fd)
-            if connection is not None and self._accounts.get(fd) is account:
-                self._cut(connection, why)
+            self.end(*self._to_cut.popleft())
         while self._to_count:
             fd, peer, why = self._to_count.popleft()
             connection = self._connections.get(fd)
@@ -471,7 +535,7 @@ def peer_of(fd: int) -> tuple[str, int] | None:
     try:
         with _Borrowed(fd) as borrowed:
             return _address(borrowed)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, ValueError):  # ValueError: -1, of `source_of`
         return None
 
 
@@ -514,6 +578,9 @@ def _shut_down(fd: int, peer: tuple[str, int]) -> bool:
                 return False
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             copy.shutdown(socket.SHUT_RDWR)
+            # What has come and libzmq has not read: it would still read that, and make messages of it.
+            while copy.recv(_BUFFER_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
+                pass
         except OSError:
             return False
     return True

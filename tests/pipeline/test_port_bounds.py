@@ -6,20 +6,25 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.messages import SupervisorHello
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.frames.wire import MessageKind
+from headrace.schemas.messages import Heartbeat, Message, SupervisorHello, WorkerHello
 from headrace.schemas.peers import port_watch
 from headrace.schemas.peers.port_watch import (
+    EMPTY_MESSAGES,
     STRANGE_MESSAGES,
     STRANGERS_BYTES,
     WATCH_EVENTS,
@@ -28,9 +33,19 @@ from headrace.schemas.peers.port_watch import (
     source_of,
 )
 from headrace.schemas.peers.refusal_budget import REFUSED_BURST
-from support.pipeline.delivery import FLEET, Envs, Process, StartFeeder, batches_of, broker_process
+from support.pipeline.delivery import (
+    FLEET,
+    BrokerThread,
+    Envs,
+    Process,
+    RawPeer,
+    StartBroker,
+    StartFeeder,
+    batches_of,
+    broker_process,
+)
 from support.raw_zmtp import RawZmtp, frame, head, memory_of
-from support.waiting import wait_until
+from support.waiting import TIMEOUT_S, wait_until
 
 BATCH_BYTES = 4 << 20
 LARGEST = BATCH_BYTES + (1 << 20)
@@ -119,6 +134,124 @@ def test_a_subscriber_that_sends_more_than_subscriptions_is_cut(served: tuple[Pr
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])
+def test_a_stranger_that_sends_empty_messages_is_cut(served: tuple[Process, Endpoints], role: str) -> None:
+    process, endpoints = served
+    with RawZmtp(getattr(endpoints, role)) as stranger:
+        stranger.send(frame(b"", more=False) * EMPTY_MESSAGES)
+        wait_until(stranger.is_cut, "the end of the connection")
+    told = f"at the {role} port: empty messages"
+    wait_until(lambda: told in process.log.read_text(), "the reason in the log")
+
+
+def test_streams_of_zeros_take_bounded_memory(served: tuple[Process, Endpoints]) -> None:
+    """Each one is half a million empty messages to libzmq, which take 32 MiB."""
+    process, endpoints = served
+    Path(f"/proc/{process.popen.pid}/clear_refs").write_text("5")  # VmHWM begins again
+    before = memory_of(process.popen.pid)
+    with ExitStack() as stack:
+        for _ in range(10):
+            stranger = stack.enter_context(RawZmtp(endpoints.worker))  # once the port is ready for it
+            stranger.send(bytes(1 << 20))
+            wait_until(stranger.is_cut, "the end of the connection")
+    assert memory_of(process.popen.pid, "VmHWM") < before + PEAK
+
+
+def test_what_a_cut_stranger_had_sent_is_dropped_unread(start_broker: StartBroker) -> None:
+    """libzmq hands out each message that it had made, also of a connection that has ended."""
+    broker = start_broker(allow_insecure=True)
+    watch = watch_of(broker)
+    with RawZmtp(broker.endpoints.worker) as stranger:
+        with blocked(broker):
+            stranger.send(frame(b"garbage", more=False) * 2000)
+            wait_until(lambda: received(watch) > 2000 * len(frame(b"garbage", more=False)), "all of it to come")
+            before = watch._emptied
+        wait_until(stranger.is_cut, "the end of the connection")
+    wait_until(lambda: broker.ask(lambda _: watch._emptied) > before, "the port to be empty")
+    assert broker.ask(lambda asked: asked.core.refusals.total) == STRANGE_MESSAGES
+
+
+def test_a_peer_that_gets_the_descriptor_of_a_stranger_is_not_cut_for_it(start_broker: StartBroker) -> None:
+    """The stranger has gone before its messages are received. They count on no other connection."""
+    broker, honest = start_broker(allow_insecure=True), list[RawZmtp]()
+    watch = watch_of(broker)
+    with ExitStack() as stack:
+        stranger = stack.enter_context(RawZmtp(broker.endpoints.worker))
+        wait_until(lambda: watch._connections, "the stranger")
+        fds = set(watch._connections)
+        with blocked(broker):
+            with stranger:
+                stranger.send(frame(b"garbage", more=False) * (2 * STRANGE_MESSAGES))
+                wait_until(lambda: received(watch) > 2 * STRANGE_MESSAGES * len(b"garbage"), "all of it to come")
+            wait_until(lambda: not watch._connections, "the stranger's end")
+            connecting = threading.Thread(target=lambda: honest.append(RawZmtp(broker.endpoints.worker)))
+            connecting.start()
+            wait_until(lambda: watch._connections, "the honest peer")
+            assert set(watch._connections) == fds, "the honest peer has another descriptor: this shows nothing"
+        connecting.join()
+        peer = stack.enter_context(honest.pop())
+        wait_until(lambda: broker.ask(lambda asked: asked.core.refusals.total) > 0, "the stranger's messages")
+        before = broker.ask(lambda _: watch._emptied)
+        peer.send(frame(b"garbage", more=False))
+        wait_until(lambda: broker.ask(lambda _: watch._emptied) > before, "the port to be empty")
+        assert not peer.is_cut()
+        assert not watch.cuts
+
+
+def test_a_peer_that_floods_the_port_takes_turns_with_the_others(start_broker: StartBroker) -> None:
+    """A newcomer is heard before all but a few of the 5,000 messages that came before its HELLO."""
+    broker = start_broker(allow_insecure=True)
+    heard, hear = list[type[Message]](), broker.broker.core.receive
+
+    def receive(peer: bytes, message: Message, *told: Any) -> None:
+        heard.append(type(message))
+        hear(peer, message, *told)
+
+    with RawPeer(broker.endpoints.worker) as flooder, RawPeer(broker.endpoints.worker) as newcomer:
+        flooder.send(WorkerHello(fleet_id=FLEET, token="f", slot=1, incarnation=1).frames())
+        flooder.receive_kind(MessageKind.WELCOME)
+        watch, beat = watch_of(broker), Heartbeat(slot=1, incarnation=1, totals=WorkerTotals()).frames()
+        broker.broker.core.receive = receive  # type: ignore[method-assign]
+        with blocked(broker):
+            for _ in range(5000):
+                flooder.send(beat)
+            sent = 5000 * sum(map(len, beat))
+            wait_until(lambda: received(watch) > sent, "the flood")
+            before = received(watch)
+            newcomer.send(WorkerHello(fleet_id=FLEET, token="n", slot=2, incarnation=1).frames())
+            wait_until(lambda: received(watch) > before + 100, "the newcomer's HELLO")
+        newcomer.receive_kind(MessageKind.WELCOME)
+    assert heard.index(WorkerHello) < 500
+
+
+def watch_of(broker: BrokerThread) -> PortWatch:
+    return broker.ask(lambda asked: asked.sockets.watches[asked.sockets.workers])
+
+
+def received(watch: PortWatch) -> int:
+    """Bytes that have come at all connections of a port, as the watch saw them."""
+    return sum(connection.received for connection in list(watch._connections.values()))
+
+
+@contextmanager
+def blocked(broker: BrokerThread) -> Iterator[None]:
+    """Keep the broker's own thread from receiving. libzmq's thread and the watch go on."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def block(_: object) -> None:
+        entered.set()
+        leave.wait(TIMEOUT_S)
+
+    waiting = threading.Thread(target=broker.ask, args=(block,))
+    waiting.start()
+    try:
+        assert entered.wait(TIMEOUT_S)
+        yield
+    finally:
+        leave.set()
+        waiting.join()
+
+
+@pytest.mark.parametrize("role", ["worker", "learner"])
 def test_a_peer_that_never_says_hello_is_cut_after_a_few_messages(served: tuple[Process, Endpoints], role: str) -> None:
     with RawZmtp(getattr(served[1], role)) as stranger:
         stranger.send(frame(b"garbage", more=False) * (STRANGE_MESSAGES - 1))
@@ -194,7 +327,7 @@ def test_known_peers_are_looked_at_when_they_hold_something_or_memory_grows(monk
             peer.send(frame(b"hello", more=False))
             fd = source_of(port.recv_multipart(copy=False)[-1])
             watch.emptied()
-            watch.heard(fd, 5).known = True
+            watch.heard(fd, b"route", 5).known = True
         time.sleep(4 * port_watch.SLOW_LOOK_S)
         looks.clear()
         time.sleep(4 * port_watch.SLOW_LOOK_S)

@@ -34,11 +34,16 @@ class RawZmtp:
         self.sock = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
         ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type
         self.sock.sendall(_GREETING + bytes([4, len(ready)]) + ready)
-        read = 0
-        while read < len(_GREETING):
-            got = len(self.sock.recv(len(_GREETING) - read))
+        self._read(len(_GREETING))
+        self._read(self._read(2)[1])  # its READY: the server has admitted this peer. What came before would end it
+
+    def _read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            got = self.sock.recv(nbytes - len(data))
             assert got, "the server ends the handshake"
-            read += got
+            data += got
+        return data
 
     def send(self, data: bytes) -> bool:
         """Send these bytes. Return False if the server has ended the connection."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 import zmq
@@ -170,16 +170,18 @@ class RouterPort:
         watch = self._watch
         assert watch is not None
         for _ in range(min(most, _BURST)):
-            message = _receive(self._socket)
+            message = _receive(self._socket, watch.over)
             if message is None:
                 watch.emptied()
                 return
             route, frames, fd = message
-            account = watch.heard(fd, sum(map(len, frames)))
+            if not frames:
+                continue
+            account = watch.heard(fd, route, sum(map(len, frames)))
             self._speaker = fd, account
             yield route, frames
             if not account.known:
-                watch.strange(fd, account)
+                watch.strange(fd, account, sum(map(len, frames)))
 
     def know(self) -> None:
         """Note that the peer of the last message has introduced itself."""
@@ -199,9 +201,16 @@ class RouterPort:
             for frame in frames[:-1]:
                 self._send(frame, more)
             self._send(frames[-1], sockets.DONTWAIT)
-        except (zmq.Again, zmq.ZMQError):  # EHOSTUNREACH: that connection has ended
+        except zmq.ZMQError as error:  # EHOSTUNREACH: that connection has ended
+            self._note_gone(route, error)
             return False
         return True
+
+    def _note_gone(self, route: bytes, error: zmq.ZMQError) -> None:
+        if error.errno == errno.EHOSTUNREACH and self._watch is not None and self._speaker is not None:
+            account = self._speaker[1]
+            if account.route == route and not account.known:
+                self._watch.gone(route)
 
     def _send(self, frame: Buffer, flags: int) -> None:
         self._socket.send(frame, flags, copy=len(frame) < sockets.COPY_BELOW_BYTES)
@@ -219,18 +228,19 @@ class RouterPort:
         self._context.destroy(linger=linger)
 
 
-def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes], int] | None:
+def _receive(socket: zmq.Socket[bytes], over: Container[bytes]) -> tuple[bytes, list[bytes], int] | None:
     """Return (first frame, the others, descriptor of the connection), or None. Drop frames beyond any decoder's limit.
 
+    Return no other frames of a peer whose route is in `over`.
     A `Frame` knows whether more follow, which is cheaper than asking the socket.
     """
     try:
         first = socket.recv(sockets.DONTWAIT)
         frame = socket.recv(sockets.DONTWAIT, copy=False)
-        frames = [frame.bytes]
+        frames, most = ([], 0) if first in over else ([frame.bytes], _MOST_FRAMES)
         while frame.more:
             frame = socket.recv(sockets.DONTWAIT, copy=False)
-            if len(frames) <= _MOST_FRAMES:
+            if len(frames) <= most:
                 frames.append(frame.bytes)
     except zmq.Again:  # also in the midst of one, whose beginning was lost when Ctrl-C came
         return None
