@@ -133,7 +133,7 @@ def _rss() -> int:
 def main(minutes: float, targets: list[str], first: int) -> bool:
     """Fuzz, and print what was tried. Return whether something was found; its seeds are added to the corpus."""
     logging.disable(logging.CRITICAL)
-    found = False
+    found, in_all = False, 0
     for target in targets:
         outcome = fuzz(target, 60.0 * minutes / len(targets), itertools.count(first) if minutes else [first])
         total, failed = sum(outcome.said.values()), outcome.findings
@@ -149,6 +149,8 @@ def main(minutes: float, targets: list[str], first: int) -> bool:
             corpus[target] = sorted({*corpus.get(target, []), *failed})
             CORPUS.write_text(json.dumps(corpus, indent=2) + "\n")
         found |= bool(failed)
+        in_all += total
+    sys.stdout.write(f"{in_all:,} messages in all\n")
     return found
 
 
