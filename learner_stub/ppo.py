@@ -9,8 +9,8 @@ Schulman et al., Proximal Policy Optimization Algorithms (2017). An asynchronous
 - Values are computed by the module as it is now, not read from the `values` column. An old value function's error would
   go into advantages and returns, and one forward pass is a small part of an update.
 - A recurrent module is trained on whole chunks, each from the state that was stored with it.
-- A chunk is bootstrapped from its last observation unless the episode terminated there: an episode that was cut,
-  truncated or aborted would have gone on.
+- Where a chunk is cut, advantages go on through the next chunk of its episode, if the update has it. Else the chunk is
+  bootstrapped from its last observation, unless the episode terminated there: it would have gone on.
 - The value loss is divided by the variance of the returns where that is above 1. Policy and value share layers, and
   returns in the hundreds would otherwise leave the policy little of the clipped gradient.
 
@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.gae import advantages
 from headrace.learner_stub.gradient_steps import (
     AutogradSteps,
     ClosedFormSteps,
@@ -42,6 +41,7 @@ from headrace.learner_stub.gradient_steps import (
 from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
 from headrace.learner_stub.minibatches import Minibatches, minibatches_for
 from headrace.learner_stub.module import TrainableModule, check_answer, make_closed_form
+from headrace.learner_stub.returns import gae
 from headrace.learner_stub.rollout import Rollout, join
 from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.training_stats import TrainingStats
@@ -101,16 +101,11 @@ class PPO:
 
     def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
         dist_inputs, all_values = self._forward(feed, interruption)
-        step_rows = rollout.step_rows
-        values = all_values[step_rows]
-        bootstraps = np.where(rollout.terminated, 0.0, all_values[rollout.last_rows])
         s = self.settings
-        advantage = advantages(
-            rollout.rewards, values, bootstraps, rollout.offsets, gamma=s.gamma, gae_lambda=s.gae_lambda
-        )
-        returns = advantage + values
+        estimate = gae(rollout.episodes, all_values, gamma=s.gamma, gae_lambda=s.gae_lambda)
+        advantage, returns = estimate.advantages, estimate.targets
         variance = float(returns.var())
-        logp = self.module.logp(dist_inputs[torch.from_numpy(step_rows)], rollout.actions)
+        logp = self.module.logp(dist_inputs[torch.from_numpy(rollout.step_rows)], rollout.actions)
         if logp.shape != rollout.logp.shape:
             raise ModuleError(
                 f"logp returned {tuple(logp.shape)} for {len(rollout)} steps; it must be one number a step"
@@ -119,6 +114,7 @@ class PPO:
             advantages=_float32((advantage - advantage.mean()) / (advantage.std() + 1e-8)),
             returns=_float32(returns),
             logp=logp.detach(),
+            values=_float32(values),
             value_scale=1.0 / max(variance, 1.0),
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )
