@@ -41,7 +41,9 @@ class RawZmtp:
         data = b""
         while len(data) < nbytes:
             got = self.sock.recv(nbytes - len(data))
-            assert got, "the server ends the handshake"
+            if not got:
+                self.sock.close()
+                raise AssertionError("the server ends the handshake")
             data += got
         return data
 
