@@ -63,20 +63,20 @@ def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
     End markers have no steps. Random and logged actions have no policy for an importance ratio. So all these are left
     out. Raises `ModuleError` when steps have no `logp`, or batches not the same columns.
     """
-    chosen = [batch for batch in map(_chosen, batches) if len(batch)]
-    if not chosen:
+    own = [batch for batch in map(chosen, batches) if len(batch)]
+    if not own:
         return None
-    for batch in chosen:
+    for batch in own:
         if "logp" not in batch.columns:
             raise ModuleError(
                 f"a batch of slot {batch.slot} has no column 'logp', which PPO needs; return it from "
                 "forward_exploration, and sample with explore = true"
             )
-    first = chosen[0]
-    _check_alike(chosen)
-    columns = {name: np.concatenate([batch.columns[name] for batch in chosen]) for name in _needed(first)}
-    lengths = np.concatenate([batch.table["length"] for batch in chosen]).astype(np.int64)
-    ends = np.concatenate([batch.table["end"] for batch in chosen])
+    first = own[0]
+    _check_alike(own)
+    columns = {name: np.concatenate([batch.columns[name] for batch in own]) for name in _needed(first)}
+    lengths = np.concatenate([batch.table["length"] for batch in own]).astype(np.int64)
+    ends = np.concatenate([batch.table["end"] for batch in own])
     return Rollout(
         obs=map_nested(torch.from_numpy, nest(first.observation_space, columns, "obs")),
         actions=map_nested(torch.from_numpy, nest(first.action_space, columns, "actions")),
@@ -98,7 +98,7 @@ def _check_alike(batches: Sequence[ChunkBatch]) -> None:
             )
 
 
-def _chosen(batch: ChunkBatch) -> ChunkBatch:
+def chosen(batch: ChunkBatch) -> ChunkBatch:
     """Return `batch` without end markers, random actions and logged ones."""
     keep = (batch.table["length"] > 0) & (batch.table["flags"] & RANDOM_ACTIONS == 0)
     return on_policy(batch if keep.all() else batch.select(keep))

@@ -1,0 +1,65 @@
+"""The adapter of Stable-Baselines3 refuses a fleet that does not fit its model, and nothing is lost by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from stable_baselines3 import PPO
+
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.learner_stub.adapters.sb3 import updates
+from headrace.schemas.errors import ModuleError, WeightsMismatchError
+from support.pipeline.delivery import BrokerThread, Envs, StartFeeder, batches_of
+from support.pipeline.worker_threads import SAMPLING, WorkerThread
+
+
+class Blank(gym.Env[Any, Any]):
+    """Only spaces: a model needs no more of its env here."""
+
+    def __init__(self, actions: int) -> None:
+        self.observation_space = gym.spaces.Box(-1.0, 1.0, (1,))
+        self.action_space = gym.spaces.Discrete(actions)
+
+
+def model_of(actions: int) -> PPO:
+    return PPO("MlpPolicy", Blank(actions), n_steps=8, batch_size=8, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("actions", "error"),
+    [
+        (3, r"this PPO has the action space Discrete\(3\), and the fleet's is Discrete\(2\)"),
+        (2, r"no column 'logp'.*headrace\.workers\.modules\.sb3:build"),
+    ],
+    ids=["another-action-space", "another-module"],
+)
+def test_a_model_that_does_not_fit_is_refused_and_the_next_learner_gets_every_step(
+    broker: BrokerThread, start_feeder: StartFeeder, actions: int, error: str
+) -> None:
+    feeder = start_feeder(broker.endpoints.worker, Envs().fragments(5))
+    at = broker.endpoints.learner
+    with (
+        pytest.raises(ModuleError, match=error),
+        EpisodeStream(at, auto_commit=False) as stream,
+        WeightPublisher(at) as weights,
+    ):
+        next(updates(model_of(actions), stream, weights, total_timesteps=100))
+    with EpisodeStream(at) as stream:
+        seen = sum(batch.steps for batch in batches_of(stream, feeder.all_settled))
+    assert seen == sum(feeder.steps.values())
+
+
+def test_weights_that_the_workers_module_cannot_load_are_refused_by_their_names(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    at = broker.endpoints.learner
+    worker = WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, {"sampling": SAMPLING})
+    model = PPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=8, device="cpu")
+    with worker, EpisodeStream(at) as stream, WeightPublisher(at) as weights:
+        with pytest.raises(WeightsMismatchError, match="action_net"):
+            next(updates(model, stream, weights, total_timesteps=100))
+        worker.check()
+        assert stream.next(0.0) is None, "a worker without weights samples nothing"
