@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from stable_baselines3 import A2C, PPO
+from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import configure
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from headrace.learner_stub.adapters import sb3
@@ -52,10 +54,10 @@ class Replay(DummyVecEnv):
     """Lives through the steps of a batch again, whatever the actions. Env i is that of index i."""
 
     def __init__(self, make: Callable[[], gym.Env[Any, Any]], batch: ChunkBatch) -> None:
-        super().__init__([make] * ENVS)
+        super().__init__([make] * len(np.unique(batch.table["env_index"])))
         self.steps = batch.transitions()
         index = batch.table["env_index"][self.steps.chunk]
-        self.rows = np.argsort(index, kind="stable").reshape(ENVS, -1)
+        self.rows = np.argsort(index, kind="stable").reshape(self.num_envs, -1)
         self.at = 0
 
     def _of(self, value: Any, rows: Any) -> Any:
@@ -154,6 +156,51 @@ def test_the_rollout_buffer_holds_what_sb3_would_collect_from_the_same_steps(
         np.testing.assert_allclose(mine[name][order], expected, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "env", "limit", "make"),
+    [(DQN, "CartPole-v1", 12, make_cart), (SAC, "Pendulum-v1", 7, make_pendulum)],
+    ids=["dqn", "sac"],
+)
+def test_the_replay_buffer_holds_what_sb3_would_collect_from_the_same_steps(
+    algorithm: Any, env: Any, limit: int, make: Callable[[], gym.Env[Any, Any]]
+) -> None:
+    model = algorithm("MlpPolicy", make(), buffer_size=40, device="cpu")
+    config = EnvRunnerConfig(
+        env=env,
+        env_config={"max_episode_steps": limit},
+        seed=3,
+        rollout_fragment_length=50,  # the buffer begins again after 40
+        module=lambda spaces: as_module(model.policy, spaces),
+    )
+    with SingleAgentEnvRunner(config) as runner:
+        batch = runner.sample()
+    steps = batch.transitions()
+    assert steps.truncated.any()
+    sb3.store(model, batch)
+    names = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+    mine = {name: getattr(model.replay_buffer, name).copy() for name in names}
+    assert (model.replay_buffer.pos, model.replay_buffer.full) == (10, True)
+
+    model.replay_buffer.reset()
+    replay = Replay(make, batch)
+    sent = steps.columns.get("actions_for_env", steps.actions)
+    model._sample_action = lambda *_: (sent[replay.at : replay.at + 1], steps.actions[replay.at : replay.at + 1])
+    model.ep_info_buffer, model.ep_success_buffer = deque[Any](), deque[Any]()
+    model.set_logger(configure(None, []))
+    model._total_timesteps = 50
+    model._last_obs = replay.reset()
+    callback = Silent()
+    callback.init_callback(model)
+    model.collect_rollouts(
+        replay, callback, TrainFreq(50, TrainFrequencyUnit.STEP), model.replay_buffer, log_interval=None
+    )
+    for name in names:
+        expected = getattr(model.replay_buffer, name)
+        np.testing.assert_allclose(mine[name], expected, rtol=1e-6, atol=1e-6, err_msg=name)
+    if algorithm is SAC:
+        np.testing.assert_allclose(model.policy.scale_action(sent), steps.actions, atol=1e-6)
+
+
 def arrays_of(buffer: Any) -> dict[str, Any]:
     names = ("actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages")
     obs = buffer.observations
@@ -206,6 +253,54 @@ def test_choices_are_sampled_with_the_policys_probabilities(kind: str) -> None:
         torch.testing.assert_close(shares, probabilities.detach(), rtol=0, atol=2 / rows)
 
 
+def test_a_q_network_explores_at_the_rate_that_comes_with_its_weights() -> None:
+    module: Any = build(Spaces(observation=OBS, action=Discrete(n=4)), algorithm="DQN")
+    rows = 4000
+    noise = np.random.default_rng(0).random((rows, 2), np.float32)
+    batch = {"obs": torch.ones((rows, 4)), "noise": torch.from_numpy(noise)}
+    best = int(module.forward_inference(batch)["actions"][0])
+    for rate in (1.0, 0.4, 0.0):
+        weights = {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+        write_weights(module, weights | {"exploration_rate": np.array(rate, np.float32)})
+        shares = torch.bincount(module.forward_exploration(batch)["actions"], minlength=4) / rows
+        expected = torch.full((4,), rate / 4)
+        expected[best] += 1 - rate
+        torch.testing.assert_close(shares, expected, rtol=0, atol=0.03)
+
+
+def test_an_actor_samples_sacs_squashed_gaussian_and_maps_actions_back() -> None:
+    bounds = Box(shape=(2,), dtype="<f4", low=(-1.0, 0.0), high=(3.0, 10.0))
+    module: Any = build(Spaces(observation=OBS, action=bounds), algorithm="SAC")
+    rng = np.random.default_rng(0)
+    obs, noise = (torch.from_numpy(rng.standard_normal((32, n), np.float32)) for n in (4, 2))
+    answer = module.forward_exploration({"obs": obs, "noise": noise})
+    mean, log_std, _ = module.actor.get_action_dist_params(obs)
+    torch.testing.assert_close(answer["actions"], torch.tanh(mean + log_std.exp() * noise).detach())
+    unscaled = module.actor.unscale_action(answer["actions"].numpy())
+    np.testing.assert_allclose(answer["actions_for_env"], unscaled, atol=1e-5)
+    back = module.policy_actions({"actions": answer["actions_for_env"].numpy()})
+    np.testing.assert_allclose(back["actions"], answer["actions"], atol=1e-6)
+    best, _ = module.actor.predict(obs.numpy(), deterministic=True)
+    np.testing.assert_allclose(module.forward_inference({"obs": obs})["actions_for_env"], best, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "episodes", "expected"),
+    [
+        ({"train_freq": 4, "gradient_steps": 1}, 10, 0, 2.5),
+        ({"train_freq": 2, "gradient_steps": 3}, 10, 7, 15.0),
+        ({"train_freq": 4, "gradient_steps": -1}, 10, 0, 10.0),
+        ({"train_freq": (2, "episode"), "gradient_steps": 5}, 10, 3, 7.5),
+    ],
+    ids=["every-4", "3-every-2", "as-many-as-steps", "by-episodes"],
+)
+def test_as_many_gradient_steps_are_due_as_sb3_would_make(
+    options: dict[str, Any], steps: int, episodes: int, expected: float
+) -> None:
+    model = DQN("MlpPolicy", make_cart(), buffer_size=40, device="cpu", **options)
+    assert sb3._gradient_steps(model, steps, episodes) == expected
+
+
 def test_the_module_takes_the_weights_by_their_names_in_sb3() -> None:
     _, module = made("discrete")
     other: Any = build(Spaces(observation=OBS, action=ACTIONS["discrete"]), policy_kwargs={"net_arch": [8]})
@@ -223,6 +318,8 @@ def test_a_policy_that_cannot_act_in_workers_is_refused() -> None:
     box = Spaces(observation=OBS, action=ACTIONS["box"])
     with pytest.raises(ModuleError, match="without gSDE"):
         build(box, policy_kwargs={"use_sde": True})
+    with pytest.raises(ModuleError, match="TD3Policy of Stable-Baselines3 cannot act"):
+        build(box, algorithm="TD3")
     with pytest.raises(ModuleError, match=r"has the action space Discrete\(3\), and the fleet's is Box"):
         as_module(made("discrete")[0], box)
     from_one = Spaces(observation=OBS, action=Discrete(n=3, start=1))
@@ -236,6 +333,12 @@ class OwnBuffer(RolloutBuffer):
 
 def test_a_model_whose_buffer_is_not_sb3s_own_or_that_normalises_by_itself_is_refused() -> None:
     own = PPO("MlpPolicy", make_cart(), n_steps=8, batch_size=8, rollout_buffer_class=OwnBuffer, device="cpu")
+    several = DQN("MlpPolicy", DummyVecEnv([make_cart] * 2), buffer_size=40, device="cpu")
+    with pytest.raises(ModuleError, match="this DQN must be built with one env"):
+        sb3._check(several, None)  # type: ignore[arg-type]
+    n_steps = DQN("MlpPolicy", make_cart(), buffer_size=40, n_steps=3, device="cpu")
+    with pytest.raises(ModuleError, match="DQN has a NStepReplayBuffer"):
+        sb3._check(n_steps, None)  # type: ignore[arg-type]
     with pytest.raises(ModuleError, match="PPO has a OwnBuffer"):
         sb3._check(own, None)  # type: ignore[arg-type]
     normalised = PPO("MlpPolicy", VecNormalize(DummyVecEnv([make_cart])), n_steps=8, batch_size=8, device="cpu")

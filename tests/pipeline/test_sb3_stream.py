@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-from stable_baselines3 import PPO
+from stable_baselines3 import DQN, PPO
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.adapters.sb3 import updates
@@ -63,3 +63,37 @@ def test_weights_that_the_workers_module_cannot_load_are_refused_by_their_names(
             next(updates(model, stream, weights, total_timesteps=100))
         worker.check()
         assert stream.next(0.0) is None, "a worker without weights samples nothing"
+
+
+def test_dqn_trains_on_each_step_that_comes_and_sets_the_workers_rate_of_exploration(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    at = broker.endpoints.learner
+    module = {"build": "headrace.workers.modules.sb3:build", "config": {"algorithm": "DQN"}}
+    worker = WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, {"sampling": SAMPLING, "module": module})
+    model = DQN(
+        "MlpPolicy",
+        "CartPole-v1",
+        learning_starts=70,
+        target_update_interval=100,
+        exploration_fraction=0.5,
+        exploration_final_eps=0.1,
+        device="cpu",
+    )
+    target = model.q_net_target.state_dict()["q_net.0.weight"].clone()
+    published: list[dict[str, Any]] = []
+    with worker, EpisodeStream(at) as stream, WeightPublisher(at) as weights:
+        publish = weights.publish
+        monkeypatch.setattr(weights, "publish", lambda state: published.append(dict(state)) or publish(state))
+        *_, last = updates(model, stream, weights, total_timesteps=320)
+        worker.check()
+    assert last == model.num_timesteps >= 320
+    assert model.replay_buffer is not None
+    assert model.replay_buffer.size() == last
+    assert model._n_updates == (last - 70) // 4, "one for 4 steps, after the first 70"
+    assert (model.q_net_target.state_dict()["q_net.0.weight"] != target).any()
+    rates = [float(state["exploration_rate"]) for state in published]
+    assert rates[0] == 1.0
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+    assert model.ep_info_buffer

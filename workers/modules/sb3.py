@@ -11,7 +11,8 @@ A policy that settings cannot describe has a builder of your own:
     def build(spaces):
         return as_module(make_model().policy, spaces)
 
-The names in the state dict of such a module are those of SB3's `policy.state_dict()`. So a learner publishes just that.
+The names in the state dict of such a module are those of SB3's `policy.state_dict()`. So a learner publishes just that:
+for DQN and SAC the part that acts, `q_net` or `actor`, and for DQN its `exploration_rate` too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from stable_baselines3.common.distributions import (
     MultiCategoricalDistribution,
 )
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.dqn.policies import DQNPolicy
+from stable_baselines3.sac.policies import SACPolicy
 from torch import Tensor, nn
 
 from headrace.schemas.chunks.spaces import Spaces
@@ -61,7 +64,7 @@ def build(
 
 
 def as_module(policy: BasePolicy, spaces: Spaces) -> nn.Module:
-    """Return `policy` as a module that workers act with: that of PPO or A2C.
+    """Return `policy` as a module that workers act with: that of PPO, A2C, DQN or SAC.
 
     Raises `ModuleError` where the policy is for other spaces, or of a kind that cannot act on numbers it is given.
     """
@@ -71,9 +74,13 @@ def as_module(policy: BasePolicy, spaces: Spaces) -> nn.Module:
     policy.set_training_mode(False)
     if isinstance(policy, ActorCriticPolicy) and type(policy.action_dist) in _KINDS:
         return Sb3ActorCritic(policy)
+    if isinstance(policy, DQNPolicy):
+        return Sb3QNetwork(policy)
+    if isinstance(policy, SACPolicy) and not policy.actor.use_sde:
+        return Sb3Actor(policy)
     raise ModuleError(
-        f"{type(policy).__name__} of Stable-Baselines3 cannot act in workers: they take an ActorCriticPolicy without "
-        "gSDE (use_sde) or memory; write a module for it: see docs/guides/policy.md"
+        f"{type(policy).__name__} of Stable-Baselines3 cannot act in workers: they take those of PPO, A2C, DQN and "
+        "SAC, without gSDE (use_sde) or memory; write a module for it: see docs/guides/policy.md"
     )
 
 
@@ -125,6 +132,63 @@ class Sb3ActorCritic(nn.Module):
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Load tensors by the names that they have in SB3."""
         return self.policy.load_state_dict(*arguments, **options)
+
+
+class Sb3QNetwork(nn.Module):
+    """The Q-network of DQN. It explores with the `exploration_rate` that comes with its weights, 1 before the first."""
+
+    noise_size, noise_kind = 2, "uniform"
+
+    def __init__(self, policy: DQNPolicy) -> None:
+        super().__init__()
+        self.q_net = policy.q_net
+        self.exploration_rate: Tensor
+        self.register_buffer("exploration_rate", torch.ones(()))
+
+    @torch.no_grad()
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the best action, or any with the probability `exploration_rate`."""
+        values, noise = self.q_net(batch["obs"]), batch["noise"]
+        any_action = (noise[:, 1] * values.shape[1]).long().clamp(max=values.shape[1] - 1)
+        return {"actions": torch.where(noise[:, 0] < self.exploration_rate, any_action, values.argmax(1))}
+
+    @torch.no_grad()
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the best action."""
+        return {"actions": self.q_net(batch["obs"]).argmax(1)}
+
+
+class Sb3Actor(nn.Module):
+    """The actor of SAC. Its `actions` are in [-1, 1], as in SB3's buffer. The env gets them scaled to its bounds."""
+
+    noise_kind = "normal"
+
+    def __init__(self, policy: SACPolicy) -> None:
+        super().__init__()
+        self.actor = policy.actor
+        space: Any = policy.action_space
+        self._low, self._span = torch.as_tensor(space.low), torch.as_tensor(space.high - space.low)
+        self.noise_size = math.prod(space.shape)
+
+    @torch.no_grad()
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Sample actions by `batch["noise"]`."""
+        mean, log_std, _ = self.actor.get_action_dist_params(batch["obs"])
+        return self._answer(mean + log_std.exp() * batch["noise"])
+
+    @torch.no_grad()
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the action of the mean."""
+        return self._answer(self.actor.get_action_dist_params(batch["obs"])[0])
+
+    def _answer(self, gaussian: Tensor) -> dict[str, Any]:
+        actions = torch.tanh(gaussian).reshape(len(gaussian), *self._low.shape).to(self._low.dtype)
+        return {"actions": actions, "actions_for_env": self._low + 0.5 * (actions + 1.0) * self._span}
+
+    def policy_actions(self, env_actions: dict[str, Any]) -> dict[str, Any]:
+        """Return the actions in [-1, 1], by column, for which the env gets `env_actions`."""
+        low, span = self._low.numpy(), self._span.numpy()
+        return {name: 2.0 * (rows - low) / span - 1.0 for name, rows in env_actions.items()}
 
 
 def _sample(distribution: Distribution, noise: Tensor) -> Tensor:
