@@ -10,23 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.learner_stub.connector_merger import ConnectorMerger as ConnectorMerger
-    from headrace.learner_stub.gae import advantages as advantages
     from headrace.learner_stub.learner_state import LearnerState as LearnerState
     from headrace.learner_stub.learner_state import save_policy as save_policy
     from headrace.learner_stub.publisher import WeightPublisher as WeightPublisher
+    from headrace.learner_stub.returns import gae as gae
+    from headrace.learner_stub.returns import vtrace as vtrace
     from headrace.learner_stub.stream import EpisodeStream as EpisodeStream
     from headrace.learner_stub.tensors import to_torch as to_torch
-    from headrace.learner_stub.v_trace import vtrace as vtrace
+    from headrace.schemas.chunks.episodes import episodes_of as episodes_of
 
 _HOMES = {
     "ConnectorMerger": "headrace.learner_stub.connector_merger",
     "EpisodeStream": "headrace.learner_stub.stream",
     "LearnerState": "headrace.learner_stub.learner_state",
     "WeightPublisher": "headrace.learner_stub.publisher",
-    "advantages": "headrace.learner_stub.gae",
+    "episodes_of": "headrace.schemas.chunks.episodes",
+    "gae": "headrace.learner_stub.returns",
     "save_policy": "headrace.learner_stub.learner_state",
     "to_torch": "headrace.learner_stub.tensors",
-    "vtrace": "headrace.learner_stub.v_trace",
+    "vtrace": "headrace.learner_stub.returns",
 }
 
 __all__ = [
@@ -34,7 +36,8 @@ __all__ = [
     "EpisodeStream",
     "LearnerState",
     "WeightPublisher",
-    "advantages",
+    "episodes_of",
+    "gae",
     "save_policy",
     "to_torch",
     "vtrace",

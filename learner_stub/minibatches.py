@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.learner_stub.rollout import Rollout, map_nested, ranges
+from headrace.learner_stub.rollout import Rollout, map_nested
+from headrace.schemas.chunks.episodes import ranges
 from headrace.schemas.errors import ModuleError
 
 

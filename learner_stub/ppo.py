@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.gae import advantages
 from headrace.learner_stub.gradient_steps import (
     AutogradSteps,
     ClosedFormSteps,
@@ -42,6 +41,7 @@ from headrace.learner_stub.gradient_steps import (
 from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
 from headrace.learner_stub.minibatches import Minibatches, minibatches_for
 from headrace.learner_stub.module import TrainableModule, check_answer, make_closed_form
+from headrace.learner_stub.returns import gae
 from headrace.learner_stub.rollout import Rollout, join
 from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.training_stats import TrainingStats
@@ -101,16 +101,11 @@ class PPO:
 
     def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
         dist_inputs, all_values = self._forward(feed, interruption)
-        step_rows = rollout.step_rows
-        values = all_values[step_rows]
-        bootstraps = np.where(rollout.terminated, 0.0, all_values[rollout.last_rows])
         s = self.settings
-        advantage = advantages(
-            rollout.rewards, values, bootstraps, rollout.offsets, gamma=s.gamma, gae_lambda=s.gae_lambda
-        )
-        returns = advantage + values
+        estimate = gae(rollout.episodes, all_values, gamma=s.gamma, gae_lambda=s.gae_lambda)
+        advantage, returns = estimate.advantages, estimate.targets
         variance = float(returns.var())
-        logp = self.module.logp(dist_inputs[torch.from_numpy(step_rows)], rollout.actions)
+        logp = self.module.logp(dist_inputs[torch.from_numpy(rollout.step_rows)], rollout.actions)
         if logp.shape != rollout.logp.shape:
             raise ModuleError(
                 f"logp returned {tuple(logp.shape)} for {len(rollout)} steps; it must be one number a step"

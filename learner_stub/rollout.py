@@ -7,38 +7,41 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.learner_stub.tensors import to_torch
 from headrace.schemas.chunks.batch import OFF_POLICY, STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.chunks.episodes import Episodes, episodes_of, ranges
 from headrace.schemas.chunks.lookback import LOOKBACK
-from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ModuleError
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """N steps in C chunks, one after another. It owns its memory, so the batches it came from may be settled.
+    """N steps in C chunks, one after another. The tensors of received batches are copies.
 
+    - episodes: all of it as arrays, for `gae`.
     - obs: tensors (N + C, ...) in the nesting of the space: each chunk's T steps and the observation after them.
     - actions: tensors (N, ...), in the nesting of the space.
-    - logp: float32 (N,), of the behaviour policy. rewards: float64 (N,).
-    - offsets: int64 (C + 1,), where each chunk's steps begin. terminated: bool (C,).
+    - logp: float32 (N,), of the behaviour policy.
     - state_in: tensors (C, ...) by name, a recurrent module's memory before each chunk; empty for other modules.
     """
 
+    episodes: Episodes
     obs: Any
     actions: Any
     logp: Tensor
-    rewards: NDArray[np.float64]
-    offsets: NDArray[np.int64]
-    terminated: NDArray[np.bool_]
     state_in: dict[str, Tensor]
 
     def __len__(self) -> int:
-        return len(self.rewards)
+        return len(self.episodes)
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """Return where each chunk's steps begin: int64 (C + 1,)."""
+        return self.episodes.offsets
 
     @property
     def obs_offsets(self) -> NDArray[np.int64]:
@@ -48,13 +51,7 @@ class Rollout:
     @property
     def step_rows(self) -> NDArray[np.int64]:
         """Return the row of `obs` each step was taken from: int64 (N,)."""
-        chunks = np.arange(len(self.terminated))
-        return np.arange(len(self)) + np.repeat(chunks, np.diff(self.offsets))
-
-    @property
-    def last_rows(self) -> NDArray[np.int64]:
-        """Return the row of `obs` after each chunk's last step, from which to bootstrap: int64 (C,)."""
-        return self.offsets[1:] + np.arange(len(self.terminated))
+        return self.episodes.step_rows
 
 
 def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
@@ -72,19 +69,14 @@ def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
                 f"a batch of slot {batch.slot} has no column 'logp', which PPO needs; return it from "
                 "forward_exploration, and sample with explore = true"
             )
-    first = own[0]
     _check_alike(own)
-    columns = {name: np.concatenate([batch.columns[name] for batch in own]) for name in _needed(first)}
-    lengths = np.concatenate([batch.table["length"] for batch in own]).astype(np.int64)
-    ends = np.concatenate([batch.table["end"] for batch in own])
+    episodes = episodes_of([replace(batch, columns={n: batch.columns[n] for n in _needed(batch)}) for batch in own])
     return Rollout(
-        obs=map_nested(torch.from_numpy, nest(first.observation_space, columns, "obs")),
-        actions=map_nested(torch.from_numpy, nest(first.action_space, columns, "actions")),
-        logp=torch.from_numpy(columns["logp"]).float(),
-        rewards=columns["rewards"].astype(np.float64, copy=False),
-        offsets=np.concatenate(([0], np.cumsum(lengths))),
-        terminated=ends == ChunkEnd.TERMINATED,
-        state_in={n.removeprefix(STATE_IN): torch.from_numpy(c) for n, c in columns.items() if n.startswith(STATE_IN)},
+        episodes=episodes,
+        obs=to_torch(episodes.obs),
+        actions=to_torch(episodes.actions),
+        logp=to_torch(episodes.columns["logp"]).float(),
+        state_in=to_torch(episodes.state_in),
     )
 
 
@@ -126,7 +118,7 @@ def on_policy(batch: ChunkBatch) -> ChunkBatch:
     from its last one.
 
     The result has no lookback and infos. For a recurrent module, runs in the middle of a chunk are left out, since the
-    state before them is not known. Returns and lengths of episodes stay those at the end of the chunk that was split.
+    state before them is not known. Returns of episodes stay those at the end of the chunk that was split.
     """
     logged = batch.columns.get(OFF_POLICY)
     if logged is None or not logged.any():
@@ -145,6 +137,7 @@ def on_policy(batch: ChunkBatch) -> ChunkBatch:
         columns[name] = column[rows]
     table = batch.table[chunks]
     table["t_start"] += starts - batch.offsets[chunks]
+    table["episode_length"] -= batch.offsets[chunks + 1] - stops
     table["length"], table["lookback"] = stops - starts, 0
     table["end"] = np.where(stops == batch.offsets[chunks + 1], table["end"], ChunkEnd.ONGOING)
     return replace(batch, table=table, columns=columns, infos={}, order=None)
@@ -158,8 +151,3 @@ def _runs(
     before[offsets[:-1]] = after[offsets[1:] - 1] = False
     starts = np.flatnonzero(keep & ~before)
     return starts, np.flatnonzero(keep & ~after) + 1, np.searchsorted(offsets, starts, side="right") - 1
-
-
-def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [s, s + 1, ... s + n - 1] for each (s, n), one after another."""
-    return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(int(lengths.sum()))

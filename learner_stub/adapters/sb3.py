@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.learner_stub.gae import advantages
 from headrace.learner_stub.publisher import WeightPublisher
+from headrace.learner_stub.returns import gae
 from headrace.learner_stub.rollout import chosen, map_nested
 from headrace.learner_stub.stream import EpisodeStream
+from headrace.learner_stub.tensors import to_torch
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.episodes import episodes_of
 from headrace.schemas.errors import ModuleError
 
 _BUFFERS = ("RolloutBuffer", "DictRolloutBuffer", "ReplayBuffer", "DictReplayBuffer")
@@ -126,8 +128,8 @@ def fill(model: Any, batches: Sequence[ChunkBatch]) -> int:
     """Put the steps of `batches` into `model.rollout_buffer`, with their advantages; return how many.
 
     The buffer gets as many rows. Each holds what SB3's own `collect_rollouts` would: at a time limit the reward
-    contains the value of the last observation. Where a chunk is cut, or its episode was aborted, only the advantage
-    does. Such values are those of the model as it is now, the others those that the workers' policy gave.
+    contains the value of the last observation. Where an episode goes on in no chunk here, only the advantage does. Such
+    values are those of the model as it is now, the others those that the workers' policy gave.
 
     Random and logged actions are left out: they are no samples of a policy. Raises `ModuleError` for batches without
     `logp` or `values`.
@@ -141,30 +143,28 @@ def fill(model: Any, batches: Sequence[ChunkBatch]) -> int:
                 f"a batch of slot {batch.slot} has no column {min(missing)!r}, which SB3's rollout buffer needs; name "
                 "headrace.workers.modules.sb3:build in module.build, and sample with explore = true"
             )
-    parts = [batch.transitions() for batch in own]
-    rewards, last, truncated = (_joined([getattr(p, name) for p in parts]) for name in ("rewards", "last", "truncated"))
-    logp, values = (_joined([part.columns[name] for part in parts]) for name in ("logp", "values"))
-    is_first = np.concatenate([b.table["t_start"][p.chunk] == 0 for b, p in zip(own, parts, strict=True)])
-    after = _values(model, map_nested(lambda rows: rows[last], _joined([part.next_obs for part in parts])))
-    after[_joined([part.terminated for part in parts])[last]] = 0.0
-    rewards[last & truncated] += model.gamma * after[truncated[last]]
-    after[truncated[last]] = 0.0
-    offsets = np.append(0, np.flatnonzero(last) + 1)
+    episodes = episodes_of(own)
+    last = episodes.last_rows
+    values = np.empty(len(episodes) + len(last))
+    values[episodes.step_rows] = episodes.columns["values"]
+    values[last] = _values(model, map_nested(lambda rows: rows[last], episodes.obs))
+    returns = gae(episodes, values, gamma=model.gamma, gae_lambda=model.gae_lambda)
+    rewards = episodes.rewards.copy()
+    rewards[episodes.offsets[1:][episodes.truncated] - 1] += model.gamma * values[last[episodes.truncated]]
+    starts = np.zeros(len(episodes), np.bool_)
+    starts[episodes.offsets[:-1]] = np.concatenate([batch.table["t_start"] for batch in own]) == 0
     buffer = model.rollout_buffer
-    _reshape(buffer, 1, len(rewards))
+    _reshape(buffer, 1, len(episodes))
     buffer.add(
-        _joined([part.obs for part in parts]),
-        _joined([part.actions for part in parts]),
+        map_nested(lambda rows: rows[episodes.step_rows], episodes.obs),
+        episodes.actions,
         rewards,
-        np.roll(last, 1) & is_first,
-        torch.from_numpy(values),
-        torch.from_numpy(logp),
+        starts,
+        to_torch(episodes.columns["values"]),
+        to_torch(episodes.columns["logp"]),
     )
-    buffer.advantages[0] = advantages(
-        rewards, values.astype(np.float64), after, offsets, gamma=model.gamma, gae_lambda=model.gae_lambda
-    )
-    buffer.returns = buffer.advantages + buffer.values
-    return len(rewards)
+    buffer.advantages[0], buffer.returns[0] = returns.advantages, returns.targets
+    return len(episodes)
 
 
 class _Figures:
@@ -235,10 +235,3 @@ def _values(model: Any, obs: Any) -> NDArray[np.float64]:
     with torch.no_grad():
         values: NDArray[Any] = model.policy.predict_values(model.policy.obs_to_tensor(obs)[0]).flatten().cpu().numpy()
     return values.astype(np.float64)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Join arrays, or dicts of arrays, along their rows."""
-    if isinstance(parts[0], dict):
-        return {key: _joined([part[key] for part in parts]) for key in parts[0]}
-    return np.concatenate(parts)

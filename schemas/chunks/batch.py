@@ -45,6 +45,7 @@ from headrace.schemas.chunks.chunk import (
     EpisodeChunk,
     format_episode_id,
 )
+from headrace.schemas.chunks.episodes import Episodes, episodes_of
 from headrace.schemas.chunks.lookback import LOOKBACK, Lookback
 from headrace.schemas.chunks.spaces import Space, nest
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
@@ -278,6 +279,10 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     def _chunk_infos(self, i: int, length: int) -> list[dict[str, Any]]:
         sparse = self.infos.get(i)
         return [sparse.get(t, {}) for t in range(length + 1)] if sparse and length else []
+
+    def episodes(self) -> Episodes:
+        """Return all steps, how each chunk ends, and which one goes on where another is cut; see `Episodes`."""
+        return episodes_of((self,))
 
     def transitions(self) -> Transitions:
         """Return copies of all steps, each with the observation after it; see `Transitions`."""

@@ -73,11 +73,11 @@ def test_each_step_is_matched_with_the_observation_it_was_taken_from(make_batch:
     rollout = join([first, second])
     assert rollout is not None
     chunks = [chunk for batch in (first, second) for chunk in batch if len(chunk)]
-    seen, last = rollout.obs.numpy()[rollout.step_rows], rollout.obs.numpy()[rollout.last_rows]
+    seen, last = rollout.obs.numpy()[rollout.step_rows], rollout.obs.numpy()[rollout.episodes.last_rows]
     np.testing.assert_array_equal(seen, np.concatenate([chunk.obs[:-1] for chunk in chunks]))
     np.testing.assert_array_equal(last, np.stack([chunk.obs[-1] for chunk in chunks]))
     np.testing.assert_array_equal(rollout.actions.numpy(), np.concatenate([chunk.actions for chunk in chunks]))
-    assert rollout.terminated.tolist() == [False, True, False]
+    assert rollout.episodes.terminated.tolist() == [False, True, False]
 
 
 def test_random_actions_are_not_trained_on_but_counted(make_batch: MakeBatch, new_module: NewModule) -> None:

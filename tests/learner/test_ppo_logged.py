@@ -55,5 +55,5 @@ def test_the_ratio_of_a_logged_action_is_never_taken(make_batch: MakeBatch, logp
     assert rollout is not None
     assert len(rollout) == 6
     assert np.isfinite(rollout.logp.numpy()).all()
-    assert rollout.terminated.tolist() == [False] * 4
+    assert rollout.episodes.terminated.tolist() == [False] * 4
     assert join([with_logged(make_batch([5, 2, 4], ENDS), off_policy=np.ones(11, np.bool_))]) is None

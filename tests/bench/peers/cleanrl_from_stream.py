@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from own_fleet import run
 from torch import nn
 
-from headrace.learner_stub import EpisodeStream, WeightPublisher, advantages
+from headrace.learner_stub import EpisodeStream, WeightPublisher, episodes_of, gae, to_torch
 from headrace.workers.modules import actor_critic
 
 NUM_ENVS, LENGTH = 4, 128
@@ -35,24 +35,14 @@ def build(spaces: Any) -> Any:
 
 def update(agent: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> None:
     """Train on some batches: clipped objective, clipped value loss, entropy bonus."""
-    parts = [batch.transitions() for batch in batches]
-
-    def of(field: Callable[[Any], Any]) -> Any:
-        return np.concatenate([field(part) for part in parts])
-
-    obs, actions = torch.from_numpy(of(lambda part: part.obs)), torch.from_numpy(of(lambda part: part.actions))
-    logp, values = (torch.from_numpy(of(lambda part: part.columns[name])) for name in ("logp", "values"))  # noqa: B023
-    rewards, ends = of(lambda part: part.rewards), np.flatnonzero(of(lambda part: part.last))
+    episodes = to_torch(episodes_of(batches))
     with torch.no_grad():
-        last_obs = torch.from_numpy(of(lambda part: part.next_obs)[ends])
-        bootstraps = agent.forward_train({"obs": last_obs})["values"].numpy()
-    bootstraps = np.where(of(lambda part: part.terminated)[ends], 0.0, bootstraps)
-    offsets = np.concatenate(([0], ends + 1))
-    estimates = advantages(rewards, values.numpy(), bootstraps, offsets, gamma=GAMMA, gae_lambda=GAE_LAMBDA)
-    advantage = torch.from_numpy(estimates.astype(np.float32))
-    returns = advantage + values
+        every_value = agent.forward_train({"obs": episodes.obs})["values"]
+    estimate = gae(episodes, every_value, gamma=GAMMA, gae_lambda=GAE_LAMBDA)
+    advantage, returns, values = estimate.advantages, estimate.targets, every_value[episodes.step_rows]
+    obs, actions, logp = episodes.obs[episodes.step_rows], episodes.actions, episodes.columns["logp"]
     for _ in range(EPOCHS):
-        for some in torch.randperm(len(rewards)).chunk(MINIBATCHES):
+        for some in torch.randperm(len(actions)).chunk(MINIBATCHES):
             answer = agent.forward_train({"obs": obs[some]})
             ratio = (agent.logp(answer["action_dist_inputs"], actions[some]) - logp[some]).exp()
             scaled = (advantage[some] - advantage[some].mean()) / (advantage[some].std() + 1e-8)
