@@ -82,9 +82,11 @@ def test_dqn_trains_on_each_step_that_comes_and_sets_the_workers_rate_of_explora
     )
     target = model.q_net_target.state_dict()["q_net.0.weight"].clone()
     published: list[dict[str, Any]] = []
+    logged: dict[str, float] = {}
     with worker, EpisodeStream(at) as stream, WeightPublisher(at) as weights:
         publish = weights.publish
         monkeypatch.setattr(weights, "publish", lambda state: published.append(dict(state)) or publish(state))
+        monkeypatch.setattr(weights, "log", logged.update)
         *_, last = updates(model, stream, weights, total_timesteps=320)
         worker.check()
     assert last == model.num_timesteps >= 320
@@ -92,6 +94,7 @@ def test_dqn_trains_on_each_step_that_comes_and_sets_the_workers_rate_of_explora
     assert model.replay_buffer.size() == last
     assert model._n_updates == (last - 70) // 4, "one for 4 steps, after the first 70"
     assert (model.q_net_target.state_dict()["q_net.0.weight"] != target).any()
+    assert logged["train/loss"] > 0
     rates = [float(state["exploration_rate"]) for state in published]
     assert rates[0] == 1.0
     assert rates == sorted(rates, reverse=True)
