@@ -2,6 +2,9 @@
 
 Redis has them too, and its values are the newer ones. The reporter's thread writes the file when they have changed, and
 pauses after each write by its size.
+
+The file also has a sum of all lives that have ended, added up life by life. It is a witness: no broker goes on from it,
+and the audit compares the ledger with it. So the loss of books.json and Redis together cannot go unseen.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from typing import Any
 
 import orjson
 
+from headrace.broker.books_file import EndedLives
 from headrace.broker.redis.parser import HashParser
 from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.folded_lives import FoldedLives, fold
 from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.runner_counters import Counters
 from headrace.schemas.basics.run_files import replace_private
@@ -30,11 +35,16 @@ _BYTES_PER_S = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """The content of the file, as Redis has it under the keys of these names; `env_errors` is `errors` there."""
+    """The content of the file, as Redis has it under the keys of these names; `env_errors` is `errors` there.
+
+    Redis does not have `ended`.
+    """
 
     runner_state: Mapping[int, Counters] = field(default_factory=dict)
     metric_sums: Mapping[str, SumsOfLife] = field(default_factory=dict)
     env_errors: Mapping[str, EnvErrorRow] = field(default_factory=dict)
+    ended: Mapping[int, FoldedLives] = field(default_factory=dict)
+    """By slot, the sum of the lives that have ended."""
 
 
 class LifetimeFile:
@@ -46,6 +56,8 @@ class LifetimeFile:
         self._clock = clock
         self._written = b""
         self._not_before = clock()
+        self._ended: dict[int, FoldedLives] = {}
+        self._ended_as_json: dict[int, Any] = {}
 
     def read(self) -> Lifetime:
         """Return the content of the file; empty if there is none. Log and leave out what cannot be read."""
@@ -57,16 +69,42 @@ class LifetimeFile:
                 {name.encode(): orjson.dumps(value) for name, value in found[kind].items()}
                 for kind in ("runner_state", "metric_sums", "env_errors")
             ]
+            ended = {name.encode(): orjson.dumps(lives) for name, lives in found.get("ended", {}).items()}
         except FileNotFoundError:
             return Lifetime()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.error("%s cannot be used (%s); what it had is known from Redis only", self._path, error)
             return Lifetime()
         values = HashParser()
-        lifetime = Lifetime(values.runner_state(hashes[0]), values.metric_sums(hashes[1]), values.env_errors(hashes[2]))
+        lifetime = Lifetime(
+            values.runner_state(hashes[0]),
+            values.metric_sums(hashes[1]),
+            values.env_errors(hashes[2]),
+            values.folded(ended),
+        )
         for sentence in values.garbage:
             log.error("left out a value in %s: %s", self._path.name, sentence)
+        for slot, lives in lifetime.ended.items():
+            self._keep(slot, lives)
         return lifetime
+
+    def add_ended(self, ended: EndedLives) -> None:
+        """Add the lives of `ended` that are not in the sums yet. `write` writes them without a pause.
+
+        A slot without a sum begins with its folded lives, as after an upgrade.
+        """
+        for slot, lives in ended.folded.items():
+            if slot not in self._ended:
+                self._keep(slot, lives)
+        for row, counters in zip(ended.rows, ended.counters, strict=False):
+            lives_with_it = fold(self._ended.get(row.slot), row, counters)
+            if lives_with_it is not None:  # it is not in already
+                self._keep(row.slot, lives_with_it)
+
+    def _keep(self, slot: int, lives: FoldedLives) -> None:
+        self._ended[slot] = lives
+        self._ended_as_json[slot] = lives.model_dump(mode="json")
+        self._not_before = self._clock()
 
     def write(
         self,
@@ -88,6 +126,7 @@ class LifetimeFile:
             "runner_state": runner_state,
             "metric_sums": {name: life.model_dump() for name, life in metric_sums.items()},
             "env_errors": env_errors,
+            "ended": self._ended_as_json,
         }
         text = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
         self._not_before = now + max(SHORTEST_PAUSE_S, len(text) / _BYTES_PER_S)

@@ -293,9 +293,10 @@ class RedisReporter:
         """Write the books of ended lives to the file, before Redis gets them, and also while it is away."""
         if not self._mirror.has_new_ends:
             return
+        ended = self._mirror.ended()
         try:
             if self._books_file is not None:
-                self._books_file.write(self._mirror.ended())
+                self._books_file.write(ended)
         except OSError as error:
             if not self._file_failed:
                 log.error("books.json cannot be written (%s): recorders of ended lives stay, and Redis waits", error)
@@ -303,6 +304,8 @@ class RedisReporter:
         else:
             self._file_failed = False
             self._mirror.ends_written()
+            if self._lifetime_file is not None:
+                self._lifetime_file.add_ended(ended)
 
     def _write_lifetime(self, *, last: bool) -> None:
         """Write what Redis would lose with it to the file, also while Redis is away."""

@@ -17,6 +17,7 @@ end, of which the broker says nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,6 +56,35 @@ class FilteredBatch:
     markers: ChunkBatch | None
     left_out: Count
 
+    @property
+    def parts(self) -> list[ChunkBatch]:
+        """Return what is handed out, in order."""
+        return [part for part in (self.markers, self.batch) if part is not None and len(part)]
+
+
+@dataclass(frozen=True, slots=True)
+class _AtLearner:
+    """The newest chunk and the broken episode of each place, as in `SourceEpisodes`, at one moment."""
+
+    open: NDArray[np.void]
+    broken: dict[tuple[int, int], tuple[int, int]]
+
+    def after_markers(self, aborted: Sequence[np.void]) -> _AtLearner:
+        """Return the state once markers have ended these episodes."""
+        after = _AtLearner(self.open.copy(), dict(self.broken))
+        for row in aborted:
+            place = int(row["env_index"]), int(row["agent"])
+            after.open[place] = np.zeros((), CHUNK_TABLE)
+            after.broken[place] = _episode(row)
+        return after
+
+    def knows(self, env_index: int, player: int) -> bool:
+        """Return whether a chunk came from this place."""
+        if (env_index, player) in self.broken:
+            return True
+        inside = env_index < self.open.shape[0] and player < self.open.shape[1]
+        return inside and _episode(self.open[env_index, player]) != (0, 0)
+
 
 class SourceEpisodes:
     """The episodes of one source (slot, incarnation) that are open at the learner. Each batch is of one module.
@@ -77,6 +107,8 @@ class SourceEpisodes:
         """(agent, module) -> column of `_open`."""
         self._broken: dict[tuple[int, int], tuple[int, int]] = {}
         """By env and player: the episode that a marker has ended there. Further chunks of it may still arrive."""
+        self._handed_out: deque[_AtLearner] = deque()
+        """States before parts of a filtered batch that are not handed out yet, in order."""
         self._told: dict[tuple[int, int], np.void] = {}
         """By env and player: episodes in other places that were open when the source ended, in the form of `_open`."""
         self._resumed: set[str] = set()
@@ -95,6 +127,11 @@ class SourceEpisodes:
         self.observe(batch)
         return FilteredBatch(batch, None, (0, 0))
 
+    def note_handed_out(self) -> None:
+        """Note that the next part of a batch is at the learner's user."""
+        if self._handed_out:
+            self._handed_out.popleft()
+
     def observe(self, batch: ChunkBatch) -> None:
         """Note which episodes go on after this batch."""
         if not len(batch):
@@ -110,6 +147,7 @@ class SourceEpisodes:
         self._resume(batch.modules[0])
         keep = np.ones(len(batch), np.bool_)
         aborted: list[np.void] = []
+        before = _AtLearner(self._open.copy(), dict(self._broken))
         for i in in_order(rows):
             row = rows[i]
             keep[i] = self._continues(row, int(batch.table["t_start"][i]), aborted)
@@ -118,7 +156,10 @@ class SourceEpisodes:
         kept = batch if keep.all() else batch.select(keep)
         left_out = (batch.steps - kept.steps, len(batch) - len(kept))
         markers = self._markers(batch.modules[0], aborted, self.gap_reason) if aborted else None
-        return FilteredBatch(kept, markers, left_out)
+        found = FilteredBatch(kept, markers, left_out)
+        states = (before, before.after_markers(aborted)) if aborted else (before,)
+        self._handed_out.extend(states[: len(found.parts)])
+        return found
 
     def learn(self, end: SourceEnd, spaces: Mapping[str, Spaces]) -> None:
         """Take over which episodes were open at the end of a source that began before this learner.
@@ -152,11 +193,13 @@ class SourceEpisodes:
         """Return the open episodes for the learner's own checkpoint, and those that a marker has ended.
 
         None if there is none. An ended one is a row of no steps with ABORTED: its further chunks are still left out.
+        After a gap, both are as of what `note_handed_out` has told of.
         """
         players, agents, modules = list(self._players), list[str](), list[str]()
-        known = self._open[(self._open["length"] > 0) & (self._open["end"] == ChunkEnd.ONGOING)]
-        ended = np.zeros(len(self._broken), CHUNK_TABLE)
-        for row, (place, episode) in zip(ended, self._broken.items(), strict=True):
+        now = self._handed_out[0] if self._handed_out else _AtLearner(self._open, self._broken)
+        known = now.open[(now.open["length"] > 0) & (now.open["end"] == ChunkEnd.ONGOING)]
+        ended = np.zeros(len(now.broken), CHUNK_TABLE)
+        for row, (place, episode) in zip(ended, now.broken.items(), strict=True):
             row["env_index"], row["agent"] = place
             row["id_high"], row["id_low"] = episode
             row["end"] = ChunkEnd.ABORTED
@@ -174,7 +217,8 @@ class SourceEpisodes:
             older, kept = self._before.after(0).copy(), []
             for i, chunk in enumerate(older["chunk"]):
                 agent, module = self._before.agents[chunk["agent"]], self._before.modules[chunk["module"]]
-                if not self._knows(int(chunk["env_index"]), (agent, module)):
+                column = self._players.get((agent, module), int(now.open.shape[1]))
+                if not now.knows(int(chunk["env_index"]), column):
                     chunk["agent"], chunk["module"] = index_of(agent, agents), index_of(module, modules)
                     kept.append(i)
             rows, columns = np.concatenate([rows, older[kept]]), {**self._before.columns, **columns}
@@ -188,10 +232,7 @@ class SourceEpisodes:
     def _knows(self, env_index: int, player: tuple[str, str]) -> bool:
         """Return whether a chunk came from this place."""
         column = self._players.get(player, self._open.shape[1])
-        if (env_index, column) in self._broken:
-            return True
-        inside = env_index < self._open.shape[0] and column < self._open.shape[1]
-        return inside and _episode(self._open[env_index, column]) != (0, 0)
+        return _AtLearner(self._open, self._broken).knows(env_index, column)
 
     def end(self, reason: str) -> list[ChunkBatch]:
         """End all open episodes, since no more batches come from this source.
@@ -257,7 +298,7 @@ class SourceEpisodes:
         place, episode = (int(row["env_index"]), int(row["agent"])), _episode(row)
         last = self._open[place]
         if is_open(last):
-            # Chunks up to the last one come again where a checkpoint was made between markers and their batch.
+            # Chunks up to the last one come again after a checkpoint of an older version, made before their batch.
             if _episode(last) == episode and row["chunk_index"] <= last["chunk_index"] + 1:
                 return True
             aborted.append(last.copy())

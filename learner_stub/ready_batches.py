@@ -80,6 +80,8 @@ class ReadyBatches:
         `newest` is the present newest version, which may be above that of `open`.
         """
         ready = self._ready.popleft()
+        if ready.arrival.kind is ArrivalKind.BATCH and ready.arrival.key in self._episodes:
+            self._episodes[ready.arrival.key].note_handed_out()
         if ready.settles:
             self._session.settle(ready.arrival, ready.committed, ready.dropped)
             if ready.arrival.kind is ArrivalKind.END:
@@ -141,7 +143,7 @@ class ReadyBatches:
         if sifted.left_out != (0, 0):
             dropped = {Drop.GAP.value: sifted.left_out}
             self.dropped[Drop.GAP] += sifted.left_out[0]
-        given = [part for part in (sifted.markers, sifted.batch) if part is not None and len(part)]
+        given = sifted.parts
         for part in given:
             self._ready.append(_Ready(part, arrival, committed, dropped, settles=part is given[-1]))
         if not given:

@@ -1,7 +1,7 @@
 """The evidence in a run directory, with which the audit compares the ledger.
 
-The evidence does not come from the broker that writes the ledger. Workers write recorders, and the learner writes its
-position in the stream into its checkpoint.
+Workers write recorders. The learner writes its position in the stream into its checkpoint. The broker keeps a sum of
+ended lives in lifetime.json, apart from the books: it shows whether Redis and books.json were lost together.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from headrace.broker.lifetime_file import LifetimeFile
 from headrace.deploy.process.recorders import Life, covers, is_written_to, recorders_in
 from headrace.deploy.report.run_facts import keepers_that_failed
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import read_told
 from headrace.deploy.run.saved_policy import NEWEST_FILE
 from headrace.deploy.run.several_brokers import learner_dir
+from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
 from headrace.schemas.messages import SourcePosition
@@ -39,6 +41,8 @@ class Evidence:
     """Recorders that cannot be read."""
     position: Mapping[Life, Settled] = field(default_factory=dict)
     """Position of the learner's newest checkpoint in the batches of each life."""
+    ended: Mapping[int, FoldedLives] = field(default_factory=dict)
+    """By slot, the lives whose ends the broker has had in its books, as lifetime.json says."""
     failed: tuple[str, ...] = ()
     """Which of broker and Redis, in words, failed for good, so that the run ended."""
 
@@ -56,7 +60,9 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
             unreadable.append(path)
     told = read_told(learner_dir(run_dir) / NEWEST_FILE) or {}
     position = settled_by_life(told.get("position", []), fleet_id)
-    return Evidence(readings, frozenset(living), tuple(unreadable), position, tuple(keepers_that_failed(run_dir)))
+    ended = LifetimeFile(run_dir, fleet_id).read().ended
+    failed = tuple(keepers_that_failed(run_dir))
+    return Evidence(readings, frozenset(living), tuple(unreadable), position, ended, failed)
 
 
 def contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
@@ -82,6 +88,7 @@ def _contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
         if worker.get("incarnation") == life[1] and worker.get("host") != platform.node():
             continue  # it lives on another machine that has the same folder
         yield from _unread_recorder(life, evidence.recorders[life], snapshot)
+    yield from _lost_ends(evidence, snapshot)
     if evidence.position and not snapshot.rows and not snapshot.folded:
         steps = sum(settled.committed[0] for settled in evidence.position.values())
         yield f"the ledger is empty, although the learner has trained on {steps:,} steps ({NEWEST_FILE} says so)"
@@ -113,6 +120,23 @@ def _unread_recorder(life: Life, reading: Reading, snapshot: Snapshot) -> Iterat
         f"slot {life[0]} incarnation {life[1]}: its worker has ended after {reading.totals.stepped:,} steps, as its "
         f"recorder says, but the ledger {known}; the next `headrace up` in this run directory reads the recorder"
     )
+
+
+def _lost_ends(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a sentence for each slot of which the ledger has fewer ended lives than it had, or fewer of their steps."""
+    known = {slot: (folded.lives, folded.row.totals.stepped) for slot, folded in snapshot.folded.items()}
+    for row in snapshot.rows.values():
+        if row.closed:
+            lives, steps = known.get(row.slot, (0, 0))
+            known[row.slot] = lives + 1, steps + row.totals.stepped
+    for slot, ended in sorted(evidence.ended.items()):
+        lives, steps = known.get(slot, (0, 0))
+        if lives < ended.lives or steps < ended.row.totals.stepped:
+            yield (
+                f"slot {slot}: {ended.lives} of its lives had ended after {ended.row.totals.stepped:,} steps together, "
+                f"as lifetime.json says, but the ledger knows {lives} ended lives with {steps:,} steps; the next "
+                "`headrace up` in this run directory reports them again, unless books.json has lost them too"
+            )
 
 
 def settled_by_life(position: Any, fleet_id: str) -> dict[Life, Settled]:

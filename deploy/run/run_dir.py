@@ -6,7 +6,8 @@ DIR/.*.seal          the seals of config.json and settings.json (`seal.py`)
 DIR/config.json      the resolved configuration that the children read; 0600, for the same reason
 DIR/broker.json      the broker's own: its endpoints, and its state for a restart
 DIR/books.json       the books of ended lives of workers, for an empty Redis (`books_file.py`)
-DIR/lifetime.json    counters of runners, logged sums and env failures, for an empty Redis too (`lifetime_file.py`)
+DIR/lifetime.json    counters of runners, logged sums and env failures, for an empty Redis too; a sum of ended lives, by
+                     which the audit sees that the books were lost (`lifetime_file.py`)
 DIR/token            what the broker on loopback asks of its peers (`schemas/credentials/loopback_token.py`); 0600
 DIR/ipc/             the broker's Unix sockets, if it has them (`schemas/peers/socket_folder.py`); 0700
 DIR/lock             held while a supervisor lives

@@ -117,9 +117,9 @@ class RunFiles:
         )
         sums = {"past": SumsOfLife(sums={"wins": 2.0})}
         failures = EnvErrorRow(kind="env_exception", count=2, slots=[3], lives={"3/2": 2})
-        LifetimeFile(self.folder, FLEET).write(
-            {3: {"num_episodes_lifetime": 7}}, sums, {failures.fingerprint: failures.model_dump()}
-        )
+        lifetime = LifetimeFile(self.folder, FLEET)
+        lifetime.add_ended(EndedLives(folded={3: folded}, rows=[row], counters=[{}]))
+        lifetime.write({3: {"num_episodes_lifetime": 7}}, sums, {failures.fingerprint: failures.model_dump()})
         fleet = FleetFile(fleet_id=FLEET, state="running", supervisor_pid=os.getpid(), started=1.0, env_steps=9)
         self.fleet = fleet.model_dump() | {
             "best_return": 1.5,
@@ -334,6 +334,7 @@ class RunFiles:
         yield "log of episodes in an obituary", self._episodes, self._read_ends
         yield "books.json", partial(self._json, "books.json", books), self._read_books
         yield "lifetime.json", partial(self._json, "lifetime.json", lifetime), self._read_lifetime
+        yield "lifetime.json in an audit", partial(self._json, "lifetime.json", lifetime), self._read_audit
         yield "broker.json", partial(self._json, "broker.json", broker), self._read_state
         yield "broker.json in an audit", partial(self._json, "broker.json", broker), self._read_audit
         yield "fleet.json", partial(self._json, "fleet.json", self.fleet), self._read_fleet

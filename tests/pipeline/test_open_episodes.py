@@ -92,6 +92,7 @@ def test_the_episode_log_gives_the_open_episodes_after_each_unsettled_batch(
     width=st.integers(1, 4),
     missing=st.sets(st.integers(0, 19)),
     resumes=st.sets(st.integers(1, 19), max_size=4),
+    between=st.sets(st.integers(1, 19)),
     has_log=st.booleans(),
 )
 def test_a_learner_that_goes_on_from_its_checkpoint_ends_each_episode_once(
@@ -100,25 +101,38 @@ def test_a_learner_that_goes_on_from_its_checkpoint_ends_each_episode_once(
     width: int,
     missing: set[int],
     resumes: set[int],
+    between: set[int],
     has_log: bool,
 ) -> None:
-    """A batch may be missing right after the checkpoint, or before it: what it broke stays broken."""
+    """A batch may be missing right after the checkpoint, or before it: what it broke stays broken.
+
+    between: batches before which a checkpoint is made once their markers were handed out.
+    """
+
+    def go_on() -> SourceEpisodes:
+        told = episodes.still_open()
+        before = told and OpenEpisodes.model_validate_json(told.model_dump_json())
+        return SourceEpisodes(is_whole=False, before=before, gap_reason=episodes.gap_reason)
+
     path = tmp_path_factory.mktemp("log") / "worker-0-1.episodes"
     batches, log = Envs(seed, width, fails=0.1).fragments(20), EpisodeLog(path)
     episodes, witness = SourceEpisodes(), Witness()
     for number, batch in enumerate(batches):
         log.append(batch, number + 1, 0)
         if number in resumes:
-            told = episodes.still_open()
-            before = told and OpenEpisodes.model_validate_json(told.model_dump_json())
-            episodes = SourceEpisodes(is_whole=False, before=before, gap_reason=episodes.gap_reason)
+            episodes = go_on()
         if number in missing:
             episodes.gap_reason = "overflow"
             continue
-        sifted = episodes.take(batch)
-        if sifted.markers is not None:
-            witness.see(sifted.markers)
-        witness.see(sifted.batch)
+        parts = episodes.take(batch).parts
+        if number in between and len(parts) == 2:
+            witness.see(parts[0])
+            episodes.note_handed_out()
+            episodes = go_on()
+            parts = episodes.take(batch).parts
+        for part in parts:
+            witness.see(part)
+            episodes.note_handed_out()
     log.close()
     told = read_open_episodes(path, 20) if has_log else None
     episodes.learn(SourceEnd(slot=0, incarnation=1, seq=20, reason="worker_killed", open_episodes=told), MODULES)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.deploy.report.audit import audit
+from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_inventory import Inventory
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream
@@ -108,3 +109,46 @@ def test_counters_never_go_back_history_stays_and_no_key_is_left_behind(
     assert len(last.sources) <= 3, "counters of folded lives are left"
     with Inventory(server.url) as inventory:
         assert {entry.key for entry in inventory.keys(FLEET)} <= set(keys.TABLE)
+
+
+@pytest.mark.parametrize("lost", [("books.json",), ("redis",), ("books.json", "redis")])
+def test_the_audit_is_red_for_good_once_books_json_and_redis_are_lost_together(
+    tmp_path: Path, make_server: Callable[..., Any], lost: tuple[str, ...]
+) -> None:
+    server = make_server("--appendfsync", "always").start()
+    settings: dict[str, Any] = {"redis_url": server.url, "report_interval_s": 0.02, "heartbeat_interval_s": 0.05}
+
+    def problems() -> list[str]:
+        evidence = read_evidence(tmp_path, FLEET)
+        with FleetView(server.url, FLEET) as view:
+            return audit(view.read(), evidence)
+
+    def live(numbers: range) -> None:
+        with BrokerThread(tmp_path, **settings) as broker:
+            learner = Reader(broker.endpoints.learner)
+            learner.start()
+            try:
+                for life in numbers:
+                    with Feeder(broker.endpoints.worker, Envs(life).fragments(2), slot=0) as worker:
+                        wait_until(worker.all_settled, f"the batches of life {life}")
+                        worker.leave()
+                        wait_until(lambda: worker.session.over, f"the end of life {life}")
+            finally:
+                learner.stop()
+
+    live(range(1, 5))
+    assert problems() == []
+    if "books.json" in lost:
+        (tmp_path / "books.json").unlink()
+    if "redis" in lost:
+        with server.client() as client:
+            client.flushall()
+    for lives in (range(5, 6), range(6, 10)):  # as many again do not hide the loss
+        live(lives)
+        found = problems()
+        if len(lost) == 1:
+            assert found == []
+            continue
+        assert [sentence[:7] for sentence in found] == ["slot 0:"]
+        assert f"{lives[-1]} of its lives had ended" in found[0]
+        assert f"the ledger knows {lives[-1] - 4} ended lives" in found[0]
