@@ -1,0 +1,126 @@
+"""A stream as a dataset of torch: in a `DataLoader`, over a restart with a checkpoint, and after the end of a fleet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from headrace.learner_stub import EpisodeStream, LearnerState
+from headrace.learner_stub.adapters.torch_dataset import EpisodeDataset
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.errors import ConfigError
+from support.pipeline.delivery import BrokerThread, Envs, StartFeeder
+from support.waiting import TIMEOUT_S, wait_until
+
+OpenStream = Callable[..., EpisodeStream]
+
+
+@pytest.fixture
+def open_stream(stack: ExitStack, broker: BrokerThread) -> OpenStream:
+    """`open_stream(...)`: a stream from the broker, on which a loop ends after a second without a batch."""
+    return lambda **settings: stack.enter_context(
+        EpisodeStream(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S, batch_timeout_s=1.0, **settings)
+    )
+
+
+def loader(stream: EpisodeStream) -> Any:
+    return DataLoader(EpisodeDataset(stream), batch_size=None)
+
+
+def test_a_loader_gives_every_step_and_leaves_end_markers_out(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder
+) -> None:
+    batches: list[ChunkBatch] = []
+    for batch in Envs(2, fails=0.1).fragments(12):
+        has_steps = batch.table["length"] > 0
+        batches += [batch] if has_steps.all() else [batch.select(has_steps), batch.select(~has_steps)]
+    assert len(batches) > 12
+    feeder = start_feeder(broker.endpoints.worker, batches)
+    stream = open_stream()
+    items = list(loader(stream))
+    assert sum(len(item) for item in items) == sum(batch.steps for batch in batches)
+    assert all(len(item) and isinstance(item.next_obs, torch.Tensor) for item in items)
+    items[0].obs.add_(1.0)  # its own memory
+    assert stream.delivered == len(batches) > len(items)
+    stream.commit()
+    wait_until(feeder.all_settled, "the settlement of all batches, with that of the markers")
+
+
+_FORKS = """
+import sys
+from torch.utils.data import DataLoader
+from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.adapters.torch_dataset import EpisodeDataset
+from headrace.schemas.errors import ConfigError
+
+with EpisodeStream(sys.argv[1], batch_timeout_s=1.0) as stream:
+    dataset = EpisodeDataset(stream)
+    try:
+        next(iter(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")))
+    except ConfigError as error:
+        print(str(error).replace("\\n", " "))
+    print(sum(len(steps) for steps in DataLoader(dataset, batch_size=None)))
+"""
+"""A process of its own: one with other threads must not fork."""
+
+
+def test_worker_processes_are_refused_and_take_nothing(broker: BrokerThread, start_feeder: StartFeeder) -> None:
+    batches = Envs(3).fragments(5)
+    start_feeder(broker.endpoints.worker, batches)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKS, broker.endpoints.learner]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    refusal, steps = ended.stdout.splitlines()
+    assert "one reader, this process" in refusal
+    assert "num_workers=0" in refusal
+    assert int(steps) == sum(batch.steps for batch in batches)
+
+
+def test_a_dataset_cannot_be_sent_to_another_process(open_stream: OpenStream) -> None:
+    with pytest.raises(ConfigError, match="one reader"):
+        ForkingPickler.dumps(EpisodeDataset(open_stream()))
+
+
+def test_a_learner_that_dies_between_checkpoint_and_commit_trains_on_each_step_once(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    batches = Envs(4, fails=0.0).fragments(12)
+    start_feeder(broker.endpoints.worker, batches)
+    state, seen = LearnerState(tmp_path), 0
+    first = open_stream(auto_commit=False)
+    for number, steps in enumerate(loader(first)):
+        seen += len(steps)
+        state.save(first, {"w": torch.ones(1)}, steps=seen)
+        if number == 6:
+            break  # the last one is saved, and not committed
+        first.commit()
+    first.close()
+    saved = state.load()
+    assert saved is not None
+    assert saved.steps == seen
+    second = open_stream(position=saved.position)
+    seen += sum(len(steps) for steps in loader(second))
+    assert seen == sum(batch.steps for batch in batches)
+
+
+@pytest.mark.thorough
+def test_a_dataset_of_an_ended_fleet_is_empty_and_says_why(
+    broker: BrokerThread, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = stack.enter_context(
+        EpisodeStream(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S, silence_timeout_s=0.3)
+    )
+    broker.stop()
+    assert list(loader(stream)) == []
+    caplog.clear()
+    assert list(loader(stream)) == []
+    assert "the dataset has no more items: " in caplog.text
