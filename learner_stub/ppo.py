@@ -9,8 +9,8 @@ Schulman et al., Proximal Policy Optimization Algorithms (2017). An asynchronous
 - Values are computed by the module as it is now, not read from the `values` column. An old value function's error would
   go into advantages and returns, and one forward pass is a small part of an update.
 - A recurrent module is trained on whole chunks, each from the state that was stored with it.
-- A chunk is bootstrapped from its last observation unless the episode terminated there: an episode that was cut,
-  truncated or aborted would have gone on.
+- Where a chunk is cut, advantages go on through the next chunk of its episode, if the update has it. Else the chunk is
+  bootstrapped from its last observation, unless the episode terminated there: it would have gone on.
 - The value loss is divided by the variance of the returns where that is above 1. Policy and value share layers, and
   returns in the hundreds would otherwise leave the policy little of the clipped gradient.
 

@@ -12,6 +12,7 @@ them where the episode terminated.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.batch import OFF_POLICY
 from headrace.schemas.chunks.episodes import Episodes, ranges
 from headrace.schemas.errors import ModuleError
+
+_FEW_TOGETHER = 25
+"""Chunks that must walk together, in the mean, for numpy's calls at each step back to cost less than a plain loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,8 @@ def sum_backwards(
     result, lengths = terms.copy(), np.diff(offsets)
     if len(lengths) == 0:
         return result
+    if len(terms) < _FEW_TOGETHER * int(lengths.max()):
+        return _sum_one_by_one(terms.tolist(), decays.tolist(), offsets.tolist())
     # All chunks walk back from their last step together, the longest first, so that those still walking are a prefix.
     order = np.argsort(-lengths, kind="stable")
     last = (offsets[1:] - 1)[order]
@@ -184,3 +190,10 @@ def sum_backwards(
         row = last[: walking[back]] - back
         result[row] += decays[row] * result[row + 1]
     return result
+
+
+def _sum_one_by_one(terms: list[float], decays: list[float], offsets: list[int]) -> NDArray[np.float64]:
+    for start, stop in pairwise(offsets):
+        for t in range(stop - 2, start - 1, -1):
+            terms[t] += decays[t] * terms[t + 1]
+    return np.array(terms)

@@ -74,7 +74,7 @@ def episodes_of(batches: Sequence[ChunkBatch]) -> Episodes:
             )
     shared = [name for name in first.columns if all(name in batch.columns for batch in batches)]
     columns = {name: _joined([batch.columns[name] for batch in batches]) for name in shared}
-    chunks = _joined([batch.table[batch.table["length"] > 0] for batch in batches])
+    chunks = _joined([_with_steps(batch) for batch in batches])
     lengths = chunks["length"].astype(np.int64)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     number = np.arange(len(chunks))
@@ -107,13 +107,19 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
+def _with_steps(batch: ChunkBatch) -> NDArray[np.void]:
+    """Return the table without end markers; the batch's own where it has none, since copies of records are slow."""
+    has_steps = batch.table["length"] > 0
+    return batch.table if has_steps.all() else batch.table[has_steps]
+
+
 def _agents(batches: Sequence[ChunkBatch]) -> NDArray[np.int64]:
     """Return a number for the agent of each chunk with steps: batches number their agents in different ways."""
     names: dict[str, int] = {}
     parts = []
     for batch in batches:
         numbers = np.array([names.setdefault(name, len(names)) for name in batch.agents], np.int64)
-        parts.append(numbers[batch.table["agent"][batch.table["length"] > 0]])
+        parts.append(numbers[_with_steps(batch)["agent"]])
     return _joined(parts)
 
 

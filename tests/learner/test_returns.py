@@ -227,6 +227,27 @@ def test_a_logged_action_teaches_nothing_and_ends_the_trace(make_batch: MakeBatc
     )
 
 
+def test_a_chunk_goes_on_only_in_the_rest_of_its_own_agents_open_episode(make_batch: MakeBatch) -> None:
+    """Sorted by episode and agent, each chunk is followed by one that starts where it stops."""
+    first = make_batch([3, 3, 3], [ChunkEnd.ONGOING, ChunkEnd.ONGOING, ChunkEnd.TERMINATED])
+    second = make_batch([2, 2, 2], [ChunkEnd.ONGOING] * 3)
+    first, second = replace(first, agents=("a", "b")), replace(second, agents=("b", "a"))
+    first.table["id_low"], first.table["agent"], first.table["episode_length"] = [1, 1, 2], [0, 1, 0], [3, 8, 3]
+    second.table["id_low"], second.table["agent"], second.table["episode_length"] = [1, 2, 3], [1, 1, 1], [5, 5, 7]
+    assert episodes_of([first, second]).next_chunk.tolist() == [3, -1, -1, -1, -1, -1]
+    assert episodes_of([second, first]).next_chunk.tolist() == [-1, -1, -1, 0, -1, -1]
+
+
+@pytest.mark.parametrize("chunks", [1, 24, 25, 60])
+def test_many_chunks_at_once_are_summed_as_few_are(make_batch: MakeBatch, chunks: int) -> None:
+    lengths = [1 + i % 4 for i in range(chunks)] * 2
+    batch = make_batch(lengths, [ChunkEnd.TRUNCATED] * len(lengths))
+    episodes = batch.episodes()
+    expected = [advantage for chunk in batch for advantage in loop_gae(chunk)[0]]
+    found = gae(episodes, value_of(episodes.obs), gamma=GAMMA, gae_lambda=LAMBDA).advantages
+    np.testing.assert_allclose(found, expected, rtol=0.0, atol=1e-12)
+
+
 def test_episodes_of_one_batch_are_its_own_arrays(batches: list[ChunkBatch]) -> None:
     batch = next(batch for batch in batches if any(not len(chunk) for chunk in batch))
     episodes = batch.episodes()
