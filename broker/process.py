@@ -19,6 +19,7 @@ import zmq
 from headrace.broker.books_file import BooksFile
 from headrace.broker.core import BrokerCore
 from headrace.broker.keyed_peers import KeyedPeers
+from headrace.broker.learner_rows_file import LearnerRowsFile
 from headrace.broker.lifetime_file import LifetimeFile
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.logged_batches import LoggedBatches, warn_of_log
@@ -232,7 +233,16 @@ class Broker:
             "settings": orjson.dumps(settings or {}).decode(),
         }
         self.reporter = (
-            RedisReporter(redis_url, fleet_id, books_file, live_s, weights_per_hour, about, lifetime_file)
+            RedisReporter(
+                redis_url,
+                fleet_id,
+                books_file,
+                live_s,
+                weights_per_hour,
+                about,
+                lifetime_file,
+                LearnerRowsFile(run_dir, fleet_id),
+            )
             if redis_url
             else None
         )

@@ -149,7 +149,7 @@ def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, chan
 
 
 def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
-    restarts, learner_rows = fleet.supervisor.restarts(), fleet.take_learner_rows()
+    restarts, learner_rows = fleet.supervisor.restarts(), fleet.take_learner_rows(last=last)
     run_log.observe(fleet.snapshot, restarts, learner_rows, fleet.evaluations.take_new(), last=last)
 
 

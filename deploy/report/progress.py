@@ -45,10 +45,14 @@ class ProgressView:
     held_batches: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Steps that were cut and will not reach the learner, by reason."""
+    discarded: Mapping[str, int] = field(default_factory=dict)
+    """Steps that never became a chunk, by reason."""
+    agent_steps: int = 0
+    """All agent steps, in terms of which these two are counted."""
     restarts: Mapping[str, int] = field(default_factory=dict)
     redis_age_s: float = 0.0
     env_failures: str = ""
-    """Text that says how often envs have failed, and names the newest failure; "" for no failure."""
+    """Text that says how often envs have failed, and names the newest and the first failure; "" for none."""
     revoked: Mapping[str, int] = field(default_factory=dict)
     """Sessions that ended because their key was revoked, by the name of the key."""
     waiting: str = ""
@@ -78,6 +82,8 @@ class ProgressView:
             weights_lag=weights_lag(snapshot),
             held_batches=int(gauges.get("held_batches", 0)),
             dropped=dropped_steps(snapshot.totals),
+            discarded={reason: steps for reason, steps in snapshot.fleet.discarded.items() if steps},
+            agent_steps=snapshot.fleet.stepped,
             restarts=restarts,
             redis_age_s=redis_age_s,
             evaluation=evaluation,
@@ -100,9 +106,8 @@ class ProgressView:
             ("queue", f"{self.held_batches} batches"),
             ("restarts", name_restarts(self.restarts)),
         ]
-        if self.dropped:
-            by_reason = ", ".join(f"{reason} {steps:,}" for reason, steps in self.dropped.items())
-            rows.append(("dropped", f"{sum(self.dropped.values()):,} steps ({by_reason})"))
+        lost = {"dropped": self.dropped, "discarded": self.discarded}
+        rows += [(what, self._lost(by_reason)) for what, by_reason in lost.items() if by_reason]
         if self.evaluation is not None:
             rows.append(("evaluation", describe(self.evaluation)))
         if self.env_failures:
@@ -118,6 +123,11 @@ class ProgressView:
     def in_one_line(self) -> str:
         """Return all labels and values as one line."""
         return "  ".join(f"{what} {value}" for what, value in self.rows())
+
+    def _lost(self, by_reason: Mapping[str, int]) -> str:
+        total = sum(by_reason.values())
+        share = f"{100 * total / self.agent_steps:.2g} % of all: " if self.agent_steps >= total else ""
+        return f"{total:,} steps ({share}{', '.join(f'{one_line(why)} {steps:,}' for why, steps in by_reason.items())})"
 
     def _steps(self) -> str:
         steps, until = self.numbers.steps, self.goal.until_steps
@@ -154,7 +164,10 @@ def dropped_steps(totals: Mapping[str, float]) -> dict[str, int]:
 
 
 def env_failures(snapshot: Snapshot) -> str:
-    """Return, in words, how often envs of connected workers have failed, and the newest failure; "" for none."""
+    """Return, in words, how often envs of connected workers have failed, and the newest failure; "" for none.
+
+    The first failure is told too where it had another cause.
+    """
     failed = [
         (number(state.get("env_failure_age_s")), slot, state)
         for slot, state in snapshot.workers.items()
@@ -164,9 +177,18 @@ def env_failures(snapshot: Snapshot) -> str:
         return ""
     age_s, slot, state = min(failed, key=lambda one: one[0])
     total = sum(number(state["env_failures"]) for _, _, state in failed)
-    text = str(state.get("env_failure", ""))[:MOST_SHORT_DETAIL]
-    said = "".join(c if c.isprintable() else "?" for c in text)
-    return f"{total:,.0f}, the newest {age_s:.0f} s ago (worker-{slot}: {said})"
+    newest = _printable(str(state.get("env_failure", "")))
+    told = f"{total:,.0f}, the newest {age_s:.0f} s ago (worker-{slot}: {newest})"
+    return f"{told}, the first ({_first_cause(snapshot)})" if len(snapshot.errors) > 1 else told
+
+
+def _first_cause(snapshot: Snapshot) -> str:
+    first = min(snapshot.errors.values(), key=lambda group: group.first_unix_s)
+    return _printable(f"{first.kind}: {first.exception}: {first.message}") + f", {first.count:,} of this kind"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text[:MOST_SHORT_DETAIL])
 
 
 def number(value: Any) -> float:

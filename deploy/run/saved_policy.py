@@ -8,6 +8,7 @@ the file beside the checkpoint, or another file that the caller names, overridde
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -226,7 +227,10 @@ def _of_file(path: Path) -> SavedPolicy:
     if saved is None:
         raise CheckpointError(str(path), "there is none", _ADVICE)
     counts = counts_of(saved.state)
-    source = f"{path} (update {counts.updates} of learner epoch {saved.epoch}, {counts.steps:,} steps)"
+    facts = [f"update {counts.updates} of learner epoch {saved.epoch}", f"{counts.steps:,} steps"]
+    if (mean := mean_return_of(saved.state)) is not None:
+        facts.append(f"mean return {mean:.2f}")
+    source = f"{path} ({', '.join(facts)})"
     return SavedPolicy(published_arrays(saved.arrays), (saved.epoch, counts.updates), source)
 
 
@@ -248,6 +252,15 @@ def counts_of(state: Mapping[str, Any]) -> TrainingCounts:
     return TrainingCounts(max(updates, default=0), sum(steps))
 
 
+def mean_return_of(state: Mapping[str, Any]) -> float | None:
+    """Return the mean of the newest returns in a checkpoint of the reference learner, of one policy; else None."""
+    returns = state.get("recent_returns")
+    if not isinstance(returns, list) or not returns or not all(isinstance(one, int | float) for one in returns):
+        return None
+    mean = sum(returns) / len(returns)
+    return mean if math.isfinite(mean) else None
+
+
 def _of_run_dir(folder: Path) -> SavedPolicy:
     path = folder / NEWEST_FILE
     if not (folder / "fleet.json").exists():
@@ -256,9 +269,8 @@ def _of_run_dir(folder: Path) -> SavedPolicy:
     if not fleet.redis_url:
         raise CheckpointError(str(path), "there is none, and the fleet has no Redis", _ADVICE)
     advice = (
-        f"there is no {NEWEST_FILE} in {folder}, which a learner of your own saves by save_policy, so only Redis has "
-        "the weights: "
-        f"while it evaluates, keep the fleet running by headrace up --resume {folder}"
+        f"there is no {NEWEST_FILE} in {folder}, which a learner of your own saves by LearnerState or save_policy, so "
+        f"only Redis has the weights: while it evaluates, keep the fleet running by headrace up --resume {folder}"
     )
     return _of_redis(fleet.redis_url, fleet.fleet_id, advice)
 

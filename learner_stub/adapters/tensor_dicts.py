@@ -55,7 +55,7 @@ def _nested(value: Any) -> Any:
 
 
 def _trajectories(batch: ChunkBatch, chunk: torch.Tensor) -> torch.Tensor:
-    """Return a number for the chunk of each step, which no other chunk of any batch has, as good as surely.
+    """Return a number for the chunk of each step. Two chunks share one by a chance of 2**-64.
 
     Slices of a replay buffer end where it changes. So chunks of two agents of one episode get different ones.
     """

@@ -243,6 +243,9 @@ class LearnerSection(ConfigSection):
     """bound of PPO's ratio: it is clipped to 1 - clip and 1 + clip"""
     value_coefficient: float = Field(default=0.5, ge=0)
     """weight of the value loss"""
+    value_clip: float | None = Field(default=None, gt=0)
+    """how far a value may move in one update before its error is clipped, in standard deviations of the returns, or in
+    units of the return where their deviation is below 1; absent: as far as it likes"""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """weight of the entropy bonus"""
     max_grad_norm: float = Field(default=0.5, gt=0)

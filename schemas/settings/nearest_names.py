@@ -32,6 +32,7 @@ _MEANT = {
     "n_epochs": ("epochs",),
     "batch_size": ("minibatch_size",),
     "clip_range": ("clip",),
+    "clip_range_vf": ("value_clip",),
     "vf_coef": ("value_coefficient",),
     "ent_coef": ("entropy_coefficient",),
 }

@@ -11,6 +11,7 @@ from headrace.deploy.report.progress import ProgressDisplay, ProgressView, weigh
 from headrace.deploy.report.summary import Summary, ledger_table, print_summary, summarise
 from headrace.deploy.run.goal import Goal, RunNumbers, show_return
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.errors import HeadraceError
 
@@ -95,6 +96,30 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
 def test_the_progress_view_marks_old_numbers_of_redis() -> None:
     rows = dict(ProgressView(1.0, RunNumbers(), Goal(), redis_age_s=7.0).rows())
     assert rows["Redis"] == "silent for 7 s, numbers are old"
+
+
+def test_the_progress_view_names_lost_steps_and_the_first_cause_of_failures() -> None:
+    worker = {"env_failures": 7, "env_failure": "env_exception in env 1: RuntimeError: now\n", "env_failure_age_s": 2.0}
+    first = EnvErrorRow(
+        kind="env_bad_data",
+        exception="EnvContractError",
+        message="observation should be within [-1, 1],\x1b got 2",
+        count=4,
+        first_unix_s=5.0,
+    )
+    other = EnvErrorRow(kind="env_exception", exception="RuntimeError", message="now", count=3, first_unix_s=9.0)
+    ledger = FleetLedger(stepped=20_000, discarded={"env_bad_data": 1150, "env_exception": 50, "shutdown": 0})
+
+    def rows(**errors: EnvErrorRow) -> dict[str, str]:
+        snapshot = Snapshot(workers={0: worker}, fleet=ledger, errors=errors)
+        return dict(ProgressView.of(snapshot, 1.0, Goal(), {}, 0.0).rows())
+
+    assert rows()["discarded"] == "1,200 steps (6 % of all: env_bad_data 1,150, env_exception 50)"
+    newest = "7, the newest 2 s ago (worker-0: env_exception in env 1: RuntimeError: now?)"
+    assert rows(a=other)["env failures"] == newest
+    bad = "env_bad_data: EnvContractError: observation should be within [-1, 1],? got 2"
+    assert rows(a=other, b=first)["env failures"] == f"{newest}, the first ({bad}, 4 of this kind)"
+    assert "discarded" not in dict(ProgressView.of(Snapshot(), 1.0, Goal(), {}, 0.0).rows())
 
 
 def summary_of(ledger: FleetLedger | None, failure: HeadraceError | None = None) -> Summary:

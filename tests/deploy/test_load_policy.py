@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import orjson
 import pytest
+import torch
 
 from headrace.deploy import load_policy
 from headrace.deploy.run.fleet_file import FleetFile
-from headrace.learner_stub import save_policy
+from headrace.deploy.run.saved_policy import mean_return_of
+from headrace.learner_stub import LearnerState, save_policy
 from headrace.schemas.errors import (
     CheckpointError,
     ConfigError,
@@ -38,7 +42,8 @@ def test_load_policy_finds_a_run_a_file_and_the_best_checkpoint(tmp_path: Path) 
         (load_policy(tmp_path, which="best"), best, 5),
     ):
         assert policy.version == (2, updates)
-        assert f"update {updates} of learner epoch 2" in policy.source
+        facts = f"update {updates} of learner epoch 2, {2048 * updates:,} steps, mean return {10 * updates + 2.5:.2f}"
+        assert policy.source.endswith(f".checkpoint ({facts})")
         assert repr(policy) == (
             "TrainedPolicy(env='CartPole-v1', module='headrace.workers.modules:actor_critic', "
             f"weights={policy.source!r})"
@@ -97,6 +102,42 @@ def test_a_users_own_learner_saves_a_policy_that_load_policy_reads(tmp_path: Pat
     saved = load_policy(two).modules
     for name, own in doubled.items():
         assert all((saved[name].state_dict()[part] == tensor).all() for part, tensor in own.items())
+
+
+class Position:
+    """Of a stream, what `LearnerState.save` asks for."""
+
+    epoch = 2
+
+    def position(self) -> list[dict[str, Any]]:
+        return []
+
+
+@pytest.mark.processes
+def test_load_policy_and_headrace_evaluate_read_the_checkpoint_of_state_save(tmp_path: Path) -> None:
+    module = save_run(tmp_path)
+    (tmp_path / "learner.checkpoint").unlink()
+    learnt = {name: array for name, array in arrays_of(module).items() if name.startswith("connectors/")}
+    optimizer = torch.optim.Adam(module.parameters())
+    module.forward_train({"obs": torch.zeros(1, 4)})["values"].sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    state = LearnerState(tmp_path)
+    more: dict[str, Any] = {"optimizer": optimizer.state_dict(), "random": torch.get_rng_state(), "note": "mine"}
+    state.save(Position(), {**module.state_dict(), **learnt}, updates=4, steps=640, **more)  # type: ignore[arg-type]
+    policy = load_policy(tmp_path)
+    assert policy.act(SEEN).tolist() == [best_action(module, seen) for seen in SEEN]
+    told = "learner.checkpoint (update 4 of learner epoch 2, 640 steps)"
+    assert repr(policy).endswith(f"{told}')")
+    command = [sys.executable, "-m", "headrace.deploy", "evaluate", ".", "--episodes", "2", "--json"]
+    played = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert played.returncode == 0, played.stderr
+    assert orjson.loads(played.stdout)["episodes"] == 2
+    assert told in played.stderr
+
+
+@pytest.mark.parametrize("returns", [None, [], ["high"], [float("inf")], {"a": 1.0}])
+def test_a_checkpoint_without_returns_tells_none(returns: Any) -> None:
+    assert mean_return_of({"recent_returns": returns}) is None
 
 
 def test_a_missing_or_unfitting_checkpoint_gives_a_typed_error(tmp_path: Path) -> None:

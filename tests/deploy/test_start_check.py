@@ -85,6 +85,8 @@ class Faulty(gym.Env):
         return np.zeros(4 if self.fault == "shape" else 3, np.float32), {}
 
     def step(self, action):
+        if self.fault == "hang":
+            threading.Event().wait()
         if self.fault == "step":
             raise RuntimeError("no such joint")
         kind = np.float64 if self.fault == "dtype" else np.float32
@@ -301,4 +303,25 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
         monkeypatch.setattr(check_process, "_START_S", 0.0)
         with pytest.raises(HeadraceError, match=r"after 0\.1 s: 0\.1 s of sampling\.env_con") as caught:
             check_process.check_before_start(slow, run_dir, signals, fork_server)
+    assert caught.value.exit_code == EnvError.exit_code
+
+
+@pytest.mark.thorough
+@pytest.mark.processes
+@pytest.mark.usefixtures("user_code")
+def test_an_env_whose_first_step_hangs_ends_headrace_up_at_the_deadline_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(check_process, "_START_S", 0.0)
+    limit_s = TIMEOUT_S / 10  # it begins to step within a second, where the machine is idle
+    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, "env_construct_timeout_s": limit_s}
+    said = rf"resetting and stepping that env of 'user:Faulty' once was not done after {limit_s:g} s"
+    with (
+        RunDir(tmp_path / "run") as run_dir,
+        StopSignals() as signals,
+        ForkServer(child_environment(1)) as fork_server,
+        pytest.raises(HeadraceError, match=said) as caught,
+    ):
+        check_process.check_before_start(config(sampling=sampling), run_dir, signals, fork_server)
     assert caught.value.exit_code == EnvError.exit_code

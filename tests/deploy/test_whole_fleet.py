@@ -137,14 +137,16 @@ def test_a_stop_during_a_long_update_kills_no_process_and_loses_no_step(
 
 
 @pytest.mark.thorough
-def test_the_progress_line_names_the_newest_failure_of_an_env(tmp_path: Path) -> None:
-    arguments = ("--env", "support.envs.fleet:three_of_eight", "--workers", "1", "--num-envs", "8")
+def test_the_progress_line_names_lost_steps_and_the_newest_and_first_failure_of_an_env(tmp_path: Path) -> None:
+    arguments = ("--env", "support.envs.fleet:one_leaves_its_space", "--workers", "1", "--num-envs", "8")
     with RunningFleet(tmp_path, *arguments) as fleet:
-        line = (
-            r"env failures [\d,]+, the newest \d+ s ago \(worker-0: env_exception in env [146] at step \d+ of episode "
+        lost = r"discarded [\d,]+ steps \([\d.]+ % of all: .*env_bad_data [\d,]+.*\)"
+        newest = (
+            r"env failures [\d,]+, the newest \d+ s ago \(worker-0: env_\w+ in env [01] at step \d+ of episode .*\)"
         )
-        whole = re.compile(line + r".*: RuntimeError: the simulator diverged\)")
-        fleet.wait_until(lambda: whole.search(fleet.said()), "a line of progress with it")
+        first = r"the first \(env_bad_data: EnvContractError: observation should be within .*, [\d,]+ of this kind\)"
+        whole = re.compile(f"{lost}.*{newest}, {first}")
+        fleet.wait_until(lambda: whole.search(fleet.said()), "a line of progress with them")
 
 
 @pytest.mark.thorough

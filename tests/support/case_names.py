@@ -44,6 +44,8 @@ def _source(function: FunctionType) -> str:
     """Return the text of a lambda's body."""
     code = function.__code__
     places = [place for place in code.co_positions() if None not in place and place[2:] != (0, 0)]
+    if not places:
+        return repr(code.co_consts[-1])  # Python 3.12 knows no place of a body that is a constant
     first, start = min((line, column) for line, _, column, _ in places)  # type: ignore[type-var]
     last, end = max((line, column) for _, line, _, column in places)  # type: ignore[type-var]
     lines = Path(code.co_filename).read_bytes().splitlines()[first - 1 : last]

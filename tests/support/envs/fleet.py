@@ -40,6 +40,24 @@ def always_failing(context: Any) -> gym.Env[Any, Any]:
     return Failing(gym.make("CartPole-v1"), 0)
 
 
+class Leaving(gym.ObservationWrapper[Any, Any, Any]):
+    """Leaves its observation space after `period` observations."""
+
+    def __init__(self, env: gym.Env[Any, Any], period: int) -> None:
+        super().__init__(env)
+        self._left = period
+
+    def observation(self, observation: Any) -> Any:
+        self._left -= 1
+        return observation if self._left else np.full_like(observation, 100.0)
+
+
+def one_leaves_its_space(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; sub-env 0 leaves its space every 30 observations, and sub-env 1 raises every few hundred steps."""
+    env = gym.make("CartPole-v1")
+    return Leaving(env, 30) if context.vector_index == 0 else Failing(env, 400) if context.vector_index == 1 else env
+
+
 class Deadly(gym.Wrapper[Any, Any, Any, Any]):
     """Does `fatal` after `period` steps of its life."""
 

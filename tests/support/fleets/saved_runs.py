@@ -47,7 +47,7 @@ def arrays_of(module: ActorCritic) -> dict[str, Any]:
 def save_run(folder: Path, name: str = "learner.checkpoint", updates: int = 9, seed: int = 7) -> ActorCritic:
     """Write a run of CartPole; return its module."""
     module = cart_module(seed)
-    state = {"updates": updates, "steps": 2048 * updates}
+    state = {"updates": updates, "steps": 2048 * updates, "recent_returns": [10.0 * updates, 10.0 * updates + 5]}
     save_checkpoint(folder / name, Checkpoint(2, [], state, arrays_of(module)))
     sampling = {"env": "CartPole-v1", "num_envs": 4, "env_to_module": [MEAN_STD]}
     (folder / "config.json").write_bytes(orjson.dumps({"sampling": sampling}))
