@@ -114,7 +114,7 @@ class PPO:
             advantages=_float32((advantage - advantage.mean()) / (advantage.std() + 1e-8)),
             returns=_float32(returns),
             logp=logp.detach(),
-            values=_float32(values),
+            values=_float32(all_values[rollout.step_rows]),
             value_scale=1.0 / max(variance, 1.0),
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )

@@ -60,17 +60,17 @@ def join(batches: Sequence[ChunkBatch]) -> Rollout | None:
     End markers have no steps. Random and logged actions have no policy for an importance ratio. So all these are left
     out. Raises `ModuleError` when steps have no `logp`, or batches not the same columns.
     """
-    chosen = [batch for batch in map(_chosen, batches) if len(batch)]
-    if not chosen:
+    own = [batch for batch in map(chosen, batches) if len(batch)]
+    if not own:
         return None
-    for batch in chosen:
+    for batch in own:
         if "logp" not in batch.columns:
             raise ModuleError(
                 f"a batch of slot {batch.slot} has no column 'logp', which PPO needs; return it from "
                 "forward_exploration, and sample with explore = true"
             )
-    _check_alike(chosen)
-    episodes = episodes_of(chosen)
+    _check_alike(own)
+    episodes = episodes_of([replace(batch, columns={n: batch.columns[n] for n in _needed(batch)}) for batch in own])
     return Rollout(
         episodes=episodes,
         obs=to_torch(episodes.obs),
@@ -90,11 +90,10 @@ def _check_alike(batches: Sequence[ChunkBatch]) -> None:
             )
 
 
-def _chosen(batch: ChunkBatch) -> ChunkBatch:
+def chosen(batch: ChunkBatch) -> ChunkBatch:
     """Return `batch` without end markers, random actions and logged ones."""
     keep = (batch.table["length"] > 0) & (batch.table["flags"] & RANDOM_ACTIONS == 0)
-    chosen = on_policy(batch if keep.all() else batch.select(keep))
-    return replace(chosen, columns={name: chosen.columns[name] for name in _needed(chosen)})
+    return on_policy(batch if keep.all() else batch.select(keep))
 
 
 def _needed(batch: ChunkBatch) -> list[str]:

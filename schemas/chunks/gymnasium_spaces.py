@@ -41,3 +41,15 @@ def to_gym(space: Space) -> gym.Space[Any]:
             return gym.spaces.Dict({key: to_gym(sub) for key, sub in space.spaces.items()})
         case Tuple():
             return gym.spaces.Tuple([to_gym(sub) for sub in space.spaces])
+
+
+def is_alike(one: gym.Space[Any], other: gym.Space[Any]) -> bool:
+    """Return whether arrays of both spaces have the same form. Bounds of floats may differ."""
+    match one, other:
+        case gym.spaces.Dict(), gym.spaces.Dict():
+            return one.keys() == other.keys() and all(is_alike(one[key], other[key]) for key in one)
+        case gym.spaces.Tuple(), gym.spaces.Tuple():
+            return len(one) == len(other) and all(map(is_alike, one, other))
+        case gym.spaces.Box(), gym.spaces.Box() if one.dtype.kind == "f":
+            return one.shape == other.shape and one.dtype == other.dtype
+    return one == other

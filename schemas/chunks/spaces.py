@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from headrace.schemas.errors import DecodeError
+from headrace.schemas.errors import DecodeError, ModuleError
 from headrace.schemas.frames.wire import ALLOWED_DTYPES, DEFAULT_LIMITS
 
 _MODEL = ConfigDict(frozen=True, extra="forbid")
@@ -153,6 +153,20 @@ class Spaces(BaseModel):
         from headrace.schemas.chunks.gymnasium_spaces import to_gym
 
         return to_gym(self.observation), to_gym(self.action)
+
+    def check_gymnasium(self, observation: Any, action: Any, owner: str) -> None:
+        """Raise `ModuleError` unless `owner`, which has these spaces of gymnasium, fits.
+
+        Observations of floats may have other bounds. All else must be equal. Needs gymnasium, as `to_gymnasium` does.
+        """
+        from headrace.schemas.chunks.gymnasium_spaces import is_alike
+
+        for kind, own, its in zip(("observation", "action"), self.to_gymnasium(), (observation, action), strict=True):
+            if not (own == its or (kind == "observation" and is_alike(own, its))):
+                raise ModuleError(
+                    f"{owner} has the {kind} space {its!s:.200}, and the fleet's is {own!s:.200}; build it for the env "
+                    "and the connectors of the fleet"
+                )
 
 
 def leaf_shape(leaf: Leaf) -> tuple[int, ...]:

@@ -1,0 +1,237 @@
+"""Algorithms of Stable-Baselines3, trained from an `EpisodeStream`.
+
+    model = PPO("MlpPolicy", "CartPole-v1")
+    with EpisodeStream.of(run_dir) as stream, WeightPublisher.of(run_dir) as weights:
+        for steps in updates(model, stream, weights, total_timesteps=100_000):
+            ...  # after each update
+
+The model is the caller's: nothing here imports Stable-Baselines3. Its env gives it only spaces and its number of envs.
+The workers act with the same policy, by `module.build = "headrace.workers.modules.sb3:build"`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.learner_stub.publisher import WeightPublisher
+from headrace.learner_stub.returns import gae
+from headrace.learner_stub.rollout import chosen, map_nested
+from headrace.learner_stub.stream import EpisodeStream
+from headrace.learner_stub.tensors import to_torch
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.episodes import episodes_of
+from headrace.schemas.errors import ModuleError
+
+_BUFFERS = ("RolloutBuffer", "DictRolloutBuffer", "ReplayBuffer", "DictReplayBuffer")
+
+
+def updates(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int) -> Iterator[int]:
+    """Train `model` and publish its weights; yield `model.num_timesteps` after each update.
+
+    - PPO, A2C: an update takes `n_steps` times `n_envs` steps or more, as whole batches. When the stream ends, a last
+      one takes the steps that are left.
+    - DQN, SAC: an update is one batch. It goes into the replay buffer, and as many gradient steps follow as
+      `train_freq`, `gradient_steps` and `learning_starts` ask for. Workers explore with DQN's exploration rate; SAC's
+      actor explores from the start.
+
+    It ends after `total_timesteps`, those of an earlier life of the model included, or when the stream does.
+    `model.ep_info_buffer` has returns and lengths of the newest episodes. What SB3 records goes to `weights.log`.
+
+    Raises `ModuleError` for a model that does not fit, before anything is published, and the errors of `stream` and
+    `weights`: a `WeightsMismatchError` where the workers' module is another one.
+    """
+    _check(model, stream)
+    if not hasattr(model, "_logger"):  # else the user's own
+        model.set_logger(_Figures())
+    if model.ep_info_buffer is None:
+        model.ep_info_buffer = deque(maxlen=model._stats_window_size)
+    model._update_current_progress_remaining(min(model.num_timesteps, total_timesteps), total_timesteps)
+    if hasattr(model, "exploration_schedule"):
+        model.exploration_rate = model.exploration_schedule(model._current_progress_remaining)
+    weights.publish(_acting(model))
+    yield from (_on_policy if hasattr(model, "rollout_buffer") else _off_policy)(
+        model, stream, weights, total_timesteps
+    )
+
+
+def _on_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int) -> Iterator[int]:
+    shape = model.rollout_buffer.buffer_size, model.rollout_buffer.n_envs
+    try:
+        gathered: list[ChunkBatch] = []
+        for batch in chain(stream, [None]):
+            if batch is not None:
+                gathered.append(batch)
+                _count(model, batch, total_timesteps)
+            is_over = batch is None or model.num_timesteps >= total_timesteps
+            if is_over or sum(part.steps for part in gathered) >= model.n_steps * model.n_envs:
+                if fill(model, gathered):
+                    model.train()
+                    _tell(model, weights)
+                    yield model.num_timesteps
+                gathered = []
+            if is_over:
+                return
+    finally:
+        _reshape(model.rollout_buffer, *shape)  # as `model.learn` needs it
+
+
+def _off_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int) -> Iterator[int]:
+    owed = 0.0
+    for batch in stream:
+        store(model, batch)
+        episodes = _count(model, batch, total_timesteps)
+        for _ in range(batch.steps):
+            model._on_step()  # DQN's target network and exploration rate
+        if (steps := min(batch.steps, model.num_timesteps - model.learning_starts)) > 0:
+            owed += _gradient_steps(model, steps, episodes)
+        if owed >= 1:
+            model.train(gradient_steps=int(owed), batch_size=model.batch_size)
+            owed %= 1
+        if batch.steps:
+            _tell(model, weights)
+            yield model.num_timesteps
+        if model.num_timesteps >= total_timesteps:
+            return
+
+
+def _gradient_steps(model: Any, steps: int, episodes: int) -> float:
+    """Return how many gradient steps SB3 would make for so many steps of one env, and ends of episodes."""
+    if model.gradient_steps < 0:
+        return float(steps)
+    passed = steps if model.train_freq.unit.value == "step" else episodes
+    return float(model.gradient_steps * passed / model.train_freq.frequency)
+
+
+def store(model: Any, batch: ChunkBatch) -> None:
+    """Add the steps of `batch` to `model.replay_buffer`, each with the true observation after it.
+
+    `dones` and `timeouts` are as SB3 has them. A chunk that is cut, or whose episode was aborted, is not done.
+    """
+    steps = batch.transitions()
+    dones = steps.terminated | steps.truncated
+    for row in range(len(steps)):
+        at = slice(row, row + 1)
+        obs, after = (map_nested(lambda rows: rows[at], value) for value in (steps.obs, steps.next_obs))  # noqa: B023
+        infos = [{"TimeLimit.truncated": bool(steps.truncated[row])}]
+        model.replay_buffer.add(obs, after, steps.actions[at], steps.rewards[at], dones[at], infos)
+
+
+def fill(model: Any, batches: Sequence[ChunkBatch]) -> int:
+    """Put the steps of `batches` into `model.rollout_buffer`, with their advantages; return how many.
+
+    The buffer gets as many rows. Each holds what SB3's own `collect_rollouts` would: at a time limit the reward
+    contains the value of the last observation. Where an episode goes on in no chunk here, only the advantage does. Such
+    values are those of the model as it is now, the others those that the workers' policy gave.
+
+    Random and logged actions are left out: they are no samples of a policy. Raises `ModuleError` for batches without
+    `logp` or `values`.
+    """
+    own = [batch for batch in map(chosen, batches) if batch.steps]
+    if not own:
+        return 0
+    for batch in own:
+        if missing := {"logp", "values"} - batch.columns.keys():
+            raise ModuleError(
+                f"a batch of slot {batch.slot} has no column {min(missing)!r}, which SB3's rollout buffer needs; name "
+                "headrace.workers.modules.sb3:build in module.build, and sample with explore = true"
+            )
+    episodes = episodes_of(own)
+    last = episodes.last_rows
+    values = np.empty(len(episodes) + len(last))
+    values[episodes.step_rows] = episodes.columns["values"]
+    values[last] = _values(model, map_nested(lambda rows: rows[last], episodes.obs))
+    returns = gae(episodes, values, gamma=model.gamma, gae_lambda=model.gae_lambda)
+    rewards = episodes.rewards.copy()
+    rewards[episodes.offsets[1:][episodes.truncated] - 1] += model.gamma * values[last[episodes.truncated]]
+    starts = np.zeros(len(episodes), np.bool_)
+    starts[episodes.offsets[:-1]] = np.concatenate([batch.table["t_start"] for batch in own]) == 0
+    buffer = model.rollout_buffer
+    _reshape(buffer, 1, len(episodes))
+    buffer.add(
+        map_nested(lambda rows: rows[episodes.step_rows], episodes.obs),
+        episodes.actions,
+        rewards,
+        starts,
+        to_torch(episodes.columns["values"]),
+        to_torch(episodes.columns["logp"]),
+    )
+    buffer.advantages[0], buffer.returns[0] = returns.advantages, returns.targets
+    return len(episodes)
+
+
+class _Figures:
+    """A logger for a model without one. It keeps what SB3 records since the last update."""
+
+    def __init__(self) -> None:
+        self.name_to_value: dict[str, Any] = {}
+
+    def record(self, key: str, value: Any, exclude: Any = None) -> None:
+        self.name_to_value[key] = value
+
+    def dump(self, step: int = 0) -> None:
+        self.name_to_value.clear()
+
+
+def _check(model: Any, stream: EpisodeStream) -> None:
+    buffer: Any = getattr(model, "rollout_buffer", None) or getattr(model, "replay_buffer", None)
+    name = type(buffer).__name__
+    if type(buffer).__module__ != "stable_baselines3.common.buffers" or name not in _BUFFERS:
+        raise ModuleError(f"{type(model).__name__} has a {name}, and this adapter fills {' or '.join(_BUFFERS)} alone")
+    if "Replay" in name and (model.n_envs > 1 or model.action_noise is not None or buffer.optimize_memory_usage):
+        raise ModuleError(
+            f"this {type(model).__name__} must be built with one env, without action_noise and optimize_memory_usage: "
+            "the envs and the exploration are the fleet's, and its chunks do not follow one another"
+        )
+    if model.get_vec_normalize_env() is not None:
+        raise ModuleError("the model's VecNormalize sees no step of the fleet; use the connector MeanStd in its place")
+    stream.spaces().check_gymnasium(model.observation_space, model.action_space, f"this {type(model).__name__}")
+
+
+def _count(model: Any, batch: ChunkBatch, total_timesteps: int) -> int:
+    """Note the steps and the finished episodes of `batch` as SB3 does; return the number of those episodes."""
+    model.num_timesteps += batch.steps
+    model._update_current_progress_remaining(min(model.num_timesteps, total_timesteps), total_timesteps)
+    done = batch.table[np.isin(batch.table["end"], (ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED))]
+    told = zip(done["episode_return"].tolist(), done["episode_length"].tolist(), strict=True)
+    model.ep_info_buffer.extend({"r": total, "l": length} for total, length in told)
+    return len(done)
+
+
+def _tell(model: Any, weights: WeightPublisher) -> None:
+    """Publish the weights, and log what SB3 recorded."""
+    weights.publish(_acting(model))
+    recorded = model.logger.name_to_value.items()
+    weights.log({name: float(value) for name, value in recorded if isinstance(value, int | float | np.number)})
+    model.logger.dump(model.num_timesteps)
+
+
+def _acting(model: Any) -> dict[str, Any]:
+    """Return the weights that workers act with."""
+    state: dict[str, Any] = model.policy.state_dict()
+    if hasattr(model, "rollout_buffer"):
+        return state
+    acting = {name: tensor for name, tensor in state.items() if name.startswith(("actor.", "q_net."))}
+    if hasattr(model, "exploration_rate"):
+        acting["exploration_rate"] = torch.tensor(float(model.exploration_rate))
+    return acting
+
+
+def _reshape(buffer: Any, steps: int, envs: int) -> None:
+    buffer.buffer_size, buffer.n_envs = steps, envs
+    buffer.reset()
+
+
+def _values(model: Any, obs: Any) -> NDArray[np.float64]:
+    """Return the values (rows,) of `obs` by the model as it is."""
+    model.policy.set_training_mode(False)
+    with torch.no_grad():
+        values: NDArray[Any] = model.policy.predict_values(model.policy.obs_to_tensor(obs)[0]).flatten().cpu().numpy()
+    return values.astype(np.float64)

@@ -1,0 +1,346 @@
+"""Stable-Baselines3's policies act in workers as in SB3, and its buffers get from chunks what SB3 would put there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from stable_baselines3 import A2C, DQN, PPO, SAC
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+from headrace.learner_stub.adapters import sb3
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
+from headrace.schemas.errors import ModuleError
+from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
+from headrace.workers.modules.sb3 import as_module, build
+from headrace.workers.policy.module_weights import write_weights
+
+ENVS, STEPS = 4, 16
+OBS = Box(shape=(4,), dtype="<f4")
+ACTIONS: dict[str, Space] = {
+    "discrete": Discrete(n=3),
+    "multi_discrete": MultiDiscrete(nvec=(2, 3), start=(0, 0), shape=(2,)),
+    "multi_binary": MultiBinary(shape=(3,)),
+    "box": Box(shape=(2,), dtype="<f4", low=-1.0, high=1.0),
+}
+
+
+class CartOfParts(gym.ObservationWrapper[Any, Any, Any]):
+    """CartPole whose observations are a dict of two arrays."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(gym.make("CartPole-v1", **config))
+        self.observation_space = gym.spaces.Dict(
+            {"cart": gym.spaces.Box(-np.inf, np.inf, (2,)), "pole": gym.spaces.Box(-np.inf, np.inf, (2,))}
+        )
+
+    def observation(self, observation: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        return {"cart": observation[:2], "pole": observation[2:]}
+
+
+class Replay(DummyVecEnv):
+    """Lives through the steps of a batch again, whatever the actions. Env i is that of index i."""
+
+    def __init__(self, make: Callable[[], gym.Env[Any, Any]], batch: ChunkBatch) -> None:
+        super().__init__([make] * len(np.unique(batch.table["env_index"])))
+        self.steps = batch.transitions()
+        index = batch.table["env_index"][self.steps.chunk]
+        self.rows = np.argsort(index, kind="stable").reshape(self.num_envs, -1)
+        self.at = 0
+
+    def _of(self, value: Any, rows: Any) -> Any:
+        return {k: v[rows] for k, v in value.items()} if isinstance(value, dict) else value[rows]
+
+    def reset(self) -> Any:
+        return self._of(self.steps.obs, self.rows[:, 0])
+
+    def step_wait(self) -> Any:
+        rows, rewards = self.rows[:, self.at], self.steps.rewards[self.rows[:, self.at]].astype(np.float32)
+        dones = (self.steps.terminated | self.steps.truncated)[rows]
+        infos: list[dict[str, Any]] = [{} for _ in rows]
+        for info, row, done in zip(infos, rows, dones, strict=True):
+            if done:
+                info["terminal_observation"] = self._of(self.steps.next_obs, row)
+                info["TimeLimit.truncated"] = bool(self.steps.truncated[row])
+        self.at += 1
+        is_over = self.at == self.rows.shape[1]
+        obs = self._of(self.steps.next_obs, rows) if is_over else self._of(self.steps.obs, self.rows[:, self.at])
+        return obs, rewards, dones, infos
+
+
+class Silent(BaseCallback):
+    def _on_step(self) -> bool:
+        return True
+
+
+def by_hand(model: Any, make: Callable[[], gym.Env[Any, Any]], batch: ChunkBatch) -> RolloutBuffer:
+    """What SB3's own `collect_rollouts` puts into its buffer for the steps of `batch`."""
+    replay = Replay(make, batch)
+
+    def forward(obs: Any) -> Any:
+        taken = torch.as_tensor(replay.steps.actions[replay.rows[:, replay.at]])
+        values, logp, _ = model.policy.evaluate_actions(obs, taken)
+        return taken, values, logp
+
+    model.policy.forward = forward
+    model.ep_info_buffer, model.ep_success_buffer = deque[Any](), deque[Any]()
+    model._last_obs = replay.reset()
+    model._last_episode_starts = batch.table["t_start"][replay.steps.chunk[replay.rows[:, 0]]] == 0
+    callback = Silent()
+    callback.init_callback(model)
+    buffer: RolloutBuffer = model.rollout_buffer
+    assert model.collect_rollouts(replay, callback, buffer, STEPS)
+    del model.policy.forward
+    return buffer
+
+
+def make_cart() -> gym.Env[Any, Any]:
+    return gym.make("CartPole-v1", max_episode_steps=12)
+
+
+def make_pendulum() -> gym.Env[Any, Any]:
+    return gym.make("Pendulum-v1", max_episode_steps=7)
+
+
+def make_parts() -> gym.Env[Any, Any]:
+    return CartOfParts({"max_episode_steps": 12})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "policy", "env", "limit", "make"),
+    [
+        (PPO, "MlpPolicy", "CartPole-v1", 12, make_cart),
+        (A2C, "MlpPolicy", "Pendulum-v1", 7, make_pendulum),
+        (PPO, "MultiInputPolicy", CartOfParts, 12, make_parts),
+    ],
+    ids=["cart", "pendulum", "dict"],
+)
+def test_the_rollout_buffer_holds_what_sb3_would_collect_from_the_same_steps(
+    algorithm: Any, policy: str, env: Any, limit: int, make: Callable[[], gym.Env[Any, Any]]
+) -> None:
+    model = algorithm(policy, DummyVecEnv([make] * ENVS), n_steps=STEPS, gae_lambda=0.9, gamma=0.97, device="cpu")
+    config = EnvRunnerConfig(
+        env=env,
+        env_config={"max_episode_steps": limit},
+        num_envs=ENVS,
+        seed=3,
+        rollout_fragment_length=STEPS,
+        module=lambda spaces: as_module(model.policy, spaces),
+    )
+    with SingleAgentEnvRunner(config) as runner:
+        runner.sample()
+        batch = runner.sample()  # its first chunks go on with episodes that began before
+    steps = batch.transitions()
+    assert steps.truncated.any()
+    assert not (steps.truncated | steps.terminated)[steps.last].all(), "some chunks are cut"
+    order = np.argsort(batch.table["env_index"][steps.chunk], kind="stable")
+
+    assert sb3.fill(model, [batch]) == ENVS * STEPS
+    mine = {name: array[0].copy() for name, array in arrays_of(model.rollout_buffer).items()}
+    sb3._reshape(model.rollout_buffer, STEPS, ENVS)
+    theirs = arrays_of(by_hand(model, make, batch))
+    for name, array in theirs.items():
+        expected = array.swapaxes(0, 1).reshape(-1, *array.shape[2:])
+        np.testing.assert_allclose(mine[name][order], expected, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "env", "limit", "make"),
+    [(DQN, "CartPole-v1", 12, make_cart), (SAC, "Pendulum-v1", 7, make_pendulum)],
+    ids=["dqn", "sac"],
+)
+def test_the_replay_buffer_holds_what_sb3_would_collect_from_the_same_steps(
+    algorithm: Any, env: Any, limit: int, make: Callable[[], gym.Env[Any, Any]]
+) -> None:
+    model = algorithm("MlpPolicy", make(), buffer_size=40, device="cpu")
+    config = EnvRunnerConfig(
+        env=env,
+        env_config={"max_episode_steps": limit},
+        seed=3,
+        rollout_fragment_length=50,  # the buffer begins again after 40
+        module=lambda spaces: as_module(model.policy, spaces),
+    )
+    with SingleAgentEnvRunner(config) as runner:
+        batch = runner.sample()
+    steps = batch.transitions()
+    assert steps.truncated.any()
+    sb3.store(model, batch)
+    names = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+    mine = {name: getattr(model.replay_buffer, name).copy() for name in names}
+    assert (model.replay_buffer.pos, model.replay_buffer.full) == (10, True)
+
+    model.replay_buffer.reset()
+    replay = Replay(make, batch)
+    sent = steps.columns.get("actions_for_env", steps.actions)
+    model._sample_action = lambda *_: (sent[replay.at : replay.at + 1], steps.actions[replay.at : replay.at + 1])
+    model.ep_info_buffer, model.ep_success_buffer = deque[Any](), deque[Any]()
+    model.set_logger(configure(None, []))
+    model._total_timesteps = 50
+    model._last_obs = replay.reset()
+    callback = Silent()
+    callback.init_callback(model)
+    model.collect_rollouts(
+        replay, callback, TrainFreq(50, TrainFrequencyUnit.STEP), model.replay_buffer, log_interval=None
+    )
+    for name in names:
+        expected = getattr(model.replay_buffer, name)
+        np.testing.assert_allclose(mine[name], expected, rtol=1e-6, atol=1e-6, err_msg=name)
+    if algorithm is SAC:
+        np.testing.assert_allclose(model.policy.scale_action(sent), steps.actions, atol=1e-6)
+
+
+def arrays_of(buffer: Any) -> dict[str, Any]:
+    names = ("actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages")
+    obs = buffer.observations
+    parts = {f"obs/{key}": part for key, part in obs.items()} if isinstance(obs, dict) else {"obs": obs}
+    return {name: getattr(buffer, name) for name in names} | parts
+
+
+def made(kind: str) -> tuple[ActorCriticPolicy, Any]:
+    torch.manual_seed(0)
+    module: Any = build(Spaces(observation=OBS, action=ACTIONS[kind]), policy_kwargs={"net_arch": [8]})
+    with torch.no_grad():
+        module.policy.action_net.weight *= 100.0
+    return module.policy, module
+
+
+@pytest.mark.parametrize("kind", ACTIONS)
+def test_sampled_actions_have_sb3s_own_log_probs_and_values(kind: str) -> None:
+    policy, module = made(kind)
+    rng = np.random.default_rng(0)
+    obs = torch.from_numpy(rng.normal(size=(64, 4)).astype(np.float32))
+    draw = rng.standard_normal if module.noise_kind == "normal" else rng.random
+    answer = module.forward_exploration(
+        {"obs": obs, "noise": torch.from_numpy(draw((64, module.noise_size), np.float32))}
+    )
+    values, logp, _ = policy.evaluate_actions(obs, answer["actions"])
+    torch.testing.assert_close(answer["logp"], logp)
+    torch.testing.assert_close(answer["values"], values[:, 0])
+    best, _ = policy.predict(obs.numpy(), deterministic=True)
+    inferred = module.forward_inference({"obs": obs})
+    np.testing.assert_allclose(inferred.get("actions_for_env", inferred["actions"]), best, rtol=1e-6)
+    if kind == "box":
+        assert (answer["actions"].abs() > 1).any()
+        torch.testing.assert_close(answer["actions_for_env"], answer["actions"].clamp(-1, 1))
+
+
+@pytest.mark.parametrize("kind", ["discrete", "multi_discrete", "multi_binary"])
+def test_choices_are_sampled_with_the_policys_probabilities(kind: str) -> None:
+    policy, module = made(kind)
+    rows = 1000
+    obs = torch.ones((rows, 4))
+    noise = (torch.arange(rows)[:, None] + 0.5).expand(-1, module.noise_size) / rows
+    actions = module.forward_exploration({"obs": obs, "noise": noise})["actions"].reshape(rows, -1)
+    inner: Any = policy.get_distribution(obs[:1]).distribution
+    if kind == "multi_binary":
+        expected = [torch.stack((1 - p, p)) for p in inner.probs[0]]
+    else:
+        expected = [part.probs[0] for part in (inner if isinstance(inner, list) else [inner])]
+    for column, probabilities in zip(actions.T, expected, strict=True):
+        shares = torch.bincount(column.long(), minlength=len(probabilities)) / rows
+        torch.testing.assert_close(shares, probabilities.detach(), rtol=0, atol=2 / rows)
+
+
+def test_a_q_network_explores_at_the_rate_that_comes_with_its_weights() -> None:
+    module: Any = build(Spaces(observation=OBS, action=Discrete(n=4)), algorithm="DQN")
+    rows = 4000
+    noise = np.random.default_rng(0).random((rows, 2), np.float32)
+    batch = {"obs": torch.ones((rows, 4)), "noise": torch.from_numpy(noise)}
+    best = int(module.forward_inference(batch)["actions"][0])
+    for rate in (1.0, 0.4, 0.0):
+        weights = {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+        write_weights(module, weights | {"exploration_rate": np.array(rate, np.float32)})
+        shares = torch.bincount(module.forward_exploration(batch)["actions"], minlength=4) / rows
+        expected = torch.full((4,), rate / 4)
+        expected[best] += 1 - rate
+        torch.testing.assert_close(shares, expected, rtol=0, atol=0.03)
+
+
+def test_an_actor_samples_sacs_squashed_gaussian_and_maps_actions_back() -> None:
+    bounds = Box(shape=(2,), dtype="<f4", low=(-1.0, 0.0), high=(3.0, 10.0))
+    module: Any = build(Spaces(observation=OBS, action=bounds), algorithm="SAC")
+    rng = np.random.default_rng(0)
+    obs, noise = (torch.from_numpy(rng.standard_normal((32, n), np.float32)) for n in (4, 2))
+    answer = module.forward_exploration({"obs": obs, "noise": noise})
+    mean, log_std, _ = module.actor.get_action_dist_params(obs)
+    torch.testing.assert_close(answer["actions"], torch.tanh(mean + log_std.exp() * noise).detach())
+    unscaled = module.actor.unscale_action(answer["actions"].numpy())
+    np.testing.assert_allclose(answer["actions_for_env"], unscaled, atol=1e-5)
+    back = module.policy_actions({"actions": answer["actions_for_env"].numpy()})
+    np.testing.assert_allclose(back["actions"], answer["actions"], atol=1e-6)
+    best, _ = module.actor.predict(obs.numpy(), deterministic=True)
+    np.testing.assert_allclose(module.forward_inference({"obs": obs})["actions_for_env"], best, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "episodes", "expected"),
+    [
+        ({"train_freq": 4, "gradient_steps": 1}, 10, 0, 2.5),
+        ({"train_freq": 2, "gradient_steps": 3}, 10, 7, 15.0),
+        ({"train_freq": 4, "gradient_steps": -1}, 10, 0, 10.0),
+        ({"train_freq": (2, "episode"), "gradient_steps": 5}, 10, 3, 7.5),
+    ],
+    ids=["every-4", "3-every-2", "as-many-as-steps", "by-episodes"],
+)
+def test_as_many_gradient_steps_are_due_as_sb3_would_make(
+    options: dict[str, Any], steps: int, episodes: int, expected: float
+) -> None:
+    model = DQN("MlpPolicy", make_cart(), buffer_size=40, device="cpu", **options)
+    assert sb3._gradient_steps(model, steps, episodes) == expected
+
+
+def test_the_module_takes_the_weights_by_their_names_in_sb3() -> None:
+    _, module = made("discrete")
+    other: Any = build(Spaces(observation=OBS, action=ACTIONS["discrete"]), policy_kwargs={"net_arch": [8]})
+    write_weights(other, {name: tensor.numpy() for name, tensor in module.policy.state_dict().items()})
+    for name, tensor in other.policy.state_dict().items():
+        torch.testing.assert_close(tensor, module.policy.state_dict()[name])
+
+
+def test_a_policy_that_cannot_act_in_workers_is_refused() -> None:
+    spaces = Spaces(observation=OBS, action=ACTIONS["discrete"])
+    with pytest.raises(ModuleError, match=r"no policy 'LstmPolicy' of 'PPO'.*it has \['CnnPolicy', 'MlpPolicy'"):
+        build(spaces, policy="LstmPolicy")
+    with pytest.raises(ModuleError, match="no such algorithm"):
+        build(spaces, algorithm="XYZ")
+    box = Spaces(observation=OBS, action=ACTIONS["box"])
+    with pytest.raises(ModuleError, match="without gSDE"):
+        build(box, policy_kwargs={"use_sde": True})
+    with pytest.raises(ModuleError, match="TD3Policy of Stable-Baselines3 cannot act"):
+        build(box, algorithm="TD3")
+    with pytest.raises(ModuleError, match=r"has the action space Discrete\(3\), and the fleet's is Box"):
+        as_module(made("discrete")[0], box)
+    from_one = Spaces(observation=OBS, action=Discrete(n=3, start=1))
+    with pytest.raises(ModuleError, match="counts actions from 0"):
+        build(from_one)
+
+
+class OwnBuffer(RolloutBuffer):
+    pass
+
+
+def test_a_model_whose_buffer_is_not_sb3s_own_or_that_normalises_by_itself_is_refused() -> None:
+    own = PPO("MlpPolicy", make_cart(), n_steps=8, batch_size=8, rollout_buffer_class=OwnBuffer, device="cpu")
+    several = DQN("MlpPolicy", DummyVecEnv([make_cart] * 2), buffer_size=40, device="cpu")
+    with pytest.raises(ModuleError, match="this DQN must be built with one env"):
+        sb3._check(several, None)  # type: ignore[arg-type]
+    n_steps = DQN("MlpPolicy", make_cart(), buffer_size=40, n_steps=3, device="cpu")
+    with pytest.raises(ModuleError, match="DQN has a NStepReplayBuffer"):
+        sb3._check(n_steps, None)  # type: ignore[arg-type]
+    with pytest.raises(ModuleError, match="PPO has a OwnBuffer"):
+        sb3._check(own, None)  # type: ignore[arg-type]
+    normalised = PPO("MlpPolicy", VecNormalize(DummyVecEnv([make_cart])), n_steps=8, batch_size=8, device="cpu")
+    with pytest.raises(ModuleError, match="MeanStd"):
+        sb3._check(normalised, None)  # type: ignore[arg-type]

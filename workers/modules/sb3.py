@@ -1,0 +1,210 @@
+"""Policies of Stable-Baselines3 as modules of Headrace. Workers that use it need the extra `sb3`.
+
+In the fleet's settings:
+
+    [module]
+    build = "headrace.workers.modules.sb3:build"
+    config = {algorithm = "PPO", policy = "MlpPolicy", policy_kwargs = {net_arch = [64, 64]}}
+
+A policy that settings cannot describe has a builder of your own:
+
+    def build(spaces):
+        return as_module(make_model().policy, spaces)
+
+The names in the state dict of such a module are those of SB3's `policy.state_dict()`. So a learner publishes just that:
+for DQN and SAC the part that acts, `q_net` or `actor`, and for DQN its `exploration_rate` too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import stable_baselines3
+import torch
+from gymnasium import spaces as gym_spaces
+from stable_baselines3.common.distributions import (
+    BernoulliDistribution,
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    Distribution,
+    MultiCategoricalDistribution,
+)
+from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.dqn.policies import DQNPolicy
+from stable_baselines3.sac.policies import SACPolicy
+from torch import Tensor, nn
+
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.errors import ModuleError
+
+_KINDS = (BernoulliDistribution, CategoricalDistribution, DiagGaussianDistribution, MultiCategoricalDistribution)
+
+
+def build(
+    spaces: Spaces,
+    *,
+    algorithm: str = "PPO",
+    policy: str = "MlpPolicy",
+    policy_kwargs: dict[str, Any] | None = None,
+) -> nn.Module:
+    """Build the policy that `algorithm` of SB3 builds for these arguments, as a module.
+
+    Raises `ModuleError` for an algorithm or a policy that SB3 does not have, and the errors of `as_module`.
+    """
+    aliases = getattr(getattr(stable_baselines3, algorithm, None), "policy_aliases", {})
+    if policy not in aliases:
+        raise ModuleError(
+            f"Stable-Baselines3 {stable_baselines3.__version__} has no policy {policy!r:.80} of {algorithm!r:.80}; "
+            f"it has {sorted(aliases) or 'no such algorithm'}"
+        )
+    made = aliases[policy](*spaces.to_gymnasium(), lambda _: 0.0, **(policy_kwargs or {}))
+    return as_module(made, spaces)
+
+
+def as_module(policy: BasePolicy, spaces: Spaces) -> nn.Module:
+    """Return `policy` as a module that workers act with: that of PPO, A2C, DQN or SAC.
+
+    Raises `ModuleError` where the policy is for other spaces, or of a kind that cannot act on numbers it is given.
+    """
+    spaces.check_gymnasium(policy.observation_space, policy.action_space, "the policy of Stable-Baselines3")
+    if np.any(getattr(policy.action_space, "start", 0)):
+        raise ModuleError(f"Stable-Baselines3 counts actions from 0, and those of the env are {policy.action_space}")
+    policy.set_training_mode(False)
+    if isinstance(policy, ActorCriticPolicy) and type(policy.action_dist) in _KINDS:
+        return Sb3ActorCritic(policy)
+    if isinstance(policy, DQNPolicy):
+        return Sb3QNetwork(policy)
+    if isinstance(policy, SACPolicy) and not policy.actor.use_sde:
+        return Sb3Actor(policy)
+    raise ModuleError(
+        f"{type(policy).__name__} of Stable-Baselines3 cannot act in workers: they take those of PPO, A2C, DQN and "
+        "SAC, without gSDE (use_sde) or memory; write a module for it: see docs/guides/policy.md"
+    )
+
+
+class Sb3ActorCritic(nn.Module):
+    """The policy of PPO or A2C. It samples from the noise that it is given, and from nothing else.
+
+    Answers `actions` as SB3's buffer holds them, `logp` and `values`; `actions_for_env` are the actions of a Box within
+    its bounds. Layers that policy and value share are passed twice.
+    """
+
+    def __init__(self, policy: ActorCriticPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+        space = policy.action_space
+        self._box = space if isinstance(space, gym_spaces.Box) else None
+        self.noise_kind: Literal["uniform", "normal"] = "uniform" if self._box is None else "normal"
+        self.noise_size = math.prod(space.shape or ())
+
+    @torch.no_grad()
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Sample actions by `batch["noise"]`."""
+        distribution = self.policy.get_distribution(batch["obs"])
+        return self._answer(batch["obs"], distribution, _sample(distribution, batch["noise"]))
+
+    @torch.no_grad()
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Take the mode."""
+        distribution = self.policy.get_distribution(batch["obs"])
+        return self._answer(batch["obs"], distribution, distribution.mode())
+
+    def _answer(self, obs: Any, distribution: Distribution, actions: Tensor) -> dict[str, Any]:
+        values = self.policy.predict_values(obs)[:, 0]
+        answer = {"logp": distribution.log_prob(actions), "values": values}
+        shaped = actions.reshape(len(values), *(self.policy.action_space.shape or ()))
+        if self._box is None:
+            return {"actions": shaped, **answer}
+        low, high = (torch.as_tensor(bound) for bound in (self._box.low, self._box.high))
+        shaped = shaped.to(low.dtype)
+        return {"actions": shaped, "actions_for_env": shaped.clamp(low, high), **answer}
+
+    def policy_actions(self, env_actions: dict[str, Any]) -> dict[str, Any]:
+        """Return the actions, by column, for which the env gets `env_actions`: the same ones."""
+        return dict(env_actions)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Return the tensors by the names that they have in SB3."""
+        return self.policy.state_dict(*arguments, **options)
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Load tensors by the names that they have in SB3."""
+        return self.policy.load_state_dict(*arguments, **options)
+
+
+class Sb3QNetwork(nn.Module):
+    """The Q-network of DQN. It explores with the `exploration_rate` that comes with its weights, 1 before the first."""
+
+    noise_size, noise_kind = 2, "uniform"
+
+    def __init__(self, policy: DQNPolicy) -> None:
+        super().__init__()
+        self.q_net = policy.q_net
+        self.exploration_rate: Tensor
+        self.register_buffer("exploration_rate", torch.ones(()))
+
+    @torch.no_grad()
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the best action, or any with the probability `exploration_rate`."""
+        values, noise = self.q_net(batch["obs"]), batch["noise"]
+        any_action = (noise[:, 1] * values.shape[1]).long().clamp(max=values.shape[1] - 1)
+        return {"actions": torch.where(noise[:, 0] < self.exploration_rate, any_action, values.argmax(1))}
+
+    @torch.no_grad()
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the best action."""
+        return {"actions": self.q_net(batch["obs"]).argmax(1)}
+
+
+class Sb3Actor(nn.Module):
+    """The actor of SAC. Its `actions` are in [-1, 1], as in SB3's buffer. The env gets them scaled to its bounds."""
+
+    noise_kind = "normal"
+
+    def __init__(self, policy: SACPolicy) -> None:
+        super().__init__()
+        self.actor = policy.actor
+        space: Any = policy.action_space
+        self._low, self._span = torch.as_tensor(space.low), torch.as_tensor(space.high - space.low)
+        self.noise_size = math.prod(space.shape)
+
+    @torch.no_grad()
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Sample actions by `batch["noise"]`."""
+        mean, log_std, _ = self.actor.get_action_dist_params(batch["obs"])
+        return self._answer(mean + log_std.exp() * batch["noise"])
+
+    @torch.no_grad()
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the action of the mean."""
+        return self._answer(self.actor.get_action_dist_params(batch["obs"])[0])
+
+    def _answer(self, gaussian: Tensor) -> dict[str, Any]:
+        actions = torch.tanh(gaussian).reshape(len(gaussian), *self._low.shape).to(self._low.dtype)
+        return {"actions": actions, "actions_for_env": self._low + 0.5 * (actions + 1.0) * self._span}
+
+    def policy_actions(self, env_actions: dict[str, Any]) -> dict[str, Any]:
+        """Return the actions in [-1, 1], by column, for which the env gets `env_actions`."""
+        low, span = self._low.numpy(), self._span.numpy()
+        return {name: 2.0 * (rows - low) / span - 1.0 for name, rows in env_actions.items()}
+
+
+def _sample(distribution: Distribution, noise: Tensor) -> Tensor:
+    """Sample by noise (rows, size): uniform numbers for choices, standard normal ones for a Gaussian."""
+    inner: Any = distribution.distribution
+    match distribution:
+        case DiagGaussianDistribution():
+            return torch.as_tensor(inner.mean + inner.stddev * noise)
+        case BernoulliDistribution():
+            return torch.lt(noise, inner.probs).float()
+        case MultiCategoricalDistribution():
+            return torch.stack([_pick(part.probs, noise[:, k]) for k, part in enumerate(inner)], 1)
+    return _pick(inner.probs, noise[:, 0])
+
+
+def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Return an index (rows,) by the inverse of the cumulative distribution."""
+    below = probabilities.cumsum(-1) <= uniform[:, None]
+    return below.sum(-1).clamp(max=probabilities.shape[-1] - 1)
