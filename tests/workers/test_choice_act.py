@@ -72,6 +72,19 @@ def test_both_parts_together_equal_the_plain_twin_to_the_bit(data: st.DataObject
     assert made.keys() == expected[0].keys()
 
 
+@pytest.mark.parametrize("choices", [2, 3, 4])
+def test_numbers_on_a_border_pick_as_the_plain_twin_does(choices: int) -> None:
+    """A number that is exactly the share of the choices before, and choices that are impossible."""
+    module = actor_critic(_spaces(choices, 0))
+    act: Any = module.numpy_act()
+    seen = {"obs": np.zeros((3, 3), np.float32)}  # all choices are equally likely
+    noise = np.array([[0.0], [1 / choices], [0.5]], np.float32)
+    for impossible in ([], [0], [choices - 1], list(range(choices - 1))):
+        with torch.no_grad():
+            module.head.bias.zero_()[impossible] = -1e9
+        assert act.choose(seen, noise)["actions"].tolist() == act(seen, noise)["actions"].tolist()
+
+
 def _swap_in_the_midst(sampler: Any, poll: int) -> None:
     if poll in (5, 23):
         with torch.no_grad():
@@ -118,7 +131,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "whole episodes": {"batch_mode": "complete_episodes"},
     "lookback": {"episode_lookback_horizon": 3},
     "connectors": {"env_to_module": [lambda: MeanStd(), lambda: FrameStack(2)]},
-    "envs in processes": {"env_placement": "process"},
 }
 
 
@@ -126,8 +138,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CONFIGS)
 @pytest.mark.parametrize("edit", [None, _swap_in_the_midst], ids=["same weights", "other weights"])
 def test_chunks_equal_those_of_the_plain_twin_to_the_bit(width: int, case: str, edit: Edit | None) -> None:
-    if case == "envs in processes" and width != 3:  # processes take time to start
-        return
     config = {"num_envs": width, **CONFIGS[case]}
     assert _sampled(edit, plain=False, **config) == _sampled(edit, plain=True, **config)
 
