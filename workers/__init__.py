@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.workers.metrics.logger import merge_metrics as merge_metrics
     from headrace.workers.policy.spec import PolicySpec as PolicySpec
     from headrace.workers.runner.env_runner import EnvRunner as EnvRunner
+    from headrace.workers.runner.gym_vector_env import GymVectorEnv as GymVectorEnv
     from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner as MultiAgentEnvRunner
     from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner as SingleAgentEnvRunner
 
@@ -27,6 +28,7 @@ _HOMES = {
     "EnvContext": "headrace.workers.envs.context",
     "EnvRunner": "headrace.workers.runner.env_runner",
     "EnvRunnerConfig": "headrace.workers.config",
+    "GymVectorEnv": "headrace.workers.runner.gym_vector_env",
     "RunnerCallback": "headrace.workers.callbacks",
     "MultiAgentEnv": "headrace.workers.agents.env",
     "MultiAgentEnvRunner": "headrace.workers.runner.multi_agent_env_runner",

@@ -20,8 +20,11 @@ from headrace.schemas.chunks.spaces import (
     column_dtype,
     leaf_shape,
     leaf_size,
+    leaf_values,
     leaves,
 )
+from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.error_text import brief
 
 
 def write_actions(
@@ -31,6 +34,24 @@ def write_actions(
     rows: Any = slice(None) if lanes is None else lanes
     for name, column in into.items():
         column[rows] = columns[root + name.removeprefix("actions")][rows]
+
+
+def columns_of(space: Space, actions: Any, rows: int) -> dict[str, NDArray[Any]]:
+    """Return `actions`, arrays (rows, *shape) nested as `space` is, as columns below "actions".
+
+    Raises `EnvContractError` for another nesting or shape, and for reals where the space has integers.
+    """
+    try:
+        arrays = [np.asarray(value) for value in leaf_values(space, actions)]
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise EnvContractError("actions", brief(actions), f"arrays nested as the space {space!r:.200}") from error
+    columns = {}
+    for (name, leaf), array in zip(leaves(space, "actions"), arrays, strict=True):
+        dtype, shape = column_dtype(leaf), (rows, *leaf_shape(leaf))
+        if array.shape != shape or array.dtype.kind not in ("iub" if dtype.kind in "iub" else "iubf"):
+            raise EnvContractError(name, f"{array.dtype} {array.shape}", f"{dtype} {shape}, a row for each env")
+        columns[name] = array.astype(dtype, copy=False)
+    return columns
 
 
 def to_env_form(space: Space, columns: Mapping[str, NDArray[Any]], root: str = "actions") -> list[Any]:

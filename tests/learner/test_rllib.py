@@ -1,0 +1,122 @@
+"""Episodes of recorded batches are those of RLlib: its own checks accept them, and its PPO learner trains on them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.learner_stub.adapters.rllib import to_episodes
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.errors import ConfigError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+
+MakeBatch = Callable[..., ChunkBatch]
+
+
+@pytest.fixture
+def rllib() -> Any:
+    reason = "RLlib is not installed; pip install 'ray[rllib]'"
+    return pytest.importorskip("ray.rllib.algorithms.ppo", reason=reason, exc_type=ImportError)
+
+
+def test_without_rllib_the_error_says_what_to_install(make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ray\[rllib\]'"):
+        to_episodes(make_batch([2], [ChunkEnd.ONGOING]))
+
+
+def test_each_chunk_is_an_episode_with_its_end_and_its_columns(rllib: Any, make_batch: MakeBatch) -> None:
+    ends = [ChunkEnd.ONGOING, ChunkEnd.TERMINATED, ChunkEnd.TRUNCATED, ChunkEnd.ABORTED]
+    batch = make_batch([3, 2, 4, 0], ends, weights_seq=7)
+    episodes = to_episodes(batch)
+    assert [len(episode) for episode in episodes] == [3, 2, 4]
+    assert [episode.is_terminated for episode in episodes] == [False, True, False]
+    assert [episode.is_truncated for episode in episodes] == [False, False, True]
+    for episode, chunk in zip(episodes, batch, strict=False):
+        episode.validate()
+        assert episode.is_numpy
+        assert (episode.id_, episode.t_started, episode.agent_id) == (chunk.episode_id, chunk.t_start, None)
+        np.testing.assert_array_equal(episode.get_observations(), chunk.obs)
+        np.testing.assert_array_equal(episode.get_actions(), chunk.actions)
+        np.testing.assert_allclose(episode.get_rewards(), chunk.rewards, rtol=1e-6)
+        np.testing.assert_array_equal(episode.get_extra_model_outputs("action_logp"), chunk.columns["logp"])
+        assert set(episode.get_extra_model_outputs("weights_seq_no").tolist()) == {7}
+        episode.get_observations()[:] = 0.0  # its own memory
+    assert np.abs(batch.columns["obs"]).min() > 0
+
+
+@pytest.mark.parametrize("horizon", [0, 3])
+def test_chunks_of_one_episode_can_be_joined_by_rllib(rllib: Any, horizon: int) -> None:
+    config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, seed=0, episode_lookback_horizon=horizon)
+    with SingleAgentEnvRunner(config) as runner:
+        batches = [runner.sample(num_timesteps=12) for _ in range(12)]
+    parts: dict[str, list[Any]] = {}
+    for episode in (episode for batch in batches for episode in to_episodes(batch)):
+        parts.setdefault(episode.id_, []).append(episode)
+    assert max(map(len, parts.values())) > 2
+    for first, *others in parts.values():
+        for other in others:
+            assert other.t_started == first.t
+            if horizon:
+                back = other.get_rewards(slice(-3, 0), neg_index_as_lookback=True)
+                np.testing.assert_array_equal(back, first.get_rewards(slice(-3, None)))
+            first.concat_episode(other)  # checks ids, times and the observation at the seam
+    assert any(first.is_terminated for first, *_ in parts.values())
+
+
+def test_infos_and_dict_spaces_stand_where_rllib_looks_for_them(rllib: Any) -> None:
+    config = EnvRunnerConfig(
+        env="support.envs.walks:SpaceWalk",
+        env_config={"observation": "Dict", "action": "Dict"},
+        num_envs=2,
+        seed=0,
+        episode_lookback_horizon=2,
+    )
+    with SingleAgentEnvRunner(config) as runner:
+        batches = [runner.sample(num_timesteps=10) for _ in range(3)]
+    for batch in batches:
+        chunks = [chunk for chunk in batch if len(chunk)]
+        for episode, chunk in zip(to_episodes(batch), chunks, strict=True):
+            assert episode.get_infos() == (chunk.infos or [{}] * (len(chunk) + 1))
+            np.testing.assert_array_equal(episode.get_observations()["at"], chunk.obs["at"])
+            np.testing.assert_array_equal(episode.get_actions()["push"], chunk.actions["push"])
+            assert episode.observation_space.contains(episode.get_observations(-1))
+            if chunk.lookback is not None:
+                told = episode.get_observations(slice(-len(chunk.lookback), 0), neg_index_as_lookback=True)
+                np.testing.assert_array_equal(told["place"], chunk.lookback.obs["place"])
+
+
+def test_agents_of_one_env_have_episodes_of_their_own(rllib: Any) -> None:
+    config = EnvRunnerConfig(env="support.envs.toy_agents:Together", policies={"a": None}, num_envs=1, seed=0)
+    with MultiAgentEnvRunner(config) as runner:
+        sampled: Any = runner.sample(num_timesteps=10)
+    episodes = to_episodes(sampled.batches["a"])
+    assert {episode.agent_id for episode in episodes} == {"a0", "a1"}
+    assert len({episode.id_ for episode in episodes}) == len(episodes)
+    assert {episode.module_id for episode in episodes} == {"a"}
+    assert len({episode.multi_agent_episode_id for episode in episodes}) < len(episodes)
+
+
+@pytest.mark.long
+def test_rllibs_ppo_learner_trains_on_the_episodes(rllib: Any) -> None:
+    import gymnasium as gym
+
+    with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=4, seed=0)) as runner:
+        episodes = to_episodes(runner.sample(num_timesteps=256))
+    assert {"action_logp", "vf_preds", "action_dist_inputs"} <= episodes[0].extra_model_outputs.keys()
+    settings = rllib.PPOConfig().environment("CartPole-v1")
+    settings = settings.training(minibatch_size=64, num_epochs=2, train_batch_size_per_learner=256)
+    env = gym.make("CartPole-v1")
+    learner = settings.build_learner(env=env)
+    before = {name: value.clone() for name, value in learner.module["default_policy"].state_dict().items()}
+    learner.update(episodes=episodes, minibatch_size=64, num_epochs=2)
+    after = learner.module["default_policy"].state_dict()
+    assert any((after[name] != value).any() for name, value in before.items())
+    assert all(value.isfinite().all() for value in after.values())
