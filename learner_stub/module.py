@@ -35,7 +35,20 @@ class ClosedForm(Protocol):
         """
 
 
-class TrainableModule(Protocol):
+class Weights(Protocol):
+    """The part of `torch.nn.Module` that training needs."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the trainable parameters."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any:
+        """Load all tensors by name."""
+
+
+class TrainableModule(Weights, Protocol):
     """A torch module with three more methods. Observations and actions are tensors, in the nesting of their space.
 
     A module that also has `initial_state()` is recurrent: its `forward_train` gets whole chunks, as
@@ -53,15 +66,6 @@ class TrainableModule(Protocol):
 
     def entropy(self, dist_inputs: Tensor) -> Tensor:
         """Return the entropy (rows,) in nats."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the trainable parameters, as `torch.nn.Module` does."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as `torch.nn.Module` does."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any:
-        """Load all tensors by name, as `torch.nn.Module` does."""
 
 
 def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> TrainableModule:

@@ -215,16 +215,25 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class LearnerSection(ConfigSection):
-    """Settings of the reference PPO learner.
+DEFAULTS_OF_ALGORITHM: dict[str, dict[str, Any]] = {
+    "impala": {"steps_per_update": 512, "epochs": 1, "minibatch_size": 128, "entropy_coefficient": 0.01},
+}
+"""By `learner.algorithm`: the defaults of [learner] that are not those of PPO."""
 
-    The defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
+
+class LearnerSection(ConfigSection):
+    """Settings of the reference learner.
+
+    The defaults are those of PPO, and take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
     """
 
     enabled: bool = True
     """false: `up` starts no learner; connect your own EpisodeStream"""
+    algorithm: Literal["ppo", "impala"] = "ppo"
+    """ppo: several passes over large updates; impala: one pass over small ones, corrected by V-trace. The defaults of
+    impala are steps_per_update = 512, epochs = 1, minibatch_size = 128, entropy_coefficient = 0.01"""
     steps_per_update: int = Field(default=2048, gt=0)
-    """agent steps gathered for one PPO update"""
+    """agent steps gathered for one update"""
     epochs: int = Field(default=10, gt=0)
     """passes over the steps of one update, at most"""
     minibatch_size: int = Field(default=256, gt=0)
@@ -263,6 +272,18 @@ class LearnerSection(ConfigSection):
     """root of the learner's random numbers"""
     torch_threads: int = Field(default=1, gt=0)
     """threads that torch may use in the learner"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_algorithm(cls, values: Any) -> Any:
+        """Fill in the defaults of an algorithm that has its own."""
+        algorithm = values.get("algorithm") if isinstance(values, dict) else None
+        return {**DEFAULTS_OF_ALGORITHM[algorithm], **values} if algorithm in [*DEFAULTS_OF_ALGORITHM] else values
+
+    def annealed(self, steps: int) -> float:
+        """Return the share of learning rate and clip that is left after training on `steps`."""
+        passed = min(1.0, steps / self.anneal_steps) if self.anneal_steps else 0.0
+        return 1.0 - passed * (1.0 - self.anneal_to)
 
 
 REDIS_BYTES_PER_HOUR = 2 << 30
