@@ -68,6 +68,26 @@ class TrainableModule(Weights, Protocol):
         """Return the entropy (rows,) in nats."""
 
 
+class QModule(Weights, Protocol):
+    """A torch module with a value for each action. It explores with `exploration_rate`, a tensor of its state dict."""
+
+    exploration_rate: Tensor
+
+    def q_values(self, obs: Any) -> Tensor:
+        """Return the value of each action (rows, actions), with gradients."""
+
+
+def build_q_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> QModule:
+    """Build the module that workers build by the same name, for DQN. Raises as `build_module` does."""
+    module = build_frozen_module(section, spaces, where)
+    if not hasattr(module, "q_values") or "exploration_rate" not in module.state_dict():
+        raise ModuleError(
+            f"module {section.build!r} has no q_values(obs) and no buffer exploration_rate, which DQN needs; leave "
+            f"{where}.build out, or write one like headrace.workers.modules:q_network"
+        )
+    return cast(QModule, module)
+
+
 def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> TrainableModule:
     """Build the module that workers build by the same name. `where` is the setting that names it.
 

@@ -29,7 +29,7 @@ StateDict = dict[str, Tensor | NDArray[Any]]
 
 
 class LearnerPolicy(Protocol):
-    """One module's share of the learner: `PPO`, `Impala`, or `FrozenPolicy`."""
+    """One module's share of the learner: `PPO`, `Impala`, `DQN`, or `FrozenPolicy`."""
 
     stats: TrainingStats
 
