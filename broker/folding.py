@@ -32,7 +32,7 @@ _Life = tuple[int, int]
 
 
 class Folding:
-    """Which finished lives may fold. A core has one such object; `store.folded` holds the result."""
+    """The choice of finished lives that may fold. A core has one such object; `store.folded` holds the result."""
 
     def __init__(self, store: BatchStore) -> None:
         self._store = store

@@ -4,7 +4,8 @@ Redis has them too, and its values are the newer ones. The reporter's thread wri
 pauses after each write by its size.
 
 The file also has a sum of all lives that have ended, added up life by life. It is a witness: no broker goes on from it,
-and the audit compares the ledger with it. So the loss of books.json and Redis together cannot go unseen.
+and the audit compares the ledger with it. So the loss of books.json and Redis together cannot go unseen. A damaged file
+is a finding of the audit. The broker keeps it as lifetime.json.damaged, a finding too until a person deletes it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Lifetime:
     env_errors: Mapping[str, EnvErrorRow] = field(default_factory=dict)
     ended: Mapping[int, FoldedLives] = field(default_factory=dict)
     """By slot, the sum of the lives that have ended."""
+    damage: str = ""
+    """What of the file could not be read; "" if it was whole, or if there is none."""
 
 
 class LifetimeFile:
@@ -52,6 +55,9 @@ class LifetimeFile:
 
     def __init__(self, run_dir: Path, fleet_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = run_dir / "lifetime.json"
+        self.set_aside = self._path.with_suffix(".json.damaged")
+        """Where `write` keeps the file that `read` has found damaged. The first of several stays."""
+        self._is_damaged = False
         self._fleet_id = fleet_id
         self._clock = clock
         self._written = b""
@@ -61,6 +67,11 @@ class LifetimeFile:
 
     def read(self) -> Lifetime:
         """Return the content of the file; empty if there is none. Log and leave out what cannot be read."""
+        lifetime = self._read()
+        self._is_damaged = bool(lifetime.damage)
+        return lifetime
+
+    def _read(self) -> Lifetime:
         try:
             found: Any = orjson.loads(self._path.read_bytes())
             if found["fleet_id"] != self._fleet_id:
@@ -74,13 +85,14 @@ class LifetimeFile:
             return Lifetime()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.error("%s cannot be used (%s); what it had is known from Redis only", self._path, error)
-            return Lifetime()
+            return Lifetime(damage=str(error))
         values = HashParser()
         lifetime = Lifetime(
             values.runner_state(hashes[0]),
             values.metric_sums(hashes[1]),
             values.env_errors(hashes[2]),
             values.folded(ended),
+            "; ".join(values.garbage),
         )
         for sentence in values.garbage:
             log.error("left out a value in %s: %s", self._path.name, sentence)
@@ -116,7 +128,7 @@ class LifetimeFile:
     ) -> None:
         """Replace the file if anything has changed and its pause is over, or if this is the `last` write.
 
-        Raises `OSError`.
+        Keep one that `read` has found damaged at `set_aside`. Raises `OSError`.
         """
         now = self._clock()
         if now < self._not_before and not last:
@@ -130,6 +142,10 @@ class LifetimeFile:
         }
         text = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
         self._not_before = now + max(SHORTEST_PAUSE_S, len(text) / _BYTES_PER_S)
+        if self._is_damaged:
+            if not self.set_aside.exists():
+                self._path.replace(self.set_aside)
+            self._is_damaged = False
         if text != self._written:
             replace_private(self._path, text)
             self._written = text

@@ -61,7 +61,7 @@ from headrace.schemas.messages.message_base import MOST_DETAIL
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import read_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.peers.port_watch import source_of
+from headrace.schemas.peers.port_watch import ADMISSION_S, source_of
 from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR, BrokerSection, FleetConfig
 
@@ -82,6 +82,8 @@ _LIVE_REPORTS = 20
 _LONGEST_ENV = 200
 
 _TICK_S = 0.05
+_SUPERVISOR_COST = 0.1
+"""What a supervisor's message counts for at the port: it tells of all its workers on one connection."""
 _SAVED_WAIT_S = 1.0
 
 
@@ -265,7 +267,8 @@ class Broker:
 
     def step(self) -> None:
         """Wait a moment for messages, take a burst from each socket, and answer."""
-        wait_s = max(0.0, min(_TICK_S, self.core.next_due - time.monotonic()))
+        most_s = ADMISSION_S if self.sockets.defers else _TICK_S
+        wait_s = max(0.0, min(most_s, self.core.next_due - time.monotonic()))
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         if self.sockets.learners in ready:
             self._drain(self.sockets.learners)
@@ -273,7 +276,11 @@ class Broker:
             self._drain(self.sockets.workers)
         if self.sockets.weights in ready:
             self._answer_subscribers()
+        deferred = self.sockets.defers
         self.sockets.admit(ready)
+        if self.sockets.defers is not deferred:  # peers that must wait do not wake this loop
+            for socket in self.sockets.auth.sockets:
+                self._poller.modify(socket, 0 if self.sockets.defers else zmq.POLLIN)
         now = time.monotonic()
         if self.log is not None:
             self.log.follow(now)
@@ -335,10 +342,14 @@ class Broker:
                 self._note_failure(_tag(socket, self.sockets.learners, peer), error)
             if self.core.refusals.total != refused:
                 watch.refused(fd, account)
+            if account.known:
+                if socket is self.sockets.workers:
+                    seq = self.core.next_seq(_WORKER + peer)
+                    watch.known(fd, account, seq, 1.0 if seq else _SUPERVISOR_COST)
+                continue
+            account.known = self.core.knows(_tag(socket, self.sockets.learners, peer))
             if not account.known:
-                account.known = self.core.knows(_tag(socket, self.sockets.learners, peer))
-                if not account.known:
-                    watch.strange(fd, account, sum(map(len, frames[1:])))
+                watch.strange(fd, account, sum(map(len, frames[1:])))
         watch.behind()
 
     def _may_speak(self, socket: Socket, peer: bytes, frame: zmq.Frame) -> bool:

@@ -57,6 +57,8 @@ class BrokerSockets:
         self.auth = ZapAuthenticator(self._context, keys, ask=self._folder is None)
         self.watches: dict[Socket, PortWatch] = {}
         """The watch over the connections of each socket."""
+        self.defers = False
+        """Whether peers may wait that the ports do not admit yet."""
         places = connection_limit(config.max_connections, ports=3)
         batches = PortBounds(places, config.max_batch_bytes + (1 << 20), config.max_held_bytes)
         versions = PortBounds(places, DEFAULT_LIMITS.payload_bytes + (1 << 20), config.max_held_bytes)
@@ -95,10 +97,14 @@ class BrokerSockets:
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def admit(self, ready: Container[Socket]) -> None:
-        """Answer requests of peers that wait to be admitted, on the sockets in `ready`. Does not block."""
-        if any(socket in ready for socket in self.auth.sockets):
+        """Answer requests of peers that wait to be admitted, on the sockets in `ready`. Does not block.
+
+        Set `defers` if the ports admit none of them now.
+        """
+        if self.defers or any(socket in ready for socket in self.auth.sockets):
             most = min(watch.newcomers(waits=socket in ready) for socket, watch in self.watches.items())
-            self.auth.handle_ready(ready, most)
+            self.defers = not most
+            self.auth.answer(most)
 
     def close(self) -> None:
         """Close all sockets; messages already sent have half a second to leave."""

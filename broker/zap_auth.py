@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import Lock
 
@@ -62,12 +62,12 @@ class ZapAuthenticator:
 
     @property
     def sockets(self) -> list[Socket]:
-        """Return the sockets to poll, and to pass to `handle_ready` when they are readable."""
+        """Return the sockets to poll. When they are readable, call `answer`."""
         return [self._zap] if self._zap is not None else []
 
-    def handle_ready(self, ready: Container[Socket], most: int) -> None:
-        """Answer ZAP requests on the sockets in `ready`, so many at most. Does not block."""
-        if self._zap is not None and self._zap in ready:
+    def answer(self, most: int) -> None:
+        """Answer ZAP requests that wait, so many at most. Does not block."""
+        if self._zap is not None:
             for request in _received(self._zap, most):
                 self._zap.send_multipart(self._judge(request))
 

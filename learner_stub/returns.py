@@ -28,7 +28,7 @@ _FEW_TOGETHER = 25
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """What to train on: float64 arrays (N,), or tensors of the values' dtype and device where these were a tensor.
+    """The result of `gae` or `vtrace`: float64 arrays (N,), or tensors as the values were, of their dtype and device.
 
     - advantages: how much better than expected each step turned out, to weight the log-probs of the policy.
     - targets: what the values of the steps' observations should have been.

@@ -88,7 +88,7 @@ class Judgement:
 
 
 class Moments:
-    """When each life was last seen at the learner, to name the events beside a finding."""
+    """The time at which each life was last seen at the learner, to name the events beside a finding."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome

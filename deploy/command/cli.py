@@ -205,20 +205,19 @@ def scale(
     "headrace audit --strict",
     "headrace audit --run-dir runs/a --json",
     "headrace audit --deep runs/a",
-    options="run_dir config strict deep as_json",
+    options="run run_dir config strict deep as_json",
 )
 def audit(
     asked: Asked,
     *,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The same as --run-dir.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 when something does not add up.")] = False,
     deep: Annotated[
-        Path | None,
+        bool,
         typer.Option(
-            "--deep",
-            metavar="RUN",
-            help="Compare recorders, log, learner, broker file and Redis of this run; exit 1 where two differ.",
+            "--deep", help="Compare recorders, log, learner, broker file and Redis of the run; exit 1 where two differ."
         ),
-    ] = None,
+    ] = False,
     as_json: bool,
 ) -> None:
     """Check the books of a fleet.
@@ -228,15 +227,19 @@ def audit(
     """
     from headrace.deploy.report.audit_command import audit_deeply, audit_run
 
-    if deep is not None:
-        audit_deeply(deep, as_json=as_json, stream=sys.stdout)
+    if run is not None:
+        if asked.flags.get("fleet.run_dir"):
+            raise ConfigError("RUN is the same as --run-dir: give one of them", key="--run-dir")
+        asked = asked.with_flags({"fleet.run_dir": str(run)})
+    if deep:
+        audit_deeply(asked.run_dir(), as_json=as_json, stream=sys.stdout)
         return
     problems = []
     for resolved in resolve_each(asked):
         named = named_fleet(resolved)
-        run = whole_run_dir(resolved) if named is not None else chosen_run(resolved)
+        folder = whole_run_dir(resolved) if named is not None else chosen_run(resolved)
         try:
-            audit_run(run, strict=strict, as_json=as_json, stream=sys.stdout, named=named)
+            audit_run(folder, strict=strict, as_json=as_json, stream=sys.stdout, named=named)
         except LedgerError as error:
             problems.append(error)
     if problems:

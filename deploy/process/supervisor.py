@@ -87,7 +87,7 @@ OVER = (ServiceState.STOPPED, ServiceState.FENCED, ServiceState.FAILED)
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """How to start a process; `command` maps the incarnation to argv."""
+    """The way to start a process; `command` maps the incarnation to argv."""
 
     name: str
     role: Role

@@ -47,7 +47,7 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended, and what it said."""
+    """The end of a worker, and what it said."""
 
     returncode: int
     sentence: str = ""

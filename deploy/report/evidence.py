@@ -43,6 +43,8 @@ class Evidence:
     """Position of the learner's newest checkpoint in the batches of each life."""
     ended: Mapping[int, FoldedLives] = field(default_factory=dict)
     """By slot, the lives whose ends the broker has had in its books, as lifetime.json says."""
+    damage: tuple[str, ...] = ()
+    """Sentences on a lifetime.json that is damaged, or was when a broker read it."""
     failed: tuple[str, ...] = ()
     """Which of broker and Redis, in words, failed for good, so that the run ended."""
 
@@ -60,9 +62,25 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
             unreadable.append(path)
     told = read_told(learner_dir(run_dir) / NEWEST_FILE) or {}
     position = settled_by_life(told.get("position", []), fleet_id)
-    ended = LifetimeFile(run_dir, fleet_id).read().ended
+    witness = LifetimeFile(run_dir, fleet_id)
+    lifetime = witness.read()
+    damage = tuple(_damage(witness, lifetime.damage, run_dir))
     failed = tuple(keepers_that_failed(run_dir))
-    return Evidence(readings, frozenset(living), tuple(unreadable), position, ended, failed)
+    return Evidence(readings, frozenset(living), tuple(unreadable), position, lifetime.ended, damage, failed)
+
+
+def _damage(witness: LifetimeFile, damage: str, run_dir: Path) -> Iterator[str]:
+    check = f"check with `headrace audit --deep {run_dir}` that books.json and Redis agree"
+    if damage:
+        yield (
+            f"lifetime.json is damaged ({damage:.300}), so it cannot show which ended lives the ledger lacks; {check}, "
+            f"then delete it while the fleet is stopped: the next broker begins another from books.json"
+        )
+    if witness.set_aside.exists():
+        yield (
+            f"a broker found lifetime.json damaged and kept it as {witness.set_aside}; nothing else shows which lives "
+            f"that had ended before the ledger lacks; {check}, then delete that file"
+        )
 
 
 def contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
@@ -88,6 +106,7 @@ def _contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
         if worker.get("incarnation") == life[1] and worker.get("host") != platform.node():
             continue  # it lives on another machine that has the same folder
         yield from _unread_recorder(life, evidence.recorders[life], snapshot)
+    yield from evidence.damage
     yield from _lost_ends(evidence, snapshot)
     if evidence.position and not snapshot.rows and not snapshot.folded:
         steps = sum(settled.committed[0] for settled in evidence.position.values())

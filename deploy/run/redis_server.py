@@ -53,7 +53,7 @@ stream-node-max-bytes 16384
 
 @dataclass(frozen=True, slots=True)
 class RedisLaunch:
-    """How to start the server: `argv` for a supervisor, and its `url` with the password."""
+    """The way to start the server: `argv` for a supervisor, and its `url` with the password."""
 
     argv: list[str]
     url: str

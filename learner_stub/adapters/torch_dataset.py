@@ -27,7 +27,7 @@ def transition_tensors(batch: ChunkBatch) -> Any:
 
 
 class EpisodeDataset(IterableDataset[Any]):
-    """What `view` makes of each batch of `stream`: by default its transitions, as tensors that you may write to.
+    """An iterable dataset of `view(batch)` for each batch of `stream`: by default its transitions, as writable tensors.
 
         for steps in DataLoader(EpisodeDataset(stream), batch_size=None):
             train(module, steps)

@@ -32,7 +32,7 @@ from headrace.schemas.errors import ChunkError
 
 
 class ChunkEnd(IntEnum):
-    """How a chunk ends: the episode goes on, or it ended in one of three ways."""
+    """The end of a chunk: the episode goes on, or it ended in one of three ways."""
 
     ONGOING = 0
     TERMINATED = 1

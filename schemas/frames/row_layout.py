@@ -16,7 +16,7 @@ Row = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 class RowLayout:
-    """Where `pack` puts the arrays of one row, all of them in one frame."""
+    """The places where `pack` puts the arrays of one row, all of them in one frame."""
 
     def __init__(self, row: Row, manifest: list[list[Any]], row_bytes: int) -> None:
         self._manifest = [[name, dtype, list(shape), frame, offset] for name, dtype, shape, frame, offset in manifest]

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
 from headrace.schemas.peers.handshakes import BROKEN_OFF, DISCONNECTED, PROTOCOL, read_event
-from headrace.schemas.peers.refusal_budget import RefusalBudget
+from headrace.schemas.peers.message_budget import MessageBudget
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,16 @@ seconds, and until the port has received all that waits.
 """
 MOST_ADMITTED = 256
 """Peers that a port admits at a time else."""
+REFUSED_BURST, REFUSED_PER_S = 1000, 50.0
+"""Messages of one connection that may be refused at once, and in each second after that."""
+KNOWN_FIRST, KNOWN_BURST, KNOWN_PER_S = 256, 2000, 1000.0
+"""Messages of a known peer that bring nothing new: at once from a new connection, at once after a silence, and in each
+second after that. A heartbeat comes once a second. A worker that pulls 100 MB of weights asks a hundred times.
+"""
+FLOOD_ADMITTED_AT_ONCE, FLOOD_ADMISSION_S = 1, 0.1
+"""For `WARY_S` after such a flood, the port admits so many peers at a time, and the next ones so many seconds later. A
+peer that comes back to go on with it then costs a fifth of the time.
+"""
 STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
 """The most that one stranger, and that all strangers together, may hold. They have only a HELLO to say, and its header
 has 1 MiB at most.
@@ -169,7 +179,11 @@ class PeerAccount:
     """A stranger's address, read before its last message was answered. If the answer found the route, it is the route's
     peer: else the descriptor may be another connection's by now.
     """
-    refusals: RefusalBudget = field(default_factory=RefusalBudget)
+    refusals: MessageBudget = field(default_factory=lambda: MessageBudget(REFUSED_BURST, REFUSED_PER_S))
+    idle: MessageBudget = field(default_factory=lambda: MessageBudget(KNOWN_BURST, KNOWN_PER_S, KNOWN_FIRST))
+    """The messages of a known peer that brought nothing new."""
+    progress: int = 0
+    """The number that grew with the last message that brought something new."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +209,7 @@ class _Connection:
 class PortWatch:
     """Watches one bound socket, which the caller has given a monitor, from a thread of its own until `close`.
 
-    `heard`, `strange`, `refused`, `gone` and `emptied` are called by the thread that receives from the
+    `heard`, `strange`, `known`, `refused`, `gone` and `emptied` are called by the thread that receives from the
     socket. `on_failed_handshake` is called with (event, value) in the watch's thread.
     """
 
@@ -222,8 +236,8 @@ class PortWatch:
         self._accounts: dict[int, PeerAccount] = {}
         """By descriptor."""
         self.over: dict[bytes, None] = {}
-        """Routes of strangers that are cut or gone, the oldest first. libzmq still hands out what they had sent; the
-        thread that receives drops it.
+        """Routes of strangers that are cut or gone, and of peers that are cut for a flood, the oldest first. libzmq
+        still hands out what they had sent; the thread that receives drops it.
         """
         self._taken_in_all = 0
         self._emptied = 0
@@ -232,6 +246,8 @@ class PortWatch:
         self._to_count: deque[tuple[int, tuple[str, int], str]] = deque()
         self._is_behind = False
         self._wary_until = self._admits_at = 0.0
+        self._admitted_at_once, self._admission_s = ADMITTED_AT_ONCE, ADMISSION_S
+        """How the port admits peers while it is wary."""
         self._slow_at = self._all_at = 0.0
         self._rss_before = 0
         self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
@@ -262,15 +278,17 @@ class PortWatch:
     def newcomers(self, *, waits: bool) -> int:
         """Return how many peers the port may admit now. `waits`: a message waited before this turn.
 
-        Soon after a stranger sent zeros they are few, so what the next such strangers leave at the socket is bounded.
+        Soon after a stranger sent zeros, or a known peer too much, they are few. That bounds what the next such peers
+        leave at the socket.
         """
         now = time.monotonic()
         if now >= self._wary_until:
+            self._admitted_at_once, self._admission_s = ADMITTED_AT_ONCE, ADMISSION_S
             return MOST_ADMITTED
         if (waits and self._is_behind) or now < self._admits_at:
             return 0
-        self._admits_at = now + ADMISSION_S
-        return ADMITTED_AT_ONCE
+        self._admits_at = now + self._admission_s
+        return self._admitted_at_once
 
     def strange(self, fd: int, account: PeerAccount, nbytes: int) -> None:
         """Count a message of a peer that has not introduced itself, after it was answered. Cut one that sends too many.
@@ -291,13 +309,26 @@ class PortWatch:
             return
         self.gone(account.route)
 
+    def known(self, fd: int, account: PeerAccount, progress: int, cost: float = 1.0) -> None:
+        """Count a message of a known peer. Cut one that sends too many that bring nothing new.
+
+        `progress`: a number that has grown if the message brought something new. `cost`: what it counts for if not.
+        """
+        if progress > account.progress:
+            account.progress = progress
+        elif not account.idle.spend(cost) and account.peer is not None and account.route not in self.over:
+            self._wary_until = time.monotonic() + WARY_S
+            self._admitted_at_once, self._admission_s = FLOOD_ADMITTED_AT_ONCE, FLOOD_ADMISSION_S
+            self.end(fd, account.peer, "too many messages that bring nothing new")
+            self.gone(account.route)
+
     def refused(self, fd: int, account: PeerAccount) -> None:
         """Count a message that was refused. A peer whose messages are refused too often is cut."""
         if not account.refusals.spend() and account.peer is not None:
             self._to_cut.append((fd, account.peer, "refused messages"))
 
     def gone(self, route: bytes) -> None:
-        """Note that a stranger's connection has ended. What it had sent before is dropped."""
+        """Note that a connection has ended, of a stranger or one that was cut. What it had sent before is dropped."""
         self.over[route] = None
         if len(self.over) > _MOST_ROUTES:
             del self.over[next(iter(self.over))]

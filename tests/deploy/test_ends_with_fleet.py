@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import orjson
 import pytest
 
 from headrace.deploy.run import joining
-from headrace.schemas.errors import ExitCode
+from headrace.deploy.run.options import Asked
+from headrace.schemas.errors import ExitCode, RunDirError
 from headrace.schemas.peers.rendezvous import Port, Published, Rendezvous
 from headrace.schemas.settings.config_loading import build_config
 from support.fleets.running_fleet import RunningFleet, snapshot_of
@@ -96,6 +98,15 @@ def test_a_process_that_finds_its_fleet_stopped_leaves_only_if_it_ends_with_it(
     worker = {"ends_with_fleet": ends_with_fleet, "connect_timeout_s": 60.0 if address is None else 0.6}
     config = build_config({"worker": worker})
     assert joining.await_place(Rendezvous(str(meet)), role, config) == address
+
+
+def test_a_worker_of_a_stopped_run_says_so_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fleet = {"redis_url": "", "fleet_id": "f", "state": "stopped"}
+    (tmp_path / "fleet.json").write_bytes(orjson.dumps(fleet))
+    flags = {"fleet.run_dir": str(tmp_path), "worker.connect_timeout_s": 0.1}
+    with pytest.raises(RunDirError, match="its run has stopped; start it with `headrace up --resume "):
+        joining.join(Asked(flags=flags), None, "worker")
+    assert f"the run in {tmp_path} has stopped: start it with" in capfd.readouterr().err
 
 
 def test_a_process_waits_a_while_for_a_stopped_fleet_to_start_again(

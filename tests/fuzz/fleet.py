@@ -1,8 +1,9 @@
 """Fuzzing of a whole fleet of real processes: liars at every port of its broker, and at its page.
 
-A schedule has two turns, of a length each: the fleet alone, and the fleet with liars. All of its processes must live,
-and keep within the memory that the settings allow. When all schedules are over, the fleet drains: its books must be
-exact, also to the audit that compares them with files. The rates of honest steps in both turns are printed.
+A schedule has two turns, of a length each: in one the liars lie to the fleet, in the other to a sink beside it, which
+costs the machine the same. All processes of the fleet must live, and keep within the memory that the settings allow.
+When all schedules are over, the fleet drains: its books must be exact, also to the audit that compares them with files.
+The rates of honest steps in both turns are printed.
 
 A liar never sends what only a key could tell from the truth: that an honest worker has died or has another place, or
 that it is a new learner.
@@ -12,16 +13,19 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import golden_samples
+import zmq
 from fuzz.mutations import Mutator, peek, sealed
 
 from headrace.deploy.run.fleet_file import read_fleet_file
@@ -35,6 +39,7 @@ from support.raw_zmtp import RawZmtp, frame, memory_of
 from support.serving.raw_http import RawHttp
 
 TURN_S = float(os.environ.get("FUZZ_TURN_S", "5"))
+ROLES = ("worker", "learner", "weights")
 LIES_PER_S = 1000
 """Of all liars together. Unpaced they would be a test of how two cores share their time."""
 HONEST_SLOTS = range(2)
@@ -52,13 +57,13 @@ _GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Number: 1\r\n\r\n"
 
 
 class Liars:
-    """One schedule's liars. Each `lie` says one message at one port."""
+    """One schedule's liars. Each `lie` says one message at one of `ports`, or at the `page`."""
 
-    def __init__(self, seed: int, fleet: RunningFleet, said: Counter[str], stack: ExitStack) -> None:
+    def __init__(
+        self, seed: int, fleet_id: str, ports: Mapping[str, str], page: str, said: Counter[str], stack: ExitStack
+    ) -> None:
         self._mutator, self._said, self._stack = Mutator(seed, "fleet"), said, stack
-        page = read_fleet_file(fleet.run_dir / "fleet.json")
-        self._fleet_id, self._page = page.fleet_id, page.endpoints["dashboard"]
-        self._ports = {role: fleet.endpoint(role) for role in ("worker", "learner", "weights")}
+        self._fleet_id, self._ports, self._page = fleet_id, ports, page
         self._slots = itertools.count(5000 + 1000 * (seed % 1000))
         self._peers: dict[str, tuple[RawPeer, int]] = {}
         self._raw: dict[str, RawZmtp] = {}
@@ -142,25 +147,32 @@ class FuzzedFleet:
         self._before = {name: memory_of(pid) for name, pid in self._pids.items()}
         self._most = dict(self._before)
         self._honest: dict[bool, list[float]] = {False: [], True: []}
+        """The rates of honest steps, by whether the liars lied to the fleet."""
 
     def play(self, seed: int, said: Counter[str]) -> None:
-        """Play both turns of a schedule, those with liars first in every second one."""
-        for with_liars in (False, True) if seed % 2 else (True, False):
+        """Play both turns of a schedule, that with lies to the fleet first in every second one."""
+        page = read_fleet_file(self.fleet.run_dir / "fleet.json")
+        for to_fleet in (False, True) if seed % 2 else (True, False):
             with ExitStack() as stack:
-                liars = Liars(seed, self.fleet, said, stack) if with_liars else None
-                self._turn(liars)
+                if to_fleet:
+                    ports = {role: self.fleet.endpoint(role) for role in ROLES}
+                    liars = Liars(seed, page.fleet_id, ports, page.endpoints["dashboard"], said, stack)
+                else:
+                    ports, sink = stack.enter_context(_sink())
+                    liars = Liars(seed, page.fleet_id, ports, sink, Counter(), stack)
+                self._turn(liars, to_fleet=to_fleet)
 
-    def _turn(self, liars: Liars | None) -> None:
+    def _turn(self, liars: Liars, *, to_fleet: bool) -> None:
         began, before, said = time.monotonic(), self._steps(), 0
         while (elapsed := time.monotonic() - began) < TURN_S:
-            if liars is not None and said < elapsed * LIES_PER_S:
+            if said < elapsed * LIES_PER_S:
                 liars.lie()
                 said += 1
             else:
                 time.sleep(0.002)
             if said % 200 == 0:
                 self._check()
-        self._honest[liars is not None].append((self._steps() - before) / elapsed)
+        self._honest[to_fleet].append((self._steps() - before) / elapsed)
         self._check()
 
     def _check(self) -> None:
@@ -194,9 +206,39 @@ class FuzzedFleet:
         alone, beside = (sum(rates) / max(1, len(rates)) for rates in (self._honest[False], self._honest[True]))
         sizes = ", ".join(f"{name} {most >> 20} ({self._before[name] >> 20})" for name, most in self._most.items())
         sys.stdout.write(
-            f"fleet: {alone:,.0f} honest steps a second alone, {beside:,.0f} beside liars "
+            f"fleet: {alone:,.0f} honest steps a second beside lies to a sink, {beside:,.0f} beside lies to it "
             f"({100 * beside / max(alone, 1):.0f} %)\nfleet: most MiB (before): {sizes}\n"
         )
+
+
+@contextmanager
+def _sink() -> Iterator[tuple[dict[str, str], str]]:
+    """Yield the endpoints of ports, by role, and the URL of a page. A thread receives what comes, and drops it."""
+    ended = threading.Event()
+    with zmq.Context() as context, ExitStack() as stack:
+        poller, endpoints = zmq.Poller(), dict[str, str]()
+        for role in ROLES:
+            port = stack.enter_context(context.socket(zmq.XPUB if role == "weights" else zmq.ROUTER))
+            endpoints[role] = f"tcp://127.0.0.1:{port.bind_to_random_port('tcp://127.0.0.1')}"
+            poller.register(port, zmq.POLLIN)
+        page = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        page.setblocking(False)
+
+        def drop() -> None:
+            while not ended.is_set():
+                for port, _ in poller.poll(20):
+                    with suppress(zmq.Again):
+                        while True:
+                            port.recv_multipart(zmq.DONTWAIT, copy=False)
+                with suppress(BlockingIOError):
+                    while True:
+                        page.accept()[0].close()
+
+        dropping = threading.Thread(target=drop, name="sink")
+        dropping.start()
+        stack.callback(dropping.join)
+        stack.callback(ended.set)
+        yield endpoints, f"http://127.0.0.1:{page.getsockname()[1]}"
 
 
 @contextmanager

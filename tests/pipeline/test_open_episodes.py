@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import tracemalloc
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ def test_the_episode_log_gives_the_open_episodes_after_each_unsettled_batch(
     width=st.integers(1, 4),
     missing=st.sets(st.integers(0, 19)),
     resumes=st.sets(st.integers(1, 19), max_size=4),
+    opened=st.sets(st.integers(1, 19)),
     between=st.sets(st.integers(1, 19)),
     has_log=st.booleans(),
 )
@@ -101,11 +103,13 @@ def test_a_learner_that_goes_on_from_its_checkpoint_ends_each_episode_once(
     width: int,
     missing: set[int],
     resumes: set[int],
+    opened: set[int],
     between: set[int],
     has_log: bool,
 ) -> None:
     """A batch may be missing right after the checkpoint, or before it: what it broke stays broken.
 
+    opened: batches that have been read, and not handed out, when a checkpoint is made.
     between: batches before which a checkpoint is made once their markers were handed out.
     """
 
@@ -120,6 +124,8 @@ def test_a_learner_that_goes_on_from_its_checkpoint_ends_each_episode_once(
     for number, batch in enumerate(batches):
         log.append(batch, number + 1, 0)
         if number in resumes:
+            if number in opened:
+                episodes.take(batch)
             episodes = go_on()
         if number in missing:
             episodes.gap_reason = "overflow"
@@ -139,6 +145,22 @@ def test_a_learner_that_goes_on_from_its_checkpoint_ends_each_episode_once(
     for markers in episodes.end("worker_killed"):
         witness.see(markers)
     assert not witness.open_episodes()
+
+
+def test_memory_for_a_batch_that_waits_does_not_grow_with_the_source() -> None:
+    """After a gap a batch of three chunks is read, from a source of 20,000 envs."""
+    episodes, envs = SourceEpisodes(), Envs(1, 3, ends=0.0, fails=0.0)
+    far = envs.fragment()
+    far.table["env_index"] += 19_997
+    episodes.take(far)
+    episodes.note_handed_out()
+    episodes.gap_reason = "overflow"
+    tracemalloc.start()
+    try:
+        episodes.take(envs.fragment())
+        assert tracemalloc.get_traced_memory()[1] < episodes._open.nbytes / 10
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_unfinished_episode_of_several_agents_counts_once() -> None:

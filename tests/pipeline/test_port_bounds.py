@@ -9,10 +9,11 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,20 +21,28 @@ import zmq
 
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
-from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.frames.wire import MessageKind
-from headrace.schemas.messages import Heartbeat, Message, SupervisorHello, WorkerHello
+from headrace.schemas.messages import Heartbeat, Message, Obituary, SupervisorHello, WorkerHello
 from headrace.schemas.peers import port_watch
 from headrace.schemas.peers.port_watch import (
+    ADMISSION_S,
+    ADMITTED_AT_ONCE,
     EMPTY_MESSAGES,
+    FLOOD_ADMISSION_S,
+    FLOOD_ADMITTED_AT_ONCE,
+    KNOWN_FIRST,
+    MOST_ADMITTED,
+    REFUSED_BURST,
     STRANGE_MESSAGES,
     STRANGERS_BYTES,
+    WARY_S,
     WATCH_EVENTS,
+    PeerAccount,
     PortBounds,
     PortWatch,
     source_of,
 )
-from headrace.schemas.peers.refusal_budget import REFUSED_BURST
 from support.pipeline.delivery import (
     FLEET,
     BrokerThread,
@@ -158,6 +167,22 @@ def test_streams_of_zeros_take_bounded_memory(served: tuple[Process, Endpoints])
     assert memory_of(process.popen.pid, "VmHWM") < before + PEAK
 
 
+def test_a_thousand_large_hellos_at_once_are_answered(tmp_path: Path) -> None:
+    """They have 16 MB together, which waits at a broker that stands still, and all peers are strangers so far."""
+    with broker_process(tmp_path, allow_insecure=True) as process, ExitStack() as stack:
+        state = read_broker_file(tmp_path)
+        assert state is not None
+        peers = [stack.enter_context(RawZmtp(state.endpoints.worker)) for _ in range(1000)]
+        os.kill(process.popen.pid, signal.SIGSTOP)
+        try:
+            for slot, peer in enumerate(peers):
+                hello = WorkerHello(fleet_id=FLEET, token=f"{slot}", slot=slot, incarnation=1, host="h" * (16 << 10))
+                peer.send(_framed(hello))
+        finally:
+            os.kill(process.popen.pid, signal.SIGCONT)
+        assert all(peer.sock.recv(1) for peer in peers), process.log.read_text()
+
+
 def test_what_a_cut_stranger_had_sent_is_dropped_unread(start_broker: StartBroker) -> None:
     """libzmq hands out each message that it had made, also of a connection that has ended."""
     broker = start_broker(allow_insecure=True)
@@ -223,6 +248,104 @@ def test_a_peer_that_floods_the_port_takes_turns_with_the_others(start_broker: S
             wait_until(lambda: received(watch) > before + 100, "the newcomer's HELLO")
         newcomer.receive_kind(MessageKind.WELCOME)
     assert heard.index(WorkerHello) < 500
+
+
+def test_a_known_peer_that_floods_the_port_is_cut(served: tuple[Process, Endpoints]) -> None:
+    process, endpoints = served
+    with RawZmtp(endpoints.worker) as flooder:
+        flooder.send(_framed(WorkerHello(fleet_id=FLEET, token="f", slot=7, incarnation=1)))
+        beats = _framed(Heartbeat(slot=7, incarnation=1, totals=WorkerTotals())) * 100
+        wait_until(lambda: not flooder.send(beats), "the end of the connection")
+    told = "too many messages that bring nothing new"
+    wait_until(lambda: told in process.log.read_text(), "the reason in the log")
+
+
+def test_a_supervisor_that_tells_of_a_thousand_dead_workers_is_no_flood(start_broker: StartBroker) -> None:
+    broker = start_broker(allow_insecure=True)
+    hello = _framed(SupervisorHello(fleet_id=FLEET, token="s"))
+    with RawZmtp(broker.endpoints.worker) as supervisor:
+        for slot in range(1000):
+            death = Obituary(slot=slot, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed")
+            supervisor.send(hello + _framed(death))
+        supervisor.send(frame(b"the", more=True) + frame(b"end", more=False))
+        wait_until(lambda: broker.ask(lambda asked: asked.core.refusals.total), "the broker to read all of it")
+        assert not supervisor.is_cut()
+
+
+def test_batches_do_not_count_as_a_flood(
+    start_broker: StartBroker, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_watch, "KNOWN_FIRST", 4)
+    monkeypatch.setattr(port_watch, "KNOWN_BURST", 4)
+    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 5.0)
+    broker = start_broker()
+    feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(100))
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        for _ in batches_of(stream, feeder.all_settled):
+            pass
+        assert stream.delivered == 100
+    assert not watch_of(broker).cuts
+
+
+@pytest.mark.parametrize(
+    ("speak", "at_once", "pause_s"),
+    [
+        (lambda watch, account: watch.strange(-1, account, 0), ADMITTED_AT_ONCE, ADMISSION_S),
+        (lambda watch, account: watch.known(-1, account, 0), FLOOD_ADMITTED_AT_ONCE, FLOOD_ADMISSION_S),
+    ],
+    ids=["zeros", "flood"],
+)
+def test_a_port_that_was_attacked_admits_few_peers_for_a_while(
+    speak: Callable[[PortWatch, PeerAccount], None], at_once: int, pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(port_watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as port, ExitStack() as stack:
+        watch = PortWatch("worker", port.get_monitor_socket(WATCH_EVENTS), PortBounds(100))
+        stack.callback(watch.close)
+        stack.callback(port.disable_monitor)
+        account = PeerAccount(b"route", peer=("192.0.2.1", 1))
+        assert watch.newcomers(waits=False) == MOST_ADMITTED
+        for _ in range(KNOWN_FIRST + 1):
+            speak(watch, account)
+        assert watch.newcomers(waits=False) == at_once
+        assert watch.newcomers(waits=False) == 0, "a second turn at the same moment"
+        clock[0] += pause_s
+        watch.behind()
+        assert watch.newcomers(waits=True) == 0, "messages wait at the port"
+        watch.emptied()
+        assert watch.newcomers(waits=True) == at_once
+        clock[0] += WARY_S
+        assert watch.newcomers(waits=False) == MOST_ADMITTED
+
+
+def test_a_peer_that_the_port_defers_is_admitted_later_and_wakes_nothing_meanwhile(start_broker: StartBroker) -> None:
+    broker, admitted = start_broker(allow_insecure=True), list[RawZmtp]()
+    watch, asked, turns = watch_of(broker), threading.Event(), Counter[str]()
+    admits = watch.newcomers
+
+    def none_now(*, waits: bool) -> int:
+        asked.set()
+        turns["admission"] += 1
+        return 0
+
+    watch.newcomers = none_now  # type: ignore[method-assign]
+    connecting = threading.Thread(target=lambda: admitted.append(RawZmtp(broker.endpoints.worker)))
+    connecting.start()
+    assert asked.wait(TIMEOUT_S)
+    time.sleep(0.5)
+    assert turns["admission"] < 2 * 0.5 / ADMISSION_S, "the broker spins while a peer waits"
+    assert not admitted
+    watch.newcomers = admits  # type: ignore[method-assign]
+    connecting.join(TIMEOUT_S)
+    with admitted.pop():
+        pass
+
+
+def _framed(message: Message) -> bytes:
+    """Return the bytes of a message as a peer without libzmq sends it."""
+    *first, last = (bytes(part) for part in message.frames())
+    return b"".join(frame(part, more=True) for part in first) + frame(last, more=False)
 
 
 def _connects(endpoint: str, into: list[RawZmtp]) -> bool:

@@ -130,6 +130,16 @@ def test_each_worker_ships_its_share_and_waits(tmp_path: Path, stack: ExitStack)
         assert worker.wait() == 0, worker.log.read_text()
 
 
+@pytest.mark.processes
+def test_two_versions_a_round_leave_at_most_two_rounds_of_lag(tmp_path: Path, stack: ExitStack) -> None:
+    """Each version begins a round, and workers ship up to two rounds ahead of a commit."""
+    fleet, lags = Fleet(tmp_path, stack, 2), []
+    for _ in range(12):
+        fleet.weights.publish(fleet.arrays)
+        lags += [int(batch.lag.max()) for batch in fleet.update()]
+    assert max(lags) <= 4, lags
+
+
 @pytest.mark.chaos
 def test_a_worker_that_dies_does_not_stall_the_others(tmp_path: Path, stack: ExitStack) -> None:
     """The round waits for a killed worker, then gives its share to the other. Its next life gets shares again."""

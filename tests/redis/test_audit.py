@@ -350,9 +350,10 @@ def test_the_deep_audit_names_two_sources_that_differ(
     client.hset(key_name(fleet_id, FLEET), "reported_unix_s", "1")
     if damage is not None:
         damage(run, client, fleet_id)
-    returncode, said = run.audit("--deep")
-    assert (returncode != 0) == bool(words), said
-    assert words in said
+    for how in [["--deep"], ["--deep", "--run-dir"]] if damage is step_once_more else [["--deep"]]:
+        returncode, said = run.audit(*how)
+        assert (returncode != 0) == bool(words), said
+        assert words in said
 
 
 def fold_a_life(run: Run, client: Any, fleet_id: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +122,26 @@ def test_a_damaged_or_foreign_lifetime_file_is_logged_and_left_out(
     assert not caplog.records
     for content in (b"{", b"[]", b'{"fleet_id": "f"}', b'{"fleet_id": "f", "runner_state": 1}'):
         path.write_bytes(content)
-        assert file.read() == Lifetime()
-    assert caplog.text.count("cannot be used") == 4
+        damage = file.read().damage
+        assert damage
+        assert file.read() == Lifetime(damage=damage)
+    assert caplog.text.count("cannot be used") == 8
     write(LifetimeFile(tmp_path, "another"))
-    assert file.read() == Lifetime()
+    assert file.read() == Lifetime(damage="it is of fleet 'another'")
     assert "it is of fleet 'another'" in caplog.text
+    foreign = path.read_bytes()
     write(file)
+    assert file.set_aside.read_bytes() == foreign
     content = orjson.loads(path.read_bytes())
     content["runner_state"]["1"] = {"num_episodes_lifetime": -1}
     content["metric_sums"]["x"] = {}
     path.write_bytes(orjson.dumps(content))
-    assert file.read() == LIFETIME
+    found = file.read()
+    assert replace(found, damage="") == LIFETIME
+    assert found.damage.count(";") == 1
     assert caplog.text.count("left out a value in lifetime.json") == 2
+    write(file, last=True)
+    assert file.set_aside.read_bytes() == foreign, "the first one stays"
 
 
 def test_the_lifetime_file_is_written_after_a_pause_by_its_size(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,17 @@ def test_counters_never_go_back_history_stays_and_no_key_is_left_behind(
         assert {entry.key for entry in inventory.keys(FLEET)} <= set(keys.TABLE)
 
 
-@pytest.mark.parametrize("lost", [("books.json",), ("redis",), ("books.json", "redis")])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ("books.json",),
+        ("redis",),
+        ("books.json", "redis"),
+        ("half of lifetime.json",),
+        ("half of lifetime.json", "books.json", "redis"),
+    ],
+    ids=" and ".join,
+)
 def test_the_audit_is_red_for_good_once_books_json_and_redis_are_lost_together(
     tmp_path: Path, make_server: Callable[..., Any], lost: tuple[str, ...]
 ) -> None:
@@ -143,9 +154,16 @@ def test_the_audit_is_red_for_good_once_books_json_and_redis_are_lost_together(
     if "redis" in lost:
         with server.client() as client:
             client.flushall()
+    if "half of lifetime.json" in lost:
+        os.truncate(tmp_path / "lifetime.json", (tmp_path / "lifetime.json").stat().st_size // 2)
+        assert "lifetime.json is damaged (" in " ".join(problems())
     for lives in (range(5, 6), range(6, 10)):  # as many again do not hide the loss
         live(lives)
         found = problems()
+        if "half of lifetime.json" in lost:
+            (sentence,) = found
+            assert f"kept it as {tmp_path / 'lifetime.json.damaged'}; " in sentence
+            continue
         if len(lost) == 1:
             assert found == []
             continue
