@@ -33,6 +33,7 @@ def test_a_pass_trains_towards_what_a_plain_loop_over_the_transitions_gives(
     make_batch: MakeBatch, new_module: NewModule
 ) -> None:
     batch = make_batch([7, 3, 5, 0], [TERMINATED, TRUNCATED, ONGOING, ABORTED])
+    batch.columns["rewards"] *= 5.0  # returns in the tens: the unit of advantages is not 1
     batch.columns["logp"] += np.random.default_rng(1).normal(size=15).astype(np.float32)
     impala = Impala(new_module(), SETTINGS)
     targets, advantages = [], []
