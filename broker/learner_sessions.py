@@ -147,6 +147,7 @@ class LearnerSessions:
             spaces=spaces,
             published=self._store.weights,
             weight_shapes=self._weight_shapes,
+            maps_weights=True,
         )
         self._outbox.send(peer, welcome)
 

@@ -407,16 +407,29 @@ class Broker:
                 self.log.append(typed, [frame.buffer for frame in frames], nbytes)
 
     def _take_weights(self, peer: bytes, frames: list[zmq.Frame]) -> None:
-        """Keep a version from the publisher, broadcast it, and acknowledge it. An older one is only acknowledged."""
-        message = decode([frame.buffer for frame in frames])
-        header, _ = read_weights(message)
+        """Keep a version from the publisher, broadcast it, and acknowledge it. An older one is only acknowledged.
+
+        An announced version is mapped from this machine's memory, if it is there.
+        """
+        message: list[Buffer] = [frame.buffer for frame in frames]
+        header, arrays = read_weights(decode(message))
         if not self.core.may_publish(_LEARNER + peer, header.version):
             return
-        if self._keep_weights(header, [frame.buffer for frame in frames]):
+        is_known = header.version <= self.relay.version
+        whole = message if arrays or is_known else self._mapped(header)
+        if whole is not None and self._keep_weights(header, whole):
             self._broadcast()
             if self.reporter is not None:
                 self.reporter.offer_weights(header.version, self.relay.frames)
-        self._send(self.sockets.learners, peer, WeightsAck(version=header.version).frames())
+        ack = WeightsAck(version=header.version, is_held=whole is not None)
+        self._send(self.sockets.learners, peer, ack.frames())
+
+    def _mapped(self, header: WeightsHeader) -> list[Buffer] | None:
+        """Return the frames of a version that a publisher has written to this machine's memory; None if there is none.
+
+        Version and digest are claims. They name a file of this user's, and its header must say the same.
+        """
+        return self._shared.frames(header.version, header.digest)
 
     def _keep_weights(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
         """Keep a checked version if it is newer. Write a large one also to memory that this machine's workers map."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.frames.wire import Buffer, MessageKind, encode, frames_of
+from headrace.schemas.frames.wire import Buffer, MessageKind, encode
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull
+from headrace.schemas.messages.weights import INLINE_BYTES
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
-
-INLINE_BYTES = 1 << 18
-"""Larger versions are announced, and each worker fetches them."""
 
 
 class WeightsRelay:
@@ -23,8 +21,6 @@ class WeightsRelay:
         self.broadcast: list[Buffer] = []
         """The frames for every subscriber, which each new one gets again; empty before the first version."""
         self._sizes: list[int] = []
-        self._blob: memoryview | None = None
-        """The frames one after another, once a piece was asked for."""
         self._pieces: dict[int, list[Buffer]] = {}
         """The encoded pieces of `PIECE_BYTES` by offset, as far as they were asked for."""
 
@@ -34,7 +30,7 @@ class WeightsRelay:
             return False
         self.version = header.version
         self.frames, self._sizes = frames, [len(frame) for frame in frames]
-        self._blob, self._pieces = None, {}
+        self._pieces = {}
         self.broadcast = encode(MessageKind.WEIGHTS, header.model_dump()) if self.is_large else frames
         return True
 
@@ -53,13 +49,16 @@ class WeightsRelay:
         return self._pieces[offset]
 
     def _encode_piece(self, offset: int, length: int) -> list[Buffer]:
-        piece = np.frombuffer(self._joined()[offset : offset + length], np.uint8)
         header = WeightsPart(version=self.version, offset=offset, frame_sizes=self._sizes)
+        piece = np.frombuffer(self._cut(offset, length), np.uint8)
         return encode(MessageKind.WEIGHTS_PART, header.model_dump(), {"part": piece})
 
-    def _joined(self) -> memoryview:
-        """Return the frames as one run of bytes. They are copied once a version."""
-        if self._blob is None:
-            self._blob = memoryview(b"".join(self.frames))
-            self.frames = frames_of(self._blob, self._sizes)  # the received ones are not kept beside it
-        return self._blob
+    def _cut(self, offset: int, length: int) -> Buffer:
+        """Return bytes of the frames one after another: a view where one frame has them all."""
+        parts, start = list[memoryview](), 0
+        for frame, size in zip(self.frames, self._sizes, strict=True):
+            part = memoryview(frame)[max(0, offset - start) : max(0, offset + length - start)]
+            if part:
+                parts.append(part)
+            start += size
+        return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from numpy.typing import NDArray
+from contextlib import suppress
 
 from headrace.learner_stub import connection
-from headrace.learner_stub.broker_link import BrokerLink
+from headrace.learner_stub.broker_link import BrokerLink, await_message
 from headrace.learner_stub.row_queue import RowQueue
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.headrace_version import headrace_version
-from headrace.schemas.errors import DecodeError, RefusedWeightsError, refusal
-from headrace.schemas.frames.wire import decode_header
+from headrace.schemas.errors import DecodeError, HeadraceError, RefusedWeightsError, refusal
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode
 from headrace.schemas.messages import (
     Fenced,
     LearnerHello,
@@ -22,11 +20,14 @@ from headrace.schemas.messages import (
     Reject,
     Status,
     WeightsAck,
+    WeightsHeader,
     WeightsRefusal,
     messages_to,
     read,
 )
-from headrace.schemas.messages.weights import encode_weights
+from headrace.schemas.messages.shared_weights import SharedWeights
+from headrace.schemas.messages.weights import INLINE_BYTES, Arrays, encode_weights
+from headrace.schemas.peers.advertised import is_own_address
 
 _CONTROL = messages_to("publisher")
 _RETRY_S = 1.0
@@ -35,8 +36,8 @@ _SILENCE_S = 3.0
 _SLOWEST_BYTES_PER_S = 10e6
 """The slowest speed at which a broker may take a version before it is sent again. Sending too early only slows it."""
 
-Arrays = dict[str, NDArray[Any]]
-"""The tensors of one version by name, as they go to all brokers."""
+_CLOSING_S = 0.5
+"""Seconds to wait at the end for a broker that has not mapped the newest version so far."""
 
 
 class BrokerWeights:
@@ -56,11 +57,30 @@ class BrokerWeights:
         self._fleet_id = fleet_id
         self._arrays: Arrays | None = None
         self._digest = ""
+        self._shared: SharedWeights | None = None
+        """The memory from which this broker maps versions; None where it gets them whole."""
+        self._written: Version = (0, 0)
+        """The newest version that was to be written there, and whether it was."""
+        self._is_written = False
         self._heard = 0.0
         self._next_send = 0.0
         self._refused: WeightsRefusal | None = None
         """A version that a worker could not load, until the error for it was taken."""
         self._told_of: Version = (0, 0)
+
+    def share(self, seq: int, arrays: Arrays) -> tuple[Arrays, str] | None:
+        """Write a version to memory that this broker maps. Return its arrays as views of that copy, and their digest.
+
+        None where this broker gets versions over its socket: it is on another machine, or memory has no room, or the
+        version is small.
+        """
+        memory = self._memory_for(arrays)
+        if memory is None:
+            return None
+        before, self._written = self._written, (self.epoch, seq)
+        written = memory.write_arrays(self._written, arrays, before)
+        self._is_written = written is not None
+        return (written[1], written[0].digest) if written is not None else None
 
     def publish(self, seq: int, arrays: Arrays, digest: str) -> None:
         """Make these the newest weights at this broker. `digest` is that of `arrays`."""
@@ -102,11 +122,18 @@ class BrokerWeights:
             self._send_rows(now)
 
     def close(self) -> None:
-        """Close the connection. Rows not sent so far are sent once."""
+        """Close the connection. Rows not sent so far are sent once.
+
+        Wait until the broker has mapped the newest version, at most `_CLOSING_S`.
+        """
         if self.joined:
             while self._send_rows(connection.now(), at_once=True):
                 pass
+            with suppress(HeadraceError):  # the publisher ends anyway
+                self._await_mapped()
         self.link.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _say_hello(self) -> None:
         self._next_send = connection.now() + _RETRY_S
@@ -122,10 +149,42 @@ class BrokerWeights:
 
     def _send_weights(self) -> None:
         assert self._arrays is not None
-        nbytes = sum(array.nbytes for array in self._arrays.values())
         self._next_send = connection.now() + _RETRY_S
-        if self.link.send(encode_weights(self._fleet_id, (self.epoch, self.seq), self._arrays, self._digest)):
-            self._next_send += nbytes / _SLOWEST_BYTES_PER_S
+        if self.link.send(self._message(self._arrays)):
+            self._next_send += _nbytes(self._arrays) / _SLOWEST_BYTES_PER_S
+
+    def _message(self, arrays: Arrays) -> list[Buffer]:
+        """Return the newest version's announcement if it lies in memory that the broker maps, else all of it."""
+        header = WeightsHeader(fleet_id=self._fleet_id, version=(self.epoch, self.seq), digest=self._digest)
+        memory = self._memory_for(arrays)
+        if memory is not None and self._written != header.version:  # written for another broker, or an earlier lease
+            frames = encode_weights(self._fleet_id, header.version, arrays, self._digest)
+            self._written, self._is_written = header.version, memory.write(header, frames)
+        if memory is not None and self._is_written:
+            return encode(MessageKind.WEIGHTS, header.model_dump())
+        return encode_weights(self._fleet_id, header.version, arrays, self._digest)
+
+    def _memory_for(self, arrays: Arrays) -> SharedWeights | None:
+        """Return the memory from which the broker maps such a version; None where it gets it whole."""
+        return self._shared if _nbytes(arrays) > INLINE_BYTES else None
+
+    def _share_memory(self, *, shared: bool) -> None:
+        """Use memory that the broker maps, or stop using it."""
+        if self._shared is not None and not shared:
+            self._shared.close()
+            self._shared, self._is_written = None, False
+        elif self._shared is None and shared:
+            self._shared, self._written = SharedWeights(self._fleet_id), (0, 0)
+
+    def _await_mapped(self) -> None:
+        """Wait until the broker has mapped the announced version, or asked for all of it and got it."""
+        deadline = connection.now() + _CLOSING_S
+        while self._is_written and self.acknowledged < self._written and self.refusal is None:
+            await_message([self.link], _CLOSING_S / 10)
+            self.pump()
+            self.tick(connection.now())
+            if connection.now() > deadline:
+                return
 
     def _send_rows(self, now: float, *, at_once: bool = False) -> bool:
         rows = self.rows.due(now, at_once=at_once)
@@ -143,7 +202,7 @@ class BrokerWeights:
         elif isinstance(message, Status):
             self._on_status(message)
         elif isinstance(message, WeightsAck):
-            self.acknowledged = max(self.acknowledged, message.version)
+            self._on_ack(message)
         elif isinstance(message, Fenced):
             self.refusal = ("fenced", message.detail)
         elif isinstance(message, Reject):
@@ -154,11 +213,20 @@ class BrokerWeights:
         self.rows.send_again()
         self._fleet_id = welcome.fleet_id
         self.epoch = welcome.epoch
+        self._share_memory(shared=welcome.maps_weights and is_own_address(self.link.endpoint))
         connection.note_weight_shapes(self.link.token, welcome)
         if self._arrays is None and welcome.published[0] == self.epoch:
             # of an earlier publisher of this process; workers ignore a version that is not newer
             self.seq = welcome.published[1]
         self._lacks(welcome.published)
+
+    def _on_ack(self, ack: WeightsAck) -> None:
+        """Note what the broker holds. If it does not find the newest version in memory, send that whole."""
+        if ack.is_held:
+            self.acknowledged = max(self.acknowledged, ack.version)
+        elif ack.version == self._written:  # an older one may have been removed meanwhile
+            self._share_memory(shared=False)
+            self._next_send = 0.0
 
     def _on_status(self, status: Status) -> None:
         self.rows.stored(status.rows_stored)
@@ -181,3 +249,7 @@ class BrokerWeights:
         if self._arrays is not None and published < (self.epoch, self.seq):
             self.acknowledged = published
             self._next_send = min(self._next_send, connection.now() + 0.1)
+
+
+def _nbytes(arrays: Arrays) -> int:
+    return sum(array.nbytes for array in arrays.values())

@@ -24,7 +24,7 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import PeerKeys, client_keys
 from headrace.schemas.errors import EncodeError, refusal
-from headrace.schemas.messages.weights import check_published, join_modules, weights_digest
+from headrace.schemas.messages.weights import Arrays, check_published, join_modules, weights_digest
 from headrace.schemas.peers.fleet_address import AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace, broker_fleet_id
 
@@ -112,7 +112,7 @@ class WeightPublisher:
         they have.
         """
         with connection.time_spent(self.token).part("publish"):
-            arrays, seq = as_arrays(state_dict), self.seq + 1
+            arrays, seq = _views(state_dict), self.seq + 1
             if shapes := connection.weight_shapes(self.token):
                 check_published(arrays, shapes)
             connection.note_published(self.token, [(broker.epoch, seq) for broker in self._brokers])
@@ -122,9 +122,9 @@ class WeightPublisher:
                 connection.pump_together(self)
             finally:
                 self._publishing = False
-            digest = weights_digest(arrays)
+            copies, digest = self._copy(seq, arrays)
             for broker in self._brokers:
-                broker.publish(seq, arrays, digest)
+                broker.publish(seq, copies, digest)
             self.pump()
         return seq
 
@@ -170,6 +170,14 @@ class WeightPublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _copy(self, seq: int, arrays: Arrays) -> tuple[Arrays, str]:
+        """Copy a version once: to memory that a broker on this machine maps, or else to memory of this process."""
+        for broker in self._brokers:
+            if (shared := broker.share(seq, arrays)) is not None:
+                return shared
+        copies = {name: array.copy() for name, array in arrays.items()}
+        return copies, weights_digest(copies)
+
     def _raise_refused(self) -> None:
         """Raise the error for a version that a worker refused, once, but not while another is being published."""
         for broker in self._brokers:
@@ -190,6 +198,11 @@ class WeightPublisher:
 
 def as_arrays(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, NDArray[Any]]:
     """Return copies of all tensors as arrays, those of several modules under joined names. Raises `EncodeError`."""
+    return {name: array.copy() for name, array in _views(state_dict).items()}
+
+
+def _views(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, NDArray[Any]]:
+    """Return all tensors as arrays, without a copy where they are in the processor's memory. Raises `EncodeError`."""
     arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
     if not arrays:
         raise EncodeError("a state dict without tensors cannot be published or saved; give at least one")
@@ -212,13 +225,13 @@ def _flat(state_dict: StateDict | Mapping[str, StateDict]) -> StateDict:
 
 
 def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
-    """Copy a tensor to a numpy array; bfloat16, which numpy lacks, becomes float32."""
+    """Return a tensor as a numpy array; bfloat16, which numpy lacks, becomes float32."""
     if not isinstance(value, torch.Tensor):
-        return value.copy()
+        return value
     tensor = value.detach().cpu()
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.float()
     try:
-        return tensor.numpy(force=True).copy()
+        return tensor.numpy(force=True)
     except TypeError as error:
         raise EncodeError(f"tensor {name!r} of dtype {value.dtype} cannot be published: {error}") from error

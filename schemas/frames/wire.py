@@ -130,13 +130,16 @@ def encode_packed(
     frames: list[Buffer],
     manifest: list[list[Any]],
     encoding: Mapping[str, Any] | None = None,
+    *,
+    header_bytes: int = 0,
 ) -> list[Buffer]:
     """Return the frames of a message whose arrays already lie in `frames`, as the manifest says.
 
-    `encoding`: fields that say how the frames are compressed. Raises as `encode` does.
+    `encoding`: fields that say how the frames are compressed. Frame 1 is filled with spaces to `header_bytes` where it
+    is shorter. Raises as `encode` does.
     """
     payload = {"checksum": _checksum(frames), "sizes": [len(f) for f in frames], "arrays": manifest, **(encoding or {})}
-    return _seal(kind, {**header, "payload": payload}, frames)
+    return _seal(kind, {**header, "payload": payload}, frames, header_bytes)
 
 
 def is_compressed(header: Mapping[str, Any]) -> bool:
@@ -167,9 +170,9 @@ def _checksum(payload: Sequence[Buffer]) -> int:
     return checksum.intdigest()
 
 
-def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer]) -> list[Buffer]:
+def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer], header_bytes: int = 0) -> list[Buffer]:
     try:
-        body = orjson.dumps(header)
+        body = orjson.dumps(header).ljust(header_bytes)
     except TypeError as error:
         raise EncodeError(f"header of {kind.name} cannot be written as JSON: {error}") from error
     if len(body) > DEFAULT_LIMITS.header_bytes:

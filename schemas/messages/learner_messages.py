@@ -95,6 +95,8 @@ class LearnerWelcome(Message):
     published: Version = (0, 0)
     weight_shapes: ModuleShapes = {}
     """Shapes of the weights that workers load, once one has told them."""
+    maps_weights: bool = False
+    """Whether the broker takes announced weights from its machine's memory."""
 
 
 class LearnerFigures(BaseModel):

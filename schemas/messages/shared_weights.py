@@ -1,16 +1,16 @@
 """The newest large weights in this machine's memory, for all processes of one user and fleet.
 
     /dev/shm/headrace-UID/FLEET/        mode 0700; FLEET is a hash of the fleet's id
-        EPOCH-SEQ-DIGEST                one version, mode 0600; it appears whole, and never changes
-        .EPOCH-SEQ-DIGEST.PID           a version that is being written
+        EPOCH-SEQ-DIGEST                one version (`weights_file.py`), mode 0600; it appears whole, and never changes
+        .EPOCH-SEQ.PID                  a version that is being written
         puller                          the process that brings the next version from elsewhere holds a lock on it
         users                           each process that uses the folder holds a shared lock on it
 
-    a version   count u64le | size of each frame u64le | the frames of its WEIGHTS message, each at 64 bytes' multiple
-
-The broker writes a version before it announces it. Workers of its machine find it by the version and digest of the
-announcement, map it, and pull nothing. On another machine one of them pulls the version and writes it for the others.
-Where there is no such file, or it is not the announced version, each worker pulls its own.
+A publisher on the broker's machine writes a version, and sends its announcement alone. The broker maps the file and
+checks it. It writes the file itself if the version came from another machine. Then it announces the version to workers.
+Those of its machine find the file by the version and digest of the announcement, map it, and pull nothing. On another
+machine one of them pulls the version and writes it for the others. Where there is no such file, or it is not the
+announced version, the broker asks for the version whole, and each worker pulls its own.
 
 The last process that leaves removes the folder. After a kill, the next that enters any such folder removes it, and so
 does a supervisor at the end of its fleet.
@@ -21,20 +21,19 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import re
 import shutil
 import stat
-import struct
 from pathlib import Path
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, decode
+from headrace.schemas.frames.wire import Buffer, MessageKind, decode
 from headrace.schemas.messages import WeightsHeader, read
-from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays
+from headrace.schemas.messages.weights import Arrays
+from headrace.schemas.messages.weights_file import map_frames, write_arrays, write_frames
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +41,8 @@ MEMORY = Path("/dev/shm")
 """Where files live in memory."""
 
 _USERS, _PULLER = "users", "puller"
-_NAME = re.compile(r"\.?(\d{1,15})-(\d{1,15})-([0-9a-f]{32})(\.\d+)?")
-_ALIGN = 64
+_NAME = re.compile(r"(\d{1,15})-(\d{1,15})-[0-9a-f]{32}")
+_ASIDE = re.compile(r"\.(\d{1,15})-(\d{1,15})\.\d+")
 _TRIES = 10
 """Times to enter a folder that others remove at the same moment."""
 
@@ -51,7 +50,8 @@ _TRIES = 10
 class SharedWeights:
     """This process's access to the folder of one fleet. It enters the folder with the first version.
 
-    Nothing here raises or waits: where memory cannot be shared, it warns once, and workers pull.
+    Nothing here waits, or raises an error of the machine: where memory cannot be shared, it warns once, and weights go
+    over sockets.
     """
 
     def __init__(self, fleet_id: str) -> None:
@@ -70,29 +70,61 @@ class SharedWeights:
         name = _name_of(header.version, header.digest)
         if not name or not self._enter():
             return False
-        path, aside = self._folder / name, self._folder / f".{name}.{os.getpid()}"
+        aside = self._aside(header.version)
         try:
             self._remove_older(header.version)
-            if not path.exists():
+            if not (self._folder / name).exists():
                 _check_room(self._folder, sum(map(len, frames)))
-                _write(aside, frames)
-                aside.replace(path)
+                write_frames(aside, frames)
+                aside.replace(self._folder / name)
         except OSError as error:
             aside.unlink(missing_ok=True)
             self._warn(error)
             return False
         return True
 
+    def write_arrays(self, version: Version, arrays: Arrays, kept: Version) -> tuple[WeightsHeader, Arrays] | None:
+        """Write a version, and return its header with its arrays as views of the file, which they keep.
+
+        None where it cannot be written. Versions from `kept` on stay: the broker may not have read them yet. Raises
+        `EncodeError` for arrays that may not go on the wire.
+        """
+        if not self._enter():
+            return None
+        aside = self._aside(version)
+        try:
+            self._remove_older(kept)
+            _check_room(self._folder, sum(array.nbytes for array in arrays.values()))
+            header, views = write_arrays(aside, self._fleet_id, version, arrays)
+            aside.replace(self._folder / _name_of(version, header.digest))
+        except (OSError, ValueError) as error:
+            self._warn(error)
+            return None
+        finally:
+            aside.unlink(missing_ok=True)
+        return header, views
+
     def read(self, version: Version, digest: str) -> Arrays | None:
         """Return the arrays of a version as views of the file's memory, which they keep. None where it is not there.
 
-        The checksums of the message are checked over all bytes. The writer's caller has checked the digest.
+        The checksums of the message are checked over all bytes. The digest is not: the writer has taken it of these
+        bytes, or its caller has checked it.
         """
+        found = self._read(version, digest)
+        return found[1] if found is not None else None
+
+    def frames(self, version: Version, digest: str) -> list[Buffer] | None:
+        """Return the frames of a version's WEIGHTS message, checked as `read` does. None where it is not there."""
+        found = self._read(version, digest)
+        return found[0] if found is not None else None
+
+    def _read(self, version: Version, digest: str) -> tuple[list[Buffer], Arrays] | None:
         name = _name_of(version, digest)
         if not name or not self._enter():
             return None
         try:
-            message = decode(_map(self._folder / name))
+            frames = map_frames(self._folder / name)
+            message = decode(frames)
             header = read(WeightsHeader, message.header)
         except FileNotFoundError:
             return None
@@ -100,7 +132,7 @@ class SharedWeights:
             self._warn(error)
             return None
         told = (header.fleet_id, header.version, header.digest) == (self._fleet_id, version, digest)
-        return message.arrays if told and message.kind is MessageKind.WEIGHTS else None
+        return (frames, message.arrays) if told and message.kind is MessageKind.WEIGHTS else None
 
     def claim(self) -> bool:
         """Become the process that pulls the next version for this machine. Return False while another has the claim.
@@ -155,16 +187,19 @@ class SharedWeights:
                 self._warn(error)
         return self._lock is not None
 
+    def _aside(self, version: Version) -> Path:
+        return self._folder / f".{version[0]}-{version[1]}.{os.getpid()}"
+
     def _remove_older(self, version: Version) -> None:
         for path in self._folder.iterdir():
-            known = _NAME.fullmatch(path.name)
+            known = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
             if known is not None and (int(known[1]), int(known[2])) < version:
                 path.unlink(missing_ok=True)
 
     def _warn(self, error: Exception) -> None:
         log.log(
             logging.DEBUG if self._told else logging.WARNING,
-            "weights are not shared in %s: %s; each worker of this machine pulls its own copy",
+            "weights are not shared in %s: %s; they go over sockets to each process of this machine",
             self._root,
             error,
         )
@@ -258,47 +293,3 @@ def _name_of(version: Version, digest: str) -> str:
     """Return the name of a version's file; "" for an invalid digest."""
     name = f"{version[0]}-{version[1]}-{digest}"
     return name if _NAME.fullmatch(name) else ""
-
-
-def _write(path: Path, frames: list[Buffer]) -> None:
-    path.unlink(missing_ok=True)  # left by a process of the same number that was killed
-    head = struct.pack(f"<{1 + len(frames)}Q", len(frames), *map(len, frames))
-    with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        for part in (head, *frames):
-            file.write(part)
-            file.write(bytes(-len(part) % _ALIGN))
-
-
-def _map(path: Path) -> list[Buffer]:
-    """Return the frames in a file, as views of its memory. Raises `OSError` and `ValueError` for any other file.
-
-    Its numbers are claims: nothing beyond the file's own bytes is touched.
-    """
-    descriptor = open_own(path, os.O_RDONLY)
-    try:
-        about = os.fstat(descriptor)
-        if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{path} is not this user's alone")
-        if not 8 <= about.st_size <= MOST_WEIGHTS_BYTES:
-            raise ValueError(f"{path} has {about.st_size} bytes")
-        whole = memoryview(mmap.mmap(descriptor, about.st_size, prot=mmap.PROT_READ))
-    finally:
-        os.close(descriptor)
-    return _frames_in(whole, path)
-
-
-def _frames_in(whole: memoryview, path: Path) -> list[Buffer]:
-    (count,) = struct.unpack_from("<Q", whole)
-    if count > DEFAULT_LIMITS.frames or 8 * (1 + count) > len(whole):
-        raise ValueError(f"{path} tells of {count} frames")
-    frames, start = list[Buffer](), _aligned(8 * (1 + count))
-    for size in struct.unpack_from(f"<{count}Q", whole, 8):
-        if size > len(whole) - start:
-            raise ValueError(f"{path} tells of more bytes than it has")
-        frames.append(whole[start : start + size])
-        start = _aligned(start + size)
-    return frames
-
-
-def _aligned(nbytes: int) -> int:
-    return nbytes + -nbytes % _ALIGN

@@ -20,6 +20,9 @@ Arrays = Mapping[str, NDArray[Any]]
 MOST_WEIGHTS_BYTES = DEFAULT_LIMITS.payload_bytes + 2 * DEFAULT_LIMITS.header_bytes
 """Bytes of one version's message at most."""
 
+INLINE_BYTES = 1 << 18
+"""Larger versions are announced, and their receivers map them from memory or fetch them."""
+
 MODULES = "modules/"
 """Prefix of "module id/name", for arrays of one of several modules."""
 

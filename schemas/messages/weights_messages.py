@@ -10,17 +10,20 @@ from headrace.schemas.messages.message_base import Message
 
 
 class WeightsAck(Message):
-    """Broker to publisher: the relay holds this version."""
+    """Broker to publisher: the relay holds this version, or a newer one."""
 
     KIND = MessageKind.WEIGHTS_ACK
     TO = ("publisher",)
     version: Version
+    is_held: bool = True
+    """False for an announced version that the broker does not find in its machine's memory: send it whole."""
 
 
 class WeightsHeader(Message):
     """Header of a WEIGHTS message. Its arrays are the tensors.
 
-    Over PUB a large version comes without arrays, as an announcement that workers can pull it.
+    A message without arrays is an announcement. The broker announces a large version, which workers map or pull. A
+    publisher announces one that it has written to the memory of its machine, for the broker to map.
     """
 
     KIND = MessageKind.WEIGHTS

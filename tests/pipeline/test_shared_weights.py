@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from headrace.broker.state_file import Endpoints
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.learner_stub import WeightPublisher
+from headrace.learner_stub.broker_link import BrokerLink
+from headrace.learner_stub.broker_weights import BrokerWeights
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.errors import EncodeError, RefusedError
+from headrace.schemas.frames import wire
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
-from headrace.schemas.messages import WeightsHeader, read, shared_weights
+from headrace.schemas.messages import WeightsAck, WeightsHeader, read, shared_weights, weights_file
 from headrace.schemas.messages.shared_weights import SharedWeights, remove_unused_weights
 from headrace.schemas.messages.weights import encode_weights, weights_digest
 from headrace.workers.fleet.weights import OTHERS_PULL_S, WeightsReceiver
+from headrace.workers.policy.module_weights import write_weights
 from support.pipeline.delivery import FLEET, BrokerThread, Feeder, StartBroker, StartFeeder
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -146,7 +159,7 @@ def test_large_weights_are_pulled_and_not_shared_when_memory_has_no_room(
     assert pulls
     assert files_in(memory) == ["puller", "users"]
     warned = [record for record in caplog.records if "more than half" in record.message]
-    assert [record.levelno for record in warned].count(logging.WARNING) <= 2, "the broker and the worker, once each"
+    assert [record.levelno for record in warned].count(logging.WARNING) <= 3, "each process once"
 
 
 def test_a_failed_write_leaves_no_partial_file(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +167,7 @@ def test_a_failed_write_leaves_no_partial_file(memory: Path, monkeypatch: pytest
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_weights, "_write", full)
+    monkeypatch.setattr(shared_weights, "write_frames", full)
     shared = SharedWeights(FLEET)
     assert not shared.write(*version_of(1, 1.0))
     assert files_in(memory) == ["users"]
@@ -164,30 +177,38 @@ def test_a_failed_write_leaves_no_partial_file(memory: Path, monkeypatch: pytest
 # -- on a machine without the broker ----------------------------------------------------------------------------------
 
 
+@dataclass
+class Elsewhere:
+    """A broker and its publisher on a machine with memory of its own."""
+
+    endpoints: Endpoints
+    publisher: WeightPublisher
+
+
 @pytest.fixture
-def elsewhere(start_broker: StartBroker, memory: Path, monkeypatch: pytest.MonkeyPatch) -> BrokerThread:
-    """A broker on a machine with memory of its own. The pull of one worker is all that this machine has."""
+def elsewhere(start_broker: StartBroker, memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
+    """The pull of one worker is all that this machine has."""
     for wait in ("BROADCAST_S", "OTHERS_PULL_S", "PULL_RETRY_S"):  # a busy machine is slow, and pulls are counted
         monkeypatch.setattr(f"headrace.workers.fleet.weights.{wait}", 1000.0)
     (memory / "elsewhere").mkdir()
     monkeypatch.setattr(shared_weights, "MEMORY", memory / "elsewhere")
     broker = start_broker()
-    (memory / "here").mkdir()
-    monkeypatch.setattr(shared_weights, "MEMORY", memory / "here")
-    return broker
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        (memory / "here").mkdir()
+        monkeypatch.setattr(shared_weights, "MEMORY", memory / "here")
+        yield Elsewhere(broker.endpoints, publisher)
 
 
 def test_one_worker_pulls_the_weights_for_all_workers_of_its_machine(
-    elsewhere: BrokerThread, start_feeder: StartFeeder, pulls: list[int], memory: Path
+    elsewhere: Elsewhere, start_feeder: StartFeeder, pulls: list[int], memory: Path
 ) -> None:
     feeders = [sharing(start_feeder(elsewhere.endpoints.worker, slot=slot)) for slot in range(4)]
     wait_until(lambda: all(feeder.link._subscriber is not None for feeder in feeders), "subscriptions")
-    with WeightPublisher(elsewhere.endpoints.learner) as publisher:
-        for value in (1.0, 2.0, 3.0):
-            before = len(pulls)
-            publisher.publish(state(value))
-            assert all(same(taken(feeder, (1, int(value))), value) for feeder in feeders)
-            assert sorted(pulls[before:]) == [0, 1 << 20, 2 << 20]
+    for value in (1.0, 2.0, 3.0):
+        before = len(pulls)
+        elsewhere.publisher.publish(state(value))
+        assert all(same(taken(feeder, (1, int(value))), value) for feeder in feeders)
+        assert sorted(pulls[before:]) == [0, 1 << 20, 2 << 20]
     assert [name for name in files_in(memory / "here") if name[0] == "1"] == [f"1-3-{digest_of(3.0)}"]
 
 
@@ -204,19 +225,18 @@ time.sleep(1000)
 
 
 def test_another_worker_pulls_after_the_pulling_process_is_killed(
-    elsewhere: BrokerThread,
+    elsewhere: Elsewhere,
     start_feeder: StartFeeder,
     pulls: list[int],
     memory: Path,
 ) -> None:
     feeders = [sharing(start_feeder(elsewhere.endpoints.worker, slot=slot)) for slot in range(2)]
-    with (
-        subprocess.Popen([sys.executable, "-c", _CLAIM, str(memory / "here")], stdout=subprocess.PIPE) as puller,
-        WeightPublisher(elsewhere.endpoints.learner) as publisher,
-    ):
+    claiming = [sys.executable, "-c", _CLAIM, str(memory / "here")]
+    with subprocess.Popen(claiming, stdout=subprocess.PIPE) as puller, ExitStack() as stack:
+        stack.callback(puller.kill)
         assert puller.stdout is not None
         assert puller.stdout.readline() == b"claimed\n"
-        publisher.publish(state(1.0))
+        elsewhere.publisher.publish(state(1.0))
         wait_until(lambda: all(feeder.weights._sought is not None for feeder in feeders), "both to wait")
         assert pulls == []
         puller.kill()
@@ -412,7 +432,7 @@ for seq in (1, 2):
 def test_a_killed_writer_blocks_no_other_writer_and_its_partial_file_is_removed(memory: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", _KILLED, str(memory)], timeout=TIMEOUT_S, check=False)
     assert ended.returncode == -signal.SIGKILL
-    half = [name for name in files_in(memory) if name.startswith(".1-2-")]
+    half = [name for name in files_in(memory) if name.startswith(".1-2.")]
     assert len(half) == 1, "it was writing"
     shared = SharedWeights(FLEET)
     assert shared.write(*version_of(3, 3.0))
@@ -438,6 +458,280 @@ def test_a_folder_in_use_is_not_removed(memory: Path) -> None:
     remove_unused_weights()
     assert shared.read((1, 1), digest_of(1.0)) is not None
     shared.close()
+
+
+# -- a publisher on the broker's machine ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each version that publishers sent, whether it was an announcement alone."""
+    kinds: list[bool] = []
+    message = BrokerWeights._message
+
+    def noted(weights: BrokerWeights, arrays: Any) -> list[Buffer]:
+        frames = message(weights, arrays)
+        kinds.append(len(frames) == 2)
+        return frames
+
+    monkeypatch.setattr(BrokerWeights, "_message", noted)
+    return kinds
+
+
+def when_in_place(monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None]) -> None:
+    """Harm each version as soon as its file is in place, before its announcement."""
+    replace = Path.replace
+
+    def harmed(path: Path, target: Path) -> Path:
+        done = replace(path, target)
+        if re.match(r"1-\d", target.name):
+            harm(target)
+        return done
+
+    monkeypatch.setattr(Path, "replace", harmed)
+
+
+def flip_in_place(path: Path) -> None:
+    """Change a byte of the file that others have mapped."""
+    with path.open("r+b") as file:
+        file.seek(1_000_000)
+        file.write(b"\xff")
+
+
+def arrived(publisher: WeightPublisher) -> None:
+    def pumped() -> bool:
+        publisher.pump()
+        return publisher.acknowledged == (publisher.epoch, publisher.seq)
+
+    wait_until(pumped, "the broker's acknowledgement")
+
+
+def test_a_publisher_on_the_brokers_machine_sends_an_announcement_alone(
+    broker: BrokerThread, publisher: WeightPublisher, announced: list[bool], memory: Path
+) -> None:
+    for value in (1.0, 2.0):
+        publisher.publish(state(value))
+        arrived(publisher)
+    assert announced == [True, True]
+    assert files_in(memory) == [f"1-2-{digest_of(2.0)}", "users"]
+    held = broker.ask(lambda own: decode(own.relay.frames).arrays)
+    assert same(held, 2.0)
+
+
+def test_published_weights_do_not_change_with_the_learners_tensors(
+    broker: BrokerThread, publisher: WeightPublisher
+) -> None:
+    given = state(1.0)
+    publisher.publish(given)
+    given["w"][:] = 7.0
+    arrived(publisher)
+    assert same(broker.ask(lambda own: decode(own.relay.frames).arrays), 1.0)
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_weights_that_the_broker_does_not_find_in_memory_are_sent_whole(
+    start_broker: StartBroker,
+    announced: list[bool],
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_elsewhere: bool,
+) -> None:
+    broker = start_broker()
+    if is_elsewhere:  # as where the broker runs in a container whose port this machine has
+        (memory / "here").mkdir()
+        monkeypatch.setattr(shared_weights, "MEMORY", memory / "here")
+    else:  # as where its file is removed
+        when_in_place(monkeypatch, Path.unlink)
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        for value in (1.0, 2.0):
+            publisher.publish(state(value))
+            arrived(publisher)
+            assert same(broker.ask(lambda own: decode(own.relay.frames).arrays), value)
+    assert announced == [True, False, False]
+
+
+def test_a_published_file_that_is_damaged_is_refused_and_the_publisher_raises(
+    broker: BrokerThread, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish(state(1.0))
+    arrived(publisher)
+    when_in_place(monkeypatch, flip_in_place)
+    publisher.publish(state(2.0))
+    with pytest.raises(RefusedError, match="do not match their digest"):  # the file was the publisher's copy too
+        arrived(publisher)
+    assert same(broker.ask(lambda own: decode(own.relay.frames).arrays), 1.0)
+
+
+def test_a_publisher_that_closes_at_once_loses_no_version(
+    start_broker: StartBroker, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = start_broker()
+    for seq, folder in ((1, memory), (2, memory / "here")):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(shared_weights, "MEMORY", folder)
+        with WeightPublisher(broker.endpoints.learner) as publisher:
+            publisher.publish(state(float(seq)))
+        wait_until(lambda s=seq: broker.ask(lambda own: own.relay.version)[1] == s, "the version")  # type: ignore[misc]
+
+
+def test_a_restarted_broker_maps_the_version_of_before(start_broker: StartBroker, announced: list[bool]) -> None:
+    first = start_broker()
+    with WeightPublisher(first.endpoints.learner) as publisher:
+        publisher.publish(state(1.0))
+        arrived(publisher)
+        first.stop()
+        second = start_broker()
+
+        def mapped() -> bool:
+            publisher.pump()
+            return second.ask(lambda own: own.relay.version) == (publisher.epoch, 1)
+
+        wait_until(mapped, "the version at the new broker")
+        assert same(second.ask(lambda own: decode(own.relay.frames).arrays), 1.0)
+    assert all(announced)
+
+
+def test_announcements_of_another_file_or_of_none_change_nothing(
+    broker: BrokerThread, publisher: WeightPublisher, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish(state(1.0))
+    arrived(publisher)
+    link, before = publisher._brokers[0].link, file_of(memory)
+    os.link(before, before.with_name(f"1-2-{digest_of(2.0)}"))
+    answers: list[WeightsAck] = []
+    monkeypatch.setattr(publisher._brokers[0], "_on_ack", answers.append)
+    digests = (digest_of(2.0), "../../etc/passwd", "f" * 32)
+    for digest in digests:
+        header = WeightsHeader(fleet_id=FLEET, version=(1, 2), digest=digest)
+        assert link.send(encode(MessageKind.WEIGHTS, header.model_dump()))
+    wait_until(lambda: publisher.pump() or len(answers) == len(digests), "an answer to each")
+    assert [answer.is_held for answer in answers] == [False] * len(digests)
+    assert broker.ask(lambda own: own.relay.version) == (1, 1)
+
+
+def test_a_written_version_is_the_message_that_would_be_sent() -> None:
+    shared = SharedWeights(FLEET)
+    given = {"z": np.ones((300, 300)), "a": np.array(1.5), "empty": np.zeros((0, 3)), "t": np.ones((200, 200)).T}
+    given["big"] = np.arange(20_000, dtype=">f4")
+    written = shared.write_arrays((1, 1), given, (0, 0))
+    assert written is not None
+    header, views = written
+    little = {**given, "big": given["big"].astype("<f4")}
+    assert header.digest == weights_digest(little)
+    for arrays in (views, shared.read((1, 1), header.digest)):
+        assert arrays is not None
+        assert {n: (a.dtype.str, a.shape, a.tobytes()) for n, a in arrays.items()} == {
+            n: (a.dtype.str, a.shape, a.tobytes()) for n, a in little.items()
+        }
+    shared.close()
+
+
+def test_versions_that_the_broker_may_not_have_read_stay(memory: Path) -> None:
+    shared = SharedWeights(FLEET)
+    for seq in (1, 2, 3):
+        assert shared.write_arrays((1, seq), state(float(seq)), (1, seq - 1)) is not None
+    assert [name[:3] for name in files_in(memory)] == ["1-2", "1-3", "use"]
+    shared.close()
+
+
+def test_weights_that_may_not_go_on_the_wire_leave_no_file(
+    broker: BrokerThread, publisher: WeightPublisher, memory: Path
+) -> None:
+    with pytest.raises(EncodeError, match="complex128"):
+        publisher.publish({"w": np.zeros(LARGE, complex)})
+    assert [name for name in files_in(memory) if name != "users"] == []
+
+
+_KILLED_PUBLISHER = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from headrace.learner_stub import WeightPublisher
+from headrace.schemas.messages import shared_weights, weights_file
+shared_weights.MEMORY = Path(sys.argv[1])
+publisher = WeightPublisher(sys.argv[2])
+state = {"w": np.full(700_000, 1, np.float32), "b": np.array([1.0, 1.0])}
+publisher.publish(state)
+while publisher.acknowledged != (publisher.epoch, 1):
+    publisher.pump(0.01)
+weights_file.weights_digest = lambda arrays: os.kill(os.getpid(), signal.SIGKILL)
+publisher.publish(state)
+"""
+
+
+def test_a_publisher_killed_while_it_writes_changes_nothing_and_the_next_removes_its_file(
+    broker: BrokerThread, memory: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _KILLED_PUBLISHER, str(memory), broker.endpoints.learner], timeout=TIMEOUT_S, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert [name for name in files_in(memory) if name.startswith(".1-2.")], "it was writing"
+    assert same(broker.ask(lambda own: decode(own.relay.frames).arrays), 1.0)
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        publisher.publish(state(5.0))
+        arrived(publisher)
+        assert files_in(memory) == [f"2-1-{digest_of(5.0)}", "users"]
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_process(
+    broker: BrokerThread, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts of bytes, where each pass over a version is one."""
+    given, digest, counts = state(1.0), digest_of(1.0), Counter[str]()
+    nbytes = given["w"].nbytes
+    before = publisher.publish({"w": np.zeros(LARGE, np.float32), "b": np.zeros(2)})
+    arrived(publisher)
+    checksum, blake2b, write = wire._checksum, hashlib.blake2b, weights_file.write_frames
+
+    def checked(payload: Sequence[Buffer]) -> int:
+        counts["checked"] += sum(map(len, payload)) // nbytes
+        return checksum(payload)
+
+    class Digest:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._hasher = blake2b(*args, **options)
+            self.digest, self.hexdigest = self._hasher.digest, self._hasher.hexdigest
+
+        def update(self, part: Any) -> None:
+            counts["digested"] += len(part) // nbytes
+            self._hasher.update(part)
+
+    def written(path: Path, frames: Sequence[Buffer]) -> None:
+        counts["written"] += sum(map(len, frames)) // nbytes
+        write(path, frames)
+
+    def sent(link: BrokerLink, frames: list[Buffer]) -> bool:
+        counts["sent"] += sum(map(len, frames)) // 10_000
+        return send(link, frames)
+
+    send = BrokerLink.send
+    monkeypatch.setattr(wire, "_checksum", checked)
+    monkeypatch.setattr(hashlib, "blake2b", Digest)
+    monkeypatch.setattr(weights_file, "write_frames", written)
+    monkeypatch.setattr(BrokerLink, "send", sent)
+    worker, module = SharedWeights(FLEET), torch.nn.Module()
+    for name, array in given.items():
+        module.register_buffer(name, torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype))
+    tracemalloc.start()
+    try:
+        assert publisher.publish(given) == before + 1
+        arrived(publisher)
+        weights = worker.read((1, 2), digest)
+        assert weights is not None
+        write_weights(module, weights)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert counts == {"checked": 3, "digested": 1, "written": 1, "sent": 0}, (
+        "publisher, broker and worker check it once each"
+    )
+    assert peak < nbytes // 2, "no process holds it but in the file and its module"
+    worker.close()
 
 
 @pytest.mark.parametrize("is_there", [True, False])

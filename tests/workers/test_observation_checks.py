@@ -49,6 +49,12 @@ def test_an_observation_is_refused_if_one_element_is_outside_its_bounds_or_nan(s
     assert refused
 
 
+def test_vectors_of_other_lengths_are_refused_though_they_have_the_right_size_together() -> None:
+    observations = Observations(convert(gym.spaces.Box(-1, 1, (4,), np.float32), "observation"), 2, check_bounds=True)
+    problems = observations.put(None, [np.zeros(2, np.float32), np.zeros(6, np.float32)])
+    assert [lane for lane, _ in problems] == [0, 1]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8])
 def test_the_check_of_large_observations_allocates_no_array_of_their_size(dtype: type) -> None:
     space = gym.spaces.Box(0, 1, (1 << 16,), dtype)

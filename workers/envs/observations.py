@@ -173,7 +173,11 @@ def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) 
     try:
         values = leaf.of(observations)
         if leaf.shape:
-            if {value.shape for value in values} != {leaf.shape}:
+            # To ask for lengths is faster than for shapes, and `concatenate` refuses another number of axes.
+            if len(leaf.shape) == 1:
+                if {*map(len, values)} != {leaf.shape[0]}:
+                    return False
+            elif {value.shape for value in values} != {leaf.shape}:
                 return False
             np.concatenate(values, out=target.reshape(-1, *leaf.shape[1:]), casting="safe")
             return True
@@ -205,6 +209,8 @@ def _leaf(name: str, path: tuple[str | int, ...], leaf: Leaf, check_bounds: bool
     low, high = leaf_bounds(leaf) if check_bounds else (None, None)
     shared = all(bound is None or (bound == bound.flat[0]).all() for bound in (low, high))
     least, most = (None if bound is None or not shared else bound.flat[0] for bound in (low, high))
+    if not shared:  # with an axis for rows: numpy compares arrays of one shape twice as fast, and one row is such
+        low, high = (None if bound is None else bound[None] for bound in (low, high))
     return _LeafColumn(name, path, leaf_shape(leaf), column_dtype(leaf), low, high, least, most)
 
 

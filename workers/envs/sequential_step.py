@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +15,12 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.workers.envs.checks import check_info, check_rewards, end_of, take_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.observations import Observations
+
+Read = tuple[Sequence[Any], Sequence[Any], list[tuple[int, ChunkEnd]], list[tuple[int, dict[str, Any]]]]
+"""Observations and rewards of some lanes, one each, and ends and infos with their lanes, where there are any."""
+MANY = 8
+"""Number of answers from which they are read together."""
+_FALSE = repeat(False)
 
 
 class Steppable(Protocol):
@@ -42,19 +50,61 @@ class Outcome:
 
 def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observations, width: int) -> Outcome:
     """Step each of `live` with the action at its index. Write the observations into the `width` rows of `into`."""
-    observations: list[Any] = []
-    rewards: list[Any] = []
-    infos: list[tuple[int, dict[str, Any]]] = []
-    ended: list[tuple[int, ChunkEnd]] = []
+    answers: list[Any] = []
     failures: list[Failure] = []
     good: list[int] = []
     for lane in live:
         index = lane.index
         try:
-            answer = lane.step(actions[index])  # type: ignore[misc]
+            answers.append(lane.step(actions[index]))  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - a user's env
             failures.append(Failure(index, error))
             continue
+        good.append(index)
+    read = read_together(good, answers) if len(answers) >= MANY else None
+    if read is None:
+        good, read = read_each(good, answers, failures)
+    observations, rewards, ended, infos = read
+    checked, problems = check_rewards(rewards, good, actions)
+    problems += into.put(None if len(good) == width else np.array(good, np.intp), observations)
+    if problems:
+        bad = dict(reversed(problems))
+        failures += [Failure(good[position], error, stepped=True) for position, error in bad.items()]
+    outcome = Outcome(checked, ended, failures, infos)
+    return _without_failed(outcome, live, good) if failures else outcome
+
+
+def read_together(lanes: Sequence[int], answers: Sequence[Any]) -> Read | None:
+    """Return what `read_each` returns, if all answers are tuples with bools and dicts; else return None.
+
+    It makes some calls for all answers, and `read_each` some for each: with `MANY` answers both take the same time.
+    """
+    if {*map(type, answers)} != {tuple}:
+        return None
+    try:
+        observations, rewards, terminated, truncated, infos = zip(*answers, strict=True)
+    except ValueError:
+        return None
+    if {*map(type, infos)} != {dict}:
+        return None
+    ended: list[tuple[int, ChunkEnd]] = []
+    if not (all(map(is_, terminated, _FALSE)) and all(map(is_, truncated, _FALSE))):
+        if not {*map(type, terminated), *map(type, truncated)} <= {bool, np.bool_}:
+            return None
+        both = zip(lanes, terminated, truncated, strict=True)
+        ended = [(lane, end_of(done, cut)) for lane, done, cut in both if done or cut]
+    told = [(lane, info) for lane, info in zip(lanes, infos, strict=True) if info] if any(infos) else []
+    return observations, rewards, ended, told
+
+
+def read_each(lanes: Sequence[int], answers: Sequence[Any], failures: list[Failure]) -> tuple[list[int], Read]:
+    """Return the lanes with a sound answer, and these answers' parts. Add the other lanes to `failures`."""
+    good: list[int] = []
+    observations: list[Any] = []
+    rewards: list[Any] = []
+    ended: list[tuple[int, ChunkEnd]] = []
+    infos: list[tuple[int, dict[str, Any]]] = []
+    for index, answer in zip(lanes, answers, strict=True):
         try:
             observation, reward, terminated, truncated, info = answer
             if info or info.__class__ is not dict:
@@ -71,14 +121,7 @@ def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observatio
         observations.append(observation)
         rewards.append(reward)
         good.append(index)
-    whole = None if len(good) == width else np.array(good, np.intp)
-    checked, problems = check_rewards(rewards, good, actions)
-    problems += into.put(whole, observations)
-    if problems:
-        bad = dict(reversed(problems))
-        failures += [Failure(good[position], error, stepped=True) for position, error in bad.items()]
-    outcome = Outcome(checked, ended, failures, infos)
-    return _without_failed(outcome, live, good) if failures else outcome
+    return good, (observations, rewards, ended, infos)
 
 
 def _without_failed(outcome: Outcome, live: Sequence[Steppable], good: list[int]) -> Outcome:

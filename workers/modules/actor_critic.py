@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces, column_dtype
 from headrace.schemas.errors import ModuleError
 from headrace.workers.modules.action_masks import MASK, has_action_mask
+from headrace.workers.modules.choice_act import ChoiceAct
 from headrace.workers.modules.closed_form import Chain, ClosedForm, Layer, choice_of, is_plain, join, linears_of
 from headrace.workers.modules.distributions import ActionDistribution
 from headrace.workers.modules.encoders import Encoder, is_flat, is_plain_vector
@@ -174,7 +175,8 @@ class ActorCritic(nn.Module):
         if not self._plain or not self._shared:
             return self._act_through_torch
         layers = [_arrays_of(layer) for layer in self.trunk if isinstance(layer, nn.Linear)]
-        (head, head_bias), log_std, order = _arrays_of(self.head), self.log_std.detach().numpy(), self._order.numpy()
+        head, head_bias = last = _arrays_of(self.head)
+        log_std, order = self.log_std.detach().numpy(), self._order.numpy()
         moves = bool((order != np.arange(len(order))).any())
         relu = self._activation == "relu"
 
@@ -195,6 +197,10 @@ class ActorCritic(nn.Module):
             answer["values"] = outputs[:, -1]
             return answer
 
+        action = self._spaces.action
+        usual = type(self.distribution) is ActionDistribution and "act" not in vars(self.distribution)
+        if isinstance(action, Discrete) and column_dtype(action) == np.intp and usual:
+            return ChoiceAct(act, [*layers, last], action, relu=relu)
         return act
 
     def _act_through_torch(

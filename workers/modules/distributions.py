@@ -68,7 +68,7 @@ class Categoricals:
     def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]:
         """Return (actions, log-probabilities (rows,)). Without noise, return the mode."""
         if len(self._sizes) == 1:
-            index, logp = _pick(inputs, None if noise is None else noise[:, 0])
+            index, logp = pick(inputs, None if noise is None else noise[:, 0])
             if self._starts[0]:
                 index = index + self._starts[0]
             return index.astype(self._dtype, copy=False).reshape(-1, *self._shape), logp
@@ -76,7 +76,7 @@ class Categoricals:
         total = np.zeros(len(inputs), np.float32)
         at = 0
         for k, size in enumerate(self._sizes):
-            index, logp = _pick(inputs[:, at : at + size], None if noise is None else noise[:, k])
+            index, logp = pick(inputs[:, at : at + size], None if noise is None else noise[:, k])
             actions[:, k] = index + self._starts[k]
             total += logp
             at += size
@@ -116,19 +116,34 @@ class Categoricals:
         return torch.stack([-(p.exp() * p).sum(-1) for p in parts], -1).sum(-1)
 
 
-def _pick(logits: Array, uniforms: Array | None) -> tuple[Array, Array]:
+def pick(logits: Array, uniforms: Array | None) -> tuple[Array, Array]:
     """Return an index by inverse CDF, and its log-probability.
 
     The weights are not normalised; the uniform number is scaled to their sum. A number below 1 times a float32 sum
     stays below that sum, so an index of probability 0 is never picked.
     """
+    shifted, mass = _masses(logits)
+    index = logits.argmax(axis=1) if uniforms is None else (mass <= uniforms * mass[-1]).argmin(axis=0)
+    return index, _logp(shifted, mass, index)
+
+
+def choice_logp(logits: Array, index: Array) -> Array:
+    """Return the log-probabilities that `pick` returns where it picks `index` (rows,)."""
+    return _logp(*_masses(logits), index)
+
+
+def _masses(logits: Array) -> tuple[Array, Array]:
+    """Return the logits below their row's largest, and the sums of their exponentials: (choices, rows) each."""
     shifted = logits.T.copy()  # a row for each index: numpy is quick along rows, and there may be many lanes
     shifted -= np.maximum.reduce(shifted, axis=0)
     mass = np.exp(shifted)
     np.add.accumulate(mass, axis=0, out=mass)
-    total = mass[-1]
-    index = logits.argmax(axis=1) if uniforms is None else (mass <= uniforms * total).argmin(axis=0)
-    return index, shifted[index, np.arange(len(index))] - np.log(total)
+    return shifted, mass
+
+
+def _logp(shifted: Array, mass: Array, index: Array) -> Array:
+    logp: Array = shifted[index, np.arange(len(index))] - np.log(mass[-1])
+    return logp
 
 
 class Gaussian:

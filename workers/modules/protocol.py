@@ -14,6 +14,25 @@ from headrace.schemas.errors import ConfigError, HeadraceError, ModuleError
 
 NumpyAct = Callable[[Mapping[str, NDArray[Any]], "NDArray[Any] | None"], dict[str, NDArray[Any]]]
 """(observation columns, noise or None for the mode) -> step columns by name, all (rows, ...)."""
+OUTPUTS = "outputs"
+"""The column of what a `SplitAct` records at each step, in place of the columns that `complete` makes from it."""
+
+
+@runtime_checkable
+class SplitAct(Protocol):
+    """A `NumpyAct` that can also choose actions first, and make the other columns later, for many steps at once.
+
+    `complete` must depend on the recorded rows alone and not on the weights, which may have changed since.
+    """
+
+    def __call__(self, columns: Mapping[str, NDArray[Any]], noise: NDArray[Any] | None, /) -> dict[str, NDArray[Any]]:
+        """Return all step columns."""
+
+    def choose(self, columns: Mapping[str, NDArray[Any]], noise: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
+        """Return the action columns, and `OUTPUTS`, which the next call may overwrite."""
+
+    def complete(self, columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the other columns (rows, ...) for recorded columns of `choose` (rows, ...)."""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from headrace.schemas.chunks.batch import STATE_IN
 from headrace.schemas.chunks.lookback import LOOKBACK
 from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.errors import ModuleError
+from headrace.workers.modules.protocol import SplitAct
 from headrace.workers.modules.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
@@ -50,29 +51,39 @@ class Actor:
         """The state of a recurrent module, by lane. Each call advances it."""
         fast = self.memory is None and hasattr(module, "numpy_act")
         self._act = module.numpy_act() if fast else None
+        self.split: SplitAct | None = self._act if lanes is None and isinstance(self._act, SplitAct) else None
+        """The module's function that can choose actions first and make other columns later; None without one."""
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
         self._batch_obs = nest(spaces.observation, tensors, "obs")  # type: ignore[arg-type]
         self._expected = dict(leaves(spaces.action, "actions"))
-        self._checked: set[bool] = set()
+        self._checked: set[tuple[bool, bool]] = set()
 
-    def __call__(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None) -> Columns:
+    def __call__(
+        self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None, *, whole: bool = True
+    ) -> Columns:
         """Return the columns of one step. With `noise` None, the policy takes its mode.
 
-        All rows are computed. The memory changes only in rows of `acting` (None: all).
+        All rows are computed. The memory changes only in rows of `acting` (None: all). Without `whole`, return what
+        `split` chooses.
         """
         if self._lanes is not None:
             for name, rows in self._columns.items():
                 rows[...] = self._everybody[name][self._lanes]
         try:
-            columns = self._act(self._columns, noise) if self._act is not None else self._forward(noise, acting)
+            if self._act is None:
+                columns = self._forward(noise, acting)
+            elif whole or self.split is None:
+                columns = self._act(self._columns, noise)
+            else:
+                columns = self.split.choose(self._columns, noise)
         except ModuleError:
             raise
         except Exception as error:
             name = type(self._module).__name__
             raise ModuleError(f"the policy {name} failed while acting: {type(error).__name__}: {error}") from error
-        if (noise is None) not in self._checked:
+        if (noise is None, whole) not in self._checked:
             self._check(columns)
-            self._checked.add(noise is None)
+            self._checked.add((noise is None, whole))
         return columns
 
     def _forward(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None) -> Columns:
@@ -131,13 +142,16 @@ class BlockActor:
     ) -> None:
         self._width = len(next(iter(columns.values())))
         self.memory = Memory(module, self._width) if hasattr(module, "initial_state") else None
+        self.split = None
         self._blocks = [(lanes, Actor(module, spaces, columns, count_steps, lanes, self.memory)) for lanes in blocks]
         self._block_of = np.empty(self._width, np.intp)
         for block, lanes in enumerate(blocks):
             self._block_of[lanes] = block
 
-    def __call__(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None) -> Columns:
-        """Return columns (width, ...) as `Actor` does. Only the rows of `acting` (None: all) are valid."""
+    def __call__(
+        self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None, *, whole: bool = True
+    ) -> Columns:
+        """Return all columns (width, ...) as `Actor` does. Only the rows of `acting` (None: all) are valid."""
         columns: Columns = {}
         acting = np.arange(self._width) if acting is None else acting
         for block in np.unique(self._block_of[acting]).tolist():

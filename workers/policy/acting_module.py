@@ -14,6 +14,7 @@ from headrace.schemas.errors import ModuleError
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import action_root
+from headrace.workers.modules.protocol import SplitAct
 from headrace.workers.modules.recurrent import Memory
 from headrace.workers.policy.acting import Actor, BlockActor, Columns
 from headrace.workers.policy.module_weights import check_weights, read_weights, weight_shapes, write_weights
@@ -102,16 +103,24 @@ class ActingModule:
         parts = module, self.spaces, self.connectors.columns, self._count_steps
         return BlockActor(*parts, self._blocks) if self._blocks else Actor(*parts)
 
-    def act(self, acting: NDArray[np.intp] | None, *, explore: bool, random_actions: bool) -> Columns:
+    @property
+    def split(self) -> SplitAct | None:
+        """The module's function that makes columns in two parts; None where it makes all of them at each step."""
+        return self._actor.split if self._actor is not None else None
+
+    def act(
+        self, acting: NDArray[np.intp] | None, *, explore: bool, random_actions: bool, whole: bool = True
+    ) -> Columns:
         """Return columns with one entry for each row. Only the entries of `acting` (None: all) are valid.
 
-        Raises `ModuleError` when the module fails, `ConnectorError` when a connector does.
+        Without `whole`, return what `split` chooses; its `complete` makes the other columns. Raises `ModuleError` when
+        the module fails, `ConnectorError` when a connector does.
         """
         some = None if acting is None or len(acting) == self.width else acting
         if random_actions:
             return self.connectors.for_env(self._draw(acting), some)
         assert self._actor is not None, "the runner asks whether there is a module before it samples"
-        columns = self._actor(self.noise.draw("policy", acting) if explore else None, some)
+        columns = self._actor(self.noise.draw("policy", acting) if explore else None, some, whole=whole)
         return self.connectors.for_env(columns, some)
 
     def _draw(self, acting: NDArray[np.intp] | None) -> Columns:

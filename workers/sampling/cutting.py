@@ -58,6 +58,7 @@ def cut(
         columns = {name: column.reshape(-1, *column.shape[2:]) for name, column in fragment.columns.items()}
     else:
         columns = _take(fragment, chunks, starts, lengths)
+    columns = fragment.complete(columns)
     for name, leaf in leaves(spaces.action, "actions"):
         # A fragment adds its action columns at the first step. A fragment with end markers only may never have had a
         # step.

@@ -26,6 +26,7 @@ from headrace.schemas.chunks.batch import is_obs_column
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.lane import Episode
+from headrace.workers.modules.protocol import OUTPUTS, SplitAct
 
 ChunkInfos = dict[int, dict[str, Any]]
 Rows = NDArray[np.intp]
@@ -50,11 +51,21 @@ class OpenChunk:
 
 
 class Fragment:
-    """The steps of `width` lanes since the last cut. The policy's columns are added when they first come."""
+    """The steps of `width` lanes since the last cut. The policy's columns are added when they first come.
 
-    def __init__(self, width: int, capacity: int, observations: Mapping[str, NDArray[Any]]) -> None:
+    With `split`, steps may have the column `OUTPUTS`, from which `complete` makes other columns at the cut.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        capacity: int,
+        observations: Mapping[str, NDArray[Any]],
+        split: SplitAct | None = None,
+    ) -> None:
         self.width = width
         self.capacity = capacity
+        self.split = split
         self.columns: dict[str, NDArray[Any]] = {
             name: np.empty((width, capacity + 1, *current.shape[1:]), current.dtype)
             for name, current in observations.items()
@@ -104,6 +115,30 @@ class Fragment:
                 raise ModuleError(f"the module's column {name!r} was {was} a step and is now {now}; keep it the same")
             column[self._where] = values[self._from]
         self.columns["weights_seq"][self._where] = weights_seq
+
+    def complete(self, columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return step `columns` (rows, ...) with those that `split` makes, in the place of `OUTPUTS`."""
+        if self.split is None or OUTPUTS not in columns:
+            return dict(columns)
+        made = self.split.complete(columns)
+        return {
+            each: column
+            for name, known in columns.items()
+            for each, column in (made.items() if name == OUTPUTS else ((name, known),))
+        }
+
+    def complete_steps(self) -> None:
+        """Make all columns of the steps so far. From now on each step must bring all of them."""
+        split, self.split = self.split, None
+        if split is None or OUTPUTS not in self.columns:
+            return
+        recorded = {name: column for name, column in self.columns.items() if not is_obs_column(name)}
+        for lane in range(self.width):
+            stop = self.cursor(lane)
+            for name, rows in split.complete({name: column[lane, :stop] for name, column in recorded.items()}).items():
+                column = self.columns.get(name)
+                (self._add(name, rows) if column is None else column)[lane, :stop] = rows
+        del self.columns[OUTPUTS]
 
     def chosen(self, lanes: Rows | None, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Return copies of the newest actions of `lanes` (None: those that acted last), in the columns `names`.
@@ -192,6 +227,7 @@ class Fragment:
         if pending or kept:
             longest = max((self._stop(chunk) - chunk.start for chunk in kept), default=0)
             moved = type(self)(self.width, max(self.capacity, longest + 1), self._observations)
+            moved.split = self.split
             self._move(moved, kept, np.array(pending, np.intp))
         if keep_open:
             left = set(map(id, unfinished))

@@ -153,7 +153,8 @@ class LaneSteps:
 
     def open_fragments(self, capacity: int) -> None:
         if self._fragment is None:
-            self._fragment = Fragment(self._width, capacity, self._policy.connectors.columns)
+            split = self._policy.split if self._in_step else None
+            self._fragment = Fragment(self._width, capacity, self._policy.connectors.columns, split)
 
     def begin(self, started: Sequence[Lane]) -> None:
         self._is_spoilt = True  # reset below: a connector that raises has already seen some of the lanes
@@ -182,10 +183,12 @@ class LaneSteps:
             self._act_when_ready(weights_seq)
 
     def _act_together(self, weights_seq: int) -> None:
-        self._live = self.envs.live
-        self.fragment.aim(self._live)
-        columns = self._choose(None)
-        self.fragment.put(columns, weights_seq)
+        self._live, fragment = self.envs.live, self.fragment
+        if fragment.split is not None and fragment.split is not self._policy.split:
+            fragment.complete_steps()  # another module acts now
+        fragment.aim(self._live)
+        columns = self._choose(None, whole=fragment.split is None)
+        fragment.put(columns, weights_seq)
         self.envs.send_actions(columns)
 
     def _act_when_ready(self, weights_seq: int) -> None:
@@ -197,12 +200,12 @@ class LaneSteps:
         self.fragment.put(columns, weights_seq)
         self.envs.send_actions(columns, acting)
 
-    def _choose(self, acting: Rows | None) -> Columns:
+    def _choose(self, acting: Rows | None, *, whole: bool = True) -> Columns:
         mode, act = self.mode, self._policy.act
         if self.timers is not None and not mode.random_actions:
             act = self.timers.timed("rlmodule_inference_timer", act)
         try:
-            return act(acting, explore=mode.explore, random_actions=mode.random_actions)
+            return act(acting, explore=mode.explore, random_actions=mode.random_actions, whole=whole)
         except ConnectorError:
             self._is_spoilt = self._policy.memory is not None  # the memory holds a step that will not be taken
             raise

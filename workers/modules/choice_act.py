@@ -1,0 +1,103 @@
+"""Choices of a small MLP in two parts: the actions at each step, and the other columns for a whole fragment at once.
+
+For a few envs, calls of numpy cost more than their arithmetic. So `ChoiceAct.choose` does at each step only what the
+choice needs, in arrays that it keeps. `ChoiceAct.complete` makes the other columns from the recorded outputs. The plain
+twin is `ActorCritic`'s function that makes all columns at once; tests compare the two to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.chunks.spaces import Discrete
+from headrace.workers.modules.distributions import choice_logp
+from headrace.workers.modules.protocol import OUTPUTS, NumpyAct
+
+Array = NDArray[Any]
+_TWO = 2
+
+
+class ChoiceAct:
+    """A `SplitAct` of one Discrete action, by an MLP with shared layers over a vector of floats.
+
+    - whole: the plain twin, which makes all columns.
+    - layers: weights (inputs, outputs) and bias of each layer, the head last. They share the module's memory, so
+      weights copied in place take effect at once.
+    """
+
+    def __init__(self, whole: NumpyAct, layers: Sequence[tuple[Array, Array]], action: Discrete, *, relu: bool) -> None:
+        self._whole = whole
+        self._layers = layers
+        self._start = action.start
+        self._relu = relu
+        self._make_room(0)
+
+    def __call__(self, columns: Mapping[str, Array], noise: Array | None) -> dict[str, Array]:
+        """Return all step columns, in new arrays."""
+        return self._whole(columns, noise)
+
+    def choose(self, columns: Mapping[str, Array], noise: Array | None) -> dict[str, Array]:
+        """Return `actions`, and the head's outputs (rows, choices + 1), which the next call overwrites."""
+        x = columns["obs"]
+        if len(x) != self._rows:
+            self._make_room(len(x))
+        if x.dtype != np.float32:
+            x = x.astype(np.float32)
+        for weight, bias, y in self._hidden:
+            np.dot(x, weight, y)
+            np.add(y, bias, y)
+            x = np.maximum(y, 0.0, out=y) if self._relu else np.tanh(y, y)
+        weight, bias, outputs = self._head
+        np.dot(x, weight, outputs)
+        np.add(outputs, bias, outputs)
+        index = outputs[:, :-1].argmax(axis=1) if noise is None else self._pick(noise)
+        return {"actions": index + self._start if self._start else index, OUTPUTS: outputs}
+
+    def _pick(self, noise: Array) -> NDArray[np.int64]:
+        """Return the indices that `distributions.pick` returns for the same noise, by the same arithmetic."""
+        mass, top = self._mass, self._top
+        if len(mass) == _TWO:
+            return self._pick_of_two(noise)
+        np.copyto(mass, self._logits)
+        np.maximum.reduce(mass, 0, out=top)
+        np.subtract(mass, top, mass)
+        np.exp(mass, mass)
+        np.add.accumulate(mass, 0, None, mass)
+        np.multiply(noise[:, 0], self._total, top)
+        index: NDArray[np.int64] = np.less_equal(mass, top, self._passed).argmin(0)
+        return index
+
+    def _pick_of_two(self, noise: Array) -> NDArray[np.int64]:
+        """Do what `_pick` does, for each choice alone: so numpy neither reduces nor broadcasts."""
+        (first, second), top = self._mass, self._top
+        one, other = self._logits
+        np.maximum(one, other, out=top)
+        np.subtract(one, top, first)
+        np.subtract(other, top, second)
+        np.exp(self._mass, self._mass)
+        np.add(first, second, second)
+        np.multiply(noise[:, 0], second, top)
+        index: NDArray[np.int64] = np.less_equal(first, top).astype(np.int64)
+        return index
+
+    def complete(self, columns: Mapping[str, Array]) -> dict[str, Array]:
+        """Return `logp`, `action_dist_inputs` and `values` for recorded `actions` and outputs, (rows, ...) each."""
+        outputs = columns[OUTPUTS]
+        logits = np.ascontiguousarray(outputs[:, :-1])
+        logp = choice_logp(logits, columns["actions"] - self._start)
+        return {"logp": logp, "action_dist_inputs": logits, "values": np.ascontiguousarray(outputs[:, -1])}
+
+    def _make_room(self, rows: int) -> None:
+        self._rows = rows
+        arrays = [np.empty((rows, weight.shape[1]), np.float32) for weight, _ in self._layers]
+        # Biases have a row axis: numpy adds arrays of one shape twice as fast as it broadcasts, and one row is such.
+        *self._hidden, self._head = [(w, bias[None], y) for (w, bias), y in zip(self._layers, arrays, strict=True)]
+        self._logits = arrays[-1][:, :-1].T
+        self._mass = np.empty(self._logits.shape, np.float32)
+        self._total = self._mass[-1]
+        self._top = np.empty(rows, np.float32)
+        self._passed = np.empty(self._logits.shape, np.bool_)
