@@ -11,9 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.learner_stub.interruption import Interruption
+from headrace.learner_stub.module import TrainableModule, check_answer
 from headrace.learner_stub.rollout import Rollout, map_nested
 from headrace.schemas.chunks.episodes import ranges
 from headrace.schemas.errors import ModuleError
+
+_FORWARD_ROWS = 4096
+"""Observations in one forward pass without gradients; it bounds the memory that images take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,25 @@ class ChunkMinibatches:
 
 Minibatches = RowMinibatches | ChunkMinibatches
 """Minibatches of one rollout in the form that its module needs."""
+
+
+def forward_all(
+    module: TrainableModule, feed: Minibatches, interruption: Interruption
+) -> tuple[Tensor, NDArray[np.float64]]:
+    """Return (action_dist_inputs (rows, ...), values (rows,)) of the module as it is, without gradients."""
+    answers = []
+    with torch.no_grad():
+        for batch, rows in feed.all_rows(_FORWARD_ROWS):
+            answers.append(check_answer(module.forward_train(batch), rows))
+            interruption.check()
+    dist_inputs, values = zip(*answers, strict=True)
+    return torch.cat(dist_inputs), torch.cat(values).double().numpy()
+
+
+def seed_torch(seed: int, update: int) -> None:
+    """Seed torch's own generator for one update, for modules that draw from it, as for dropout."""
+    state = np.random.SeedSequence((seed, update)).generate_state(1, np.uint64)[0]
+    torch.manual_seed(int(state >> np.uint64(1)))
 
 
 def take(value: Any, rows: slice | Tensor) -> Any:

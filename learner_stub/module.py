@@ -35,7 +35,20 @@ class ClosedForm(Protocol):
         """
 
 
-class TrainableModule(Protocol):
+class Weights(Protocol):
+    """The part of `torch.nn.Module` that training needs."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the trainable parameters."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any:
+        """Load all tensors by name."""
+
+
+class TrainableModule(Weights, Protocol):
     """A torch module with three more methods. Observations and actions are tensors, in the nesting of their space.
 
     A module that also has `initial_state()` is recurrent: its `forward_train` gets whole chunks, as
@@ -54,14 +67,25 @@ class TrainableModule(Protocol):
     def entropy(self, dist_inputs: Tensor) -> Tensor:
         """Return the entropy (rows,) in nats."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the trainable parameters, as `torch.nn.Module` does."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as `torch.nn.Module` does."""
+class QModule(Weights, Protocol):
+    """A torch module with a value for each action. It explores with `exploration_rate`, a tensor of its state dict."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any:
-        """Load all tensors by name, as `torch.nn.Module` does."""
+    exploration_rate: Tensor
+
+    def q_values(self, obs: Any) -> Tensor:
+        """Return the value of each action (rows, actions), with gradients."""
+
+
+def build_q_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> QModule:
+    """Build the module that workers build by the same name, for DQN. Raises as `build_module` does."""
+    module = build_frozen_module(section, spaces, where)
+    if not hasattr(module, "q_values") or "exploration_rate" not in module.state_dict():
+        raise ModuleError(
+            f"module {section.build!r} has no q_values(obs) and no buffer exploration_rate, which DQN needs; leave "
+            f"{where}.build out, or write one like headrace.workers.modules:q_network"
+        )
+    return cast(QModule, module)
 
 
 def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> TrainableModule:

@@ -1,8 +1,9 @@
 """The policies of the fleet in the learner: trained ones, frozen ones, and the mergers of their connectors.
 
 A fleet of one agent has one module without a name (`DEFAULT_MODULE`). Its weights, metrics and checkpoint are that
-module's own, without a module id in any name. With several modules, each is trained on its own batches by a PPO of its
-own. All are published together, the frozen ones too, so that every worker has the same version of everything.
+module's own, without a module id in any name. With several modules, each is trained on its own batches by a
+learner of its own. All are published together, the frozen ones too, so that every worker has the same version of
+everything.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 
 from headrace.learner_stub.connector_merger import ConnectorMerger
 from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
-from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.training_arrays import training_arrays, training_tensors
-from headrace.learner_stub.training_stats import TrainingStats
+from headrace.learner_stub.training_stats import Metrics, TrainingStats
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules
@@ -29,7 +29,7 @@ StateDict = dict[str, Tensor | NDArray[Any]]
 
 
 class LearnerPolicy(Protocol):
-    """One module's share of the learner: `PPO`, or `FrozenPolicy`."""
+    """One module's share of the learner: `PPO`, `Impala`, `DQN`, or `FrozenPolicy`."""
 
     stats: TrainingStats
 
@@ -107,7 +107,7 @@ class LearnerPolicies:
     def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
         """Train each policy on its own of `batches`, which may be none. Return metrics by "module id/name".
 
-        Updates of connectors count whether or not PPO trains on the batch they came with. Deterministic. Raises
+        Updates of connectors count whether or not a policy trains on the batch they came with. Deterministic. Raises
         `ModuleError` for a batch without a policy here, and the errors of `PPO.update` and `ConnectorMerger.take`.
         """
         own: dict[str, list[ChunkBatch]] = {module_id: [] for module_id in self.by_id}

@@ -39,21 +39,15 @@ from headrace.learner_stub.gradient_steps import (
     Targets,
 )
 from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
-from headrace.learner_stub.minibatches import Minibatches, minibatches_for
-from headrace.learner_stub.module import TrainableModule, check_answer, make_closed_form
+from headrace.learner_stub.minibatches import Minibatches, forward_all, minibatches_for, seed_torch
+from headrace.learner_stub.module import TrainableModule, make_closed_form
 from headrace.learner_stub.returns import gae
 from headrace.learner_stub.rollout import Rollout, join
-from headrace.learner_stub.training_arrays import training_arrays, training_tensors
-from headrace.learner_stub.training_stats import TrainingStats
+from headrace.learner_stub.training_arrays import load_training_arrays, training_arrays
+from headrace.learner_stub.training_stats import Metrics, TrainingStats
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.settings.config import LearnerSection
-
-_FORWARD_ROWS = 4096
-"""Observations in one forward pass without gradients; it bounds the memory that images take."""
-
-
-Metrics = dict[str, float]
 
 
 class PPO:
@@ -79,8 +73,7 @@ class PPO:
         """
         self._anneal()
         self.stats.count(batches)
-        seed = np.random.SeedSequence((self.settings.seed, self.stats.updates))
-        torch.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        seed_torch(self.settings.seed, self.stats.updates)
         metrics: Metrics = self.stats.metrics()
         rollout = join(batches)
         if rollout is not None:
@@ -94,13 +87,11 @@ class PPO:
 
     def _anneal(self) -> None:
         """Set the learning rate and the clip for the steps trained on so far."""
-        s = self.settings
-        passed = min(1.0, self.stats.steps / s.anneal_steps) if s.anneal_steps else 0.0
-        left = 1.0 - passed * (1.0 - s.anneal_to)
+        s, left = self.settings, self.settings.annealed(self.stats.steps)
         self.optimizer.lr, self._clip = s.learning_rate * left, s.clip * left
 
     def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
-        dist_inputs, all_values = self._forward(feed, interruption)
+        dist_inputs, all_values = forward_all(self.module, feed, interruption)
         s = self.settings
         estimate = gae(rollout.episodes, all_values, gamma=s.gamma, gae_lambda=s.gae_lambda)
         advantage, returns = estimate.advantages, estimate.targets
@@ -118,16 +109,6 @@ class PPO:
             value_scale=1.0 / max(variance, 1.0),
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )
-
-    def _forward(self, feed: Minibatches, interruption: Interruption) -> tuple[Tensor, NDArray[np.float64]]:
-        """Return (action_dist_inputs (rows, ...), values (rows,)) of the module as it is, without gradients."""
-        answers = []
-        with torch.no_grad():
-            for batch, rows in feed.all_rows(_FORWARD_ROWS):
-                answers.append(check_answer(self.module.forward_train(batch), rows))
-                interruption.check()
-        dist_inputs, values = zip(*answers, strict=True)
-        return torch.cat(dist_inputs), torch.cat(values).double().numpy()
 
     def _optimize(self, steps: GradientSteps, interruption: Interruption) -> Metrics:
         """Pass over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
@@ -176,9 +157,7 @@ class PPO:
 
         Raises `KeyError` or `RuntimeError` when the state is that of another module.
         """
-        module, moments = training_tensors(arrays)
-        self.module.load_state_dict(module)
-        self.optimizer.load_state_dict({"state": moments})
+        load_training_arrays(arrays, self.module, self.optimizer)
         self.stats.set_state(state)
 
 

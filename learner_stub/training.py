@@ -21,9 +21,9 @@ from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, load_c
 from headrace.learner_stub.interruption import AbandonedUpdateError, StopDeadline, do_nothing
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
-from headrace.learner_stub.ppo import Metrics
 from headrace.learner_stub.publisher import WeightPublisher
 from headrace.learner_stub.stream import EpisodeStream
+from headrace.learner_stub.training_stats import Metrics
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces

@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.learner_stub.adam import Adam
 from headrace.learner_stub.checkpoint import MODULE
+from headrace.learner_stub.module import Weights
 
 
 def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -36,3 +38,10 @@ def training_tensors(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Tens
             index, _, moment = rest.partition("/")
             optimizer.setdefault(int(index), {})[moment] = tensor
     return module, optimizer
+
+
+def load_training_arrays(arrays: Mapping[str, NDArray[Any]], module: Weights, optimizer: Adam) -> None:
+    """Give module and optimizer the tensors of `training_arrays`. Raises `RuntimeError` for those of another module."""
+    tensors, moments = training_tensors(arrays)
+    module.load_state_dict(tensors)
+    optimizer.load_state_dict({"state": moments})

@@ -13,6 +13,9 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 
 RECENT_EPISODES = 100
 
+Metrics = dict[str, float]
+"""Figures of one update by name."""
+
 
 class TrainingStats:
     """Updates, steps and finished episodes over the learner's whole life, and the returns of the newest episodes.
@@ -41,7 +44,7 @@ class TrainingStats:
         full = len(self.recent_returns) == RECENT_EPISODES
         return float(np.mean(self.recent_returns)) if full else None
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Return "update", "steps", "episodes", and "mean_return" once an episode has finished."""
         counts = {"update": self.updates, "steps": self.steps, "episodes": self.episodes}
         return counts | ({"mean_return": float(np.mean(self.recent_returns))} if self.recent_returns else {})
