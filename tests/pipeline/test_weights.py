@@ -297,6 +297,15 @@ def test_a_newer_version_during_a_pull_restarts_the_pull() -> None:
     assert not receiver.pulling
 
 
+def test_a_version_is_pulled_although_a_piece_of_another_came_unasked() -> None:
+    receiver = WeightsReceiver(FLEET)
+    header = WeightsPart(version=(1, 9), offset=50, frame_sizes=[100]).model_dump()
+    receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, header, {"part": np.zeros(50, np.uint8)})), 0.0)
+    receiver.receive(message((1, 1), 1.0), 0.1)
+    receiver.hear_of((2, 1), 1.0)
+    assert receiver.requests(1.0 + BROADCAST_S) == [WeightsPull(offset=0, length=1 << 20, version=(1, 9))]
+
+
 def pieces_of(version: Version, value: float, size: int) -> tuple[WeightsRelay, WeightsReceiver]:
     """A relay that holds a version, and a receiver that has heard of it."""
     relay, receiver = WeightsRelay(), WeightsReceiver(FLEET)

@@ -187,7 +187,7 @@ def test_a_first_reset_that_fails_is_tried_again() -> None:
     config = faults("reset", {1: "hangs", 3: "raises"})
     sound, (lives, sampler) = live("inline", 6)[0], live("process", 6, env_config=config, env_reset_timeout_s=1.0)
     assert (sampler.totals.env_failures, sampler.totals.env_rebuilds) == (2, 3)
-    assert sampler.totals.discarded.keys() == {"shutdown"}
+    assert sampler.totals.discarded.keys() <= {"shutdown"}
     for lane in (2, 4, 5):
         assert lives[lane] == sound[lane]
 

@@ -94,7 +94,7 @@ class WeightsReceiver:
     def _want(self, version: Version, ask_at: float) -> None:
         if version > max(self.newest, self._wanted):
             self._wanted = version
-            if not self.pulling:  # otherwise the requested pieces bring the newer version
+            if not self.pulling or self._ask_at is None:  # otherwise the requested pieces bring the newer version
                 self._ask_at = ask_at if self._ask_at is None else min(self._ask_at, ask_at)
 
     def _expect(self, version: Version, ask_at: float) -> None:
