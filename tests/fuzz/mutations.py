@@ -10,7 +10,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import orjson
@@ -108,8 +108,9 @@ class Mutator:
     def text(self, value: Any) -> bytes:
         """Return JSON text of the value, changed: its values, which may be NaN then, its bytes, or both."""
         if self.random.random() < 0.75:
-            text = json.dumps(self.value(value, finite=False), ensure_ascii=self.random.random() < 0.5)
-            return text.encode(errors="surrogatepass")
+            changed, is_ascii = self.value(value, finite=False), self.random.random() < 0.5
+            with suppress(RecursionError):  # two deep values, one in the other, are too deep to write
+                return json.dumps(changed, ensure_ascii=is_ascii).encode(errors="surrogatepass")
         return self.data(json.dumps(value).encode())
 
     def data(self, data: bytes) -> bytes:
