@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.schemas.basics.bounds import Natural, Positive, Slot
+from headrace.schemas.basics.bounds import ListOf, Natural, Positive, Slot
 
 MOST_GROUPS = 32
 """Groups of one worker. The failures of further ones are in a group of kind `OTHERS`."""
@@ -53,7 +53,7 @@ class EnvErrorGroup(BaseModel):
 class EnvErrorRow(EnvErrorGroup):
     """One group of a fleet, over all workers and lives: a field of the Redis hash `errors`."""
 
-    slots: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = []
+    slots: Annotated[ListOf[Slot], Field(max_length=MOST_SLOTS)] = []
     """Slots of the workers that had such failures, the newest last."""
     lives: dict[str, Natural] = {}
     """By "slot/incarnation", failures that the newest life of a slot has reported so far; `count` includes them."""

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from headrace.schemas.accounts.redis_keys import labelled
-from headrace.schemas.basics.bounds import Natural
+from headrace.schemas.basics.bounds import ListOf, Natural
 
 LAG_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64)
 """The largest lag in each bucket but the last, which has no bound."""
@@ -19,7 +19,7 @@ LAG_BUCKETS = len(LAG_BOUNDS) + 1
 LAG_LABELS = (*map(str, LAG_BOUNDS), "+Inf")
 """Values of the label `le` of each bucket, as Prometheus names them."""
 
-LagCounts = Annotated[list[Natural], Field(max_length=64)]
+LagCounts = Annotated[ListOf[Natural], Field(max_length=64)]
 """Agent steps in each bucket; those of a peer with other buckets cannot be used."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
-from headrace.schemas.basics.bounds import Natural, Seconds
+from headrace.schemas.basics.bounds import ListOf, Natural, Seconds
 from headrace.schemas.basics.headrace_version import HeadraceVersion
 
 TimePart = Literal["env", "inference", "connectors", "serialise", "wait", "other"]
@@ -38,7 +38,7 @@ EnvHostCounts = Annotated[
 
 MOST_VERSIONS = 8
 
-EnvHostVersions = Annotated[list[HeadraceVersion], Field(max_length=MOST_VERSIONS)]
+EnvHostVersions = Annotated[ListOf[HeadraceVersion], Field(max_length=MOST_VERSIONS)]
 """The versions of Headrace that connected env hosts run, each once; "" stands for those that do not tell it."""
 
 PortKind = Literal["envs", "clients", "http"]

@@ -6,9 +6,11 @@ far below 2^63. The broker judges by what it knows too (`broker/claims.py`). doc
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import Field, Strict
+from pydantic import FailFast, Field, Strict
+
+T = TypeVar("T")
 
 MOST_COUNT = (1 << 53) - 1
 """Above it numbers in Lua and JavaScript stop being exact. A million steps a second reach it after 285 years."""
@@ -21,6 +23,11 @@ MOST_WEIGHTS_SEQ = (1 << 48) - 1
 """Fifteen digits at most, as in the pointer to the weights in Redis."""
 
 MOST_BYTES = (1 << 48) - 1
+
+ListOf = Annotated[list[T], FailFast()]
+"""A list whose check ends at its first wrong item. Otherwise pydantic makes an error for each: half a million of them,
+from a message of 1 MiB, take 3 s and 800 MiB.
+"""
 
 WINDOW = 1024
 """The most batches a worker may keep unsettled: its recorder has a place for each."""

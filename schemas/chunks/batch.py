@@ -31,6 +31,7 @@ from headrace.schemas.basics.bounds import (
     ChosenName,
     EpochOrNone,
     IncarnationOrNone,
+    ListOf,
     Natural,
     Slot,
     WeightsSeq,
@@ -95,18 +96,18 @@ class BatchHeader(BaseModel):
     learner_epoch: EpochOrNone = 0
     weights_seq: WeightsSeq = 0
     weights_digest: str = ""
-    agents: list[str] = [DEFAULT_AGENT]
-    modules: list[str] = ["default_policy"]
-    reasons: list[str] = [""]
-    episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = []
+    agents: ListOf[str] = [DEFAULT_AGENT]
+    modules: ListOf[str] = ["default_policy"]
+    reasons: ListOf[str] = [""]
+    episodes: ListOf[Annotated[tuple[float, Natural], Strict(False)]] = []
     """(return, length) of each episode that ended in this batch."""
-    agent_returns: list[float] = []
+    agent_returns: ListOf[float] = []
     """The return of each agent whose episode ended in this batch, which is of one module; empty in an env of one agent,
     where it would be that of the episode.
     """
-    agent_lengths: list[Natural] = []
+    agent_lengths: ListOf[Natural] = []
     """The agent steps of the same episodes, in the same order; empty from a worker that does not tell them."""
-    aborted: Annotated[list[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)] = []
+    aborted: Annotated[ListOf[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)] = []
     """(return, length) of episodes that ended before their end since the last batch: their env failed, the client was
     lost, or the worker leaves.
     """

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
+from headrace.schemas.basics.bounds import ListOf
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.errors import DecodeError
 
@@ -29,7 +30,7 @@ MOST_OPEN = 6000
 
 _MOST_TEXT = 4 * (MOST_OPEN * OPEN_EPISODE.itemsize // 3 + 1)
 
-ColumnForm = Annotated[tuple[str, list[Annotated[int, Field(ge=0, lt=1 << 32)]]], Strict(False)]
+ColumnForm = Annotated[tuple[str, ListOf[Annotated[int, Field(ge=0, lt=1 << 32)]]], Strict(False)]
 """(dtype, shape of one row)."""
 
 
@@ -37,8 +38,8 @@ class OpenEpisodes(BaseModel):
     """Open episodes, and the columns of the chunks of each module, so that markers have the same ones."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-    agents: list[str]
-    modules: list[str]
+    agents: ListOf[str]
+    modules: ListOf[str]
     columns: dict[str, dict[str, ColumnForm]]
     """By module and name."""
     rows: Annotated[str, Field(max_length=_MOST_TEXT)]

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from headrace.schemas.basics.bounds import ListOf
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.manifest import Buffer
 from headrace.schemas.frames.wire_limits import WireLimits
@@ -23,7 +24,7 @@ except ImportError:
 
 LZ4 = "lz4"
 
-Encodings = Annotated[list[Annotated[str, Field(max_length=20)]], Field(max_length=16)]
+Encodings = Annotated[ListOf[Annotated[str, Field(max_length=20)]], Field(max_length=16)]
 """The encodings that a peer reads, by name."""
 
 _LEAST_BYTES = 4096

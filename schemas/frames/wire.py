@@ -228,9 +228,25 @@ def _load_header(body: bytes, limits: WireLimits) -> dict[str, Any]:
         raise DecodeError("bad_header", f"header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise DecodeError("bad_header", f"header is a JSON {type(header).__name__}, not an object")
-    if body.count(b"[") + body.count(b"{") > limits.header_depth and is_deeper(header, limits.header_depth):
-        raise DecodeError("bad_header", f"header is nested deeper than {limits.header_depth} levels")
+    if body.count(b"[") + body.count(b"{") > limits.header_depth or body.count(b":") > limits.names:
+        _check_shape(header, limits)
     return header
+
+
+def _check_shape(header: dict[str, Any], limits: WireLimits) -> None:
+    """Raise `DecodeError` for a header that is nested too deep, or has an object of too many names.
+
+    Pydantic makes an error for each wrong value of an object.
+    """
+    level: list[Any] = [header]
+    for _ in range(limits.header_depth):
+        most = max((len(value) for value in level if value.__class__ is dict), default=0)
+        if most > limits.names:
+            raise DecodeError("bad_header", f"an object of {most} names; {limits.names} are allowed")
+        level = _containers_in(level)
+        if not level:
+            return
+    raise DecodeError("bad_header", f"header is nested deeper than {limits.header_depth} levels")
 
 
 def is_deeper(value: Any, depth: int) -> bool:
@@ -238,11 +254,22 @@ def is_deeper(value: Any, depth: int) -> bool:
 
     orjson reads a thousand levels, but writes a quarter of them; `repr` and pydantic fail in ways of their own.
     """
-    if not isinstance(value, dict | list):
-        return False
-    return depth == 0 or any(
-        is_deeper(sub, depth - 1) for sub in (value.values() if isinstance(value, dict) else value)
-    )
+    level = _containers_in([[value]])
+    for _ in range(depth):
+        if not level:
+            return False
+        level = _containers_in(level)
+    return bool(level)
+
+
+def _containers_in(level: Sequence[Any]) -> list[Any]:
+    """Return the objects and arrays that stand directly in those of `level`."""
+    return [
+        part
+        for value in level
+        for part in (value.values() if isinstance(value, dict) else value)
+        if isinstance(part, dict | list)
+    ]
 
 
 def _check_sizes(payload: Any, frames: Sequence[Buffer], limits: WireLimits) -> None:

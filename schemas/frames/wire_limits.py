@@ -16,6 +16,8 @@ class WireLimits:
     arrays: int = 4096
     dims: int = 8
     header_depth: int = 64
+    names: int = 8192
+    """Names of one object of the header."""
 
 
 DEFAULT_LIMITS = WireLimits()

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from headrace.schemas.basics.bounds import MOST_SILENCE_S, Natural, Pid, Positive
+from headrace.schemas.basics.bounds import MOST_SILENCE_S, ListOf, Natural, Pid, Positive
 from headrace.schemas.basics.headrace_version import HeadraceVersion
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.frames.wire import MessageKind
@@ -79,7 +79,7 @@ class EnvHeartbeat(Message):
     KIND = MessageKind.HEARTBEAT
     LEFT_OUT = frozenset(("usage",))
     life: Life
-    under_way: list[Numbered] = Field(default=[])
+    under_way: ListOf[Numbered] = Field(default=[])
     usage: Usage | None = None
     """What the host and the processes of its envs use together."""
 
@@ -89,7 +89,7 @@ class EnvOrders(Message):
 
     KIND = MessageKind.ENV_ORDERS
     life: Life
-    orders: list[Order]
+    orders: ListOf[Order]
 
 
 class EnvAnswers(Message):
@@ -101,15 +101,15 @@ class EnvAnswers(Message):
 
     KIND = MessageKind.ENV_ANSWERS
     life: Life
-    answers: list[Numbered]
+    answers: ListOf[Numbered]
     """The orders that this message answers."""
-    stepped: list[Place] = Field(default=[])
-    ended: list[Annotated[tuple[Place, Literal[1, 2]], Strict(False)]] = Field(default=[])
+    stepped: ListOf[Place] = Field(default=[])
+    ended: ListOf[Annotated[tuple[Place, Literal[1, 2]], Strict(False)]] = Field(default=[])
     """Places that stepped and ended their episode: 1 terminated, 2 truncated."""
-    began: list[Annotated[tuple[Place, Info], Strict(False)]] = Field(default=[])
-    built: list[Place] = Field(default=[])
-    infos: list[Annotated[tuple[Place, dict[str, Any]], Strict(False)]] = Field(default=[])
-    failures: list[Annotated[tuple[Place, str, bool, dict[str, Any]], Strict(False)]] = Field(default=[])
+    began: ListOf[Annotated[tuple[Place, Info], Strict(False)]] = Field(default=[])
+    built: ListOf[Place] = Field(default=[])
+    infos: ListOf[Annotated[tuple[Place, dict[str, Any]], Strict(False)]] = Field(default=[])
+    failures: ListOf[Annotated[tuple[Place, str, bool, dict[str, Any]], Strict(False)]] = Field(default=[])
     """(place, call that failed, whether that call returned, the error): the place has no env now."""
 
 

@@ -15,6 +15,7 @@ from headrace.schemas.basics.bounds import (
     Epoch,
     EpochOrNone,
     Incarnation,
+    ListOf,
     Natural,
     Pid,
     Positive,
@@ -63,8 +64,8 @@ class LearnerHello(Message):
     channel: Literal["stream", "publisher"]
     epoch: EpochOrNone = 0
     """The epoch this process already holds; 0 asks for one."""
-    position: list[SourcePosition] = []
-    held: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}/[0-9]{1,9}$")], list[HeldBatch]] = {}
+    position: ListOf[SourcePosition] = []
+    held: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}/[0-9]{1,9}$")], ListOf[HeldBatch]] = {}
     """Batches received and not yet committed, by "slot/incarnation"."""
     received_batches: Natural = 0
     """Batches that ever reached this process, repeated ones too. The broker counts the learner's credit from it."""
@@ -118,7 +119,7 @@ class Commit(Message):
     TO = ("broker",)
     LEFT_OUT = frozenset(("figures",))
     epoch: Epoch
-    position: list[SourcePosition] = []
+    position: ListOf[SourcePosition] = []
     in_hand: Natural = 0
     """Batches and gaps received and not committed."""
     consumed_batches: Natural = 0
@@ -150,7 +151,7 @@ class LearnerRows(Message):
     KIND = MessageKind.LEARNER_ROWS
     TO = ("broker",)
     epoch: Epoch
-    rows: Annotated[list[LearnerRow], Field(max_length=MOST_ROWS)]
+    rows: Annotated[ListOf[LearnerRow], Field(max_length=MOST_ROWS)]
 
 
 class Status(Message):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.schemas.accounts.ledger import Settled
-from headrace.schemas.basics.bounds import IncarnationOrNone, Natural, Slot, Version
+from headrace.schemas.basics.bounds import IncarnationOrNone, ListOf, Natural, Slot, Version
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode
 
@@ -68,7 +68,7 @@ ModuleShapes = Annotated[
         Annotated[
             dict[
                 Annotated[str, Field(max_length=MOST_NAME)],
-                Annotated[list[Annotated[int, Field(ge=0, lt=1 << 48)]], Field(max_length=DEFAULT_LIMITS.dims)],
+                Annotated[ListOf[Annotated[int, Field(ge=0, lt=1 << 48)]], Field(max_length=DEFAULT_LIMITS.dims)],
             ],
             Field(max_length=MOST_TENSORS),
         ],

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from headrace.schemas.basics.bounds import MOST_SILENCE_S, Natural, Positive, Version
+from headrace.schemas.basics.bounds import MOST_SILENCE_S, ListOf, Natural, Positive, Version
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
 
@@ -131,13 +131,13 @@ class ChunkShipment(ClientRequest):
 
     KIND = MessageKind.EPISODE_CHUNKS
     number: Positive
-    frame_sizes: list[Natural] = Field(default=[], max_length=64)
+    frame_sizes: ListOf[Natural] = Field(default=[], max_length=64)
     """Sizes at which to cut the array. Empty if there are only counts: no chunks and no array."""
     discarded: dict[str, Natural] = Field(default={}, max_length=64)
     """Steps since the shipment before that will never be in a chunk, by reason."""
-    untrained: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
+    untrained: ListOf[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
     """(return, length) of episodes ended since then that the client did not want to be trained on."""
-    episodes: list[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
+    episodes: ListOf[Annotated[tuple[float, Natural], Strict(False)]] = Field(default=[], max_length=MOST_EPISODES)
     """(return, length) of episodes of several agents ended since then that are trained on. Of one agent, the chunks
     tell.
     """
@@ -194,7 +194,7 @@ class ClientPart(Message):
     version: Version
     """(0, 0): there are no weights yet."""
     offset: Natural
-    frame_sizes: list[Natural] = []
+    frame_sizes: ListOf[Natural] = []
 
 
 class ClientAck(Message):

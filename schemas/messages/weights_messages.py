@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace.schemas.basics.bounds import Bytes, ChosenName, Version
+from headrace.schemas.basics.bounds import Bytes, ChosenName, ListOf, Version
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages.message_base import Message
 
@@ -58,4 +58,4 @@ class WeightsPart(Message):
     KIND = MessageKind.WEIGHTS_PART
     version: Version
     offset: Bytes
-    frame_sizes: list[Bytes] = []
+    frame_sizes: ListOf[Bytes] = []

@@ -25,6 +25,7 @@ from headrace.schemas.basics.bounds import (
     ChosenName,
     Incarnation,
     IncarnationOrNone,
+    ListOf,
     Natural,
     Pid,
     Positive,
@@ -126,7 +127,7 @@ class Ack(Message):
     """Both as in the WELCOME, with present values."""
     weights: Version = (0, 0)
     dropped: Annotated[
-        dict[Annotated[str, Field(max_length=MOST_NAME)], Annotated[list[Positive], Field(max_length=MOST_DROPPED)]],
+        dict[Annotated[str, Field(max_length=MOST_NAME)], Annotated[ListOf[Positive], Field(max_length=MOST_DROPPED)]],
         Field(max_length=len(Drop)),
     ] = {}
     """Batches that are dropped and not settled yet: numbers by reason. The worker need not keep their bytes."""
@@ -227,7 +228,7 @@ class LastWords(Message):
     incarnation: Incarnation
     totals: WorkerTotals
     settled: Settled
-    window: list[HeldBatch] = []
+    window: ListOf[HeldBatch] = []
     reason: Reason
     open_episodes: OpenEpisodes | None = None
     """Episodes that it left open, by its log; a worker that leaves in order has ended them."""
@@ -244,7 +245,7 @@ class Bye(LastWords):
     """As in its last heartbeat, or newer."""
     metrics: LoggedMetrics = {}
     """As in its last heartbeat, or newer."""
-    env_errors: Annotated[list[EnvErrorGroup], Field(max_length=MOST_GROUPS + 1)] = []
+    env_errors: Annotated[ListOf[EnvErrorGroup], Field(max_length=MOST_GROUPS + 1)] = []
     """All groups of failures of its envs."""
 
 

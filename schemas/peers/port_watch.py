@@ -68,8 +68,8 @@ FLOOD_ADMITTED_AT_ONCE, FLOOD_ADMISSION_S = 1, 0.1
 peer that comes back to go on with it then costs a fifth of the time.
 """
 STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
-"""The most that one stranger, and that all strangers together, may hold. They have only a HELLO to say, and its header
-has 1 MiB at most.
+"""The most that one stranger may send in all, and hold at a time, and that all strangers together may hold. They have
+only a HELLO to say, and its header has 1 MiB at most.
 """
 STRANGERS = 1024
 """Strangers at one port. Beyond that number the oldest is cut. A few may stay: a fleet's supervisor is silent until it
@@ -303,7 +303,7 @@ class PortWatch:
         if account.empty == EMPTY_MESSAGES:
             self._wary_until = time.monotonic() + WARY_S
             self.end(fd, account.peer, "empty messages")
-        elif account.strange == STRANGE_MESSAGES:
+        elif account.strange == STRANGE_MESSAGES or account.taken > STRANGER_BYTES:
             self._to_cut.append((fd, account.peer, "messages without HELLO"))
         else:
             return

@@ -392,6 +392,15 @@ def test_a_peer_that_never_says_hello_is_cut_after_a_few_messages(served: tuple[
         wait_until(stranger.is_cut, "the end of the connection")
 
 
+def test_a_stranger_is_cut_after_two_megabytes(served: tuple[Process, Endpoints]) -> None:
+    with RawZmtp(served[1].learner) as stranger:
+        part = frame(b"garbage", more=True) + frame(bytes(1 << 20), more=False)
+        stranger.send(part)
+        assert stranger.sock.recv(1)
+        wait_until(lambda: stranger.is_cut() or not stranger.send(part), "the end of the connection")
+    wait_until(lambda: "messages without HELLO" in served[0].log.read_text(), "the reason in the log")
+
+
 def test_a_peer_with_too_many_refused_messages_is_cut_and_logged_once(served: tuple[Process, Endpoints]) -> None:
     process, endpoints = served
     hello = SupervisorHello(fleet_id=FLEET, token="s").frames()

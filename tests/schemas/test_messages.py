@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 from golden_samples import message_classes, sample_model
-from pydantic import BaseModel
+from pydantic import BaseModel, FailFast, ValidationError
 
 from headrace.schemas.accounts.ledger import Discard, Drop, WorkerTotals
 from headrace.schemas.basics.bounds import MOST_REASONS, Version
@@ -22,7 +22,7 @@ from headrace.schemas.errors import (
     WrongFleetError,
     refusal,
 )
-from headrace.schemas.frames.wire import MessageKind, decode
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, decode, decode_header, encode
 from headrace.schemas.messages import (
     HELLO_BY_ROLE,
     Ack,
@@ -256,6 +256,50 @@ def test_each_number_text_list_and_map_of_a_message_has_a_bound(name: str) -> No
     found = {field: set(unbounded(it.annotation, it.metadata)) for field, it in MODELS[name].model_fields.items()}
     assert {field for field, parts in found.items() if parts} == set(BOUNDED_BY_THE_MESSAGE.get(name, "").split())
     assert not any(int in parts for parts in found.values())
+
+
+def patient(annotation: Any, metadata: Sequence[Any]) -> Iterator[Any]:
+    """Yield the lists in a type whose check goes on after a wrong item."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from patient(args[0], [*metadata, *args[1:]])
+        return
+    if origin is list and not any(isinstance(part, FailFast) for part in metadata):
+        yield annotation
+    for arg in args:
+        yield from patient(arg, ())
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_each_list_of_a_message_is_refused_at_its_first_wrong_item(name: str) -> None:
+    found = [each for it in MODELS[name].model_fields.values() for each in patient(it.annotation, it.metadata)]
+    assert found == [], "write ListOf[...], or half a million wrong items take seconds and 800 MiB"
+
+
+def test_many_wrong_items_of_a_list_make_one_error() -> None:
+    with pytest.raises(ValidationError) as caught:
+        LearnerHello.model_validate(
+            {"token": "t", "channel": "stream", "position": [0] * 1000, "held": {"1/1": [0, 0]}}
+        )
+    assert caught.value.error_count() == 2
+
+
+def test_an_object_of_too_many_names_is_refused_before_its_values_are_read() -> None:
+    wide = {str(number): 0 for number in range(DEFAULT_LIMITS.names + 1)}
+    for header in (wide, {"metrics": wide}, {"list": [[wide]]}):
+        with pytest.raises(DecodeError, match=f"an object of {len(wide)} names; {DEFAULT_LIMITS.names} are allowed"):
+            decode_header(encode(MessageKind.HEARTBEAT, header))
+    del wide["0"]
+    assert decode_header(encode(MessageKind.HEARTBEAT, {"metrics": wide}))[1] == {"metrics": wide}
+
+
+def test_a_header_may_be_nested_to_its_limit_and_no_deeper() -> None:
+    deepest: Any = 0
+    for _ in range(DEFAULT_LIMITS.header_depth - 1):
+        deepest = [deepest]
+    assert decode_header(encode(MessageKind.HEARTBEAT, {"x": deepest}))[1] == {"x": deepest}
+    with pytest.raises(DecodeError, match="nested deeper"):
+        decode_header(encode(MessageKind.HEARTBEAT, {"x": [deepest]}))
 
 
 def has_int(annotation: Any) -> bool:
