@@ -516,8 +516,8 @@ class Broker:
                 self.core.gone(tagged)
 
     def _send_weights(self, socket: Socket, peer: bytes, pull: WeightsPull) -> None:
-        """Answer a peer that pulls weights. With keys it must have a session, which ends where its key is revoked."""
-        if self._keyed is None or self.core.knows(_tag(socket, self.sockets.learners, peer)):
+        """Answer a peer that pulls weights. It must have a session, which ends where its key is revoked."""
+        if self.core.knows(_tag(socket, self.sockets.learners, peer)):
             self._send(socket, peer, self.relay.part(pull))
         else:
             self._send(socket, peer, Reject(code="unknown_peer", detail="say HELLO first", fatal=False).frames())

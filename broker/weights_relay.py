@@ -40,17 +40,20 @@ class WeightsRelay:
         return sum(self._sizes) > INLINE_BYTES
 
     def part(self, pull: WeightsPull) -> list[Buffer]:
-        """Return the piece asked for, of the newest version; its first piece when another version was asked for."""
-        offset = pull.offset if pull.version == self.version else 0
-        if pull.length != PIECE_BYTES or offset % PIECE_BYTES or offset >= sum(self._sizes):
-            return self._encode_piece(offset, pull.length)
+        """Return the piece around the offset asked for, of the newest version; its first piece for another version.
+
+        All peers get the same frames, so what waits for a peer that does not read takes no further memory.
+        """
+        offset = pull.offset - pull.offset % PIECE_BYTES if pull.version == self.version else 0
+        if offset >= sum(self._sizes):
+            return self._encode_piece(offset)
         if offset not in self._pieces:
-            self._pieces[offset] = self._encode_piece(offset, pull.length)
+            self._pieces[offset] = self._encode_piece(offset)
         return self._pieces[offset]
 
-    def _encode_piece(self, offset: int, length: int) -> list[Buffer]:
+    def _encode_piece(self, offset: int) -> list[Buffer]:
         header = WeightsPart(version=self.version, offset=offset, frame_sizes=self._sizes)
-        piece = np.frombuffer(self._cut(offset, length), np.uint8)
+        piece = np.frombuffer(self._cut(offset, PIECE_BYTES), np.uint8)
         return encode(MessageKind.WEIGHTS_PART, header.model_dump(), {"part": piece})
 
     def _cut(self, offset: int, length: int) -> Buffer:

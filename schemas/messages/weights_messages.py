@@ -34,11 +34,14 @@ class WeightsHeader(Message):
 
 
 PIECE_BYTES = 1 << 20
-"""The length of piece that workers ask for. A broker encodes pieces of this length once for all workers."""
+"""The length of a piece. A broker encodes each piece once for all workers."""
 
 
 class WeightsPull(Message):
-    """Worker to broker: send `length` bytes from `offset` of the newest version's blob."""
+    """Worker to broker: send the piece with the byte at `offset` of the newest version's blob.
+
+    Older brokers send `length` bytes from there, so ask for whole pieces.
+    """
 
     KIND = MessageKind.WEIGHTS_PULL
     TO = ("broker",)

@@ -16,7 +16,7 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import EncodeError, FencedError
 from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode
-from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
+from headrace.schemas.messages import Reject, WeightsHeader, WeightsPart, WeightsPull, WorkerHello, read
 from headrace.schemas.messages.weights import encode_weights
 from headrace.workers.fleet.weights import BROADCAST_S, PIECES_IN_FLIGHT, PULL_RETRY_S, WeightsReceiver
 from support.pipeline.delivery import (
@@ -217,7 +217,11 @@ def test_pieces_are_of_one_version_and_any_offset_is_answered(broker: BrokerThre
     publisher.publish(state(1.0, LARGE))
     acknowledge(publisher)
     with RawPeer(broker.endpoints.worker) as peer:
-        for offset, at in ((0, 0), (1 << 20, 1 << 20), (1 << 40, 1 << 40)):
+        peer.send(WeightsPull(version=(1, 1), offset=0, length=1 << 20).frames())
+        assert read(Reject, peer.receive_kind(MessageKind.REJECT).header).code == "unknown_peer"
+        peer.send(WorkerHello(fleet_id=FLEET, token="w", slot=1, incarnation=1).frames())
+        peer.receive_kind(MessageKind.WELCOME)
+        for offset, at in ((0, 0), ((1 << 20) + 7, 1 << 20), (1 << 40, 1 << 40)):
             peer.send(WeightsPull(version=(1, 1), offset=offset, length=1 << 20).frames())
             part = peer.receive_kind(MessageKind.WEIGHTS_PART)
             assert read(WeightsPart, part.header).offset == at
@@ -344,8 +348,8 @@ def test_a_piece_is_encoded_once_for_all_workers() -> None:
     relay, receiver = pieces_of((1, 1), 1.0, LARGE)
     (pull,) = receiver.requests(1.0)
     assert relay.part(pull) is relay.part(pull)
-    odd = WeightsPull(version=(1, 1), offset=7, length=5)
-    assert relay.part(odd) is not relay.part(odd)  # these are as many as a peer likes to ask for
+    odd = WeightsPull(version=(1, 1), offset=7, length=4 << 20)
+    assert relay.part(odd) is relay.part(pull)  # copies would be as many as a peer likes to ask for
 
 
 def test_a_pulled_version_is_copied_once_at_either_end() -> None:
