@@ -52,8 +52,8 @@ EMPTY_MESSAGES = 4
 reads zeros as such messages, 131,072 in 256 KiB.
 """
 WARY_S, ADMITTED_AT_ONCE, ADMISSION_S = 10.0, 4, 0.02
-"""For so many seconds after such a stranger, the port admits so many peers at a time. The next ones wait for so many
-seconds, and until the port has received all that waits.
+"""For so many seconds after such a stranger, or a known peer that floods, the port admits so many peers at a time. The
+next ones wait for so many seconds, and until the port has received all that waits.
 """
 MOST_ADMITTED = 256
 """Peers that a port admits at a time else."""
@@ -62,10 +62,6 @@ REFUSED_BURST, REFUSED_PER_S = 1000, 50.0
 KNOWN_FIRST, KNOWN_BURST, KNOWN_PER_S = 256, 2000, 1000.0
 """Messages of a known peer that bring nothing new: at once from a new connection, at once after a silence, and in each
 second after that. A heartbeat comes once a second. A worker that pulls 100 MB of weights asks a hundred times.
-"""
-FLOOD_ADMITTED_AT_ONCE, FLOOD_ADMISSION_S = 1, 0.1
-"""For `WARY_S` after such a flood, the port admits so many peers at a time, and the next ones so many seconds later. A
-peer that comes back to go on with it then costs a fifth of the time.
 """
 STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
 """The most that one stranger may send in all, and hold at a time, and that all strangers together may hold. They have
@@ -246,8 +242,6 @@ class PortWatch:
         self._to_count: deque[tuple[int, tuple[str, int], str]] = deque()
         self._is_behind = False
         self._wary_until = self._admits_at = 0.0
-        self._admitted_at_once, self._admission_s = ADMITTED_AT_ONCE, ADMISSION_S
-        """How the port admits peers while it is wary."""
         self._slow_at = self._all_at = 0.0
         self._rss_before = 0
         self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
@@ -283,12 +277,11 @@ class PortWatch:
         """
         now = time.monotonic()
         if now >= self._wary_until:
-            self._admitted_at_once, self._admission_s = ADMITTED_AT_ONCE, ADMISSION_S
             return MOST_ADMITTED
         if (waits and self._is_behind) or now < self._admits_at:
             return 0
-        self._admits_at = now + self._admission_s
-        return self._admitted_at_once
+        self._admits_at = now + ADMISSION_S
+        return ADMITTED_AT_ONCE
 
     def strange(self, fd: int, account: PeerAccount, nbytes: int) -> None:
         """Count a message of a peer that has not introduced itself, after it was answered. Cut one that sends too many.
@@ -318,7 +311,6 @@ class PortWatch:
             account.progress = progress
         elif not account.idle.spend(cost) and account.peer is not None and account.route not in self.over:
             self._wary_until = time.monotonic() + WARY_S
-            self._admitted_at_once, self._admission_s = FLOOD_ADMITTED_AT_ONCE, FLOOD_ADMISSION_S
             self.end(fd, account.peer, "too many messages that bring nothing new")
             self.gone(account.route)
 
