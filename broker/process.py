@@ -60,8 +60,9 @@ from headrace.schemas.messages import (
 from headrace.schemas.messages.message_base import MOST_DETAIL
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import read_weights
+from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.peers.port_watch import ADMISSION_S, source_of
+from headrace.schemas.peers.port_watch import source_of
 from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR, BrokerSection, FleetConfig
 

@@ -102,7 +102,7 @@ class BrokerSockets:
         Set `defers` if the ports admit none of them now.
         """
         if self.defers or any(socket in ready for socket in self.auth.sockets):
-            most = min(watch.newcomers(waits=socket in ready) for socket, watch in self.watches.items())
+            most = min(watch.admission.places(waits=socket in ready) for socket, watch in self.watches.items())
             self.defers = not most
             self.auth.answer(most)
 

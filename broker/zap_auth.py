@@ -28,7 +28,7 @@ Socket = zmq.Socket[bytes]
 class ZapAuthenticator:
     """Authenticates the peers of one broker by keys, by a token, or not at all. Only the sockets' thread may use it.
 
-    Without keys it admits each peer, when the port is ready for it (`PortWatch.newcomers`). If it does not `ask`,
+    Without keys it admits each peer, when the port is ready for it (`Admission`). If it does not `ask`,
     libzmq admits each peer by itself.
 
     Create it before the first socket binds: from then on libzmq may send requests. Terminating the context closes it.

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
+from headrace.schemas.peers.admission import Admission
 from headrace.schemas.peers.handshakes import BROKEN_OFF, DISCONNECTED, PROTOCOL, read_event
 from headrace.schemas.peers.message_budget import MessageBudget
 
@@ -51,12 +52,6 @@ EMPTY_MESSAGES = 4
 """Empty messages of a stranger after which its connection ends at once. No peer of any version sends one, and libzmq
 reads zeros as such messages, 131,072 in 256 KiB.
 """
-WARY_S, ADMITTED_AT_ONCE, ADMISSION_S = 10.0, 4, 0.02
-"""For so many seconds after such a stranger, or a known peer that floods, the port admits so many peers at a time. The
-next ones wait for so many seconds, and until the port has received all that waits.
-"""
-MOST_ADMITTED = 256
-"""Peers that a port admits at a time else."""
 REFUSED_BURST, REFUSED_PER_S = 1000, 50.0
 """Messages of one connection that may be refused at once, and in each second after that."""
 KNOWN_FIRST, KNOWN_BURST, KNOWN_PER_S = 256, 2000, 1000.0
@@ -240,8 +235,7 @@ class PortWatch:
         self._emptied_seen = 0
         self._to_cut: deque[tuple[int, tuple[str, int], str]] = deque()
         self._to_count: deque[tuple[int, tuple[str, int], str]] = deque()
-        self._is_behind = False
-        self._wary_until = self._admits_at = 0.0
+        self.admission = Admission()
         self._slow_at = self._all_at = 0.0
         self._rss_before = 0
         self._thread = threading.Thread(target=self._run, name=f"watch of {name}", daemon=True)
@@ -263,25 +257,11 @@ class PortWatch:
     def emptied(self) -> None:
         """Note that no whole message waits at the socket."""
         self._emptied += 1
-        self._is_behind = False
+        self.admission.is_behind = False
 
     def behind(self) -> None:
         """Note that messages wait at the socket although many were taken."""
-        self._is_behind = True
-
-    def newcomers(self, *, waits: bool) -> int:
-        """Return how many peers the port may admit now. `waits`: a message waited before this turn.
-
-        Soon after a stranger sent zeros, or a known peer too much, they are few. That bounds what the next such peers
-        leave at the socket.
-        """
-        now = time.monotonic()
-        if now >= self._wary_until:
-            return MOST_ADMITTED
-        if (waits and self._is_behind) or now < self._admits_at:
-            return 0
-        self._admits_at = now + ADMISSION_S
-        return ADMITTED_AT_ONCE
+        self.admission.is_behind = True
 
     def strange(self, fd: int, account: PeerAccount, nbytes: int) -> None:
         """Count a message of a peer that has not introduced itself, after it was answered. Cut one that sends too many.
@@ -294,7 +274,7 @@ class PortWatch:
         if account.peer is None or account.route in self.over:
             return
         if account.empty == EMPTY_MESSAGES:
-            self._wary_until = time.monotonic() + WARY_S
+            self.admission.be_wary()
             self.end(fd, account.peer, "empty messages")
         elif account.strange == STRANGE_MESSAGES or account.taken > STRANGER_BYTES:
             self._to_cut.append((fd, account.peer, "messages without HELLO"))
@@ -310,7 +290,7 @@ class PortWatch:
         if progress > account.progress:
             account.progress = progress
         elif not account.idle.spend(cost) and account.peer is not None and account.route not in self.over:
-            self._wary_until = time.monotonic() + WARY_S
+            self.admission.be_wary()
             self.end(fd, account.peer, "too many messages that bring nothing new")
             self.gone(account.route)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,16 +24,13 @@ from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Heartbeat, Message, Obituary, SupervisorHello, WorkerHello
 from headrace.schemas.peers import port_watch
+from headrace.schemas.peers.admission import ADMISSION_S, ADMITTED_AT_ONCE, MOST_ADMITTED, WARY_S, Admission
 from headrace.schemas.peers.port_watch import (
-    ADMISSION_S,
-    ADMITTED_AT_ONCE,
     EMPTY_MESSAGES,
     KNOWN_FIRST,
-    MOST_ADMITTED,
     REFUSED_BURST,
     STRANGE_MESSAGES,
     STRANGERS_BYTES,
-    WARY_S,
     WATCH_EVENTS,
     PeerAccount,
     PortBounds,
@@ -294,47 +290,47 @@ def test_batches_do_not_count_as_a_flood(
     ids=["zeros", "flood"],
 )
 def test_a_port_that_was_attacked_admits_few_peers_for_a_while(
-    speak: Callable[[PortWatch, PeerAccount], None], monkeypatch: pytest.MonkeyPatch
+    speak: Callable[[PortWatch, PeerAccount], None],
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(port_watch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as port, ExitStack() as stack:
         watch = PortWatch("worker", port.get_monitor_socket(WATCH_EVENTS), PortBounds(100))
         stack.callback(watch.close)
         stack.callback(port.disable_monitor)
+        admission = watch.admission = Admission(lambda: clock[0])
         account = PeerAccount(b"route", peer=("192.0.2.1", 1))
-        assert watch.newcomers(waits=False) == MOST_ADMITTED
+        assert admission.places(waits=False) == MOST_ADMITTED
         for _ in range(KNOWN_FIRST + 1):
             speak(watch, account)
-        assert watch.newcomers(waits=False) == ADMITTED_AT_ONCE
-        assert watch.newcomers(waits=False) == 0, "a second turn at the same moment"
+        assert admission.places(waits=False) == ADMITTED_AT_ONCE
+        assert admission.places(waits=False) == 0, "a second turn at the same moment"
         clock[0] += ADMISSION_S
         watch.behind()
-        assert watch.newcomers(waits=True) == 0, "messages wait at the port"
+        assert admission.places(waits=True) == 0, "messages wait at the port"
         watch.emptied()
-        assert watch.newcomers(waits=True) == ADMITTED_AT_ONCE
+        assert admission.places(waits=True) == ADMITTED_AT_ONCE
         clock[0] += WARY_S
-        assert watch.newcomers(waits=False) == MOST_ADMITTED
+        assert admission.places(waits=False) == MOST_ADMITTED
 
 
 def test_a_peer_that_the_port_defers_is_admitted_later_and_wakes_nothing_meanwhile(start_broker: StartBroker) -> None:
     broker, admitted = start_broker(allow_insecure=True), list[RawZmtp]()
     watch, asked, turns = watch_of(broker), threading.Event(), Counter[str]()
-    admits = watch.newcomers
+    places = watch.admission.places
 
     def none_now(*, waits: bool) -> int:
         asked.set()
         turns["admission"] += 1
         return 0
 
-    watch.newcomers = none_now  # type: ignore[method-assign]
+    watch.admission.places = none_now  # type: ignore[method-assign]
     connecting = threading.Thread(target=lambda: admitted.append(RawZmtp(broker.endpoints.worker)))
     connecting.start()
     assert asked.wait(TIMEOUT_S)
     time.sleep(0.5)
     assert turns["admission"] < 2 * 0.5 / ADMISSION_S, "the broker spins while a peer waits"
     assert not admitted
-    watch.newcomers = admits  # type: ignore[method-assign]
+    watch.admission.places = places  # type: ignore[method-assign]
     connecting.join(TIMEOUT_S)
     with admitted.pop():
         pass
