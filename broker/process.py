@@ -255,6 +255,8 @@ class Broker:
         self._noted_learner: bool | None = None
         self._next_report = 0.0
         self._next_tick = 0.0
+        self._peers_wait = False
+        """Whether peers wait that a port does not admit yet."""
         self._poller = zmq.Poller()
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
         for socket in (*own, *self.sockets.auth.sockets):
@@ -268,7 +270,7 @@ class Broker:
 
     def step(self) -> None:
         """Wait a moment for messages, take a burst from each socket, and answer."""
-        most_s = ADMISSION_S if self.sockets.defers else _TICK_S
+        most_s = ADMISSION_S if self._peers_wait else _TICK_S
         wait_s = max(0.0, min(most_s, self.core.next_due - time.monotonic()))
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         if self.sockets.learners in ready:
@@ -277,11 +279,7 @@ class Broker:
             self._drain(self.sockets.workers)
         if self.sockets.weights in ready:
             self._answer_subscribers()
-        deferred = self.sockets.defers
-        self.sockets.admit(ready)
-        if self.sockets.defers is not deferred:  # peers that must wait do not wake this loop
-            for socket in self.sockets.auth.sockets:
-                self._poller.modify(socket, 0 if self.sockets.defers else zmq.POLLIN)
+        self._peers_wait = self.sockets.admit(ready)
         now = time.monotonic()
         if self.log is not None:
             self.log.follow(now)

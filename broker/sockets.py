@@ -57,8 +57,6 @@ class BrokerSockets:
         self.auth = ZapAuthenticator(self._context, keys, ask=self._folder is None)
         self.watches: dict[Socket, PortWatch] = {}
         """The watch over the connections of each socket."""
-        self.defers = False
-        """Whether peers may wait that the ports do not admit yet."""
         places = connection_limit(config.max_connections, ports=3)
         batches = PortBounds(places, config.max_batch_bytes + (1 << 20), config.max_held_bytes)
         versions = PortBounds(places, DEFAULT_LIMITS.payload_bytes + (1 << 20), config.max_held_bytes)
@@ -96,15 +94,16 @@ class BrokerSockets:
             _bind_to_port(socket, config, role, before)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def admit(self, ready: Container[Socket]) -> None:
-        """Answer requests of peers that wait to be admitted, on the sockets in `ready`. Does not block.
+    def admit(self, ready: Container[Socket]) -> bool:
+        """Admit as many of the peers that wait as each port may now; messages wait at the sockets in `ready`.
 
-        Set `defers` if the ports admit none of them now.
+        Return whether some still wait. Does not block.
         """
-        if self.defers or any(socket in ready for socket in self.auth.sockets):
-            most = min(watch.admission.places(waits=socket in ready) for socket, watch in self.watches.items())
-            self.defers = not most
-            self.auth.answer(most)
+        self.auth.judge()
+        for role, socket in (("worker", self.workers), ("learner", self.learners), ("weights", self.weights)):
+            if self.auth.waiting(role):
+                self.auth.admit(role, self.watches[socket].admission.places(waits=socket in ready))
+        return any(map(self.auth.waiting, Endpoints.model_fields))
 
     def close(self) -> None:
         """Close all sockets; messages already sent have half a second to leave."""

@@ -1,14 +1,15 @@
 """Authentication of peers at the broker's ports: it answers ZAP requests, and counts the refused connections.
 
 The broker's own thread answers between two turns of its loop. So a handshake may take one turn longer, and there is no
-thread to stop at the end.
+thread to stop at the end. It refuses a peer at once. The others wait for the admission of their port (`Admission`).
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable
 from functools import partial
 from threading import Lock
 
@@ -24,12 +25,16 @@ log = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
 
+_MOST_REQUESTS = 256
+"""Requests that are judged in one turn."""
+_MOST_WAITING = 4096
+"""Peers that wait for one port. Beyond that number the oldest is forgotten: libzmq ends its handshake in time."""
+
 
 class ZapAuthenticator:
     """Authenticates the peers of one broker by keys, by a token, or not at all. Only the sockets' thread may use it.
 
-    Without keys it admits each peer, when the port is ready for it (`Admission`). If it does not `ask`,
-    libzmq admits each peer by itself.
+    Without keys it refuses none. If it does not `ask`, libzmq admits each peer by itself.
 
     Create it before the first socket binds: from then on libzmq may send requests. Terminating the context closes it.
     """
@@ -42,10 +47,13 @@ class ZapAuthenticator:
         self._refused_lock = Lock()
         """Guards `refused`: the watches of the ports count there too, each in its own thread."""
         self._keys = keys
+        self._waiting: dict[str, deque[list[bytes]]] = {}
+        """By port, the answers that admit the peers that wait, the oldest first."""
         self._zap: Socket | None = None
         if ask or keys is not None:
-            self._zap = context.socket(zmq.REP)
+            self._zap = context.socket(zmq.ROUTER)
             self._zap.linger = 0
+            self._zap.router_mandatory = True  # tells whether the handshake that asked has ended
             self._zap.bind(zap.ENDPOINT)
 
     def guard(self, socket: Socket, port: str) -> Callable[[int, int], None]:
@@ -53,6 +61,7 @@ class ZapAuthenticator:
 
         Return a callback that counts a failed handshake by its (event, value). Any thread may call the callback.
         """
+        self._waiting[port] = deque(maxlen=_MOST_WAITING)
         if self._keys is not None:
             for name, value in self._keys.options(port).items():
                 socket.setsockopt(getattr(zmq, name), value)
@@ -62,21 +71,47 @@ class ZapAuthenticator:
 
     @property
     def sockets(self) -> list[Socket]:
-        """Return the sockets to poll. When they are readable, call `answer`."""
+        """Return the sockets to poll. When they are readable, call `judge`."""
         return [self._zap] if self._zap is not None else []
 
-    def answer(self, most: int) -> None:
-        """Answer ZAP requests that wait, so many at most. Does not block."""
-        if self._zap is not None:
-            for request in _received(self._zap, most):
-                self._zap.send_multipart(self._judge(request))
+    def judge(self) -> None:
+        """Take requests. Refuse those of peers that may not connect; let the others wait. Does not block."""
+        for _ in range(_MOST_REQUESTS if self._zap is not None else 0):
+            try:
+                route, empty, *request = self._zap.recv_multipart(sockets.DONTWAIT)  # type: ignore[union-attr]
+            except zmq.Again:
+                return
+            verdict = zap.judge(request, self._keys)
+            answer = [route, empty, *verdict.frames]
+            if verdict.why:
+                self._refuse(verdict.port, verdict.why, verdict.seen)
+                self._answer(answer)
+            else:
+                self._waiting[verdict.port].append(answer)
 
-    def _judge(self, request: list[bytes]) -> list[bytes]:
-        """Answer one request, and count a refusal. The answer sets the user id that `key_of` reads from messages."""
-        verdict = zap.judge(request, self._keys)
-        if verdict.why:
-            self._refuse(verdict.port, verdict.why, verdict.seen)
-        return verdict.frames
+    def waiting(self, port: str) -> bool:
+        """Return whether peers wait for this port."""
+        return bool(self._waiting[port])
+
+    def admit(self, port: str, most: int) -> None:
+        """Admit the peers that have waited longest, so many at most. Forget those whose handshake has ended."""
+        waiting = self._waiting[port]
+        while waiting and most:
+            most -= self._answer(waiting.popleft())
+
+    def _answer(self, answer: list[bytes]) -> bool:
+        """Answer one request. Return whether its handshake still went on.
+
+        The answer sets the user id that `key_of` reads from messages.
+        """
+        assert self._zap is not None
+        try:
+            self._zap.send_multipart(answer, sockets.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def key_of(self, frame: zmq.Frame) -> PeerKey | None:
         """Return the key of the connection on which a frame came, as it stands now; None without keys.
@@ -115,12 +150,3 @@ class ZapAuthenticator:
         if count & (count - 1) == 0:  # the first, second, fourth, ...: some peers try for ever
             detail = f" ({seen})" if seen else ""
             log.warning("refused at the %s port: %s%s, %d so far", port, why, detail, count)
-
-
-def _received(socket: Socket, most: int) -> Iterator[list[bytes]]:
-    """Yield waiting messages, so many at most."""
-    for _ in range(most):
-        try:
-            yield socket.recv_multipart(sockets.DONTWAIT)
-        except zmq.Again:
-            return

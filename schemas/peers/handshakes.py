@@ -230,8 +230,8 @@ class Handshakes:
             return f"{seen} does not ask for the token in {self.keys.path}; check the address"
         file = self.keys.folder / f"{server_of(self.role)}.public"
         return (
-            f"{seen} has another key than that in {file}, or none; copy it from where this fleet's keys were made, "
-            "or check the address"
+            f"{seen} has another key than that in {file}, or none, or is too busy to admit it in time; read its "
+            "log, check the address, or copy the right key from where this fleet's keys were made"
         )
 
 

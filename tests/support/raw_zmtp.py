@@ -26,14 +26,20 @@ def head(nbytes: int, *, more: bool) -> bytes:
     return struct.pack(">BQ", (MORE if more else 0) | 2, nbytes)
 
 
+def knock(endpoint: str, socket_type: bytes = b"DEALER") -> socket.socket:
+    """Connect to `endpoint`, and send all of a handshake. The server may admit this peer now."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    sock = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+    ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type
+    sock.sendall(_GREETING + bytes([4, len(ready)]) + ready)
+    return sock
+
+
 class RawZmtp:
     """One connection to a ROUTER or XPUB at `endpoint`, after its handshake. `sock` is for what comes next."""
 
     def __init__(self, endpoint: str, socket_type: bytes = b"DEALER") -> None:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        self.sock = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
-        ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(socket_type)) + socket_type
-        self.sock.sendall(_GREETING + bytes([4, len(ready)]) + ready)
+        self.sock = knock(endpoint, socket_type)
         self._read(len(_GREETING))
         self._read(self._read(2)[1])  # its READY: the server has admitted this peer. What came before would end it
 
