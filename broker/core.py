@@ -326,6 +326,11 @@ class BrokerCore:
         return self._learners.lease.committed_at if self._learners.lease is not None else None
 
     @property
+    def learner_progress(self) -> int:
+        """Return a number that grows with each commit that settles batches, or makes room for others."""
+        return self._learners.progress
+
+    @property
     def weights(self) -> Version:
         """Return the newest published version."""
         return self.store.weights

@@ -52,6 +52,8 @@ class LearnerSessions:
         self._warnings = CountedWarnings(log)
         self._weight_shapes: ModuleShapes = {}
         self.measures = LearnerMeasures(store.refusals)
+        self.progress = 0
+        """Number of commits that settled a batch or handed out one."""
         self._newest_row: Version = (0, 0)
         """(epoch, number) of the newest row that `new_rows` returned."""
         self.rows_stored: Version = (0, 0)
@@ -204,7 +206,8 @@ class LearnerSessions:
         settles = [self._store.learn_position(position) for position in commit.position]
         if any(settles) or learner.committed_at is None:
             learner.committed_at = now
-        learner.take_consumed(commit.consumed_batches)
+        if learner.take_consumed(commit.consumed_batches) or any(settles):
+            self.progress += 1
         if commit.figures is not None:
             self.measures.take(commit.figures, len(self._store.sources), now)
         self._limit_window(commit.window_steps)

@@ -9,9 +9,9 @@ looks at the connections from the side, at no cost to messages:
     the port's own thread ── bytes of whole messages from it ─────▶
 
 Bytes that have come and are in no whole message are *held*. A peer is *known* once its HELLO, or what the port takes
-for one, was accepted; before that it is a *stranger*. A connection beyond the bounds is shut down: libzmq then frees
-what it holds. An honest peer connects again. A known peer that holds nothing is looked at every 4 s, or as soon as
-this process grows: a thousand of them would cost a tenth of a core otherwise.
+for one, was accepted; before that it is a *stranger*. So is a learner that has lost the lease. A connection beyond the
+bounds is shut down: libzmq then frees what it holds. An honest peer connects again. A known peer that holds nothing is
+looked at every 4 s, or as soon as this process grows: a thousand of them would cost a tenth of a core otherwise.
 """
 
 from __future__ import annotations
@@ -162,8 +162,12 @@ class PeerAccount:
     taken: int = 0
     """Bytes of its whole messages."""
     known: bool = False
+    was_known: bool = False
+    """True for a learner that has lost the lease."""
     strange: int = 0
     """Number of its messages that a stranger sent."""
+    strange_bytes: int = 0
+    """Bytes of them."""
     empty: int = 0
     """Number of them that were empty."""
     peer: tuple[str, int] | None = None
@@ -266,17 +270,19 @@ class PortWatch:
     def strange(self, fd: int, account: PeerAccount, nbytes: int) -> None:
         """Count a message of a peer that has not introduced itself, after it was answered. Cut one that sends too many.
 
-        A peer that sends empty messages is cut at once: in the time of a look, libzmq makes thousands of them. Others
-        are cut at the next look, so that the answers leave before.
+        A peer that sends empty messages, or was known, is cut at once: in the time of a look, libzmq makes thousands of
+        them. Others are cut at the next look, so that the answers leave before.
         """
         account.strange += 1
+        account.strange_bytes += nbytes
         account.empty += not nbytes
         if account.peer is None or account.route in self.over:
             return
-        if account.empty == EMPTY_MESSAGES:
+        many = account.strange == STRANGE_MESSAGES or account.strange_bytes > STRANGER_BYTES
+        if account.empty == EMPTY_MESSAGES or (many and account.was_known):
             self.admission.be_wary()
-            self.end(fd, account.peer, "empty messages")
-        elif account.strange == STRANGE_MESSAGES or account.taken > STRANGER_BYTES:
+            self.end(fd, account.peer, "messages without HELLO" if many else "empty messages")
+        elif many:
             self._to_cut.append((fd, account.peer, "messages without HELLO"))
         else:
             return
@@ -376,10 +382,7 @@ class PortWatch:
             return
         connection = self._connections[fd] = _Connection(fd, peer, time.monotonic(), base=_GREETING_BYTES)
         if not self._bounds.admits_all:
-            self._strangers[fd] = connection
-            if self._wakes is not None:
-                with suppress(OSError):  # it has ended already
-                    self._wakes.register(fd, select.EPOLLIN | select.EPOLLET)
+            self._add_stranger(connection)
         if len(self._connections) > self._bounds.connections:
             first = next(iter(self._strangers.values()), connection)
             self._cut(first, f"more than {self._bounds.connections} connections")
@@ -390,6 +393,13 @@ class PortWatch:
         self._strike_stranger(fd)
         for known in (self._connections, self._accounts):
             known.pop(fd, None)
+
+    def _add_stranger(self, connection: _Connection) -> None:
+        """Take a connection to the strangers: it is new, or no longer known. Its bytes wake the watch."""
+        self._strangers[connection.fd] = connection
+        if self._wakes is not None:
+            with suppress(OSError):  # it has ended already
+                self._wakes.register(connection.fd, select.EPOLLIN | select.EPOLLET)
 
     def _strike_stranger(self, fd: int) -> None:
         """Take a connection that is known, cut or gone off the strangers. Its bytes no longer wake the watch."""
@@ -404,6 +414,7 @@ class PortWatch:
             fd, peer, why = self._to_count.popleft()
             connection = self._connections.get(fd)
             if connection is not None and connection.peer == peer:
+                connection.cut = True
                 self._strike_stranger(fd)
             self._count(peer, why)
         emptied, self._emptied_seen = self._emptied != self._emptied_seen, self._emptied
@@ -437,6 +448,8 @@ class PortWatch:
         taken = account.taken if account is not None else 0
         if account is not None and account.known:
             self._strike_stranger(connection.fd)
+        elif account is not None and connection.fd not in self._strangers and not connection.cut:
+            self._add_stranger(connection)  # it was known once
         received = _received(connection.fd)
         news, connection.taken = taken - connection.taken, taken
         if news > 0:
