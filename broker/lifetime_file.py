@@ -47,7 +47,7 @@ class Lifetime:
     ended: Mapping[int, FoldedLives] = field(default_factory=dict)
     """By slot, the sum of the lives that have ended."""
     damage: str = ""
-    """What of the file could not be read; "" if it was whole, or if there is none."""
+    """The part of the file that could not be read, in words; "" if it was whole, or if there is none."""
 
 
 class LifetimeFile:

@@ -84,9 +84,9 @@ _LONGEST_ENV = 200
 
 _TICK_S = 0.05
 _SUPERVISOR_COST = 0.1
-"""What a supervisor's message counts for at the port: it tells of all its workers on one connection."""
+"""The count of a supervisor's message at the port: it tells of all its workers on one connection."""
 _VERSION_COST = 0.1
-"""What a new version of the weights counts for at the port: a learner may publish small ones as fast as it can."""
+"""The count of a new version of the weights at the port: a learner may publish small ones as fast as it can."""
 _MESSAGE_BYTES = 512
 """A learner's message with a larger header counts for several: a HELLO of 1 MiB with 10,000 positions takes 0.2 s."""
 _SAVED_WAIT_S = 1.0
@@ -260,7 +260,7 @@ class Broker:
         self._next_report = 0.0
         self._next_tick = 0.0
         self._peers_wait = False
-        """Whether peers wait that a port does not admit yet."""
+        """True while peers wait that a port does not admit yet."""
         self._poller = zmq.Poller()
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
         for socket in (*own, *self.sockets.auth.sockets):

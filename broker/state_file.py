@@ -45,7 +45,7 @@ class BrokerFile(BaseModel):
     owners: dict[int, str] = {}
     own_spaces: dict[str, Any] = {}
     has_learner: bool | None = None
-    """Whether a learner was connected at the broker's last report; None before its first."""
+    """True if a learner was connected at the broker's last report; None before its first."""
 
     def state(self) -> BrokerState:
         """Return the part of the file from which the broker's core goes on."""

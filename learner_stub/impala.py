@@ -46,7 +46,7 @@ from headrace.schemas.settings.config import LearnerSection
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What one pass trains towards; float32 (N,) each.
+    """The targets of one pass; float32 (N,) each.
 
     - advantages: weights of the policy gradient, with the bounded importance ratio, in deviations of the targets.
     - targets: what values should have been.

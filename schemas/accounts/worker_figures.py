@@ -27,7 +27,7 @@ TimeByPart = Annotated[dict[TimePart, Seconds], Field(max_length=len(TIME_PARTS)
 """Seconds since a worker's life began."""
 
 BlockedBy = Literal["window", "round"]
-"""What a worker may wait for before it goes on: room in its window, or the next round of synchronous sampling."""
+"""The waits of a worker: for room in its window, or for the next round of synchronous sampling."""
 BLOCKED_BY: tuple[BlockedBy, ...] = get_args(BlockedBy)
 
 WaitByReason = Annotated[dict[BlockedBy, Seconds], Field(max_length=len(BLOCKED_BY))]

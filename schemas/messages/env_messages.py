@@ -81,7 +81,7 @@ class EnvHeartbeat(Message):
     life: Life
     under_way: ListOf[Numbered] = Field(default=[])
     usage: Usage | None = None
-    """What the host and the processes of its envs use together."""
+    """The use of the host and the processes of its envs together."""
 
 
 class EnvOrders(Message):

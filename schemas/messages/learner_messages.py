@@ -97,7 +97,7 @@ class LearnerWelcome(Message):
     weight_shapes: ModuleShapes = {}
     """Shapes of the weights that workers load, once one has told them."""
     maps_weights: bool = False
-    """Whether the broker takes announced weights from its machine's memory."""
+    """True if the broker takes announced weights from its machine's memory."""
 
 
 class LearnerFigures(BaseModel):
@@ -109,7 +109,7 @@ class LearnerFigures(BaseModel):
     consumed_lag: LagCounts = []
     """Agent steps handed to its user, by their lag at that moment (`lag_buckets.py`)."""
     usage: Usage | None = None
-    """What its process uses; the time counts from the start of that."""
+    """The use of its process; the time counts from its start."""
 
 
 class Commit(Message):

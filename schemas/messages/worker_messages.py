@@ -212,9 +212,9 @@ class Heartbeat(Message):
     window: Annotated[tuple[Annotated[int, Field(ge=0, le=WINDOW)], Bytes], Strict(False)] | None = None
     """(batches, bytes in memory) in its window."""
     usage: Usage | None = None
-    """What its process uses; None where the system does not tell."""
+    """The use of its process; None where the system does not tell."""
     envs_usage: Usage | None = None
-    """What the processes of its envs, or its env hosts, use together; None where it has none."""
+    """The use of the processes of its envs, or its env hosts, together; None where it has none."""
 
 
 class LastWords(Message):

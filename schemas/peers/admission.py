@@ -21,7 +21,7 @@ class Admission:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_behind = False
-        """Whether messages wait at the socket although many were taken."""
+        """True while messages wait at the socket although many were taken."""
         self._clock = clock
         self._wary_until = self._next_at = 0.0
 

@@ -33,7 +33,7 @@ class EnvHostsHere(NamedTuple):
     versions: Sequence[str] = ()
     """Versions of Headrace, each once; "" stands for hosts that report none."""
     usage: Usage | None = None
-    """What all hosts use together. The time includes hosts that have gone. None before a host has told it."""
+    """The use of all hosts together. The time includes hosts that have gone. None before a host has told it."""
 
 
 @dataclass(slots=True, eq=False)

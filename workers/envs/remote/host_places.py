@@ -50,7 +50,7 @@ class HostPlaces:
 
     @property
     def usage(self) -> Usage | None:
-        """What all hosts use together. The time includes hosts that have gone. None before a host has told it."""
+        """The use of all hosts together. The time includes hosts that have gone. None before a host has told it."""
         told = [host for host in self.hosts.values() if host.rss_bytes is not None]
         if not told:
             return None
