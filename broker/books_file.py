@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.schemas.accounts.folded_lives import CountsByName, FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
-from headrace.schemas.basics.run_files import replace_private
+from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import RunDirError
 
 
@@ -32,6 +32,8 @@ class EndedLives(BaseModel):
 
 class _Content(EndedLives):
     fleet_id: str
+    has_witness: bool = False
+    """True if the broker that wrote it keeps a sum of these lives in lifetime.json."""
 
 
 class BooksFile:
@@ -43,10 +45,21 @@ class BooksFile:
 
     def read(self) -> EndedLives:
         """Return the content of the file; empty if there is no file. Raises `RunDirError` for a damaged one."""
+        return self._read() or EndedLives()
+
+    def needs_witness(self) -> bool:
+        """Return whether lifetime.json must have a sum of the ended lives. Raises `RunDirError` for a damaged file.
+
+        A file of an earlier version does not say so, and had no such sum beside it.
+        """
+        content = self._read()
+        return content is not None and content.has_witness and bool(content.folded or content.rows)
+
+    def _read(self) -> _Content | None:
         try:
-            content = _Content.model_validate_json(self._path.read_bytes())
+            content = _Content.model_validate_json(read_regular(self._path))
         except FileNotFoundError:
-            return EndedLives()
+            return None
         except (OSError, ValidationError) as error:
             reason = f"{self._path.name} is damaged ({type(error).__name__}); remove it only if Redis has the books"
             raise RunDirError(str(self._path.parent), reason) from error
@@ -57,6 +70,6 @@ class BooksFile:
     def write(self, ended: EndedLives) -> None:
         """Replace the file. Raises `OSError`."""
         content = _Content.model_construct(
-            fleet_id=self._fleet_id, folded=ended.folded, rows=ended.rows, counters=ended.counters
+            fleet_id=self._fleet_id, folded=ended.folded, rows=ended.rows, counters=ended.counters, has_witness=True
         )
         replace_private(self._path, content.model_dump_json().encode())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives, fold
 from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.runner_counters import Counters
-from headrace.schemas.basics.run_files import replace_private
+from headrace.schemas.basics.run_files import read_regular, replace_private
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class LifetimeFile:
 
     def _read(self) -> Lifetime:
         try:
-            found: Any = orjson.loads(self._path.read_bytes())
+            found: Any = orjson.loads(read_regular(self._path))
             if found["fleet_id"] != self._fleet_id:
                 raise ValueError(f"it is of fleet {found['fleet_id']!r}")
             hashes = [
@@ -144,7 +145,8 @@ class LifetimeFile:
         self._not_before = now + max(SHORTEST_PAUSE_S, len(text) / _BYTES_PER_S)
         if self._is_damaged:
             if not self.set_aside.exists():
-                self._path.replace(self.set_aside)
+                with suppress(FileNotFoundError):  # it was deleted meanwhile
+                    self._path.replace(self.set_aside)
             self._is_damaged = False
         if text != self._written:
             replace_private(self._path, text)

@@ -79,7 +79,7 @@ class RedisReporter:
         self._books_file = books_file
         self._lifetime_file = lifetime_file
         self._rows_file = rows_file
-        self._file_failed = False
+        self._file_failed = self._lifetime_failed = False
         self._shelf = weights_in(self._client, fleet_id)
         self._budget = ByteBudget(weights_per_hour)
         self._row_log = RedisRows(self._client, fleet_id)
@@ -329,7 +329,11 @@ class RedisReporter:
         try:
             self._lifetime_file.write(*lifetime, last=last)
         except OSError as error:
-            log.debug("lifetime.json cannot be written now: %s", error)
+            if not self._lifetime_failed:
+                log.warning("lifetime.json cannot be written (%s): the audit lacks lives that end meanwhile", error)
+            self._lifetime_failed = True
+        else:
+            self._lifetime_failed = False
 
     def _find_folded_rows(self) -> None:
         """Find rows in Redis whose lives are folded, and counters there: it may have lost the newest writes."""

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.broker.limits import BrokerState
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
-from headrace.schemas.basics.run_files import replace_private
+from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.credentials.key_files import is_group
 from headrace.schemas.errors import RunDirError, writing
 
@@ -66,7 +66,7 @@ def read_broker_file(run_dir: Path) -> BrokerFile | None:
     """
     path = file_path(run_dir)
     try:
-        return _without_impossible(BrokerFile.model_validate(orjson.loads(path.read_bytes())))
+        return _without_impossible(BrokerFile.model_validate(orjson.loads(read_regular(path))))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, ValidationError) as error:

@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.broker.lifetime_file import LifetimeFile
+from headrace.broker.books_file import BooksFile
+from headrace.broker.lifetime_file import Lifetime, LifetimeFile
 from headrace.deploy.process.recorders import Life, covers, is_written_to, recorders_in
 from headrace.deploy.report.run_facts import keepers_that_failed
 from headrace.deploy.run.redis_view import Snapshot
@@ -25,6 +26,7 @@ from headrace.deploy.run.several_brokers import learner_dir
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
+from headrace.schemas.errors import RunDirError
 from headrace.schemas.messages import SourcePosition
 
 _POSITION = TypeAdapter(list[SourcePosition])
@@ -62,19 +64,32 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
             unreadable.append(path)
     told = read_told(learner_dir(run_dir) / NEWEST_FILE) or {}
     position = settled_by_life(told.get("position", []), fleet_id)
+    needs_witness = _needs_witness(run_dir, fleet_id)  # before the witness, which the broker writes later
     witness = LifetimeFile(run_dir, fleet_id)
     lifetime = witness.read()
-    damage = tuple(_damage(witness, lifetime.damage, run_dir))
+    damage = tuple(_damage(witness, lifetime, run_dir, needs_witness=needs_witness))
     failed = tuple(keepers_that_failed(run_dir))
     return Evidence(readings, frozenset(living), tuple(unreadable), position, lifetime.ended, damage, failed)
 
 
-def _damage(witness: LifetimeFile, damage: str, run_dir: Path) -> Iterator[str]:
+def _needs_witness(run_dir: Path, fleet_id: str) -> bool:
+    try:
+        return BooksFile(run_dir, fleet_id).needs_witness()
+    except RunDirError:  # the deep audit names a damaged books.json
+        return False
+
+
+def _damage(witness: LifetimeFile, lifetime: Lifetime, run_dir: Path, *, needs_witness: bool) -> Iterator[str]:
     check = f"check with `headrace audit --deep {run_dir}` that books.json and Redis agree"
-    if damage:
+    if needs_witness and not lifetime.ended and not lifetime.damage:
         yield (
-            f"lifetime.json is damaged ({damage:.300}), so it cannot show which ended lives the ledger lacks; {check}, "
-            f"then delete it while the fleet is stopped: the next broker begins another from books.json"
+            f"lifetime.json is missing, or has no sum of ended lives, although books.json has such lives, so it cannot "
+            f"show which ended lives the ledger lacks; {check}; the next broker begins another from books.json"
+        )
+    if lifetime.damage:
+        yield (
+            f"lifetime.json is damaged ({lifetime.damage:.300}), so it cannot show which ended lives the ledger lacks; "
+            f"{check}, then delete it while the fleet is stopped: the next broker begins another from books.json"
         )
     if witness.set_aside.exists():
         yield (

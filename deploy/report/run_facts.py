@@ -62,7 +62,7 @@ def keepers_that_failed(run_dir: Path) -> list[str]:
     """Return which of broker and Redis, in words, failed for good. The run's ledger then lacks the last reports."""
     processes = read_run_facts(run_dir).get("processes")
     entries = [entry for entry in processes if isinstance(entry, dict)] if isinstance(processes, list) else []
-    failed = {entry.get("role") for entry in entries if entry.get("state") == ServiceState.FAILED.value}
+    failed = [entry.get("role") for entry in entries if entry.get("state") == ServiceState.FAILED.value]
     return [words for role, words in ((Role.BROKER, "the broker"), (Role.REDIS, "Redis")) if role.value in failed]
 
 

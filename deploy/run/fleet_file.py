@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.deploy.process.recorders import recorders_in
 from headrace.deploy.run.run_dir import RunDir, write_private
+from headrace.schemas.basics.run_files import read_regular
 from headrace.schemas.errors import RunDirError
 
 _MODEL = ConfigDict(extra="ignore")
@@ -77,7 +78,7 @@ class FleetFile(BaseModel):
 def read_fleet_file(path: Path) -> FleetFile:
     """Read the fleet described at `path`. Raises `RunDirError` when there is none to be read."""
     try:
-        return FleetFile.model_validate_json(path.read_bytes())
+        return FleetFile.model_validate_json(read_regular(path))
     except OSError as error:
         raise RunDirError(str(path.parent), f"it has no fleet.json to read ({error.strerror})") from error
     except ValidationError as error:
@@ -89,7 +90,7 @@ def read_addresses(run_dir: Path) -> tuple[str, dict[str, str]]:
     path = run_dir / "broker.json"
     if path.exists() and not (run_dir / "fleet.json").exists():
         try:
-            broker = _BrokerFile.model_validate_json(path.read_bytes())
+            broker = _BrokerFile.model_validate_json(read_regular(path))
         except ValidationError as error:
             raise RunDirError(str(run_dir), "its broker.json is damaged") from error
         return broker.fleet_id, broker.endpoints

@@ -46,6 +46,18 @@ def opener(name: str, flags: int) -> int:
     return open_own(Path(name), flags)
 
 
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """Return the content of a file, its first `most` bytes if that is given. Never waits for a writer.
+
+    Raises `OSError` where there is none, and for a file that is not regular: a pipe would hold the reader for good.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path.name} is no regular file")
+        return file.read(most)
+
+
 def replace_private(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Replace the file at `path` in one step. Its owner alone can read it, whatever the umask. Raises `OSError`.
 
@@ -76,8 +88,7 @@ def sync_folder(folder: Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a file that is replaced in one step; empty where there is none."""
     try:
-        with path.open("rb") as file:
-            content = orjson.loads(file.read(_LARGEST_FILE))
+        content = orjson.loads(read_regular(path, _LARGEST_FILE))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from headrace.broker.books_file import BooksFile, EndedLives
 from headrace.broker.core import BrokerCore
+from headrace.broker.lifetime_file import LifetimeFile
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.report import MergeScript, Part, Report
@@ -203,7 +205,11 @@ class Run:
         place = SourcePosition(slot=0, incarnation=1, settled=rows[0, 1].settled).model_dump(mode="json")
         position = [{"fleet_id": fleet_id} | place]
         save_checkpoint(path / "learner.checkpoint", Checkpoint(1, position, {}, {}))
-        BooksFile(path, fleet_id).write(EndedLives(rows=[self.row]))
+        ended = EndedLives(rows=[self.row], counters=[{}])
+        BooksFile(path, fleet_id).write(ended)
+        witness = LifetimeFile(path, fleet_id)
+        witness.add_ended(ended)
+        witness.write({}, {}, {}, last=True)
 
     def leave_recorder(self, stepped: int, slot: int, incarnation: int, seq: int = 0, more_episodes: int = 0) -> None:
         recorder = Recorder(self.path / "recorders" / f"worker-{slot}-{incarnation}.rec", slot, incarnation)
@@ -240,11 +246,47 @@ def write_another_layout(run: Run, client: Any, fleet_id: str) -> None:
     (run.path / "recorders" / "worker-4-1.rec").write_bytes(b"a later one")
 
 
+def lose_the_witness(run: Run, client: Any, fleet_id: str) -> None:
+    (run.path / "lifetime.json").unlink()
+
+
+def link_the_witness_to_nothing(run: Run, client: Any, fleet_id: str) -> None:
+    lose_the_witness(run, client, fleet_id)
+    (run.path / "lifetime.json").symlink_to(run.path / "nothing")
+
+
+def take_the_sum_from_the_witness(run: Run, client: Any, fleet_id: str) -> None:
+    path = run.path / "lifetime.json"
+    path.write_bytes(orjson.dumps({k: v for k, v in orjson.loads(path.read_bytes()).items() if k != "ended"}))
+
+
+def put_a_pipe_in_its_place(run: Run, client: Any, fleet_id: str) -> None:
+    lose_the_witness(run, client, fleet_id)
+    os.mkfifo(run.path / "lifetime.json")
+
+
+def name_a_role_by_a_list(run: Run, client: Any, fleet_id: str) -> None:
+    (run.path / "summary.json").write_bytes(orjson.dumps({"processes": [{"role": ["broker"], "state": "failed"}]}))
+
+
+def come_from_an_earlier_version(run: Run, client: Any, fleet_id: str) -> None:
+    """It kept no sum of ended lives, and said nothing of one."""
+    lose_the_witness(run, client, fleet_id)
+    path = run.path / "books.json"
+    path.write_bytes(orjson.dumps({k: v for k, v in orjson.loads(path.read_bytes()).items() if k != "has_witness"}))
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (None, ""),
+        (lose_the_witness, "lifetime.json is missing, or has no sum of ended lives, although books.json has such"),
+        (link_the_witness_to_nothing, "lifetime.json is missing, or has no sum of ended lives"),
+        (take_the_sum_from_the_witness, "lifetime.json is missing, or has no sum of ended lives"),
+        (put_a_pipe_in_its_place, "lifetime.json is damaged (lifetime.json is no regular file)"),
+        (come_from_an_earlier_version, ""),
+        (name_a_role_by_a_list, ""),
         (lose_the_ledger, "the ledger is empty, although the learner has trained on 96 steps"),
         (go_back, "the learner has settled batches up to 5 (learner.checkpoint says so), but the ledger knows 4"),
         (step_once_more, "its worker has ended after 10,000 steps, as its recorder says, but the ledger knows "),

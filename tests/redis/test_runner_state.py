@@ -144,6 +144,16 @@ def test_a_damaged_or_foreign_lifetime_file_is_logged_and_left_out(
     assert file.set_aside.read_bytes() == foreign, "the first one stays"
 
 
+def test_a_damaged_lifetime_file_that_is_deleted_once_it_was_read_is_written_again(tmp_path: Path) -> None:
+    file, path = LifetimeFile(tmp_path, "f"), tmp_path / "lifetime.json"
+    path.write_bytes(b"{")
+    assert file.read().damage
+    path.unlink()
+    write(file)
+    assert file.read() == LIFETIME
+    assert not file.set_aside.exists()
+
+
 def test_the_lifetime_file_is_written_after_a_pause_by_its_size(tmp_path: Path) -> None:
     now = [0.0]
     file, path = LifetimeFile(tmp_path, "f", lambda: now[0]), tmp_path / "lifetime.json"
