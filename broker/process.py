@@ -61,15 +61,16 @@ from headrace.schemas.messages.message_base import MOST_DETAIL
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import read_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.peers.port_watch import ADMISSION_S, source_of
+from headrace.schemas.peers.message_budget import BYTES_OF_A_MESSAGE, MessageBudget
+from headrace.schemas.peers.port_watch import ADMISSION_S, PeerAccount, PortWatch, source_of
 from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR, BrokerSection, FleetConfig
 
 log = logging.getLogger(__name__)
 
 _CONTROL = messages_to("broker")
-_BURST = 256
-"""Messages taken from one socket before the others get their turn."""
+_BURST, _TURN_S = 256, 0.02
+"""Messages taken from one socket, and seconds, before the others get their turn and answers leave."""
 
 _COLLECTIONS = (2_000, 20, 500)
 """Thresholds of the garbage collector's three generations. A full collection stops the loop for 75 ms where a broker
@@ -83,7 +84,15 @@ _LONGEST_ENV = 200
 
 _TICK_S = 0.05
 _SUPERVISOR_COST = 0.1
-"""What a supervisor's message counts for at the port: it tells of all its workers on one connection."""
+"""Part of its cost that a supervisor pays for a message: it tells of all its workers on one connection."""
+_SMALL, _LARGE_BURST, _LARGE_PER_S = 16.0, 2000, 250.0
+"""A stranger's message of up to 64 KiB is always read. What larger ones of all strangers may cost: at once, and in each
+second. A HELLO is larger where spaces and weights have thousands of parts.
+"""
+_COST_OF_SKIP, _COST_OF_REPEAT, _COST_OF_LIFE = 0.25, 0.125, 64.0
+"""Messages that a SKIP, a batch that is not accepted, and a new life of a worker count for, in addition to their bytes.
+After a standstill of the broker an honest worker repeats all its window, 1,024 batches at most.
+"""
 _SAVED_WAIT_S = 1.0
 
 
@@ -250,6 +259,10 @@ class Broker:
         )
         self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
         self.metrics.note_start(self.core.state.incarnations)
+        self._idle: dict[int, MessageBudget] = {}
+        """What the worker of each slot may send that brings nothing new, whatever its connection."""
+        self._large = MessageBudget(_LARGE_BURST, _LARGE_PER_S, _LARGE_BURST)
+        """What may come in large messages of strangers at the workers' port."""
         self._written: BrokerState | None = None
         self._noted_learner: bool | None = None
         self._next_report = 0.0
@@ -322,35 +335,59 @@ class Broker:
     # -- taking messages ----------------------------------------------------------------------------------------------
 
     def _drain(self, socket: Socket) -> None:
-        watch = self.sockets.watches[socket]
+        watch, ends_at = self.sockets.watches[socket], time.monotonic() + _TURN_S
         for _ in range(_BURST):
-            frames = receive(socket, watch.over)
+            frames = receive(socket, watch.drops)
             if frames is None:
                 watch.emptied()
                 return
-            if not frames:
-                continue
-            peer, refused = frames[0].bytes, self.core.refusals.total
-            fd = source_of(frames[-1])
-            account = watch.heard(fd, peer, sum(map(len, frames)))
-            try:
-                if account.known or self._may_speak(socket, peer, frames[-1]):
-                    self._take(socket, peer, frames[1:])
-            except DecodeError as error:
-                self._refuse(socket, peer, error)
-            except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
-                self._note_failure(_tag(socket, self.sockets.learners, peer), error)
-            if self.core.refusals.total != refused:
-                watch.refused(fd, account)
-            if account.known:
-                if socket is self.sockets.workers:
-                    seq = self.core.next_seq(_WORKER + peer)
-                    watch.known(fd, account, seq, 1.0 if seq else _SUPERVISOR_COST)
-                continue
-            account.known = self.core.knows(_tag(socket, self.sockets.learners, peer))
-            if not account.known:
-                watch.strange(fd, account, sum(map(len, frames[1:])))
+            if frames:
+                self._hear(socket, watch, frames)
+            if time.monotonic() > ends_at:
+                break
         watch.behind()
+
+    def _hear(self, socket: Socket, watch: PortWatch, frames: list[zmq.Frame]) -> None:
+        """Handle one message, and charge its sender what it cost. Do not read one that its sender cannot pay for."""
+        peer, refused, lives = frames[0].bytes, self.core.refusals.total, len(self.core.sources)
+        fd, bytes_cost = source_of(frames[-1]), sum(map(len, frames[1:3])) / BYTES_OF_A_MESSAGE
+        account, cost = watch.heard(fd, peer, sum(map(len, frames))), 1.0
+        tagged = _tag(socket, self.sockets.learners, peer)
+        pays = account.known and socket is self.sockets.workers
+        share = _SUPERVISOR_COST if pays and self.core.is_supervisor(tagged) else 1.0
+        if pays and not account.idle.has(bytes_cost * share):
+            watch.spoke(fd, account, bytes_cost * share)
+            return
+        if socket is self.sockets.workers and not account.known and not self._reads_stranger(bytes_cost):
+            watch.strange(fd, account, sum(map(len, frames[1:])))
+            return
+        try:
+            if account.known or self._may_speak(socket, peer, frames[-1]):
+                cost = self._take(socket, peer, frames[1:])
+        except DecodeError as error:
+            self._refuse(socket, peer, error)
+        except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
+            self._note_failure(tagged, error)
+        if self.core.refusals.total != refused:
+            watch.refused(fd, account, 1.0 + bytes_cost)
+        if not account.known:
+            self._note_known(socket, watch, fd, account, sum(map(len, frames[1:])))
+        elif pays and cost:
+            begun = share == 1.0 and len(self.core.sources) > lives
+            watch.spoke(fd, account, (cost + bytes_cost) * share + _COST_OF_LIFE * begun)
+
+    def _reads_stranger(self, bytes_cost: float) -> bool:
+        """Return whether to read a stranger's message. All strangers together pay for large ones; they are repeated."""
+        return bytes_cost <= _SMALL or self._large.spend(bytes_cost)
+
+    def _note_known(self, socket: Socket, watch: PortWatch, fd: int, account: PeerAccount, nbytes: int) -> None:
+        """Note whether the peer of a message is known now. A worker goes on with what its slot may still send."""
+        tagged = _tag(socket, self.sockets.learners, account.route)
+        account.known = self.core.knows(tagged)
+        if not account.known:
+            watch.strange(fd, account, nbytes)
+        elif (slot := self.core.slot_of(tagged)) is not None:
+            account.idle = self._idle.setdefault(slot, account.idle)
 
     def _may_speak(self, socket: Socket, peer: bytes, frame: zmq.Frame) -> bool:
         """Return whether a peer that is not known yet may send messages.
@@ -365,12 +402,13 @@ class Broker:
         self._send(socket, peer, Reject(code=code, detail=detail).frames())
         return False
 
-    def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> None:
+    def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> float:
+        """Handle a message. Return how many messages it counts for, apart from its bytes; 0 for an accepted batch."""
         now = time.monotonic()
         kind, header = decode_header([frame.buffer for frame in frames], self._limits)
         if kind is MessageKind.BATCH and socket is self.sockets.workers:
-            self._take_batch(peer, header, frames, now)
-        elif kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
+            return 0.0 if self._take_batch(peer, header, frames, now) else _COST_OF_REPEAT
+        if kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
             self._take_weights(peer, frames)
         elif kind is MessageKind.LEARNER_ROWS and socket is self.sockets.learners:
             self._take_rows(peer, read(LearnerRows, header))
@@ -382,6 +420,7 @@ class Broker:
             self.core.receive(_tag(socket, self.sockets.learners, peer), read(_CONTROL[kind], header), now)
         else:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
+        return _COST_OF_SKIP if kind is MessageKind.SKIP else 1.0
 
     def _take_hello(self, socket: Socket, peer: bytes, hello: Message, frame: zmq.Frame, now: float) -> None:
         """Handle a HELLO.
@@ -398,13 +437,15 @@ class Broker:
         detail = f"this is the broker's {at} endpoint; a {right} connects to {endpoint}"
         self._send(socket, peer, Reject(code="wrong_endpoint", detail=detail).frames())
 
-    def _take_batch(self, peer: bytes, header: dict[str, Any], frames: list[zmq.Frame], now: float) -> None:
+    def _take_batch(self, peer: bytes, header: dict[str, Any], frames: list[zmq.Frame], now: float) -> bool:
         typed = read_batch_header(header)
         nbytes = sum(len(frame) for frame in frames)
-        if self.core.receive_batch(_WORKER + peer, typed, frames, nbytes, now):  # type: ignore[arg-type]
+        accepted = self.core.receive_batch(_WORKER + peer, typed, frames, nbytes, now)  # type: ignore[arg-type]
+        if accepted:
             self.metrics.observe(typed, nbytes, now, self.core.weights)
             if self.log is not None:
                 self.log.append(typed, [frame.buffer for frame in frames], nbytes)
+        return accepted
 
     def _take_weights(self, peer: bytes, frames: list[zmq.Frame]) -> None:
         """Keep a version from the publisher, broadcast it, and acknowledge it. An older one is only acknowledged.
@@ -511,8 +552,11 @@ class Broker:
             log.debug("peer %s has gone: %s", peer.hex(), error)
             if error.errno == errno.EHOSTUNREACH:
                 tagged = _tag(socket, self.sockets.learners, peer)
-                if not self.core.knows(tagged):
-                    self.sockets.watches[socket].gone(peer)
+                watch = self.sockets.watches[socket]
+                if self.core.knows(tagged):
+                    watch.left(peer)
+                else:
+                    watch.gone(peer)
                 self.core.gone(tagged)
 
     def _send_weights(self, socket: Socket, peer: bytes, pull: WeightsPull) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from headrace.broker import claims
+from headrace.broker import claims, new_lives
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.broker.new_lives import LIVES_AT_ONCE, LIVES_PER_S
+from headrace.broker.new_lives import LIVES_PER_S
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.chunks.batch import BatchHeader
@@ -32,6 +32,8 @@ from support.simulation.even_batches import settled, totals
 
 FLEET, WORKER, OTHER, LEARNER, SUPERVISOR = "fleet", b"w1", b"w2", b"l1", b"w3"
 MIB = 1 << 20
+LIVES = 50
+"""New lives at once where a test has `few_lives`."""
 
 
 class Broker:
@@ -146,6 +148,11 @@ def test_no_worker_has_more_batches_unsettled_than_a_recorder_has_places() -> No
     assert broker.accepted() == WINDOW
 
 
+@pytest.fixture
+def few_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_lives, "LIVES_AT_ONCE", LIVES)
+
+
 # -- lives ------------------------------------------------------------------------------------------------------------
 
 
@@ -154,36 +161,40 @@ def obituary(slot: int, incarnation: int = 1, **changes: Any) -> Obituary:
     return Obituary(slot=slot, incarnation=incarnation, **said)
 
 
+@pytest.mark.usefixtures("few_lives")
 def test_workers_begin_only_so_many_lives_at_a_time_and_are_asked_to_wait() -> None:
     broker = Broker()
-    answers = [broker.hello(b"w%d" % slot, slot) for slot in range(3 * LIVES_AT_ONCE)]
-    assert len(broker.core.sources) == LIVES_AT_ONCE
+    answers = [broker.hello(b"w%d" % slot, slot) for slot in range(3 * LIVES)]
+    assert len(broker.core.sources) == LIVES
     assert (answers[-1].code, answers[-1].fatal) == ("too_many_lives", False)
     broker.now += 10.0
     assert isinstance(broker.hello(b"late", 5000), WorkerWelcome)
 
 
+@pytest.mark.usefixtures("few_lives")
 def test_the_configs_own_workers_may_begin_while_others_have_begun_too_many() -> None:
     broker = Broker(workers=4)
-    for slot in range(10, 10 + 2 * LIVES_AT_ONCE):
+    for slot in range(10, 10 + 2 * LIVES):
         broker.hello(b"w%d" % slot, slot)
     assert all(isinstance(broker.hello(b"own%d" % slot, slot), WorkerWelcome) for slot in range(4))
 
 
+@pytest.mark.usefixtures("few_lives")
 def test_obituaries_of_unknown_lives_are_bounded() -> None:
     broker = Broker()
     broker.say(LEARNER, LearnerHello(token="l", channel="stream"))
     broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
-    last = [broker.say(SUPERVISOR, obituary(slot)) for slot in range(3 * LIVES_AT_ONCE)][-1]
-    assert len(broker.core.state.incarnations) == LIVES_AT_ONCE
+    last = [broker.say(SUPERVISOR, obituary(slot)) for slot in range(3 * LIVES)][-1]
+    assert len(broker.core.state.incarnations) == LIVES
     assert [said.code for said in last] == ["too_many_lives"]
     broker.now += 1.0
     more = sum(isinstance(broker.say(SUPERVISOR, obituary(10_000 + i))[0], Ack) for i in range(100))
     assert more == LIVES_PER_S
 
 
+@pytest.mark.usefixtures("few_lives")
 def test_a_restarted_broker_knows_its_workers_and_their_ends_whatever_their_number() -> None:
-    known = 4 * LIVES_AT_ONCE
+    known = 4 * LIVES
     broker = Broker(BrokerState(incarnations=dict.fromkeys(range(known), 3)))
     broker.say(LEARNER, LearnerHello(token="l", channel="stream"))
     broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
