@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +72,19 @@ def tiny_skip(seq: int) -> bytes:
     return framed(Skip(slot=1, incarnation=1, batch=batch, reason="broker_lost", totals=totals(seq)))
 
 
+def connected(endpoint: str) -> RawZmtp:
+    """A new connection. After a flood the broker may end a handshake, and peers try again."""
+    made = list[RawZmtp]()
+
+    def connects() -> bool:
+        with suppress(OSError, AssertionError):
+            made.append(RawZmtp(endpoint))
+        return bool(made)
+
+    wait_until(connects, "the port to admit a peer")
+    return made[0]
+
+
 def watch_of(broker: BrokerThread) -> PortWatch:
     return broker.ask(lambda asked: asked.sockets.watches[asked.sockets.workers])
 
@@ -116,7 +129,7 @@ def test_a_message_that_its_sender_cannot_pay_for_is_not_read(
     broker = start_broker(allow_insecure=True)
     with heard(broker) as kinds:
         for _ in range(5):
-            with RawZmtp(broker.endpoints.worker) as peer:
+            with connected(broker.endpoints.worker) as peer:
                 peer.send(hello(1))
                 wait_until(lambda peer=peer: peer.sock.recv(1), "the WELCOME")  # type: ignore[misc]
                 wait_until(lambda peer=peer: not peer.send(large(1)), "the end of the connection")  # type: ignore[misc]
@@ -159,9 +172,10 @@ def test_a_new_connection_goes_on_with_what_its_slot_may_still_send(
     broker = start_broker(allow_insecure=True)
     with heard(broker) as kinds:
         for _ in range(5):
-            with RawZmtp(broker.endpoints.worker) as peer:
+            with connected(broker.endpoints.worker) as peer:
+                read = len(kinds) + 21
                 peer.send(hello(1) + beat(1) * 20)
-                wait_until(lambda peer=peer: peer.is_cut() or len(kinds) == 21, "the broker to read them")  # type: ignore[misc]
+                wait_until(lambda peer=peer, read=read: peer.is_cut() or len(kinds) == read, "the broker to read them")  # type: ignore[misc]
     assert kinds.count(WorkerHello) == 5
     assert 20 < kinds.count(Heartbeat) <= 30 + 5
 
@@ -169,7 +183,10 @@ def test_a_new_connection_goes_on_with_what_its_slot_may_still_send(
 def test_what_ended_connections_leave_is_read_only_in_part(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each one says HELLO and 250 heartbeats, and closes, before the broker has received any of that."""
+    """Each one says HELLO and 250 heartbeats, and closes, before the broker has received any of that.
+
+    The broker may learn of an end only when it answers, after a turn.
+    """
     monkeypatch.setattr(port_watch, "LEFT_BURST", 100)
     monkeypatch.setattr(port_watch, "LEFT_PER_S", 0.0)
     broker = start_broker(allow_insecure=True)
@@ -183,7 +200,7 @@ def test_what_ended_connections_leave_is_read_only_in_part(
             wait_until(lambda: not watch._connections, "the end of all")
             before = watch._emptied
         wait_until(lambda: watch._emptied > before, "the port to be empty")
-    assert len(kinds) <= 100 + 40
+    assert len(kinds) <= 100 + process._BURST
 
 
 def test_one_turn_ends_after_a_while_whatever_its_messages_take(start_broker: StartBroker) -> None:
