@@ -8,8 +8,8 @@ from collections.abc import Callable
 from headrace.broker.batch_store import BatchStore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.outbox import Outbox
-from headrace.broker.source import Source
-from headrace.schemas.basics.bounds import MOST_COUNT
+from headrace.broker.source import Source, StoredBatch
+from headrace.schemas.basics.bounds import MOST_COUNT, WINDOW
 from headrace.schemas.messages import Ack
 
 _MOST_CREDIT = 1024
@@ -54,7 +54,7 @@ class Acknowledgements:
 
     def ack(self, source: Source, workers: int) -> Ack:
         """Return the Ack with the present state of `source` for its worker."""
-        credit = self.credit(source, workers)
+        credit = self.tell_credit(source, workers)
         source.told = source.progress()
         return Ack(
             slot=source.slot,
@@ -94,20 +94,57 @@ class Acknowledgements:
             return 2 * self._store.rounds.share(source)
         return -(-self._store.window_steps // max(1, workers))
 
+    def tell_credit(self, source: Source, workers: int) -> int:
+        """Return the credit of this worker, one of `workers`, and hold the worker to it from now on."""
+        credit = self.credit(source, workers)
+        source.credit = max(source.credit, credit)
+        return credit
+
     def credit(self, source: Source, workers: int) -> int:
         """Return the highest batch that this worker, one of `workers`, may send.
 
-        It is the worker's share of the room left. While the broker holds none of its batches the worker may send one in
-        any case, so that a batch larger than a share gets through too. With `drop_oldest` there is always room once the
-        broker may drop batches.
+        It is the worker's share of the room left. While the broker holds none of its batches, and is not full, the
+        worker may send one in any case, so that a batch larger than a share gets through too. With `drop_oldest` there
+        is always room once the broker may drop batches. No worker keeps more than `WINDOW` batches unsettled.
         """
         if source.ended:
             return source.accepted
-        if self._limits.overflow == "drop_oldest" and self._store.is_reconciled:
-            return source.accepted + _MOST_CREDIT
-        limits, share = self._limits, max(1, workers)
-        room = max(0, limits.max_held_bytes - self._store.nbytes - self._store.log_backlog)
-        batches = room // share // (source.batch_bytes or limits.max_batch_bytes)
-        if limits.max_held_batches is not None:
-            batches = min(batches, max(0, limits.max_held_batches - self._store.batches) // share)
-        return source.accepted + max(min(batches, _MOST_CREDIT), 0 if source.held else 1)
+        if self._makes_room:
+            batches = _MOST_CREDIT
+        else:
+            limits, share = self._limits, max(1, workers)
+            room = max(0, self._room - self._store.log_backlog)
+            batches = room // share // (source.batch_bytes or limits.max_batch_bytes)
+            if limits.max_held_batches is not None:
+                batches = min(batches, max(0, limits.max_held_batches - self._store.batches) // share)
+            batches = max(min(batches, _MOST_CREDIT), 0 if source.held or not self._takes_one else 1)
+        return max(source.accepted, min(source.accepted + batches, source.settled.seq + WINDOW))
+
+    def excess(self, source: Source, held: StoredBatch) -> str:
+        """Return why the next batch of a worker is more than it may send; "" if it may send it.
+
+        Credit counts batches, and is told before their size is known. So the broker also takes none once it is full:
+        it holds one batch more than `max_held_bytes` at most. An honest worker sends a refused batch again once there
+        is room.
+        """
+        most = min(source.credit, source.settled.seq + WINDOW)
+        if held.seq > most:
+            return f"batch {held.seq}, where credit allows batch {most}"
+        if not held.nbytes or self._room > 0 or self._makes_room or (self._takes_one and not source.held):
+            return ""
+        source.batch_bytes = max(source.batch_bytes, held.nbytes)
+        return f"a batch of {held.nbytes} bytes, where as many are held as max_held_bytes allows"
+
+    @property
+    def _room(self) -> int:
+        return self._limits.max_held_bytes - self._store.nbytes
+
+    @property
+    def _takes_one(self) -> bool:
+        """Whether a worker of which no batch is held may send one. Rounds must go on: learners take slots in order."""
+        return self._room > 0 or self._store.rounds.active
+
+    @property
+    def _makes_room(self) -> bool:
+        """Whether the broker drops the oldest batch where one does not fit."""
+        return self._limits.overflow == "drop_oldest" and self._store.is_reconciled

@@ -45,6 +45,8 @@ class BatchStore:
         self.batches = 0
         self.steps = 0
         """Env steps of all sources ever: those of this broker, and those that Redis knew."""
+        self.brought = 0
+        """Sum of the largest counters that lives brought here from earlier brokers."""
         self.weights: Version = (0, 0)
         """The newest published version, against which staleness is measured."""
         self.is_reconciled = False

@@ -357,6 +357,15 @@ class BrokerCore:
         """Return the group of keys that has a slot; None without keys."""
         return self._owners.owner(slot) if self.state.owners else None
 
+    def is_supervisor(self, peer: Peer) -> bool:
+        """Return whether this peer is a supervisor, and no worker."""
+        return peer in self._workers.supervisors and peer not in self._workers.peers
+
+    def slot_of(self, peer: Peer) -> int | None:
+        """Return the slot of the worker that this peer is; None for any other."""
+        source = self._workers.peers.get(peer)
+        return source.slot if source is not None else None
+
     def next_seq(self, peer: Peer) -> int:
         """Return the sequence number of the batch expected next from this worker; 0 for a peer that is not a worker."""
         source = self._workers.peers.get(peer)

@@ -54,6 +54,14 @@ class SlotOwners:
             self._taken[group] += slot not in self._state.owners
             self._state.owners[slot] = group
 
+    def is_known(self, slot: int) -> bool:
+        """Return whether the broker remembers a slot in any case, so that it costs nothing more."""
+        return slot in self._own_slots or slot in self._state.incarnations
+
+    def has_place(self, slot: int) -> bool:
+        """Return whether a supervisor may report a death in a slot. It may have died before it joined."""
+        return self.is_known(slot) or len(self._state.incarnations) < MOST_SLOTS
+
     def own_has_joined(self) -> bool:
         """Return whether a worker of the fleet's own group has ever joined."""
         return any(self.owner(slot) == self.own_group for slot in self._state.incarnations)
@@ -80,7 +88,7 @@ class SlotOwners:
             detail = f"slot {slot} belongs to workers {of_group(self.owner(slot))}; name another slot, or none"
             raise DecodeError(OTHER_GROUP, detail)
         taken = len(self._state.incarnations) if group is None else self._taken[group]
-        if taken >= MOST_SLOTS and slot not in self._own_slots and slot not in self._state.incarnations:
+        if taken >= MOST_SLOTS and not self.is_known(slot):
             detail = f"there have been workers like this one in {taken:,} slots; name one of these slots, or none"
             raise DecodeError("too_many_slots", detail)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +127,15 @@ class BrokerSockets:
         self.watches.clear()
 
 
-def receive(socket: Socket, over: Container[bytes] = ()) -> list[zmq.Frame] | None:
+def receive(socket: Socket, drops: Callable[[bytes], bool]) -> list[zmq.Frame] | None:
     """Return the next message, its frames without a copy; None if there is none, or its connection ended meanwhile.
 
     If a message has more frames than any decoder takes, read the rest and drop it. Drop the whole message of a peer
-    whose route is in `over`, and return no frames.
+    if `drops` says so of its route, and return no frames.
     """
     try:
         last = socket.recv(sockets.DONTWAIT, copy=False)
-        frames, most = [last], 0 if last.bytes in over else _MOST_FRAMES
+        frames, most = [last], 0 if drops(last.bytes) else _MOST_FRAMES
         while last.more:
             last = socket.recv(sockets.DONTWAIT, copy=False)
             if len(frames) <= most:

@@ -134,6 +134,8 @@ class Source:
     """Figures that its worker measures of itself. People read them; the broker decides nothing by them."""
     batch_bytes: int = 0
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
+    credit: int = 0
+    """The highest batch that its worker was ever told it may send."""
     told: int = 0
     """`progress` as of the last Ack to its worker."""
     committed_bytes: int = 0

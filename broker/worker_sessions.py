@@ -13,10 +13,11 @@ from headrace.broker.acknowledgements import Acknowledgements
 from headrace.broker.batch_store import BatchStore
 from headrace.broker.claims import flat_counters
 from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.new_lives import NewLives
 from headrace.broker.outbox import Outbox
 from headrace.broker.slot_owners import OTHER_GROUP, SlotOwners, of_group
 from headrace.broker.source import Peer, Source, StoredBatch
-from headrace.broker.waiting_ends import WaitingEnds
+from headrace.broker.waiting_ends import Life, WaitingEnds
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.runner_counters import Counters, larger
 from headrace.schemas.chunks.batch import BatchHeader
@@ -94,6 +95,7 @@ class WorkerSessions:
         self._acks = acks
         self._owners = owners
         self._ends = WaitingEnds()
+        self._lives = NewLives(limits.workers)
         self.supervisors: dict[Peer, _Supervisor] = {}
         self.last_close_at = math.inf
         """Time at which the books of all lost and superseded lives are closed; infinity if there are none."""
@@ -120,7 +122,9 @@ class WorkerSessions:
         if not self._same_spaces(peer, hello, group):
             self.refuse_life(peer, hello)
             return
-        source = self._place(hello, now, group)
+        source = self._place(peer, hello, now, group)
+        if source is None:
+            return
         slot, highest = source.slot, self._state.incarnations.get(source.slot, 0)
         if source.token and not same_token(source.token, hello.token) and not source.ended:
             detail = f"slot {slot} incarnation {source.incarnation} already belongs to another process"
@@ -130,7 +134,9 @@ class WorkerSessions:
             self._fence(peer, source)
             return
         counters = flat_counters(self._state.counters.get(slot, {}))
-        source.meet(hello, counters, now, was_known=self._was_known(source))
+        if source.met_at is None:
+            source.meet(hello, counters, now, was_known=self._was_known(source))
+            self._store.brought += source.brought
         self._store.merge_settled(source, hello.settled)
         self._store.prove(source, hello.totals)
         source.token = hello.token
@@ -140,8 +146,8 @@ class WorkerSessions:
         self._attach(peer, source, hello, now)
         self._outbox.send(peer, self._welcome(source))
 
-    def _place(self, hello: WorkerHello, now: float, group: str | None) -> Source:
-        """Return the source that a HELLO asks for.
+    def _place(self, peer: Peer, hello: WorkerHello, now: float, group: str | None) -> Source | None:
+        """Return the source that a HELLO asks for; None, and tell the peer, if too many lives begin.
 
         A HELLO without an incarnation, repeated because the answer was slow, gets the same source again.
         """
@@ -150,7 +156,23 @@ class WorkerSessions:
             if given is not None and self._owners.may_join(given.slot, group):
                 return given
         slot = hello.slot if hello.slot is not None else self._free_slot(group, now)
-        return self._store.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
+        life = slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1
+        return self._store.source(*life) if self._may_begin(peer, "a worker", life, group, now) else None
+
+    def _may_begin(self, peer: Peer, who: str, life: Life, group: str | None, now: float) -> bool:
+        """Return whether the broker knows a life, or has room for another. Tell the peer otherwise; it tries again."""
+        slot, incarnation = life
+        is_known = life in self._store.sources or life in self._ends or self._store.is_folded(slot, incarnation)
+        if is_known or incarnation == self._state.incarnations.get(slot) or self._lives.may_begin(slot, group, now):
+            return True
+        detail = f"too many lives of workers begin; slot {slot} incarnation {incarnation} must wait"
+        self._refuse(peer, who, "too_many_lives", detail)
+        return False
+
+    def _refuse(self, peer: Peer, who: str, code: str, detail: str) -> None:
+        """Refuse one message, which its sender may repeat. Count that."""
+        self._store.refusals.note(who, code, detail)
+        self._outbox.send(peer, Reject(code=code, detail=detail, fatal=False))
 
     def _was_known(self, source: Source) -> bool:
         """Return whether `broker.json` knew this life when this broker began."""
@@ -280,6 +302,8 @@ class WorkerSessions:
 
     def _attach(self, peer: Peer, source: Source, hello: WorkerHello, now: float) -> None:
         self.forget_peer(source)
+        if (before := self.peers.get(peer)) is not None:  # a connection speaks for one life
+            self.forget_peer(before)
         self._store.unreported.add(source.key)
         source.peer = peer
         self.peers[peer] = source
@@ -329,7 +353,7 @@ class WorkerSessions:
             incarnation=source.incarnation,
             accepted=source.acknowledged,
             settled=source.settled,
-            credit=self._acks.credit(source, len(self.peers)),
+            credit=self._acks.tell_credit(source, len(self.peers)),
             window_steps=self._acks.window_steps(source, len(self.peers)),
             synchronous=self._store.rounds.known,
             round_steps=self._store.rounds.share(source),
@@ -370,6 +394,9 @@ class WorkerSessions:
         if held.seq != source.accepted + 1:
             return False
         self._hear(source, now)
+        if excess := self._acks.excess(source, held):
+            self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", "beyond_credit", excess)
+            return False
         self._store.accept(source, held, told.totals)
         source.figures.stepped(source.steps, now)
         return True
@@ -448,18 +475,22 @@ class WorkerSessions:
         if not self._owners.may_tell_of(obituary.slot, supervisor.group):
             self._refuse_obituary(peer, obituary)
             return
-        if self._ends.add(peer, obituary, supervisor.group):
+        life = obituary.slot, obituary.incarnation
+        if not self._owners.has_place(obituary.slot):
+            detail = f"slot {obituary.slot} is unknown, and workers were in too many slots"
+            self._refuse(peer, "a supervisor", "too_many_slots", detail)
+        elif not self._may_begin(peer, "a supervisor", life, supervisor.group, now):
+            return
+        elif self._ends.add(peer, obituary, supervisor.group):
             self.close_dead(now)
         else:
             detail = "too many ends of workers wait for the first learner; say it again later"
-            self._store.refusals.note("a supervisor", "too_many_ends", detail)
-            self._outbox.send(peer, Reject(code="too_many_ends", detail=detail, fatal=False))
+            self._refuse(peer, "a supervisor", "too_many_ends", detail)
 
     def _refuse_obituary(self, peer: Peer, obituary: Obituary) -> None:
         owner = of_group(self._owners.owner(obituary.slot))
         detail = f"slot {obituary.slot} belongs to workers {owner}; only a supervisor of that group tells of their ends"
-        self._store.refusals.note("a supervisor", OTHER_GROUP, detail)
-        self._outbox.send(peer, Reject(code=OTHER_GROUP, detail=detail, fatal=False))
+        self._refuse(peer, "a supervisor", OTHER_GROUP, detail)
 
     def close_dead(self, now: float) -> None:
         """Close the books of all workers reported dead, once the learner has said which batches it has."""
@@ -483,8 +514,9 @@ class WorkerSessions:
             self.forget_peer(source)
             # A recorder may be older than the log where the machine lost its power.
             totals = source.totals if source.totals.seq > words.totals.seq else words.totals
-            if source.met_at is None and self._was_known(source):
-                source.believed = totals.steps_of_envs
+            if source.met_at is None:
+                self._store.brought += totals.largest
+                source.believed = totals.steps_of_envs if self._was_known(source) else source.believed
             source.close(source.counting(totals, now), words.window or source.rest_of(totals), words.reason)
             source.leave_open(words.open_episodes)
             highest = self._state.incarnations.get(words.slot, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -12,26 +12,32 @@ class MessageBudget:
     """A token bucket. An honest peer never empties it."""
 
     most: float
-    """Messages that may come at once, after a silence."""
+    """What messages may cost at once, after a silence."""
     per_s: float
-    """Messages that may come in each second on average."""
-    left: float = field(default=-1.0)
-    """Messages that may come at once now: `most` unless given."""
+    """What messages may cost in each second on average."""
+    left: float
+    """What messages may cost at once now."""
     clock: Callable[[], float] = time.monotonic
     _at: float = 0.0
 
     def __post_init__(self) -> None:
-        """Begin with a full bucket unless told."""
+        """Begin now."""
         self._at = self.clock()
-        if self.left < 0:
-            self.left = self.most
+
+    def has(self, cost: float) -> bool:
+        """Return whether so much is left now."""
+        return min(self.left + self.per_s * (self.clock() - self._at), self.most) >= cost
 
     def spend(self, cost: float = 1.0) -> bool:
-        """Count a message. Return False if there were too many, and then allow those of one more second."""
+        """Pay for a message. Return False, and leave nothing, if not enough is left."""
         now = self.clock()
         self.left = min(self.left + self.per_s * (now - self._at), self.most) - cost
         self._at = now
         if self.left >= 0:
             return True
-        self.left = self.per_s
+        self.left = 0.0
         return False
+
+
+BYTES_OF_A_MESSAGE = 4096
+"""Bytes of a header that count for one message more. The bytes of arrays count for none, since they are not parsed."""

@@ -52,11 +52,16 @@ EMPTY_MESSAGES = 4
 """Empty messages of a stranger after which its connection ends at once. No peer of any version sends one, and libzmq
 reads zeros as such messages, 131,072 in 256 KiB.
 """
-REFUSED_BURST, REFUSED_PER_S = 1000, 50.0
-"""Messages of one connection that may be refused at once, and in each second after that."""
-KNOWN_FIRST, KNOWN_BURST, KNOWN_PER_S = 256, 2000, 1000.0
-"""Messages of a known peer that bring nothing new: at once from a new connection, at once after a silence, and in each
-second after that. A heartbeat comes once a second. A worker that pulls 100 MB of weights asks a hundred times.
+REFUSED_FIRST, REFUSED_BURST, REFUSED_PER_S = 256, 1000, 50.0
+"""What refused messages of one connection may cost: at once on a new one, at once after a while, and in each second."""
+KNOWN_FIRST, KNOWN_BURST, KNOWN_PER_S = 512, 2000, 1000.0
+"""What messages of a known peer that bring nothing new may cost: at once on a new connection, at once after a silence,
+and in each second after that. A heartbeat costs about 1 a second, and a HELLO of the largest size 257. A worker that
+pulls 100 MB of weights asks a hundred times.
+"""
+LEFT_BURST, LEFT_PER_S = 4096, 500.0
+"""Messages of connections that have ended which are still read: at once, and in each second. Further ones are dropped
+unread. Their senders are gone: what they had said and was not acknowledged is repeated, or told by their recorders.
 """
 STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
 """The most that one stranger may send in all, and hold at a time, and that all strangers together may hold. They have
@@ -95,6 +100,8 @@ _RESET = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
 _PEER, _PROCESS = struct.Struct("3i"), "process "
 """Linux's `struct ucred` (pid, uid, gid), and the beginning of the name of a Unix socket's peer."""
+_TELLS_PEERS = hasattr(socket, "SO_PEERCRED")
+"""Whether the system names the peers of all connections, so that one without a peer has ended."""
 _FD = 14
 """libzmq's option of a socket: a descriptor that is readable when the socket has news."""
 _SRCFD = 2
@@ -174,11 +181,13 @@ class PeerAccount:
     """A stranger's address, read before its last message was answered. If the answer found the route, it is the route's
     peer: else the descriptor may be another connection's by now.
     """
-    refusals: MessageBudget = field(default_factory=lambda: MessageBudget(REFUSED_BURST, REFUSED_PER_S))
+    refusals: MessageBudget = field(default_factory=lambda: MessageBudget(REFUSED_BURST, REFUSED_PER_S, REFUSED_FIRST))
     idle: MessageBudget = field(default_factory=lambda: MessageBudget(KNOWN_BURST, KNOWN_PER_S, KNOWN_FIRST))
-    """The messages of a known peer that brought nothing new."""
+    """The messages of a known peer that brought nothing new. All connections of a worker's slot share one such budget,
+    so that a peer gains nothing by a new connection.
+    """
     progress: int = 0
-    """The number that grew with the last message that brought something new."""
+    """The number that grew with the last message of a learner that brought something new."""
 
 
 @dataclass(slots=True, eq=False)
@@ -204,8 +213,8 @@ class _Connection:
 class PortWatch:
     """Watches one bound socket, which the caller has given a monitor, from a thread of its own until `close`.
 
-    `heard`, `strange`, `known`, `refused`, `gone` and `emptied` are called by the thread that receives from the
-    socket. `on_failed_handshake` is called with (event, value) in the watch's thread.
+    `heard`, `strange`, `spoke`, `refused`, `gone`, `left`, `drops` and `emptied` are called by the thread that receives
+    from the socket. `on_failed_handshake` is called with (event, value) in the watch's thread.
     """
 
     def __init__(
@@ -229,7 +238,15 @@ class PortWatch:
         self._rest_s = _FASTEST_LOOK_S
         """Seconds from a look to the next one, whatever comes."""
         self._accounts: dict[int, PeerAccount] = {}
-        """By descriptor."""
+        """By descriptor, of the connection that had it last."""
+        self._by_route: dict[bytes, PeerAccount] = {}
+        """Those accounts, and those of connections that have ended."""
+        self._ended: dict[bytes, None] = {}
+        """Routes of connections that have ended, the one that ended first in front."""
+        self._disconnected: deque[bytes] = deque()
+        """Routes of connections that have ended, for the thread that receives."""
+        self._left_over = MessageBudget(LEFT_BURST, LEFT_PER_S, LEFT_BURST)
+        """The messages of all connections that have ended."""
         self.over: dict[bytes, None] = {}
         """Routes of strangers that are cut or gone, and of peers that are cut for a flood, the oldest first. libzmq
         still hands out what they had sent; the thread that receives drops it.
@@ -249,14 +266,53 @@ class PortWatch:
 
     def heard(self, fd: int, route: bytes, nbytes: int) -> PeerAccount:
         """Count a whole message of the connection at `fd`, which `source_of` knows. Return the account."""
-        account = self._accounts.get(fd)
-        if account is None or account.route != route:
-            account = self._accounts[fd] = PeerAccount(route)
+        account = self._by_route.get(route)
+        if account is None:
+            self._note_disconnected()
+            account = self._by_route[route] = PeerAccount(route)
+            self._place(fd, account)
         account.taken += nbytes
         self._taken_in_all += nbytes
         if not account.known:
             account.peer = peer_of(fd)
+            if account.peer is None and _TELLS_PEERS:
+                self.left(route)
         return account
+
+    def _place(self, fd: int, account: PeerAccount) -> None:
+        """Give the descriptor to a route's account, unless a newer connection has it. libzmq counts routes upwards.
+
+        The connection that had it before has ended.
+        """
+        other = self._accounts.get(fd)
+        if other is not None and other.route > account.route:
+            self.left(account.route)
+            return
+        self._accounts[fd] = account
+        if other is not None:
+            self.left(other.route)
+
+    def _note_disconnected(self) -> None:
+        while self._disconnected:
+            self.left(self._disconnected.popleft())
+
+    def left(self, route: bytes) -> None:
+        """Note that a connection has ended. What it had sent before is read as far as `LEFT_BURST` allows."""
+        self._ended[route] = None
+        while len(self._ended) > _MOST_ROUTES:
+            first = next(iter(self._ended))
+            del self._ended[first]
+            self._by_route.pop(first, None)
+
+    def drops(self, route: bytes) -> bool:
+        """Return whether the next message of a route is dropped unread. Call it once for each message."""
+        self._note_disconnected()
+        if route in self.over:
+            return True
+        if route not in self._ended or self._left_over.spend():
+            return False
+        self.admission.be_wary()
+        return True
 
     def emptied(self) -> None:
         """Note that no whole message waits at the socket."""
@@ -288,22 +344,18 @@ class PortWatch:
             return
         self.gone(account.route)
 
-    def known(self, fd: int, account: PeerAccount, progress: int, cost: float = 1.0) -> None:
-        """Count a message of a known peer. Cut one that sends too many that bring nothing new.
-
-        `progress`: a number that has grown if the message brought something new. `cost`: what it counts for if not.
-        """
-        if progress > account.progress:
-            account.progress = progress
-        elif not account.idle.spend(cost) and account.peer is not None and account.route not in self.over:
+    def spoke(self, fd: int, account: PeerAccount, cost: float) -> None:
+        """Count a message of a known peer that cost so much and brought nothing new. Cut one that sends too many."""
+        if not account.idle.spend(cost) and account.peer is not None and account.route not in self.over:
             self.admission.be_wary()
             self.end(fd, account.peer, "too many messages that bring nothing new")
             self.gone(account.route)
 
-    def refused(self, fd: int, account: PeerAccount) -> None:
-        """Count a message that was refused. A peer whose messages are refused too often is cut."""
-        if not account.refusals.spend() and account.peer is not None:
+    def refused(self, fd: int, account: PeerAccount, cost: float = 1.0) -> None:
+        """Count a message that was refused, and cost so much. A peer whose messages are refused too often is cut."""
+        if not account.refusals.spend(cost) and account.peer is not None and account.route not in self.over:
             self._to_cut.append((fd, account.peer, "refused messages"))
+            self.gone(account.route)
 
     def gone(self, route: bytes) -> None:
         """Note that a connection has ended, of a stranger or one that was cut. What it had sent before is dropped."""
@@ -391,8 +443,10 @@ class PortWatch:
 
     def _forget(self, fd: int) -> None:
         self._strike_stranger(fd)
-        for known in (self._connections, self._accounts):
-            known.pop(fd, None)
+        self._connections.pop(fd, None)
+        account = self._accounts.pop(fd, None)
+        if account is not None:
+            self._disconnected.append(account.route)
 
     def _add_stranger(self, connection: _Connection) -> None:
         """Take a connection to the strangers: it is new, or no longer known. Its bytes wake the watch."""

@@ -285,7 +285,7 @@ def test_batches_do_not_count_as_a_flood(
     "speak",
     [
         lambda watch, account: watch.strange(-1, account, 0),
-        lambda watch, account: watch.known(-1, account, 0),
+        lambda watch, account: watch.spoke(-1, account, 1.0),
     ],
     ids=["zeros", "flood"],
 )
@@ -462,7 +462,7 @@ def test_known_peers_are_looked_at_when_they_hold_something_or_memory_grows(monk
             peer.send(frame(b"hello", more=False))
             fd = source_of(port.recv_multipart(copy=False)[-1])
             watch.emptied()
-            watch.heard(fd, b"route", 5).known = True
+            watch.heard(fd, b"route %d" % fd, 5).known = True
         time.sleep(4 * port_watch.SLOW_LOOK_S)
         looks.clear()
         time.sleep(4 * port_watch.SLOW_LOOK_S)

@@ -218,8 +218,9 @@ class WorkerSession:
     def tick(self, now: float) -> None:
         """Queue the messages that are due: HELLO until welcomed, then heartbeats. Call it often.
 
-        It also rejoins when the broker is silent for its lease. If no batch was accepted for 2 * `retry_s` seconds, it
-        sends again from the last accepted batch.
+        It also rejoins when the broker is silent for its lease. If no batch was accepted for 2 * `retry_s` seconds, and
+        the broker was heard meanwhile, it sends again from the last accepted batch. A broker that stands still has all
+        of them already.
         """
         if self.over:
             return
@@ -228,7 +229,7 @@ class WorkerSession:
             self._heard = now
         if self._sent <= self.accepted:
             self._progress_at = now  # nothing is under way, so nothing is late
-        elif now - self._progress_at > 2 * self.limits.retry_s:
+        elif now - self._progress_at > 2 * self.limits.retry_s and self._heard > self._progress_at:
             self._sent = self.accepted
             self._progress_at = now
         if now >= self._next_send:
@@ -320,12 +321,13 @@ class WorkerSession:
         if LZ4 not in welcome.encodings:
             self._window.decompress()
         self.slot, self.incarnation = welcome.slot, welcome.incarnation
+        is_repeated = self.state is not SessionState.JOINING  # it answers a HELLO that was repeated before the first
         self.state = SessionState.LEAVING if self._bye else SessionState.ACTIVE
         self._progress_at = now
         self.accepted = welcome.accepted
         self._settle(welcome.settled)
         self.accepted = max(self.accepted, self.settled.seq)
-        self._sent = self.accepted
+        self._sent = max(self._sent, self.accepted) if is_repeated else self.accepted
         self._credit, self._window.learner_steps = welcome.credit, welcome.window_steps
         self.weights_known = max(self.weights_known, welcome.weights)
         self._hear_of_round(welcome)
