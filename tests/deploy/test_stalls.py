@@ -332,25 +332,26 @@ def test_nothing_is_found_in_minutes_of_normal_training(
         fleet = stack.enter_context(RunningFleet(run, *arguments))
         fleet.wait_until(lambda: (run / "fleet.json").exists() and fleet.snapshot(), "a fleet in Redis")
         _, fleet_id = find_books(run)
-        watches = [
-            stack.enter_context(watch(*where))
-            for where in (("--run-dir", str(run)), ("--redis-url", url, "--fleet-id", fleet_id))
-        ]
+        places = (("--run-dir", str(run)), ("--redis-url", url, "--fleet-id", fleet_id))
+        watches = [stack.enter_context(why(*where, "--watch")) for where in places]
         until_joined(fleet, 2)
         joined_at = time.time()
         result = fleet.finish(run_s + TIMEOUT_S)
         told = [watching.communicate(timeout=TIMEOUT_S)[0].splitlines() for watching in watches]
+        afterwards = [stack.enter_context(why(*where)).communicate(timeout=TIMEOUT_S)[0] for where in places]
     assert result["weights_seq"] > 20
-    for lines, end in zip(told, ("Ended with an error: ", "Ended. "), strict=True):
+    for lines, after, end in zip(told, afterwards, ("Ended with an error: ", "Ended. "), strict=True):
         looks = [orjson.loads(line) for line in lines]
         for look in looks:
             is_start = look["unix_s"] <= joined_at + _LOOK_S
             assert {one["kind"] for one in look["findings"]} <= ({"worker_not_joined"} if is_start else set()), look
         verdicts = [look["verdict"] for look in looks]
         assert any(verdict.startswith("Learning. ") for verdict in verdicts)
-        assert verdicts[-1].startswith(end), verdicts[-1]
+        assert verdicts[-1].startswith("Ended"), verdicts[-1]
+        # A watch ends with the broker's books. On a busy machine the supervisor writes its error later.
+        assert orjson.loads(after)["verdict"].startswith(end), after
 
 
-def watch(*where: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "headrace.deploy", "why", *where, "--json", "--watch"]
+def why(*options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "headrace.deploy", "why", *options, "--json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
