@@ -30,7 +30,7 @@ from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
 from headrace.learner_stub.minibatches import seed_torch
 from headrace.learner_stub.module import QModule
 from headrace.learner_stub.replay import ReplayBuffer
-from headrace.learner_stub.training_arrays import load_training_arrays, training_arrays
+from headrace.learner_stub.training_arrays import load_training_state, training_state
 from headrace.learner_stub.training_stats import Metrics, TrainingStats
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Discrete, Spaces
@@ -133,13 +133,12 @@ class DQN:
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return (plain JSON values, arrays by name) for a checkpoint. The arrays are live: write them at once."""
-        return self.stats.get_state(), training_arrays(self.module.state_dict(), self.optimizer.state_dict())
+        return training_state(self.module, self.optimizer, self.stats)
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Go on from the result of `get_state` with an empty replay buffer; settings stay those of the config.
 
         Raises `KeyError` or `RuntimeError` when the state is that of another module.
         """
-        load_training_arrays(arrays, self.module, self.optimizer)
+        load_training_state(state, arrays, self.module, self.optimizer, self.stats)
         self._target.load_state_dict(self.module.state_dict())
-        self.stats.set_state(state)

@@ -40,8 +40,8 @@ Arrays = Mapping[str, NDArray[Any]]
 _POLICY, _VALUE, _SHARED = "encoder.actor_encoder.net.mlp", "encoder.critic_encoder.net.mlp", "encoder.encoder.net.mlp"
 _POLICY_HEAD, _VALUE_HEAD = "pi.net.mlp", "vf.net.mlp"
 _KNOWN = (_POLICY, _VALUE, _SHARED, _POLICY_HEAD, _VALUE_HEAD)
-_UNUSED = "pi.log_std_clip_param_const"
-"""A constant that RLlib keeps beside each policy. It concerns continuous actions only."""
+_UNUSED = {"pi.log_std_clip_param_const", "vf.log_std_clip_param_const"}
+"""Constants that RLlib keeps beside each head. They concern continuous actions only."""
 _NAME = re.compile(r"(.+)\.(\d+)\.(weight|bias)")
 
 
@@ -78,7 +78,7 @@ def _read(path: Path) -> Arrays:
     """Return the arrays of the file. Raises `ModuleError` for names of another kind of module."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files if name != _UNUSED}
+            arrays = {name: file[name] for name in file.files if name not in _UNUSED}
     except (OSError, ValueError) as error:
         raise ModuleError(f"the weights at {path} cannot be read: {error}; write them with save_weights") from error
     strange = [name for name in arrays if not ((named := _NAME.fullmatch(name)) and named[1] in _KNOWN)]

@@ -113,15 +113,32 @@ def _gradient_steps(model: Any, steps: int, episodes: int) -> float:
 def store(model: Any, batch: ChunkBatch) -> None:
     """Add the steps of `batch` to `model.replay_buffer`, each with the true observation after it.
 
-    `dones` and `timeouts` are as SB3 has them. A chunk that is cut, or whose episode was aborted, is not done.
+    The buffer's arrays are then as after its `add` of each step, but are written by columns: `add` takes longer than
+    all the rest of the adapter. `dones` and `timeouts` are as SB3 has them. A chunk that is cut, or whose episode was
+    aborted, is not done.
     """
-    steps = batch.transitions()
-    dones = steps.terminated | steps.truncated
-    for row in range(len(steps)):
-        at = slice(row, row + 1)
-        obs, after = (map_nested(lambda rows: rows[at], value) for value in (steps.obs, steps.next_obs))  # noqa: B023
-        infos = [{"TimeLimit.truncated": bool(steps.truncated[row])}]
-        model.replay_buffer.add(obs, after, steps.actions[at], steps.rewards[at], dones[at], infos)
+    steps, buffer = batch.transitions(), model.replay_buffer
+    newest = np.arange(max(0, len(steps) - buffer.buffer_size), len(steps))
+    places = (buffer.pos + newest) % buffer.buffer_size
+    _write(buffer.observations, places, map_nested(lambda rows: rows[newest], steps.obs))
+    _write(buffer.next_observations, places, map_nested(lambda rows: rows[newest], steps.next_obs))
+    buffer.actions[places] = steps.actions[newest].reshape(len(newest), 1, buffer.action_dim)
+    buffer.rewards[places, 0] = steps.rewards[newest]
+    buffer.dones[places, 0] = (steps.terminated | steps.truncated)[newest]
+    if buffer.handle_timeout_termination:
+        buffer.timeouts[places, 0] = steps.truncated[newest]
+    buffer.full = bool(buffer.full or buffer.pos + len(steps) >= buffer.buffer_size)
+    buffer.pos = (buffer.pos + len(steps)) % buffer.buffer_size
+
+
+def _write(arrays: Any, places: NDArray[np.int64], obs: Any) -> None:
+    """Write observations (rows, ...) into a replay buffer's arrays of one env. SB3 keeps a number as (1,)."""
+    if isinstance(arrays, dict):
+        for name, own in arrays.items():
+            _write(own, places, obs[name])
+    else:
+        wide = obs[:, None]
+        arrays[places] = wide if wide.ndim == arrays.ndim else wide[..., None]
 
 
 def fill(model: Any, batches: Sequence[ChunkBatch]) -> int:

@@ -24,6 +24,7 @@ from bench.table import Row, rows_of
 from bench.transport import made_keys
 from bench.turns import in_turns
 from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
 from headrace.schemas.settings.plugins import load_object
@@ -91,9 +92,13 @@ class Fleet:
 
     def take(self) -> int:
         """Return the number of steps in the next batch."""
+        return self.batch().steps
+
+    def batch(self) -> ChunkBatch:
+        """Return the next batch."""
         batch = self._stream.next(timeout_s=60.0)
         assert batch is not None, "no batch for a minute"
-        return batch.steps
+        return batch
 
     def end(self) -> None:
         """See `begin`."""

@@ -21,6 +21,7 @@ if not __package__:  # started as a script: start again as a module, so that chi
     os.execv(sys.executable, [sys.executable, "-m", "bench.run", *sys.argv[1:]])
 
 from bench import (
+    adapter_costs,
     books,
     compression,
     double_buffering,
@@ -61,6 +62,7 @@ BENCHES = [
     "books",
     "sessions",
     "learner",
+    "adapter_costs",
     "monitoring",
 ]
 
@@ -85,6 +87,7 @@ def main() -> None:
         "startup": lambda quick: startup.measure(1 if quick else 7),
         "books": lambda quick: books.measure(100 if quick else 1000),
         "learner": lambda quick: learner.measure(*((0.5, 1) if quick else (2.0, 7))),
+        "adapter_costs": lambda quick: adapter_costs.measure(*((0.5, 1) if quick else (2.0, 7))),
         "monitoring": lambda quick: monitoring.measure(*((1.0, 1) if quick else (4.0, 9))),
         "sessions": lambda quick: sessions.measure(200, 1.0 if quick else 5.0),
     }

@@ -94,9 +94,9 @@ def of_cleanrl(python: str, script: str) -> Callable[[int], Run]:
             steps = 0
             try:
                 for line in process.stdout:
-                    if matched := _EPISODE.search(line):
-                        steps = int(matched[1])
-                        newest.append(float(matched[2]))
+                    if told := episode_of(line):
+                        steps = told[0]
+                        newest.append(told[1])
                     if (
                         len(newest) == 100 and statistics.mean(newest) >= GOALS["CartPole-v1"]
                     ) or time.monotonic() - start > LIMIT_S:
@@ -108,6 +108,12 @@ def of_cleanrl(python: str, script: str) -> Callable[[int], Run]:
             return Run("cleanrl", seed, elapsed, steps, statistics.mean(newest), _children_s() - spent)
 
     return run
+
+
+def episode_of(line: str) -> tuple[int, float] | None:
+    """Return (env steps, return) where a line of CleanRL's output tells of the end of an episode."""
+    matched = _EPISODE.search(line)
+    return (int(matched[1]), float(matched[2])) if matched else None
 
 
 def measure(seeds: int, arms: dict[str, Callable[[int], Run]]) -> list[Run]:

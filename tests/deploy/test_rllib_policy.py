@@ -43,7 +43,8 @@ def by_hand(weights: State, encoder: str, head: str) -> NDArray[Any]:
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_policy_gives_the_outputs_of_its_rllib_layers(tmp_path: Path, shared: bool) -> None:
     weights = state(shared=shared)
-    save_weights(weights, tmp_path / "policy.npz")
+    constants = {f"{head}.log_std_clip_param_const": np.array([20.0]) for head in ("pi", "vf")}
+    save_weights(weights | constants, tmp_path / "policy.npz")
     answer = build(SPACES, weights=str(tmp_path / "policy.npz")).forward_train({"obs": torch.from_numpy(OBS)})
     policy, value = ("encoder", "encoder") if shared else ("actor_encoder", "critic_encoder")
     np.testing.assert_allclose(answer["action_dist_inputs"].detach(), by_hand(weights, policy, "pi"), rtol=1e-5)

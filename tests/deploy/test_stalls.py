@@ -104,6 +104,16 @@ class Stalls:
         return findings
 
 
+def until_joined(fleet: RunningFleet, workers: int) -> None:
+    """Wait until the broker knows so many workers. On a busy machine that takes longer than `why` is patient."""
+
+    def met() -> bool:
+        snapshot = fleet.snapshot()
+        return snapshot is not None and len(snapshot.workers) == workers
+
+    fleet.wait_until(met, f"{workers} workers to join")
+
+
 def since(finding: dict[str, Any], least_s: float) -> bool:
     """Return whether a finding has lasted for so long, and no longer than a stage of its test."""
     return bool(least_s <= time.time() - finding["since_unix_s"] < TIMEOUT_S)
@@ -226,7 +236,7 @@ def test_envs_that_fail_again_and_again_and_one_that_cannot_be_built_again(tmp_p
     env = ("--env", "support.envs.fleet:failing_or_gone", "--workers", "2", "--num-envs", "2", "--no-check-env")
     slow = sets("sampling.env_restart_backoff_s=90", "sampling.env_restart_backoff_max_s=90")
     with stalls_of(tmp_path, *env, *slow) as stalls:
-        stalls.until(("envs_failing", "worker-0"))
+        until_joined(stalls.fleet, 2)  # worker 1 may be the first by so much that its env is down the sooner
         found = stalls.until(("envs_failing", "worker-0"), ("envs_down", "worker-1"))
         assert found["envs_failing"]["limit"] == "sampling.env_restart_attempts = 8"
         assert "RuntimeError: the simulator diverged" in found["envs_failing"]["sentence"]
@@ -309,7 +319,10 @@ SLOW_LEARNER = (
 def test_nothing_is_found_in_minutes_of_normal_training(
     tmp_path: Path, slow: tuple[str, ...], run_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes of `why` look every second, from the start to the end: at the run directory, and at Redis alone."""
+    """Two processes of `why` look every second, from the start to the end: at the run directory, and at Redis alone.
+
+    A worker that takes long to start is found, and nothing else.
+    """
     monkeypatch.setenv(slow_training.MARK, str(tmp_path / "training"))
     run = tmp_path / "run"
     with ExitStack() as stack:
@@ -319,21 +332,26 @@ def test_nothing_is_found_in_minutes_of_normal_training(
         fleet = stack.enter_context(RunningFleet(run, *arguments))
         fleet.wait_until(lambda: (run / "fleet.json").exists() and fleet.snapshot(), "a fleet in Redis")
         _, fleet_id = find_books(run)
-        watches = [
-            stack.enter_context(watch(*where))
-            for where in (("--run-dir", str(run)), ("--redis-url", url, "--fleet-id", fleet_id))
-        ]
+        places = (("--run-dir", str(run)), ("--redis-url", url, "--fleet-id", fleet_id))
+        watches = [stack.enter_context(why(*where, "--watch")) for where in places]
+        until_joined(fleet, 2)
+        joined_at = time.time()
         result = fleet.finish(run_s + TIMEOUT_S)
         told = [watching.communicate(timeout=TIMEOUT_S)[0].splitlines() for watching in watches]
+        afterwards = [stack.enter_context(why(*where)).communicate(timeout=TIMEOUT_S)[0] for where in places]
     assert result["weights_seq"] > 20
-    for lines, end in zip(told, ("Ended with an error: ", "Ended. "), strict=True):
+    for lines, after, end in zip(told, afterwards, ("Ended with an error: ", "Ended. "), strict=True):
         looks = [orjson.loads(line) for line in lines]
-        assert [look["findings"] for look in looks] == [[]] * len(looks)
+        for look in looks:
+            is_start = look["unix_s"] <= joined_at + _LOOK_S
+            assert {one["kind"] for one in look["findings"]} <= ({"worker_not_joined"} if is_start else set()), look
         verdicts = [look["verdict"] for look in looks]
         assert any(verdict.startswith("Learning. ") for verdict in verdicts)
-        assert verdicts[-1].startswith(end), verdicts[-1]
+        assert verdicts[-1].startswith("Ended"), verdicts[-1]
+        # A watch ends with the broker's books. On a busy machine the supervisor writes its error later.
+        assert orjson.loads(after)["verdict"].startswith(end), after
 
 
-def watch(*where: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "headrace.deploy", "why", *where, "--json", "--watch"]
+def why(*options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "headrace.deploy", "why", *options, "--json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

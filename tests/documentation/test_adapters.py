@@ -95,3 +95,11 @@ def test_cleanrls_form_learns_cartpole_though_a_process_of_envs_is_killed(tmp_pa
         else:
             pytest.fail(f"the program ended with {process.wait()} and a mean return of {np.mean(newest):.0f}")
     assert killed
+
+
+@pytest.mark.processes
+def test_the_loops_that_step_their_envs_run_as_the_page_shows(tmp_path: Path) -> None:
+    with Story(tmp_path, []) as story:
+        for start in ("envs = GymVectorEnv(EnvRunnerConfig(", "with_returns = VecMonitor("):
+            [block] = [block for block in blocks_of(PAGE) if f"\n{start}" in block.text and block.is_run]
+            story.run(block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -12,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from stable_baselines3 import A2C, DQN, PPO, SAC
-from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -20,6 +21,7 @@ from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from headrace.learner_stub.adapters import sb3
+from headrace.learner_stub.rollout import map_nested
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
 from headrace.schemas.errors import ModuleError
@@ -199,6 +201,70 @@ def test_the_replay_buffer_holds_what_sb3_would_collect_from_the_same_steps(
         np.testing.assert_allclose(mine[name], expected, rtol=1e-6, atol=1e-6, err_msg=name)
     if algorithm is SAC:
         np.testing.assert_allclose(model.policy.scale_action(sent), steps.actions, atol=1e-6)
+
+
+class Counting(gym.Env[Any, Any]):
+    """Episodes of 1 to 5 steps, which end in both ways; observations are a number, an array, or a dict of both."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._number, self._t = gym.spaces.Discrete(6), 0
+        array = gym.spaces.Box(0.0, 6.0, (2,), np.float64)
+        spaces = {"number": self._number, "dict": gym.spaces.Dict({"at": array, "t": self._number}), "array": array}
+        self._kind, self.observation_space = config["kind"], spaces[config["kind"]]
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (3, 2), np.float64)
+
+    def _observe(self) -> Any:
+        array = np.full(2, self._t, np.float64)
+        return {"number": self._t, "dict": {"at": array, "t": self._t}, "array": array}[self._kind]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._t, self._length = 0, int(self.np_random.integers(1, 6))
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self._t += 1
+        is_over, is_even = self._t == self._length, self._length % 2 == 0
+        return self._observe(), float(self.np_random.normal()), is_over and is_even, is_over and not is_even, {}
+
+
+@pytest.mark.parametrize("timeouts", [True, False])
+@pytest.mark.parametrize("kind", ["number", "dict", "array"])
+def test_the_replay_buffer_is_to_the_bit_as_after_its_own_add_of_each_step(kind: str, timeouts: bool) -> None:
+    config = EnvRunnerConfig(env=Counting, env_config={"kind": kind}, num_envs=3, seed=1)
+    with SingleAgentEnvRunner(config) as runner:
+        batches = [runner.sample(num_timesteps=steps, random_actions=True) for steps in (9, 21, 60, 12)]
+    make = DictReplayBuffer if kind == "dict" else ReplayBuffer
+    space = Counting({"kind": kind})
+    mine, theirs = (
+        make(30, space.observation_space, space.action_space, "cpu", handle_timeout_termination=timeouts)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    for batch in batches:  # the second fills the buffer to its last row, and the third is larger than it
+        sb3.store(SimpleNamespace(replay_buffer=mine), batch)
+        add_each(theirs, batch)
+        assert (mine.pos, mine.full) == (theirs.pos, theirs.full)
+        for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
+            own, expected = (
+                {"": part} if not isinstance(part, dict) else part
+                for part in (getattr(mine, name), getattr(theirs, name))
+            )
+            assert {key: part.tobytes() for key, part in own.items()} == {
+                key: part.tobytes() for key, part in expected.items()
+            }, name
+    assert mine.dones.any()
+    assert mine.timeouts.any() == timeouts
+
+
+def add_each(buffer: Any, batch: ChunkBatch) -> None:
+    """Add the steps of `batch` one by one, as SB3 does after each step of an env."""
+    steps = batch.transitions()
+    for row in range(len(steps)):
+        at = slice(row, row + 1)
+        obs, after = (map_nested(lambda rows: rows[at], value) for value in (steps.obs, steps.next_obs))  # noqa: B023
+        done = (steps.terminated | steps.truncated)[at]
+        infos = [{"TimeLimit.truncated": bool(steps.truncated[row])}]
+        buffer.add(obs, after, steps.actions[at], steps.rewards[at], done, infos)
 
 
 def arrays_of(buffer: Any) -> dict[str, Any]:

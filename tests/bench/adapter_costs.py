@@ -1,0 +1,93 @@
+"""The cost of each adapter for a step, as a share of what the fleet spends on a step.
+
+`stream` is the fleet of the bench `pipeline`, whose learner reads an `EpisodeStream` and counts. The batches that it
+reads are recorded. The arms have the adapter's own processor time for the same batches added, in batches of 512 steps.
+`SB3 fill` fills a rollout of 2048 steps. RLlib has no mark: its episode is an object with some ten buffers for each
+chunk, and chunks are short here. An adapter whose library is missing is left out by name.
+
+PYTHONPATH=tests python -m bench.run --only adapter_costs
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import thread_time
+from typing import Any
+
+import torch
+from stable_baselines3 import DQN, PPO
+
+from bench.limits import ENV
+from bench.pipeline import HORIZON, Fleet
+from bench.processes import Processes
+from bench.table import Row, rows_of
+from bench.turns import Turn, turn
+from headrace.learner_stub.adapters import sb3
+from headrace.learner_stub.adapters.rllib import to_episodes
+from headrace.learner_stub.adapters.torch_dataset import transition_tensors
+from headrace.schemas.chunks.batch import ChunkBatch
+
+WIDTH, ROLLOUT, RECORDED = 8, 2048, 32
+MARK = 0.95
+Convert = Callable[[Sequence[ChunkBatch]], Any]
+
+
+def measure(seconds: float, rounds: int) -> list[Row]:
+    """Measure the bare stream, and after it each adapter on what was recorded, round by round."""
+    torch.set_num_threads(1)
+    arms = adapters()
+    with Processes() as processes, Fleet(WIDTH, processes) as fleet:
+        recorded = [fleet.batch() for _ in range(RECORDED)]
+        turns = []
+        for _ in range(rounds):
+            bare = turn(fleet, seconds)
+            costs = {name: cost(convert, recorded, seconds / 4) for name, convert in arms.items()}
+            turns.append({"stream": bare} | {name: with_cost(bare, own) for name, own in costs.items()})
+    case = f"2 workers, {WIDTH} envs each, {WIDTH * HORIZON} steps a batch"
+    return rows_of("adapter_costs", case, "env steps/s", turns, "stream", dict.fromkeys(arms.keys() - {"RLlib"}, MARK))
+
+
+def adapters() -> dict[str, Convert]:
+    """Return what each adapter does with some batches."""
+    ppo = PPO("MlpPolicy", ENV, device="cpu")
+    dqn = DQN("MlpPolicy", ENV, buffer_size=100_000, device="cpu")
+    arms: dict[str, Convert] = {
+        "DataLoader": partial(_each, transition_tensors),
+        "SB3 fill": partial(sb3.fill, ppo),
+        "SB3 store": partial(_each, partial(sb3.store, dqn)),
+    }
+    if importlib.util.find_spec("torchrl"):
+        from headrace.learner_stub.adapters.tensor_dicts import to_tensordict
+
+        arms["TorchRL"] = partial(_each, to_tensordict)
+    if importlib.util.find_spec("ray"):
+        arms["RLlib"] = partial(_each, to_episodes)
+    if missing := {"TorchRL", "RLlib"} - arms.keys():
+        print(f"without {', '.join(sorted(missing))}: not installed", file=sys.stderr)
+    return arms
+
+
+def _each(convert: Callable[[ChunkBatch], Any], batches: Sequence[ChunkBatch]) -> None:
+    for batch in batches:
+        convert(batch)
+
+
+def cost(convert: Convert, recorded: Sequence[ChunkBatch], seconds: float) -> float:
+    """Return the processor time in seconds for one step. All of it is this thread's."""
+    size = ROLLOUT // (WIDTH * HORIZON)
+    parts = [recorded[at : at + size] for at in range(0, len(recorded), size)]
+    convert(parts[0])
+    begun, steps = thread_time(), 0
+    while thread_time() - begun < seconds:
+        for part in parts:
+            convert(part)
+            steps += sum(batch.steps for batch in part)
+    return (thread_time() - begun) / steps
+
+
+def with_cost(bare: Turn, cpu_s: float) -> Turn:
+    """Return the rates of a fleet whose learner spends so much more on each step, and waits meanwhile."""
+    return Turn(1 / (1 / bare.rate + cpu_s), 1 / (1 / bare.per_cpu_s + cpu_s))
