@@ -21,6 +21,7 @@ if not __package__:  # started as a script: start again as a module, so that chi
     os.execv(sys.executable, [sys.executable, "-m", "bench.run", *sys.argv[1:]])
 
 from bench import (
+    atari,
     books,
     compression,
     double_buffering,
@@ -50,6 +51,7 @@ BENCHES = [
     "multi_agent",
     "observations",
     "processes",
+    "atari",
     "halves",
     "pipeline",
     "transport",
@@ -75,6 +77,7 @@ def main() -> None:
         "multi_agent": _multi_agent,
         "observations": _observations,
         "processes": lambda quick: env_processes.measure(*((0.5, 1) if quick else (2.0, 7))),
+        "atari": lambda quick: atari.measure(*((0.5, 1) if quick else (4.0, 5))),
         "halves": lambda quick: double_buffering.measure(*((0.5, 1) if quick else (2.0, 5))),
         "pipeline": lambda quick: pipeline.measure(*((1.0, 1) if quick else (4.0, 7))),
         "transport": lambda quick: transport.measure(*((0.5, 1) if quick else (2.0, 7))),
