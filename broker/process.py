@@ -372,7 +372,7 @@ class Broker:
         except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
             self._note_failure(tagged, error)
         if self.core.refusals.total != refused:
-            watch.refused(fd, account, 1.0 + bytes_cost)
+            watch.refused(fd, account, 1.0 + bytes_cost * account.known)
         if pays:
             begun = share == 1.0 and len(self.core.sources) > lives
             if cost:

@@ -22,6 +22,7 @@ if not __package__:  # started as a script: start again as a module, so that chi
 
 from bench import (
     adapter_costs,
+    atari,
     books,
     compression,
     double_buffering,
@@ -51,6 +52,7 @@ BENCHES = [
     "multi_agent",
     "observations",
     "processes",
+    "atari",
     "halves",
     "pipeline",
     "transport",
@@ -77,6 +79,7 @@ def main() -> None:
         "multi_agent": _multi_agent,
         "observations": _observations,
         "processes": lambda quick: env_processes.measure(*((0.5, 1) if quick else (2.0, 7))),
+        "atari": lambda quick: atari.measure(*((0.5, 1) if quick else (4.0, 5))),
         "halves": lambda quick: double_buffering.measure(*((0.5, 1) if quick else (2.0, 5))),
         "pipeline": lambda quick: pipeline.measure(*((1.0, 1) if quick else (4.0, 7))),
         "transport": lambda quick: transport.measure(*((0.5, 1) if quick else (2.0, 7))),

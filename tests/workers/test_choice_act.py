@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,16 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.connectors import FrameStack, MeanStd
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.modules.choice_act import ChoiceAct
 from support.envs.toy import Faulty, Walk, runner
+from support.runners.plain_twin import Edit, act_plainly, sampled, swap_in_the_midst
 
-Edit = Callable[[Any, int], None]
-"""Called with the runner and the number of the poll that has ended."""
 _OF_A_USER = 5
 """The poll after which a module of another kind takes over."""
 
@@ -85,39 +82,6 @@ def test_numbers_on_a_border_pick_as_the_plain_twin_does(choices: int) -> None:
         assert act.choose(seen, noise)["actions"].tolist() == act(seen, noise)["actions"].tolist()
 
 
-def _swap_in_the_midst(sampler: Any, poll: int) -> None:
-    if poll in (5, 23):
-        with torch.no_grad():
-            for parameter in sampler.module.parameters():
-                parameter.mul_(-1.25)
-
-
-def _act_plainly(module: Any) -> None:
-    """Let a module act by the plain twin."""
-    whole = module.numpy_act()
-    module.numpy_act = lambda: lambda columns, noise: whole(columns, noise)
-
-
-def _sampled(edit: Edit | None, *, plain: bool, **config: Any) -> list[bytes]:
-    """Return all bytes of four fragments, the third of random actions."""
-    told: list[bytes] = []
-    polls = iter(range(10**6))
-    with runner(**{"env": Walk, "rollout_fragment_length": 19, **config}) as sampler:
-        (module_id,) = sampler._existing_sampler.steps.policies
-        if plain and hasattr(sampler.module, "numpy_act"):
-            _act_plainly(sampler.module)
-            sampler._existing_sampler.use({module_id: sampler.module}, lambda: 0)
-        for fragment in range(4):
-            on_poll = None if edit is None else lambda: edit(sampler, next(polls))  # type: ignore[misc]
-            told += _bytes_of(sampler.sample_fragment(on_poll, random_actions=fragment == 2))
-    return told
-
-
-def _bytes_of(batch: ChunkBatch) -> list[bytes]:
-    columns = [f"{name} {column.dtype} {column.shape}".encode() for name, column in batch.columns.items()]
-    return [*columns, *(column.tobytes() for column in batch.columns.values()), batch.table.tobytes()]
-
-
 def _fail(answer: Any) -> Any:
     raise RuntimeError("broken on purpose")
 
@@ -136,10 +100,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("width", [1, 3, 9])
 @pytest.mark.parametrize("case", CONFIGS)
-@pytest.mark.parametrize("edit", [None, _swap_in_the_midst], ids=["same weights", "other weights"])
+@pytest.mark.parametrize("edit", [None, swap_in_the_midst], ids=["same weights", "other weights"])
 def test_chunks_equal_those_of_the_plain_twin_to_the_bit(width: int, case: str, edit: Edit | None) -> None:
     config = {"num_envs": width, **CONFIGS[case]}
-    assert _sampled(edit, plain=False, **config) == _sampled(edit, plain=True, **config)
+    assert sampled(edit, plain=False, **config) == sampled(edit, plain=True, **config)
+
+
+@pytest.mark.processes
+def test_chunks_of_envs_in_processes_equal_those_of_the_plain_twin_to_the_bit() -> None:
+    placed = {"env": "support.envs.toy:Walk", "env_placement": "process", "envs_per_process": 3}
+    fast = sampled(swap_in_the_midst, plain=False, num_envs=3, **placed)
+    assert fast == sampled(swap_in_the_midst, plain=True, num_envs=3)
 
 
 @pytest.mark.parametrize("width", [2, 9])
@@ -148,7 +119,7 @@ def test_chunks_equal_those_of_the_plain_twin_where_envs_fail(width: int) -> Non
         settings = {"faulty": {0}, "fault": _fail, "every": 11, "steps": {}}
         return {"env": Faulty, "num_envs": width, "env_config": settings, "max_env_restarts_per_window": 1000}
 
-    assert _sampled(None, plain=False, **config()) == _sampled(None, plain=True, **config())
+    assert sampled(None, plain=False, **config()) == sampled(None, plain=True, **config())
 
 
 def test_a_module_that_takes_over_in_the_midst_of_a_fragment_completes_the_steps_of_the_other() -> None:
@@ -157,11 +128,11 @@ def test_a_module_that_takes_over_in_the_midst_of_a_fragment_completes_the_steps
             (module_id,) = sampler._existing_sampler.steps.policies
             other: Any = actor_critic(sampler.spaces, seed=poll)
             if plain or poll == _OF_A_USER:
-                _act_plainly(other)
+                act_plainly(other)
             sampler._existing_sampler.use({module_id: other}, lambda: 0)
 
-    fast = _sampled(partial(take_over, plain=False), plain=False, num_envs=3)
-    assert fast == _sampled(partial(take_over, plain=True), plain=True, num_envs=3)
+    fast = sampled(partial(take_over, plain=False), plain=False, num_envs=3)
+    assert fast == sampled(partial(take_over, plain=True), plain=True, num_envs=3)
 
 
 def test_other_columns_are_made_once_a_fragment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,3 +72,26 @@ def test_the_check_of_large_observations_allocates_no_array_of_their_size(dtype:
 def test_an_empty_batch_of_observations_is_accepted() -> None:
     observations = Observations(convert(SPACES[0], "observation"), 2, check_bounds=True)
     assert observations.put(np.array([], np.intp), []) == []
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_huge_and_infinite_numbers_of_an_unbounded_space_are_taken_without_a_warning(dtype: Any) -> None:
+    """Their squares are infinite, as is the sum of them."""
+    huge = np.finfo(dtype).max
+    space = convert(gym.spaces.Box(-np.inf, np.inf, (3,), dtype), "")
+    for width in (1, 2):
+        seen = Observations(space, width, check_bounds=True)
+        batch = np.array([[huge, -huge, np.inf]] * width, dtype)
+        assert seen.put(None, list(batch)) == []
+        np.testing.assert_array_equal(seen.columns["obs"], batch)
+        batch[-1, 1] = np.nan
+        assert [lane for lane, _ in seen.put(None, list(batch))] == [width - 1]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (1, 3), (3, 1)])
+def test_an_observation_of_another_shape_is_refused_where_numpy_would_broadcast_it(shape: tuple[int, ...]) -> None:
+    space = convert(gym.spaces.Box(-1.0, 1.0, (3,), np.float32), "")
+    for width in (1, 2):
+        seen = Observations(space, width, check_bounds=True)
+        sound, odd = np.zeros(3, np.float32), np.zeros(shape, np.float32)
+        assert [lane for lane, _ in seen.put(None, [*[sound] * (width - 1), odd])] == [width - 1]

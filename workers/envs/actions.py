@@ -65,11 +65,14 @@ def to_env_form(space: Space, columns: Mapping[str, NDArray[Any]], root: str = "
     if isinstance(space, Tuple):
         parts = [to_env_form(sub, columns, f"{root}/{index}") for index, sub in enumerate(space.spaces)]
         return list(zip(*parts, strict=True))
-    return list(columns[root])
+    column = columns[root]
+    return [column[row] for row in range(len(column))]  # `list` asks for one more, whose IndexError takes its time
 
 
 def action_root(columns: Mapping[str, NDArray[Any]]) -> str:
     """Return the name under which the policy's columns have the envs' actions: "actions_for_env", else "actions"."""
+    if "actions" in columns:  # of a space that is not nested
+        return "actions_for_env" if "actions_for_env" in columns else "actions"
     for name in columns:  # a generator would cost twice as much, in each poll
         if name.startswith("actions_for_env"):
             return "actions_for_env"

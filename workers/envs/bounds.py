@@ -65,6 +65,7 @@ class ActionBounds:
         bounded = np.isfinite(self._low) & np.isfinite(self._high)
         low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
         self._centre, self._half_range = (low + high) / 2, (high - low) / 2
+        self._rows = _rows(self.dtype, self._centre, self._half_range, self._low, self._high)
 
     def unsquash(self, actions: NDArray[Any]) -> NDArray[np.float64]:
         """Map from [-1, 1] to the bounds where both are finite. Leave other elements and values outside as they are."""
@@ -83,6 +84,16 @@ class ActionBounds:
         clipped: NDArray[Any] = np.clip(np.rint(actions) if self.whole else actions, self._low, self._high)
         return clipped.astype(self.dtype)
 
+    def to_env(self, actions: NDArray[Any]) -> NDArray[Any]:
+        """Return what `clip` makes of `unsquash`, to the bit, for actions (rows, *shape). It is faster for few rows."""
+        centre, half_range, low, high = self._rows
+        mapped: NDArray[Any] = actions + centre if half_range is None else centre + actions * half_range
+        if self.whole:
+            np.rint(mapped, mapped)
+        np.maximum(mapped, low, out=mapped)
+        np.minimum(mapped, high, out=mapped)
+        return mapped if half_range is None else mapped.astype(self.dtype)
+
     def torch_unsquash(self, actions: torch.Tensor) -> torch.Tensor:
         """Do what `unsquash` does, by torch operations."""
         return _tensor(self._centre) + actions.double() * _tensor(self._half_range)
@@ -92,6 +103,20 @@ class ActionBounds:
         whole = actions.double().round() if self.whole else actions.double()
         clipped = whole.maximum(_tensor(self._low)).minimum(_tensor(self._high))
         return clipped.to(_tensor(np.empty(0, self.dtype)).dtype)
+
+
+def _rows(
+    dtype: np.dtype[Any], centre: NDArray[Any], half_range: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any], NDArray[Any]]:
+    """Return the arguments with a row axis: numpy computes with arrays of one shape faster than it broadcasts.
+
+    If actions stay as they are and the env's own dtype has the bounds exactly, the results have that dtype, and
+    `half_range` is None. Then float32 numbers need no float64 ones, which would be the same.
+    """
+    stays = not centre.any() and bool((half_range == 1).all())
+    if dtype.kind == "f" and stays and all((bound == bound.astype(dtype)).all() for bound in (low, high)):
+        return centre.astype(dtype)[None], None, low.astype(dtype)[None], high.astype(dtype)[None]
+    return centre[None], half_range[None], low[None], high[None]
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:

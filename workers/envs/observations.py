@@ -6,6 +6,7 @@ this comparison fails, each env is checked alone, to name the env and the value 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,10 @@ class _LeafColumn:
             return bool(inside != rows.size)
         if self.high is not None:
             return bool(np.count_nonzero(rows <= self.high) != rows.size)
-        return self.dtype.kind == "f" and bool(np.count_nonzero(np.isnan(rows)))
+        if self.dtype.kind != "f":
+            return False
+        # One pass: a sum of squares is NaN exactly if one of them is. `dot` would warn of squares that are infinite.
+        return math.isnan(np.vdot(rows, rows))
 
 
 class Observations:
@@ -173,6 +177,8 @@ def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) 
     try:
         values = leaf.of(observations)
         if leaf.shape:
+            if len(values) == 1 and type(values[0]) is np.ndarray and values[0].dtype == leaf.dtype:
+                return _write_row(values[0], target)
             # To ask for lengths is faster than for shapes, and `concatenate` refuses another number of axes.
             if len(leaf.shape) == 1:
                 if {*map(len, values)} != {leaf.shape[0]}:
@@ -187,6 +193,14 @@ def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) 
         target[...] = scalars
     except Exception:  # noqa: BLE001 - the methods of a user's objects may raise
         return False
+    return True
+
+
+def _write_row(value: NDArray[Any], target: NDArray[Any]) -> bool:
+    """Do what `_join` does for one value of the leaf's dtype, in fewer steps."""
+    if value.shape != target.shape[1:]:
+        return False
+    target[0] = value
     return True
 
 

@@ -16,8 +16,10 @@ from headrace.schemas.errors import ModuleError
 from headrace.workers.modules.action_masks import MASK, has_action_mask
 from headrace.workers.modules.choice_act import ChoiceAct
 from headrace.workers.modules.closed_form import Chain, ClosedForm, Layer, choice_of, is_plain, join, linears_of
-from headrace.workers.modules.distributions import ActionDistribution
+from headrace.workers.modules.distributions import ActionDistribution, Gaussian
 from headrace.workers.modules.encoders import Encoder, is_flat, is_plain_vector
+from headrace.workers.modules.gaussian_act import GaussianAct
+from headrace.workers.modules.kept_layers import KeptLayers
 from headrace.workers.modules.layers import linear
 from headrace.workers.modules.protocol import NumpyAct
 
@@ -199,8 +201,10 @@ class ActorCritic(nn.Module):
 
         action = self._spaces.action
         usual = type(self.distribution) is ActionDistribution and "act" not in vars(self.distribution)
-        if isinstance(action, Discrete) and column_dtype(action) == np.intp and usual:
-            return ChoiceAct(act, [*layers, last], action, relu=relu)
+        if usual and isinstance(action, Discrete) and column_dtype(action) == np.intp:
+            return ChoiceAct(act, KeptLayers([*layers, last], relu=relu), action)
+        if usual and isinstance(action, Box):
+            return GaussianAct(act, KeptLayers([*layers, last], relu=relu), log_std, Gaussian(action, "normal"))
         return act
 
     def _act_through_torch(

@@ -7,7 +7,7 @@ twin is `ActorCritic`'s function that makes all columns at once; tests compare t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Discrete
 from headrace.workers.modules.distributions import choice_logp
+from headrace.workers.modules.kept_layers import KeptLayers
 from headrace.workers.modules.protocol import OUTPUTS, NumpyAct
 
 Array = NDArray[Any]
@@ -25,15 +26,13 @@ class ChoiceAct:
     """A `SplitAct` of one Discrete action, by an MLP with shared layers over a vector of floats.
 
     - whole: the plain twin, which makes all columns.
-    - layers: weights (inputs, outputs) and bias of each layer, the head last. They share the module's memory, so
-      weights copied in place take effect at once.
+    - layers: their head has a logit for each choice, and the value last.
     """
 
-    def __init__(self, whole: NumpyAct, layers: Sequence[tuple[Array, Array]], action: Discrete, *, relu: bool) -> None:
+    def __init__(self, whole: NumpyAct, layers: KeptLayers, action: Discrete) -> None:
         self._whole = whole
         self._layers = layers
         self._start = action.start
-        self._relu = relu
         self._make_room(0)
 
     def __call__(self, columns: Mapping[str, Array], noise: Array | None) -> dict[str, Array]:
@@ -43,17 +42,11 @@ class ChoiceAct:
     def choose(self, columns: Mapping[str, Array], noise: Array | None) -> dict[str, Array]:
         """Return `actions`, and the head's outputs (rows, choices + 1), which the next call overwrites."""
         x = columns["obs"]
-        if len(x) != self._rows:
+        outputs = self._outputs
+        if len(x) != len(outputs):
             self._make_room(len(x))
-        if x.dtype != np.float32:
-            x = x.astype(np.float32)
-        for weight, bias, y in self._hidden:
-            np.dot(x, weight, y)
-            np.add(y, bias, y)
-            x = np.maximum(y, 0.0, out=y) if self._relu else np.tanh(y, y)
-        weight, bias, outputs = self._head
-        np.dot(x, weight, outputs)
-        np.add(outputs, bias, outputs)
+            outputs = self._outputs
+        self._layers.write(x, outputs)
         index = outputs[:, :-1].argmax(axis=1) if noise is None else self._pick(noise)
         return {"actions": index + self._start if self._start else index, OUTPUTS: outputs}
 
@@ -92,11 +85,9 @@ class ChoiceAct:
         return {"logp": logp, "action_dist_inputs": logits, "values": np.ascontiguousarray(outputs[:, -1])}
 
     def _make_room(self, rows: int) -> None:
-        self._rows = rows
-        arrays = [np.empty((rows, weight.shape[1]), np.float32) for weight, _ in self._layers]
-        # Biases have a row axis: numpy adds arrays of one shape twice as fast as it broadcasts, and one row is such.
-        *self._hidden, self._head = [(w, bias[None], y) for (w, bias), y in zip(self._layers, arrays, strict=True)]
-        self._logits = arrays[-1][:, :-1].T
+        self._layers.make_room(rows)
+        self._outputs = np.empty((rows, self._layers.outputs), np.float32)
+        self._logits = self._outputs[:, :-1].T
         self._mass = np.empty(self._logits.shape, np.float32)
         self._total = self._mass[-1]
         self._top = np.empty(rows, np.float32)

@@ -154,10 +154,11 @@ class Gaussian:
     """
 
     def __init__(self, leaf: Box, noise_kind: Literal["uniform", "normal"]) -> None:
-        self._bounds = ActionBounds(leaf)
-        self._dtype = np.dtype(np.float32) if self._bounds.whole else self._bounds.dtype
+        self.bounds = ActionBounds(leaf)
+        self._dtype = np.dtype(np.float32) if self.bounds.whole else self.bounds.dtype
         self._shape, self._size, self._kind = leaf.shape, leaf_size(leaf), noise_kind
         self.inputs, self.noise = 2 * self._size, self._size
+        self._is_row = self._dtype == np.float32 and len(leaf.shape) == 1
 
     def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]:
         """Return (actions, log-densities (rows,)). Without noise, return the mean."""
@@ -168,22 +169,24 @@ class Gaussian:
             normal = noise
         else:
             normal = torch.special.ndtri(torch.from_numpy(np.clip(noise, 2.0**-25, 1 - 2.0**-24))).numpy()
-        actions = (mean + np.exp(log_std) * normal).astype(self._dtype, copy=False)
-        logp = -(0.5 * normal * normal + log_std + _HALF_LOG_TWO_PI).sum(axis=1)
-        return actions.reshape(-1, *self._shape), logp
+        return self.shaped(mean + np.exp(log_std) * normal), normal_logp(normal, log_std)
+
+    def shaped(self, actions: Array) -> Array:
+        """Return the policy's `actions`, float32 (rows, size), in the leaf's shape and the dtype of the column."""
+        return actions if self._is_row else actions.astype(self._dtype, copy=False).reshape(-1, *self._shape)
 
     def for_env(self, actions: Array) -> Array:
         """Return what the env gets in place of `actions`."""
-        return self._bounds.clip(self._bounds.unsquash(actions))
+        return self.bounds.clip(self.bounds.unsquash(actions))
 
     def from_env(self, actions: Array) -> Array:
         """Return an action that `for_env` maps to `actions`."""
-        return self._bounds.squash(actions).astype(self._dtype)
+        return self.bounds.squash(actions).astype(self._dtype)
 
     def mode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean as the policy's actions (rows, *shape), and what the env gets in their place."""
         mean = inputs[:, : self._size].reshape(inputs.shape[0], *self._shape)
-        return mean, self._bounds.torch_clip(self._bounds.torch_unsquash(mean))
+        return mean, self.bounds.torch_clip(self.bounds.torch_unsquash(mean))
 
     def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Return the log-density (rows,) of actions (rows, *shape)."""
@@ -195,6 +198,12 @@ class Gaussian:
     def entropy(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the differential entropy (rows,) in nats."""
         return (inputs[..., self._size :] + 0.5 + _HALF_LOG_TWO_PI).sum(-1)
+
+
+def normal_logp(normal: Array, log_std: Array) -> Array:
+    """Return the log-densities (rows,) of actions that are `normal` deviations from their means, (rows, size) each."""
+    logp: Array = -(0.5 * normal * normal + log_std + _HALF_LOG_TWO_PI).sum(axis=1)
+    return logp
 
 
 class ActionDistribution:

@@ -306,13 +306,14 @@ class EnvRunner(ABC, Generic[Batch]):
         sampler = self._existing_sampler
         enough = enough_episodes(width, sampler) if whole else self._enough_steps(length * width)
         goal = None if most_steps is None or whole else self.totals.stepped + most_steps
+        self_driven = not sampler.resets_envs
         # A batch names one learner epoch.
         self._poll_until(
             lambda: (
                 enough()
                 or (goal is not None and self.totals.stepped >= goal)
                 or self._state.waiting is not None
-                or sampler.is_overdue
+                or (self_driven and sampler.is_overdue)
             ),
             on_poll=on_poll,
             on_wait=on_wait,

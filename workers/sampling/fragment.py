@@ -30,6 +30,7 @@ from headrace.workers.modules.protocol import OUTPUTS, SplitAct
 
 ChunkInfos = dict[int, dict[str, Any]]
 Rows = NDArray[np.intp]
+_ALL = slice(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +82,12 @@ class Fragment:
         """The row of all cursors while they are equal, which saves index arrays; else None."""
         self._cursor: Rows = np.zeros(width, np.intp)
         self._where: Any = None
-        self._from: Any = slice(None)
+        self._from: Rows | None = None
+        """The lanes of the step that is being written; None: all of them."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """The shapes in which the policy's columns last came, by name."""
+        self._seq: int | None = None
+        """The number of the weights that all rows from `_level` on already bear."""
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
@@ -90,15 +96,16 @@ class Fragment:
         if self._level is not None and (acting is None or len(acting) == self.width):
             if self._level >= self.capacity:
                 self._grow()
-            self._where, self._from = (slice(None), self._level), slice(None)
+            self._where, self._from = (_ALL, self._level), None
         else:
             self._settle_cursors()
             lanes = np.arange(self.width) if acting is None else acting
             if np.maximum.reduce(self._cursor) >= self.capacity:
                 self._grow()
             self._where, self._from = (lanes, self._cursor[lanes]), lanes
+        where, some = self._where, self._from
         for name, current in self._observations.items():
-            self.columns[name][self._where] = current[self._from]
+            self.columns[name][where] = current if some is None else current[some]
 
     def put(self, columns: Mapping[str, NDArray[Any]], weights_seq: int) -> None:
         """Write the policy's columns (width, ...) at the cursors of the acting lanes.
@@ -106,15 +113,24 @@ class Fragment:
         Call it before the step, since an env may change its action. Raises `ModuleError` for a column whose dtype or
         shape has changed.
         """
+        where, lanes = self._where, self._from
         for name, values in columns.items():
             column = self.columns.get(name)
             if column is None:
                 column = self._add(name, values)
-            elif values.dtype != column.dtype or values.shape[1:] != column.shape[2:]:
-                was, now = (column.dtype, column.shape[2:]), (values.dtype, values.shape[1:])
-                raise ModuleError(f"the module's column {name!r} was {was} a step and is now {now}; keep it the same")
-            column[self._where] = values[self._from]
-        self.columns["weights_seq"][self._where] = weights_seq
+            if values.shape != self._shapes.get(name) or values.dtype is not column.dtype:
+                self._check_form(name, values, column)
+            column[where] = values if lanes is None else values[lanes]
+        if lanes is not None:
+            self.columns["weights_seq"][where] = weights_seq
+        elif weights_seq != self._seq:
+            self.columns["weights_seq"][:, self._level :] = self._seq = weights_seq
+
+    def _check_form(self, name: str, values: NDArray[Any], column: NDArray[Any]) -> None:
+        if values.dtype != column.dtype or values.shape[1:] != column.shape[2:]:
+            was, now = (column.dtype, column.shape[2:]), (values.dtype, values.shape[1:])
+            raise ModuleError(f"the module's column {name!r} was {was} a step and is now {now}; keep it the same")
+        self._shapes[name] = values.shape
 
     def complete(self, columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return step `columns` (rows, ...) with those that `split` makes, in the place of `OUTPUTS`."""
@@ -152,7 +168,7 @@ class Fragment:
         """Complete the steps of `lanes` (None: those that acted last), and advance their cursors."""
         if lanes is not None and len(lanes) < self.width:
             self._settle_cursors()
-        where = self._at(lanes)
+        where = self._where if lanes is None else self._at(lanes)
         self.columns["rewards"][where] = rewards
         if self._level is not None:
             self._level += 1
@@ -309,6 +325,7 @@ class Fragment:
             larger = np.empty((self.width, self.capacity + extra, *column.shape[2:]), column.dtype)
             larger[:, :used] = column[:, :used]
             self.columns[name] = larger
+        self._seq = None
 
 
 def _lane_and_start(chunk: OpenChunk) -> tuple[int, int]:

@@ -118,14 +118,17 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             timers.begin_poll()
             before = self._connectors_s()
         try:
+            self.envs.on_wait = on_wait
             if self._external_wait is None:
-                self._repair(on_wait)
+                if self.envs.repairing:
+                    self._repair(on_wait)
                 self.steps.act(weights_seq)
                 self._take(stop_at_episodes)
             else:
                 self._external_wait.check()
                 self._take(stop_at_episodes)
-                self._repair(on_wait)
+                if self.envs.repairing:
+                    self._repair(on_wait)
                 self.steps.act(weights_seq)
         except BaseException as error:
             self._clear_up(error)
@@ -152,11 +155,9 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
 
     def _repair(self, on_wait: Callable[[], None] | None) -> None:
         """Rebuild the failed envs that are due. Waits while no env is up."""
-        self.envs.on_wait = on_wait
-        if self.envs.repairing:
-            budget = self._totals.timers.budget
-            with budget.spent_on(WAIT if self._has_no_host else budget.env_part):
-                self.envs.wait_for_one(self._start_episodes, on_wait)
+        budget = self._totals.timers.budget
+        with budget.spent_on(WAIT if self._has_no_host else budget.env_part):
+            self.envs.wait_for_one(self._start_episodes, on_wait)
 
     def _take(self, stop_at_episodes: int | None) -> None:
         steps, events = self.steps, self._events

@@ -28,6 +28,7 @@ class SeatFragment(Fragment):
             wider = np.empty((self.width, *column.shape[1:]), column.dtype)
             wider[:old] = column
             self.columns[name] = wider
+        self._seq = None
         self.open += [None] * (self.width - old)
         cursor = np.zeros(self.width, np.intp)
         cursor[:old] = self._cursor
