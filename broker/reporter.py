@@ -145,7 +145,7 @@ class RedisReporter:
         """Hand over the newest WEIGHTS message for a broker that starts later. Never waits.
 
         The reporter writes at most one version a second, the newest, and large ones less often, as its budget says. It
-        skips a version of more than 64 MiB, and logs that once. Frames that are not bytes are copied.
+        skips a version of more than 64 MiB, and logs that once. The frames are not copied: they must not change.
         """
         if math.isinf(self._budget.due):
             return
@@ -163,7 +163,7 @@ class RedisReporter:
             return
         with self._news:
             if self._weights is None or version > self._weights.version:
-                self._weights = StoredBlob(version, [bytes(frame) for frame in frames])
+                self._weights = StoredBlob(version, list(frames))
                 self._news.notify_all()
 
     def offer_rows(self, rows: Sequence[ReceivedRow]) -> None:

@@ -56,7 +56,7 @@ class StoredBlob:
     """A value as it was stored. `version` is the pointer's. `about` is what its writer said of it."""
 
     version: Version
-    frames: list[bytes]
+    frames: Sequence[Buffer]
     about: bytes = b""
 
 

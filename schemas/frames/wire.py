@@ -300,6 +300,13 @@ def decode_arrays(
     check_payload(payload, frames)
     if is_compressed(header):
         frames = [*frames[:2], *decompress(payload, frames[2:], limits)]
+    return views_of(payload, frames, limits)
+
+
+def views_of(
+    payload: dict[str, Any], frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS
+) -> dict[str, NDArray[Any]]:
+    """Return read-only views of frames that are not compressed, without a look at their bytes. Raises `DecodeError`."""
     manifest = payload.get("arrays")
     if not isinstance(manifest, list) or len(manifest) > limits.arrays:
         raise DecodeError("bad_manifest", f"manifest is not a list of at most {limits.arrays} arrays")

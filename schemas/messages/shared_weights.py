@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.schemas.basics.bounds import Version
@@ -33,7 +34,7 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode
 from headrace.schemas.messages import WeightsHeader, read
 from headrace.schemas.messages.weights import Arrays
-from headrace.schemas.messages.weights_file import map_frames, write_arrays, write_frames
+from headrace.schemas.messages.weights_file import ArrivingFile, map_frames, write_arrays, write_frames
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class SharedWeights:
         self._folder = self._root / hashlib.blake2b(fleet_id.encode(), digest_size=12).hexdigest()
         self._lock: int | None = None
         self._claim: int | None = None
+        self._arriving: Path | None = None
+        """The file of a version that this process pulls for all."""
         self._unusable = self._told = False
 
     def write(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
@@ -154,13 +157,42 @@ class SharedWeights:
         self._claim = claim
         return True
 
-    @property
-    def claimed(self) -> bool:
-        """Return whether this process has the claim."""
-        return self._claim is not None
+    def arriving(self, version: Version, sizes: Sequence[int]) -> ArrivingFile | None:
+        """Return a file for the frames of a version that this process pulls for all. None without the claim.
+
+        `arrived` gives it to other processes. None also where it cannot be written.
+        """
+        if self._claim is None:
+            return None
+        try:
+            self._remove_older(version)
+            _check_room(self._folder, sum(sizes))
+            self._arriving = self._aside(version)
+            return ArrivingFile(self._arriving, sizes)
+        except (OSError, ValueError) as error:
+            self.give_up(error)
+            return None
+
+    def arrived(self, header: WeightsHeader) -> None:
+        """Let other processes find the file that `arriving` returned. The caller has checked the digest."""
+        name, self._arriving = self._arriving, None
+        if name is not None:
+            try:
+                name.replace(self._folder / _name_of(header.version, header.digest))
+            except OSError as error:
+                self._warn(error)
+
+    def give_up(self, error: Exception | None = None) -> None:
+        """Remove the file of a version that does not arrive. `error`: why it cannot be written."""
+        if self._arriving is not None:
+            self._arriving.unlink(missing_ok=True)
+            self._arriving = None
+        if error is not None:
+            self._warn(error)
 
     def release(self) -> None:
         """Give the claim back, if this process has it."""
+        self.give_up()
         if self._claim is not None:
             fcntl.flock(self._claim, fcntl.LOCK_UN)  # a process forked meanwhile would keep it
             os.close(self._claim)

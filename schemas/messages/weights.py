@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,12 +95,23 @@ def check_published(arrays: Arrays, modules: Mapping[str, Shapes]) -> None:
 
 def weights_digest(arrays: Arrays) -> str:
     """Return blake2b-128 over names, dtypes, shapes and bytes, in the order of names: 32 hexadecimal digits."""
-    hasher = hashlib.blake2b(digest_size=16)
+    hasher = new_digest()
+    for about, data in digested(arrays):
+        hasher.update(about)
+        hasher.update(data)
+    return hasher.hexdigest()
+
+
+def new_digest() -> hashlib.blake2b:
+    """Return the hash that gives a digest of weights, once it has all that `digested` yields."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def digested(arrays: Arrays) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield (a line about an array, its bytes) in the order in which a digest takes them."""
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
-        hasher.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
-        hasher.update(array.reshape(-1).view(np.uint8).data)
-    return hasher.hexdigest()
+        yield f"{name}\0{array.dtype.str}\0{array.shape}\0".encode(), array.reshape(-1).view(np.uint8).data
 
 
 def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str = "") -> list[Buffer]:
@@ -109,7 +120,12 @@ def encode_weights(fleet_id: str, version: Version, arrays: Arrays, digest: str 
     Raises `EncodeError` for a dtype that may not go on the wire.
     """
     header = WeightsHeader(fleet_id=fleet_id, version=version, digest=digest or weights_digest(arrays))
-    return encode(MessageKind.WEIGHTS, header.model_dump(), arrays)
+    return encode(MessageKind.WEIGHTS, header.model_dump(), in_order(arrays))
+
+
+def in_order(arrays: Arrays) -> Arrays:
+    """Return the arrays in the order of their names. A receiver can then take the digest while they come."""
+    return dict(sorted(arrays.items()))
 
 
 def read_weights(message: WireMessage) -> tuple[WeightsHeader, Arrays]:
@@ -118,6 +134,12 @@ def read_weights(message: WireMessage) -> tuple[WeightsHeader, Arrays]:
     Raises `DecodeError` when the arrays do not match the digest.
     """
     header = read(WeightsHeader, message.header)
-    if message.arrays and weights_digest(message.arrays) != header.digest:
-        raise DecodeError("weights_digest", f"weights {header.version} do not match their digest")
+    if message.arrays:
+        check_digest(header, weights_digest(message.arrays))
     return header, message.arrays
+
+
+def check_digest(header: WeightsHeader, digest: str) -> None:
+    """Raise `DecodeError` unless `digest`, that of the arrays which came, is the header's."""
+    if digest != header.digest:
+        raise DecodeError("weights_digest", f"weights {header.version} do not match their digest")

@@ -9,6 +9,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from headrace.schemas.basics.bounds import Version
@@ -16,7 +17,7 @@ from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.frames.manifest import pack, view
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode_packed
 from headrace.schemas.messages import WeightsHeader
-from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, weights_digest
+from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, in_order, weights_digest
 
 _ALIGN = 64
 _TAG_BYTES = 16
@@ -27,7 +28,7 @@ _MOST_DIGITS = 21
 def write_frames(path: Path, frames: Sequence[Buffer]) -> None:
     """Write the frames of a WEIGHTS message to a new file, which this user alone can read. Raises `OSError`."""
     with os.fdopen(_create(path), "wb") as file:
-        for part in (struct.pack(f"<{1 + len(frames)}Q", len(frames), *map(len, frames)), *frames):
+        for part in (_head([len(frame) for frame in frames]), *frames):
             file.write(part)
             file.write(bytes(-len(part) % _ALIGN))
 
@@ -40,7 +41,7 @@ def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) ->
 
     Raises `OSError`, and `EncodeError` for arrays that may not go on the wire.
     """
-    payload, manifest = pack(arrays)
+    payload, manifest = pack(in_order(arrays))
     blank = WeightsHeader(fleet_id=fleet_id, version=version, digest="0" * 32)
     draft = encode_packed(MessageKind.WEIGHTS, blank.model_dump(), [], manifest)
     header_bytes = len(draft[1]) + _MOST_DIGITS * (1 + len(payload))
@@ -57,6 +58,36 @@ def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) ->
     finally:
         os.close(descriptor)
     return header, dict(views)
+
+
+class ArrivingFile:
+    """A new file of a version whose frames come piece by piece. Close it when the last one has come.
+
+    A piece is copied once, and no process can read the file by its name until it has its final one.
+    """
+
+    def __init__(self, path: Path, sizes: Sequence[int]) -> None:
+        """`sizes`: those of all frames. Raises `OSError`, as `put` does where memory has no room."""
+        head = _head(sizes)
+        ends = accumulate(map(_aligned, sizes), initial=_aligned(len(head)))
+        self._descriptor = _create(path)
+        try:
+            *self._starts, end = ends
+            os.ftruncate(self._descriptor, end)
+            _write_at(self._descriptor, head, 0)
+            self.frames = map_frames(path)
+            """All frames, as views of the file: zeros where nothing has come."""
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, frame: int, offset: int, part: Buffer) -> None:
+        """Write bytes of one frame."""
+        _write_at(self._descriptor, part, self._starts[frame] + offset)
+
+    def close(self) -> None:
+        """Close the file. Its views stay."""
+        os.close(self._descriptor)
 
 
 def map_frames(path: Path) -> list[Buffer]:
@@ -88,6 +119,18 @@ def _frames_in(whole: memoryview, path: Path) -> list[Buffer]:
         frames.append(whole[start : start + size])
         start = _aligned(start + size)
     return frames
+
+
+def _head(sizes: Sequence[int]) -> bytes:
+    return struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
+
+
+def _write_at(descriptor: int, part: Buffer, start: int) -> None:
+    """Write all of a part. The system may take less of it at a time."""
+    left = memoryview(part)
+    while left:
+        written = os.pwrite(descriptor, left, start)
+        left, start = left[written:], start + written
 
 
 def _create(path: Path) -> int:

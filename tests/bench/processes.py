@@ -31,8 +31,10 @@ _STOP_S = 15.0
 class Processes:
     """Child processes that end with the `with` block, the newest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, enter: Callable[[], None] | None = None) -> None:
+        """`enter` is called first in each process."""
         os.environ.update(ONE_THREAD)
+        self._enter = enter
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-bench-")
         self._all: list[Any] = []
 
@@ -43,7 +45,7 @@ class Processes:
 
     def start(self, target: Callable[..., None], *args: Any) -> int:
         """Run `target(*args)` in a process of its own; return its pid."""
-        process = FORKED.Process(target=_quietly, args=(target, *args), daemon=True)
+        process = FORKED.Process(target=_quietly, args=(self._enter, target, *args), daemon=True)
         process.start()
         self._all.append(process)
         return int(process.pid)
@@ -92,9 +94,11 @@ def until_terminated() -> threading.Event:
     return stopping
 
 
-def _quietly(target: Callable[..., None], *args: Any) -> None:
+def _quietly(enter: Callable[[], None] | None, target: Callable[..., None], *args: Any) -> None:
     logging.basicConfig(level=logging.ERROR)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if enter is not None:
+        enter()
     target(*args)
 
 

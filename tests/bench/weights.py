@@ -16,9 +16,11 @@ import hashlib
 import math
 import mmap
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -154,13 +156,24 @@ class Publishing:
 class Headrace(Publishing):
     """The publisher here, a broker, and links of workers."""
 
-    def __init__(self, nbytes: int, workers: int, processes: Processes) -> None:
-        super().__init__(nbytes, workers)
-        config = build_config({"learner": {"enabled": False}})
+    def __init__(
+        self,
+        nbytes: int,
+        workers: int,
+        processes: Processes,
+        hosts: Sequence[Processes] = (),
+        broker: Mapping[str, Any] = MappingProxyType({}),
+        keys: str = "",
+    ) -> None:
+        """`hosts`: each has so many workers; `processes` alone if there are none. `broker`: settings of the broker."""
+        hosts = hosts or (processes,)
+        super().__init__(nbytes, workers * len(hosts))
+        config = build_config({"learner": {"enabled": False}, "broker": dict(broker), "keys": {"dir": keys}})
         self.pids["broker"], endpoints = processes.start_broker(config)
         told = config, endpoints.worker, nbytes, processes.folder, self.loaded
-        self.pids |= {f"worker {n}": processes.start(_follow, *told) for n in range(workers)}
-        self._publisher = WeightPublisher(endpoints.learner)
+        for host, workplace in enumerate(hosts):
+            self.pids |= {f"worker {host}/{n}": workplace.start(_follow, *told) for n in range(workers)}
+        self._publisher = WeightPublisher(endpoints.learner, keys=keys or None)
         self.await_workers()  # each has joined
 
     def publish(self) -> None:

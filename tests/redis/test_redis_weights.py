@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -111,6 +112,24 @@ def test_the_reporter_stores_the_newest_weights_for_the_next_broker(url: str, fl
     assert saved.weights.version == (1, 199)
     assert saved.weights.frames == [b"frame", b"199"]
     following.close(1.0)
+
+
+def test_the_brokers_loop_copies_no_weights_for_redis(url: str, fleet_id: str, shelf: RedisBlob) -> None:
+    reporter = RedisReporter(url, fleet_id, weights_per_hour=PIECE_BYTES)  # the second version is due in an hour
+    reporter.offer_weights((1, 1), [b"tag", bytes(PIECE_BYTES)])
+    wait_until(lambda: shelf.version() == (1, 1), "the first version")
+    mapped = memoryview(bytes(8 * PIECE_BYTES))
+    tracemalloc.start()
+    try:
+        reporter.offer_weights((1, 2), [b"tag", mapped])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < PIECE_BYTES
+    assert reporter.close(30.0)
+    stored = shelf.load()
+    assert stored is not None
+    assert (stored.version, stored.frames) == ((1, 2), [b"tag", bytes(mapped)])
 
 
 def test_weights_beyond_64_mib_are_skipped_with_one_line(

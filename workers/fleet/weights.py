@@ -9,16 +9,18 @@ are ignored, so the version in use never goes back.
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode, frames_of
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, WireMessage
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull, read
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import MOST_WEIGHTS_BYTES, Arrays, WeightsVersion, read_weights
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
+from headrace.workers.fleet.arriving_weights import ArrivingWeights, OwnMemory
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ PIECES_IN_FLIGHT = 8
 PULL_RETRY_S = 2.0
 OTHERS_PULL_S = 10.0
 """Seconds to wait for a version that another worker of this machine pulls, before the worker pulls it too."""
+SEEK_S = 0.005
+"""Seconds between two looks for a version that another worker of this machine pulls."""
 BROADCAST_S = 0.2
 """Seconds to wait for the broadcast of a version that the broker announced, before the worker pulls it."""
 
@@ -41,10 +45,10 @@ class WeightsReceiver:
         """The newest version collected."""
         self._ready: WeightsVersion | None = None
         self._wanted: Version = (0, 0)
-        self._pulling: Version = (0, 0)
-        self._blob = np.empty(0, np.uint8)
-        """Memory for the whole version, from its first piece on: `_have` bytes have come, `_asked` are asked for."""
-        self._have = self._asked = 0
+        self._arriving: ArrivingWeights | None = None
+        """The version that is pulled, from its first piece on."""
+        self._asked = 0
+        """Bytes of it that are asked for."""
         self._ask_at: float | None = None
         self._sought: WeightsHeader | None = None
         """An announced version that another worker of this machine pulls."""
@@ -55,7 +59,7 @@ class WeightsReceiver:
             if message.kind is MessageKind.WEIGHTS_PART:
                 self._take_part(message, now)
             else:
-                self._take_weights(message, now)
+                self._take(*read_weights(message), now)
         except DecodeError as error:
             log.warning("weights refused: %s", error)
 
@@ -66,7 +70,12 @@ class WeightsReceiver:
     @property
     def pulling(self) -> bool:
         """Return whether part of a version has arrived. Asking early for the next pieces completes it sooner."""
-        return self._blob.size > 0
+        return self._arriving is not None
+
+    @property
+    def patience_s(self) -> float:
+        """Return the seconds after which `requests` is to be called again, whatever has come."""
+        return math.inf if self._sought is None else SEEK_S
 
     def take(self) -> WeightsVersion | None:
         """Return the newest version collected since the last call, or None."""
@@ -82,14 +91,15 @@ class WeightsReceiver:
             self._seek(self._sought, now)
         if self._wanted <= self.newest or self._ask_at is None:
             return []
+        arriving = self._arriving
+        version, have, size = (arriving.version, arriving.have, arriving.size) if arriving else ((0, 0), 0, 1)
         if now >= self._ask_at:
-            self._asked, self._ask_at = self._have, now + PULL_RETRY_S
-        elif not self.pulling:
+            self._asked, self._ask_at = have, now + PULL_RETRY_S
+        elif arriving is None:
             return []
-        end = min(self._have + PIECES_IN_FLIGHT * PIECE_BYTES, self._blob.size or 1)
-        offsets = range(self._asked, end, PIECE_BYTES)
+        offsets = range(self._asked, min(have + PIECES_IN_FLIGHT * PIECE_BYTES, size), PIECE_BYTES)
         self._asked += len(offsets) * PIECE_BYTES
-        return [WeightsPull(version=self._pulling, offset=offset, length=PIECE_BYTES) for offset in offsets]
+        return [WeightsPull(version=version, offset=offset, length=PIECE_BYTES) for offset in offsets]
 
     def _want(self, version: Version, ask_at: float) -> None:
         if version > max(self.newest, self._wanted):
@@ -103,23 +113,23 @@ class WeightsReceiver:
         if version == self._wanted and not self._asked:
             self._ask_at = ask_at
 
-    def _take_weights(self, message: WireMessage, now: float, pulled: list[Buffer] | None = None) -> None:
-        """Take a version, or look for one that is announced. `pulled`: its frames, for this machine's other workers."""
-        header, arrays = read_weights(message)
-        if header.version <= self.newest or header.fleet_id != self.fleet_id:
+    def _take(self, header: WeightsHeader, arrays: Arrays, now: float) -> None:
+        """Take a checked version, or look for one that is announced."""
+        if not self._is_news(header):
             return
-        if not arrays:
+        if arrays:
+            self._take_arrays(header, arrays, now)
+        else:
             self._seek(header, now)
-            return
-        if pulled is not None and self._shared is not None and self._shared.claimed:
-            self._shared.write(header, pulled)
-        self._take_arrays(header, arrays, now)
+
+    def _is_news(self, header: WeightsHeader) -> bool:
+        return header.version > self.newest and header.fleet_id == self.fleet_id
 
     def _take_arrays(self, header: WeightsHeader, arrays: Arrays, now: float) -> None:
         self.newest = header.version
         self._ask_at = None if self._wanted <= self.newest else now
-        if self._pulling <= self.newest:
-            self._begin((0, 0), 0)
+        if self._arriving is None or self._arriving.version <= self.newest:
+            self._stop()
         self._ready = WeightsVersion(header.version, header.digest, arrays)
         self._sought = None
         if self._shared is not None:
@@ -149,26 +159,56 @@ class WeightsReceiver:
         piece = message.arrays.get("part")
         if piece is None or part.version <= self.newest:
             return
-        size = sum(part.frame_sizes)
-        if part.version != self._pulling or size != self._blob.size:
-            self._begin(part.version, size)
-        if part.offset != self._have or piece.nbytes > size - self._have:
+        arriving = self._arriving
+        if arriving is None or (part.version, part.frame_sizes) != (arriving.version, arriving.sizes):
+            arriving = self._start(part.version, part.frame_sizes)
+        if part.offset != arriving.have or piece.nbytes > arriving.size - arriving.have:
             return
-        self._blob[self._have : self._have + piece.nbytes] = piece.reshape(-1).view(np.uint8)
-        self._have += piece.nbytes
-        self._asked = max(self._asked, self._have)
         self._ask_at = now + PULL_RETRY_S  # a retry, also in case the collected bytes are not the published ones
-        if self._have == size:
-            blob = self._blob
-            self._begin((0, 0), 0)
-            frames = frames_of(blob.data, part.frame_sizes)
-            self._take_weights(decode(frames), now, frames)
+        try:
+            arriving.add(piece.reshape(-1).view(np.uint8).data)
+            self._asked = max(self._asked, arriving.have)
+            if arriving.have == arriving.size:
+                self._complete(arriving, now)
+        except OSError as error:
+            self._pull_alone(error, now)
+        except DecodeError:
+            self._stop()
+            raise
 
-    def _begin(self, version: Version, size: int) -> None:
-        """Make room for a version of `size` bytes. The memory is taken as pieces come, not at once."""
-        if size > MOST_WEIGHTS_BYTES:
+    def _complete(self, arriving: ArrivingWeights, now: float) -> None:
+        """Take a version that has come whole. Let this machine's other workers find it, if it is pulled for all."""
+        header, arrays = arriving.message()
+        if self._shared is not None and arrays and self._is_news(header):
+            self._shared.arrived(header)
+        self._stop()
+        self._take(header, arrays, now)
+
+    def _start(self, version: Version, sizes: list[int]) -> ArrivingWeights:
+        """Make room for a version. Memory is taken as pieces come, not at once."""
+        self._stop()
+        size = sum(sizes)
+        if size > MOST_WEIGHTS_BYTES or len(sizes) > DEFAULT_LIMITS.frames:
+            allowed = f"{MOST_WEIGHTS_BYTES} in {DEFAULT_LIMITS.frames} are allowed"
             raise DecodeError(
-                "payload_too_large", f"weights {version} of {size} bytes; {MOST_WEIGHTS_BYTES} are allowed"
+                "payload_too_large", f"weights {version} of {size} bytes in {len(sizes)} frames; {allowed}"
             )
-        self._pulling, self._blob = version, np.empty(size, np.uint8)
-        self._have = self._asked = 0
+        room = self._shared.arriving(version, sizes) if self._shared is not None else None
+        self._arriving = ArrivingWeights(version, sizes, room or OwnMemory(sizes))
+        return self._arriving
+
+    def _stop(self) -> None:
+        """Forget the version that is pulled, which other workers cannot find."""
+        if self._arriving is not None:
+            self._arriving.close()
+        self._arriving, self._asked = None, 0
+        if self._shared is not None:
+            self._shared.give_up()
+
+    def _pull_alone(self, error: OSError, now: float) -> None:
+        """Pull again from the start, to memory of this process, where the file of all has no more room."""
+        self._stop()
+        if self._shared is not None:
+            self._shared.give_up(error)
+            self._shared.release()
+        self._ask_at = now

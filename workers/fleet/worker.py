@@ -356,7 +356,7 @@ class Worker:
         self._shipper.step()
         now = time.monotonic()
         if now >= self._next_pump or self.weights.pulling:
-            self._next_pump = now + PUMP_INTERVAL_S
+            self._next_pump = now + min(PUMP_INTERVAL_S, self.weights.patience_s)
             with self._budget.spent_on(OTHER):
                 self._note_answers(now)
                 self._pump()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
+
+import orjson
 
 from support.fleets.two_machines import NoNamespacesError, run_ip
 
@@ -63,6 +68,37 @@ class Machines:
         """Pull the cable of a machine out of the switch, or put it back."""
         run_ip("-n", self._tag, "link", "set", self._cable(name), "up" if connected else "down")
 
+    def limit(self, name: str, bits_per_s: int) -> None:
+        """Bound the rate of a machine's link, in each direction."""
+        shape = ("root", "tbf", "rate", f"{bits_per_s}bit", "burst", "256kb", "latency", "50ms")
+        ends = ((self._namespace(name), "eth0"), (self._tag, self._cable(name)))
+        for namespace, device in ends:
+            run_ip("netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, *shape)
+
+    def received_bytes(self, name: str) -> int:
+        """Return the bytes that have come to a machine over its link, with all headers."""
+        told = subprocess.run(
+            ["ip", "-json", "-statistics", "-n", self._namespace(name), "link", "show", "eth0"],
+            capture_output=True,
+            check=True,
+        )
+        return int(orjson.loads(told.stdout)[0]["stats64"]["rx"]["bytes"])
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """Run the block in the network of a machine: this thread, and those that it starts."""
+        before = Path(f"/proc/{os.getpid()}/fd/{os.open('/proc/thread-self/ns/net', os.O_RDONLY)}")
+        try:
+            self.enter(name)
+            yield
+        finally:
+            _set_network(before)
+            os.close(int(before.name))
+
+    def enter(self, name: str) -> None:
+        """Move this thread, and those that it starts, to the network of a machine."""
+        _set_network(Path("/run/netns", self._namespace(name)))
+
     def _add(self, name: str) -> None:
         namespace, cable = self._namespace(name), self._cable(name)
         run_ip("netns", "add", namespace)
@@ -87,3 +123,12 @@ class Machines:
         for namespace in (*map(self._namespace, self._number), self._tag):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
             shutil.rmtree(_FILES / namespace, ignore_errors=True)
+
+
+def _set_network(namespace: Path) -> None:
+    libc, descriptor = ctypes.CDLL(None, use_errno=True), os.open(namespace, os.O_RDONLY)
+    try:
+        if libc.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+    finally:
+        os.close(descriptor)
