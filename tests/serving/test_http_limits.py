@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -192,6 +193,16 @@ def test_the_body_of_a_request_without_the_token_is_not_read() -> None:
         with RawHttp(server.url) as client:
             client.say(HEALTH + put("/v1/sessions/s", b"", "authorization: Bearer " + "t" * 16))
             assert [client.hear().status for _ in range(2)] == [200, 200]
+
+
+def test_a_client_that_closes_before_its_answer_ends_its_own_connection_alone(server: Served) -> None:
+    """Its system resets the connection as soon as it gets the answer, before the server can end its own side."""
+    for path in (STEP, STEP[:14], "/nothing"):
+        for _ in range(20):
+            with RawHttp(server.url) as client:
+                client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # request and end arrive together
+                client.say(put(path, b'{"observation": [1, 2]}' if path == STEP else b"{}", "Connection: close"))
+    placed(server).close()
 
 
 def test_a_silent_connection_is_closed_without_an_answer(server: Served) -> None:

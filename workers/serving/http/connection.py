@@ -303,7 +303,14 @@ class HttpConnection(asyncio.Protocol):
             self._ignores_input = self._closing = True
             self._waiting_since = self._loop.time()
             self._received.clear()
-            (self._transport.close if self._got_eof else self._transport.write_eof)()
+            (self._transport.close if self._got_eof else self._end_output)()
+
+    def _end_output(self) -> None:
+        """Tell the client that it has the last answer."""
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has closed unseen: its system resets the connection as soon as it gets the answer
+            self._transport.abort()
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
