@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from headrace.broker.learner_rows_file import LearnerRowsFile
 from headrace.broker.lifetime_file import LifetimeFile
 from headrace.broker.mirror import Mirror
 from headrace.broker.redis.blob import LARGEST_WEIGHTS, ByteBudget, StoredBlob, weights_in
-from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, connect, in_words
+from headrace.broker.redis.client import ODD_ANSWERS, REDIS_FAILURES, RedisReader, connect, in_words
 from headrace.broker.redis.parser import SourceKey
 from headrace.broker.redis.rows import ReceivedRow, RedisRows
 from headrace.broker.report import LIVE_S, MergeScript, Part, Report, SavedState, read_saved_state
@@ -375,7 +376,12 @@ class RedisReporter:
             self._not_before = now + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, LONGEST_BACKOFF_S)
         if first:
-            log.warning("Redis at %s is away (%s); the fleet goes on and reports later", self._url, in_words(error))
+            log.warning(
+                "Redis at %s is away (%s); the fleet goes on and reports later",
+                self._url,
+                in_words(error),
+                exc_info=error if isinstance(error, ODD_ANSWERS) else None,
+            )
 
     def _note_presence(self) -> None:
         with self._news:
@@ -388,5 +394,5 @@ class RedisReporter:
 
 
 def _life(name: bytes) -> SourceKey | None:
-    slot, _, incarnation = name.partition(b"/")
-    return (int(slot), int(incarnation)) if slot.isdigit() and incarnation.isdigit() else None
+    found = re.fullmatch(rb"(\d{1,9})/(\d{1,9})", name)
+    return (int(found[1]), int(found[2])) if found else None

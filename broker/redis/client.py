@@ -42,9 +42,11 @@ _SAYS_NO_NAME: dict[str, Any] = (
     else {"lib_name": None, "lib_version": None}
 )
 
-REDIS_FAILURES = (RedisError, OSError)
+ODD_ANSWERS = (TypeError, ValueError, AttributeError, LookupError, RecursionError)
+"""Errors of the library where the server's answer is not of the form that Redis gives to this command."""
+REDIS_FAILURES = (RedisError, OSError, *ODD_ANSWERS)
 """Errors that any call may raise while Redis is away or refuses: no connection, time out, LOADING, NOAUTH, READONLY,
-OOM.
+OOM. A server that is no Redis causes `ODD_ANSWERS`.
 """
 
 _HANDSHAKE_S = 1.0
@@ -93,6 +95,8 @@ def _tls_options(query: str) -> dict[str, Any]:
 def in_words(error: BaseException) -> str:
     """Return one line that says why a call to Redis failed."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    if isinstance(error, ODD_ANSWERS):
+        text = f"it answers what no Redis would: {text}"
     return text[:200]
 
 
@@ -163,7 +167,12 @@ class RedisReader:
         return found[0] if found else None
 
     def _entries(self, *command: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        return [(identity, fields or {}) for identity, fields in self._ask_right_type(*command) or ()]
+        try:
+            return [(identity, fields or {}) for identity, fields in self._ask_right_type(*command) or ()]
+        except ResponseError as error:
+            if "invalid start ID" in str(error):  # no id can follow the largest one
+                return []
+            raise
 
     def hashes_at_once(self, keys: Mapping[str, str]) -> tuple[dict[str, dict[bytes, bytes]], list[str]]:
         """Read several hashes as of one moment (MULTI). Return them by the names that `keys` gives them.

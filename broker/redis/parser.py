@@ -33,6 +33,9 @@ V = TypeVar("V")
 _LARGEST = 1 << 53
 """Above this Lua's numbers, which are doubles, stop being exact."""
 
+_LATEST_UNIX_S = 1e11
+"""More than three thousand years."""
+
 
 @dataclass(slots=True)
 class HashParser:
@@ -114,7 +117,7 @@ class HashParser:
         unix_s, epoch, since_unix_s, connected and committed_unix_s are numbers, the rest is text.
         """
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
-        moments = dict.fromkeys(("unix_s", "since_unix_s", "connected", "committed_unix_s"), finite)
+        moments = dict.fromkeys(("unix_s", "since_unix_s", "connected", "committed_unix_s"), _moment)
         for name, read in {"epoch": _epoch, **moments}.items():
             if name in lease:
                 kept = self._parse("lease", {name.encode(): lease.pop(name).encode()}, str, read)
@@ -132,7 +135,7 @@ class HashParser:
 
     def moment(self, key: str, raw: bytes | None) -> float | None:
         """Parse a single time in unix seconds; None when it is absent."""
-        found = self._parse(key, {} if raw is None else {b"time": raw}, str, finite)
+        found = self._parse(key, {} if raw is None else {b"time": raw}, str, _moment)
         return found.get("time")
 
     def _parse(self, key: str, raw: Hash, name: Callable[[str], K], value: Callable[[str], V]) -> dict[K, V]:
@@ -199,6 +202,13 @@ def finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("not a finite number")
+    return value
+
+
+def _moment(text: str) -> float:
+    value = finite(text)
+    if not 0 <= value <= _LATEST_UNIX_S:
+        raise ValueError("not a time")
     return value
 
 

@@ -58,6 +58,16 @@ local function replace(key, fields)
   set(key, fields)
 end
 
+-- Any program may have written the values that the script finds. It judges their form before it reads their parts: an
+-- error of Lua would stop it in its middle, at each report again.
+local function are_pairs(list)
+  if type(list) ~= 'table' then return false end
+  for _, pair in pairs(list) do
+    if type(pair) ~= 'table' or type(pair[1]) ~= 'number' or type(pair[2]) ~= 'number' then return false end
+  end
+  return true
+end
+
 -- What a row knows: batches cut, batches settled, steps and chunks accepted; nil for a value that is no row. For a
 -- closed life: the steps accepted or lost, and how many are not held any more, since a dead broker's batches are lost.
 local function knowledge(row)
@@ -65,7 +75,8 @@ local function knowledge(row)
       or type(row.accepted) ~= 'table' then return nil end
   local measures = {row.totals.seq, row.settled.seq, row.accepted[1], row.accepted[2], 0}
   for i = 1, 4 do if type(measures[i]) ~= 'number' then return nil end end
-  if row.closed and type(row.lost) == 'table' and type(row.held) == 'table' then
+  if row.closed then
+    if not (are_pairs(row.lost) and are_pairs({row.held}) and row.held) then return nil end
     for _, count in pairs(row.lost) do
       measures[3], measures[4] = measures[3] + count[1], measures[4] + count[2]
     end
@@ -90,7 +101,7 @@ local totals, added, sources = {}, {}, {}
 local function is_count(name)
   if totals[name] == nil then
     local total = redis.call('HGET', TOTALS, name) or '0'
-    totals[name] = string.match(total, '^%d+$') ~= nil and tonumber(total)
+    totals[name] = #total < 19 and string.match(total, '^%d+$') ~= nil and tonumber(total)  -- HINCRBY takes 64 bits
   end
   return totals[name] ~= false
 end
@@ -104,7 +115,7 @@ local function merge_counters(source, counters)
   local stored = redis.call('HMGET', SOURCES, unpack(fields))
   for i, name in ipairs(names) do
     local before, value = tonumber(stored[i] or '0'), counters[name]
-    if not before or not is_count(name) then
+    if not before or not (before < 2^53) or not is_count(name) then  -- not (x < y): x may be nan
       skipped[#skipped + 1] = fields[i]
     elseif value > before then
       added[name] = (added[name] or 0) + value - before
@@ -119,7 +130,7 @@ if not report.fleet.ended_unix_s then redis.call('HDEL', FLEET, 'ended_unix_s') 
 
 local function lives_of(text)
   local ok, known = pcall(cjson.decode, text or '')
-  if not ok or type(known) ~= 'table' or type(known.highest) ~= 'number' or type(known.missing) ~= 'table' then
+  if not ok or type(known) ~= 'table' or type(known.highest) ~= 'number' or not are_pairs(known.missing) then
     return 0, 0, {}
   end
   local count = known.highest
@@ -251,11 +262,11 @@ if report.fleet.ended_unix_s then
   for _, key in ipairs({POLICIES, METRICS}) do redis.call('PERSIST', key) end
 end
 local held = tonumber(redis.call('HGET', LEASE, 'epoch') or '0') or 0
-if held >= 2^40 - 1 then held = 0 end  -- MOST_EPOCH of bounds.py: an older broker without bounds wrote it
+if not (held < 2^40 - 1) then held = 0 end  -- nan too; MOST_EPOCH of bounds.py: an older broker without bounds wrote it
 if report.lease.epoch and tonumber(report.lease.epoch) >= held then replace(LEASE, report.lease) end
 for slot, incarnation in pairs(report.incarnations) do
   local highest = tonumber(redis.call('HGET', INCARNATIONS, slot) or '0') or 0
-  if highest >= 999999999 then highest = 0 end  -- MOST_LIVES
+  if not (highest < 999999999) then highest = 0 end  -- MOST_LIVES
   if incarnation > highest then redis.call('HSET', INCARNATIONS, slot, string.format('%.0f', incarnation)) end
 end
 
@@ -266,10 +277,17 @@ for _, name in ipairs(report.env_errors_gone) do redis.call('HDEL', ERRORS, name
 local seen = 0
 if redis.call('HGET', FLEET, 'event_source') == report.event_source then
   seen = tonumber(redis.call('HGET', FLEET, 'event_number') or '0') or 0
+  if not (seen < 2^53) then seen = 0 end
+end
+local function append(event)
+  return redis.pcall('XADD', EVENTS, 'MAXLEN', '~', '1000', '*', unpack(event.fields))
 end
 for _, event in ipairs(report.events) do
   if event.number > seen then
-    redis.call('XADD', EVENTS, 'MAXLEN', '~', '1000', '*', unpack(event.fields))
+    if append(event).err then  -- no id is above the newest one
+      redis.call('DEL', EVENTS)
+      append(event)
+    end
     seen = event.number
   end
 end

@@ -28,6 +28,8 @@ MOST_CONNECTIONS = 256
 """At once. A browser has six, of which one follows a page."""
 SILENT_S = 10.0
 """A connection may take so many seconds for a request, and from an answer to the next request."""
+_HEAD_BYTES = 1 << 16
+"""The longest request line and headers together."""
 _ANSWERS_S, _CLOSE_S = 3, 5.0
 """Seconds for answers under way, such as the last state of a stream, and for the end of the thread that serves."""
 
@@ -77,6 +79,8 @@ class WebPort:
             access_log=False,
             server_header=False,
             lifespan="off",
+            http="h11",  # the other implementation, httptools, bounds neither request line nor headers
+            h11_max_incomplete_event_size=_HEAD_BYTES,
             ws="none",
             limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=_ANSWERS_S,

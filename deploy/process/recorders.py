@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import Reading
+from headrace.schemas.errors import RunDirError
 
 _NAME = re.compile(r"worker-(\d{1,9})-([1-9]\d{0,8})\.rec")
 
@@ -21,8 +22,15 @@ def recorder_path(recorders: Path, slot: int, incarnation: int) -> Path:
 
 
 def recorders_in(folder: Path) -> Iterator[tuple[Life, Path]]:
-    """Yield all recorders in the folder, in order of their names; other files are left alone."""
-    for path in sorted(folder.iterdir()):
+    """Yield all recorders in the folder, in order of their names; other files are left alone.
+
+    Raises `RunDirError` for a folder that cannot be read.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise RunDirError(str(folder), f"it cannot be read ({error.strerror})") from error
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match is not None and path.is_file():
             yield (int(match[1]), int(match[2])), path

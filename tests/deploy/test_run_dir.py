@@ -16,6 +16,7 @@ import pytest
 from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.process.child import Child
+from headrace.deploy.process.recorders import recorders_in
 from headrace.deploy.process.supervisor import Role
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.fleet_file import read_addresses, read_fleet_file
@@ -125,6 +126,11 @@ def test_a_removed_run_directory_does_not_end_a_training_fleet(
         run_dir.path.mkdir()
         record.note(state="stopped")
         assert read_fleet_file(run_dir.fleet_json).state == "stopped"
+
+
+def test_recorders_whose_folder_is_gone_are_one_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"recorders cannot be used: it cannot be read \(No such file"):
+        list(recorders_in(tmp_path / "recorders"))
 
 
 def test_the_address_of_a_broker_started_alone_is_found(tmp_path: Path) -> None:

@@ -81,6 +81,16 @@ def test_connections_beyond_the_cap_get_503_until_others_end(monkeypatch: pytest
         wait_until(lambda: status() == b"HTTP/1.1 200", "a free place")
 
 
+@pytest.mark.parametrize("start", [b"GET /?", GET[:-2] + b"a: ", GET[:-2] + b"a: b\r\n" * 1000])
+def test_a_head_without_an_end_ends_its_connection(start: bytes) -> None:
+    with WebPort("127.0.0.1:0", None) as port, port.serving(app), ExitStack() as stack:
+        endless = connected(port.url, start, stack)
+        kinds = b"b" * 1000 if start[-1:] in b"? " else b"a: b\r\n" * 100
+        with pytest.raises(ConnectionError):
+            endless.sendall(kinds * 20_000)  # more than the buffers of both sockets hold
+        assert b"200 OK" in connected(port.url, GET, stack).recv(1 << 16)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
 def test_a_token_in_clear_off_loopback_logs_a_warning(
     host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import random
 import signal
+import socketserver
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from headrace.broker.redis.rows import ReceivedRow
@@ -22,7 +25,9 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetric, SumsOfLife
 from headrace.schemas.accounts.redis_keys import (
     EVENTS,
     FLEET,
+    FOLDED,
     INCARNATIONS,
+    LEARNER_ROWS,
     LEASE,
     LEDGER,
     SOURCES,
@@ -467,6 +472,74 @@ def test_a_total_that_is_no_number_is_left_alone_and_logged(
     snapshot = read(url, fleet_id)
     assert snapshot.totals["accepted_agent_steps_total"] == 352
     assert any("accepted_chunks_total" in problem for problem in audit(snapshot))
+
+
+_LIFE = {"totals": {"seq": 99}, "settled": {"seq": 9}, "accepted": [1, 1], "closed": True}
+_LARGEST_ID = "18446744073709551615-18446744073709551615"
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "value"),
+    [
+        (LEDGER, "9" * 5000 + "/1", "x"),
+        (LEDGER, "0/1", orjson.dumps(_LIFE | {"lost": {"stale": 1}, "held": [0, 0]})),
+        (LEDGER, "0/1", orjson.dumps(_LIFE | {"lost": {}, "held": []})),
+        (LEDGER, "0/1", orjson.dumps(_LIFE | {"lost": {}})),
+        (FOLDED, "0", b'{"highest": 5, "missing": [1]}'),
+        (TOTALS, "episodes_total", "9" * 30),
+        (TOTALS, "episodes_total", "9" * 19),
+        (SOURCES, "0/1/episodes_total", "inf"),
+        (LEASE, "epoch", "nan"),
+        (INCARNATIONS, "0", "nan"),
+    ],
+)
+def test_a_value_by_hand_keeps_no_other_value_out_of_redis(
+    url: str, fleet_id: str, client: Any, make_row: MakeRow, key: Key, field: str, value: Any
+) -> None:
+    client.hset(key_name(fleet_id, key), field, value)
+    report_once(url, fleet_id, Report(rows=[make_row()], lease={"epoch": 3}, incarnations={0: 1}))
+    snapshot = read(url, fleet_id)
+    assert snapshot.rows == {(0, 1): make_row()}
+    assert snapshot.totals["accepted_agent_steps_total"] == 320
+    assert (snapshot.lease["epoch"], snapshot.incarnations) == (3, {0: 1})
+
+
+def test_events_go_on_after_the_largest_id_that_a_stream_can_have(url: str, fleet_id: str, client: Any) -> None:
+    for key in (EVENTS, LEARNER_ROWS):
+        client.xadd(key_name(fleet_id, key), {"a": "b"}, id=_LARGEST_ID)
+    report_once(url, fleet_id, Report(events=[{"event": "worker_joined"}], gauges={"workers": 1.0}))
+    with FleetView(url, fleet_id) as view:
+        assert [event.kind for event in view.events()] == ["worker_joined"]
+        (last,) = view.learner_rows()
+        assert view.learner_rows(last.identity) == []
+
+
+def test_a_time_that_cannot_be_is_left_out(url: str, fleet_id: str, client: Any) -> None:
+    client.hset(key_name(fleet_id, FLEET), mapping={"reported_unix_s": "1e308", "ended_unix_s": "-1"})
+    snapshot = read(url, fleet_id)
+    assert (snapshot.reported_unix_s, snapshot.ended_unix_s, len(snapshot.garbage)) == (None, None, 2)
+
+
+@pytest.mark.parametrize("answer", [b":1", b"$abc", b":" + b"9" * 5000, b"*1\r\n" * 20_000 + b":1"])
+def test_a_server_that_answers_what_no_redis_would_counts_as_an_outage(
+    answer: bytes, fleet_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Answers(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while asked := self.request.recv(1 << 16):
+                self.request.sendall((answer + b"\r\n") * asked.count(b"*"))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"redis://127.0.0.1:{server.server_address[1]}/0"
+        reporter = RedisReporter(url, fleet_id)
+        wait_until(lambda: reporter.failures > 1, "a second try")
+        reporter.close(0.1)
+        with pytest.raises(RedisUnavailableError, match="it answers what no Redis would"):
+            read(url, fleet_id)
+        server.shutdown()
+    assert caplog.text.count("it answers what no Redis would") == 1
 
 
 @pytest.mark.parametrize("key", [LEDGER, TOTALS, SOURCES])

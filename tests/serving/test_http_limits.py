@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import socket
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +13,7 @@ import pytest
 
 from headrace.schemas.chunks.spaces import Discrete, MultiDiscrete, Spaces
 from headrace.workers.serving.http import connection as http_connection
-from headrace.workers.serving.http.connection import HEAD_BYTES
+from headrace.workers.serving.http.connection import HEAD_BYTES, MOST_HEADERS
 from headrace.workers.serving.http.server import connection_limit
 from support.serving.raw_http import HEALTH, RawHttp, head, put
 from support.serving.served import LIMITS, Served
@@ -169,6 +171,27 @@ def test_a_request_that_is_too_long_is_refused_before_it_has_arrived(server: Ser
         assert "of more than 65536 bytes" in client.hear_refusal(413, "too_large")
 
 
+def test_a_request_with_more_than_256_headers_is_refused(server: Served) -> None:
+    names = [b"n%d: \r\n" % number for number in range(MOST_HEADERS)]
+    with RawHttp(server.url) as client:
+        client.say(HEALTH[:-2] + b"".join(names[1:] * 2) + b"\r\n")  # a name may be there twice
+        assert client.hear().status == 200
+        client.say(HEALTH[:-2] + b"".join(names) + b"\r\n")
+        assert "more than 256 headers" in client.hear_refusal(413, "too_large")
+
+
+def test_small_chunks_of_a_body_take_little_more_memory_than_the_body() -> None:
+    with Served(replace(LIMITS, max_message_bytes=1 << 22)) as server, RawHttp(server.url) as client:
+        said = head(STEP, "Transfer-Encoding: chunked") + b"2\r\nxy\r\n" * 500_000 + b"0\r\n\r\n"
+        tracemalloc.start()
+        try:
+            client.say(said)
+            assert "the body is not JSON" in client.hear().body["message"]
+            assert tracemalloc.get_traced_memory()[1] < 30 << 20
+        finally:
+            tracemalloc.stop()
+
+
 def test_the_info_of_a_step_has_the_size_limit_that_it_has_over_zeromq() -> None:
     with Served(replace(LIMITS, max_message_bytes=1 << 22)) as server, RawHttp(server.url) as client:
         for path in (STEP[:14], STEP[:25]):
@@ -192,6 +215,16 @@ def test_the_body_of_a_request_without_the_token_is_not_read() -> None:
         with RawHttp(server.url) as client:
             client.say(HEALTH + put("/v1/sessions/s", b"", "authorization: Bearer " + "t" * 16))
             assert [client.hear().status for _ in range(2)] == [200, 200]
+
+
+def test_a_client_that_closes_before_its_answer_ends_its_own_connection_alone(server: Served) -> None:
+    """Its system resets the connection as soon as it gets the answer, before the server can end its own side."""
+    for path in (STEP, STEP[:14], "/nothing"):
+        for _ in range(20):
+            with RawHttp(server.url) as client:
+                client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # request and end arrive together
+                client.say(put(path, b'{"observation": [1, 2]}' if path == STEP else b"{}", "Connection: close"))
+    placed(server).close()
 
 
 def test_a_silent_connection_is_closed_without_an_answer(server: Served) -> None:

@@ -20,6 +20,8 @@ from headrace.workers.serving.http.responses import CONTINUE, HttpAnswer, refuse
 
 HEAD_BYTES = 1 << 16
 """The longest request line and headers together."""
+MOST_HEADERS = 256
+"""Headers of different names in a request. In memory a short one takes thirty times its bytes."""
 SLOWEST_BYTES_S = 100_000
 """A request that takes longer than `read_s` must arrive at this rate on average."""
 MAX_REQUESTS_AT_ONCE = 16
@@ -109,8 +111,7 @@ class HttpConnection(asyncio.Protocol):
         """True once the server took a request of this connection."""
         self._in_head = True
         self._target, self._headers, self._head_bytes = b"", dict[bytes, bytes](), 0
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._body = bytearray()
 
     # -- called by asyncio and by the server --------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class HttpConnection(asyncio.Protocol):
     def give_up(self, error: HeadraceError) -> None:
         """Refuse the unfinished request, and drop its bytes."""
         self._refuse(error)
-        self._body, self._body_bytes = [], 0
+        self._body = bytearray()
         self._count_held()
         self._process_requests()
 
@@ -203,7 +204,7 @@ class HttpConnection(asyncio.Protocol):
         """Reset the parts of the request."""
         self._request_began, self._in_head = self._loop.time(), True
         self._target, self._headers, self._head_bytes = b"", {}, 0
-        self._body, self._body_bytes = [], 0
+        self._body = bytearray()
 
     def on_url(self, url: bytes) -> None:
         """Collect a piece of the target."""
@@ -212,7 +213,10 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Collect a header."""
         self._head_bytes += len(name) + len(value) + 4  # the colon, the blank and the line's end
-        self._headers[name.lower()] = value
+        if len(self._headers) < MOST_HEADERS:
+            self._headers[name.lower()] = value
+        elif name.lower() not in self._headers:
+            self._refuse(MessageTooLargeError(f"more than {MOST_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
         """Refuse a request as soon as its head shows that the server does not take it."""
@@ -232,17 +236,17 @@ class HttpConnection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         """Collect a piece of the body."""
-        self._body_bytes += len(part)
-        self._body.append(part)
-        if self._body_bytes > self._limits.body_bytes:
+        self._body += (
+            part  # a list would have 35 bytes and more for a part, and a part of a chunked body may be one byte
+        )
+        if len(self._body) > self._limits.body_bytes:
             self._refuse_body()
 
     def on_message_complete(self) -> None:
         """Enqueue the request."""
         if not self._ignores_input:
             method, keep_alive = self._parser.get_method(), self._parser.should_keep_alive()
-            body = b"".join(self._body)
-            self._received.append(HttpRequest(method, self._target, self._headers, body, keep_alive))
+            self._received.append(HttpRequest(method, self._target, self._headers, bytes(self._body), keep_alive))
             self._request_began, self._request_bytes = None, 0
 
     def _refuse_head(self) -> None:
@@ -303,7 +307,14 @@ class HttpConnection(asyncio.Protocol):
             self._ignores_input = self._closing = True
             self._waiting_since = self._loop.time()
             self._received.clear()
-            (self._transport.close if self._got_eof else self._transport.write_eof)()
+            (self._transport.close if self._got_eof else self._end_output)()
+
+    def _end_output(self) -> None:
+        """Tell the client that it has the last answer."""
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has closed unseen: its system resets the connection as soon as it gets the answer
+            self._transport.abort()
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -117,10 +117,10 @@ class HttpServer:
         self._check_connections()
 
     def _check_connections(self) -> None:
+        self._check_timer = self._loop.call_later(_CHECK_INTERVAL_S, self._check_connections)
         self.date, now = formatdate(usegmt=True).encode(), self._loop.time()
         for connection in list(self._connections):
             connection.check_time(now)
-        self._check_timer = self._loop.call_later(_CHECK_INTERVAL_S, self._check_connections)
 
     def close(self) -> Coroutine[Any, Any, None]:
         """Refuse all pending and later requests, and return a coroutine that ends the connections.
