@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from headrace.schemas.basics.private_files import mode_for_others
+from headrace.schemas.basics.private_files import mode_for_others, open_at_once
 from headrace.schemas.errors import KeysError
 
 GROUP_PATTERN = r"[a-z0-9][a-z0-9_-]{0,31}"
@@ -81,7 +81,7 @@ def read_key_file(path: Path) -> dict[str, str]:
     """Read role, group, public and, of a .secret, secret. Raises `KeysError`."""
     halves = ("public", "secret") if path.suffix == ".secret" else ("public",)
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_at_once) as file:
             if path.suffix == ".secret" and (mode := mode_for_others(file.fileno(), path)):
                 raise KeysError(str(path), f"others may read it (mode {mode:04o}); chmod 600 {path}")
             found = tomllib.loads(file.read(_LARGEST_FILE).decode())

@@ -32,6 +32,13 @@ def test_a_file_that_others_may_use_is_not_private(secret: Path, mode: int, othe
     assert mode_seen(secret) == others
 
 
+def test_a_pipe_in_place_of_a_key_is_not_waited_for(secret: Path) -> None:
+    secret.unlink()
+    os.mkfifo(secret, 0o600)
+    with pytest.raises(KeysError, match="it is damaged"):
+        read_key_file(secret)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root")
 def test_a_systemd_credential_is_read_although_its_mode_has_a_group_right(
     secret: Path, monkeypatch: pytest.MonkeyPatch
