@@ -28,7 +28,7 @@ import orjson
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
-from headrace.schemas.basics.run_files import opener, sync_folder
+from headrace.schemas.basics.run_files import opener, read_regular, sync_folder
 from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error, writing
 from headrace.schemas.frames.manifest import Buffer
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
@@ -190,7 +190,7 @@ def _write(path: Path, parts: list[Buffer]) -> None:
 
 
 def _read(path: Path) -> Checkpoint:
-    return decode_checkpoint(path.read_bytes(), str(path))
+    return decode_checkpoint(read_regular(path), str(path))
 
 
 def decode_checkpoint(data: bytes, path: str) -> Checkpoint:

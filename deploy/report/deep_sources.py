@@ -25,6 +25,7 @@ from headrace.broker.redis.client import connect, naming_failures
 from headrace.deploy.process.recorders import Life, is_written_to
 from headrace.deploy.run.several_brokers import learner_dir
 from headrace.deploy.terminal.log_rotation import rotated_path
+from headrace.schemas.basics.run_files import read_regular, regular
 
 READ_TIMEOUT_S = 2.0
 _END = re.compile(r"worker (\d{1,9}) incarnation (\d{1,9}) took ([\d,]{1,30}) steps")
@@ -169,9 +170,10 @@ def _head(path: Path) -> bytes:
 
 def read_position(run_dir: Path, fleet_id: str) -> dict[Life, Place]:
     """Return the position in the learner's newest checkpoint; {} if it has none of this fleet."""
-    with contextlib.suppress(OSError, *_WRONG), (learner_dir(run_dir) / "learner.checkpoint").open("rb") as file:
-        length = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER)
-        told = orjson.loads(orjson.loads(file.read(length))["__metadata__"]["headrace"])
+    with contextlib.suppress(OSError, *_WRONG):
+        with open(learner_dir(run_dir) / "learner.checkpoint", "rb", opener=regular) as file:
+            length = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER)
+            told = orjson.loads(orjson.loads(file.read(length))["__metadata__"]["headrace"])
         return {
             _life(place): Place(
                 _whole(place["settled"]["seq"]), _whole(place["settled"]["committed"][0]), bool(place.get("ended"))
@@ -185,12 +187,12 @@ def read_position(run_dir: Path, fleet_id: str) -> dict[Life, Place]:
 def read_books(path: Path) -> Books | None:
     """Return the content of books.json; None if there is no such file. Raises `ValueError` for a damaged one."""
     try:
-        told = orjson.loads(path.read_bytes())
+        told = orjson.loads(read_regular(path))
         rows = {_life(row): _line(row) for row in told["rows"]}
         return Books(rows, {int(slot): _folded(lives) for slot, lives in told["folded"].items()})
     except FileNotFoundError:
         return None
-    except _WRONG as error:
+    except (OSError, *_WRONG) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__})") from error
 
 
@@ -237,7 +239,7 @@ def read_log(path: Path) -> dict[Life, int]:
 def read_highest(path: Path) -> dict[int, int]:
     """Return the highest incarnation of each slot in broker.json; {} without that file."""
     with contextlib.suppress(OSError, *_WRONG):
-        return {int(slot): int(highest) for slot, highest in orjson.loads(path.read_bytes())["incarnations"].items()}
+        return {int(slot): int(highest) for slot, highest in orjson.loads(read_regular(path))["incarnations"].items()}
     return {}
 
 

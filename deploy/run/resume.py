@@ -20,7 +20,7 @@ from headrace.deploy.process.fleet_errors import OtherSettingsError
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import RUNS, RunDir
 from headrace.deploy.run.saved_policy import NEWEST_FILE, counts_of
-from headrace.schemas.basics.run_files import read_regular
+from headrace.schemas.basics.run_files import regular
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
@@ -133,8 +133,9 @@ def write_settings(config: FleetConfig) -> bytes:
 def read_told(checkpoint: Path) -> dict[str, Any] | None:
     """Return the learner's epoch, position and state from a checkpoint's metadata; None without readable metadata."""
     try:
-        length = int.from_bytes(read_regular(checkpoint, 8), "little")
-        header = orjson.loads(read_regular(checkpoint, 8 + length)[8:] if length <= _LONGEST_HEADER else b"")
+        with open(checkpoint, "rb", opener=regular) as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = orjson.loads(file.read(length) if length <= _LONGEST_HEADER else b"")
         told = orjson.loads(header["__metadata__"]["headrace"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

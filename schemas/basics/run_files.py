@@ -6,6 +6,7 @@ one of this user's own files. Private files are for their owner alone.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -46,15 +47,21 @@ def opener(name: str, flags: int) -> int:
     return open_own(Path(name), flags)
 
 
-def read_regular(path: Path, most: int = -1) -> bytes:
-    """Return the content of a file, its first `most` bytes if that is given. Never waits for a writer.
+def regular(name: str, flags: int) -> int:
+    """Open a file to read it, for `open(..., opener=regular)`. A pipe, which would hold the reader, is refused.
 
-    Raises `OSError` where there is none, and for a file that is not regular: a pipe would hold the reader for good.
+    Raises `OSError` where there is no file, and for one that is not regular.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path.name} is no regular file")
+    descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{Path(name).name} is no regular file")
+    return descriptor
+
+
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """Return the content of a file, its first `most` bytes if that is given. Raises `OSError` as `regular` does."""
+    with open(path, "rb", opener=regular) as file:
         return file.read(most)
 
 

@@ -52,8 +52,8 @@ EMPTY_MESSAGES = 4
 """Empty messages of a stranger after which its connection ends at once. No peer of any version sends one, and libzmq
 reads zeros as such messages, 131,072 in 256 KiB.
 """
-REFUSED_FIRST, REFUSED_BURST, REFUSED_PER_S = 256, 1000, 50.0
-"""What refused messages of one connection may cost: at once on a new one, at once after a while, and in each second."""
+REFUSED_BURST, REFUSED_PER_S = 1000, 50.0
+"""What refused messages of one connection may cost at once, and in each second after that."""
 KNOWN_FIRST, KNOWN_BURST, KNOWN_PER_S = 512, 2000, 1000.0
 """What messages of a known peer that bring nothing new may cost: at once on a new connection, at once after a silence,
 and in each second after that. A heartbeat costs about 1 a second, and a HELLO of the largest size 257. A worker that
@@ -181,7 +181,7 @@ class PeerAccount:
     """A stranger's address, read before its last message was answered. If the answer found the route, it is the route's
     peer: else the descriptor may be another connection's by now.
     """
-    refusals: MessageBudget = field(default_factory=lambda: MessageBudget(REFUSED_BURST, REFUSED_PER_S, REFUSED_FIRST))
+    refusals: MessageBudget = field(default_factory=lambda: MessageBudget(REFUSED_BURST, REFUSED_PER_S, REFUSED_BURST))
     idle: MessageBudget = field(default_factory=lambda: MessageBudget(KNOWN_BURST, KNOWN_PER_S, KNOWN_FIRST))
     """The messages of a known peer that brought nothing new. All connections of a worker's slot share one such budget,
     so that a peer gains nothing by a new connection.

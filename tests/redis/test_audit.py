@@ -284,7 +284,7 @@ def come_from_an_earlier_version(run: Run, client: Any, fleet_id: str) -> None:
         (lose_the_witness, "lifetime.json is missing, or has no sum of ended lives, although books.json has such"),
         (link_the_witness_to_nothing, "lifetime.json is missing, or has no sum of ended lives"),
         (take_the_sum_from_the_witness, "lifetime.json is missing, or has no sum of ended lives"),
-        (put_a_pipe_in_its_place, "lifetime.json is damaged (lifetime.json is no regular file)"),
+        (put_a_pipe_in_its_place, "lifetime.json is damaged ([Errno 22] lifetime.json is no regular file)"),
         (come_from_an_earlier_version, ""),
         (name_a_role_by_a_list, ""),
         (lose_the_ledger, "the ledger is empty, although the learner has trained on 96 steps"),

@@ -236,9 +236,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         """Collect a piece of the body."""
-        self._body += (
-            part  # a list would have 35 bytes and more for a part, and a part of a chunked body may be one byte
-        )
+        self._body += part  # a list would have 35 bytes more for each part, and one of a chunked body may be a byte
         if len(self._body) > self._limits.body_bytes:
             self._refuse_body()
 
