@@ -310,6 +310,18 @@ def test_a_version_is_pulled_although_a_piece_of_another_came_unasked() -> None:
     assert receiver.requests(1.0 + BROADCAST_S) == [WeightsPull(offset=0, length=1 << 20, version=(1, 9))]
 
 
+@pytest.mark.parametrize("sizes", [[], [0, 0], [1 << 40], [1] * 65])
+def test_a_piece_with_sizes_that_no_version_has_does_not_stop_a_pull(sizes: list[int]) -> None:
+    relay, receiver = pieces_of((1, 2), 2.0, LARGE)
+    (pull,) = receiver.requests(1.0)
+    receiver.receive(decode(relay.part(pull)), 1.0)
+    header = WeightsPart(version=(1, 9), offset=0, frame_sizes=sizes).model_dump()
+    receiver.receive(decode(encode(MessageKind.WEIGHTS_PART, header, {"part": np.zeros(0, np.uint8)})), 1.0)
+    asked = receiver.requests(1.0)
+    assert asked
+    assert {pull.version for pull in asked} == {(1, 2)}
+
+
 def pieces_of(version: Version, value: float, size: int) -> tuple[WeightsRelay, WeightsReceiver]:
     """A relay that holds a version, and a receiver that has heard of it."""
     relay, receiver = WeightsRelay(), WeightsReceiver(FLEET)

@@ -185,14 +185,15 @@ class WeightsReceiver:
         self._take(header, arrays, now)
 
     def _start(self, version: Version, sizes: list[int]) -> ArrivingWeights:
-        """Make room for a version. Memory is taken as pieces come, not at once."""
-        self._stop()
+        """Make room for a version. Memory is taken as pieces come, not at once.
+
+        Raises `DecodeError` for sizes that no version has. A version of no bytes would never be complete.
+        """
         size = sum(sizes)
-        if size > MOST_WEIGHTS_BYTES or len(sizes) > DEFAULT_LIMITS.frames:
-            allowed = f"{MOST_WEIGHTS_BYTES} in {DEFAULT_LIMITS.frames} are allowed"
-            raise DecodeError(
-                "payload_too_large", f"weights {version} of {size} bytes in {len(sizes)} frames; {allowed}"
-            )
+        if not 0 < size <= MOST_WEIGHTS_BYTES or len(sizes) > DEFAULT_LIMITS.frames:
+            allowed = f"1 to {MOST_WEIGHTS_BYTES} in {DEFAULT_LIMITS.frames} are allowed"
+            raise DecodeError("payload_sizes", f"weights {version} of {size} bytes in {len(sizes)} frames; {allowed}")
+        self._stop()
         room = self._shared.arriving(version, sizes) if self._shared is not None else None
         self._arriving = ArrivingWeights(version, sizes, room or OwnMemory(sizes))
         return self._arriving
