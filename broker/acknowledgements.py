@@ -141,10 +141,10 @@ class Acknowledgements:
 
     @property
     def _takes_one(self) -> bool:
-        """Whether a worker of which no batch is held may send one. Rounds must go on: learners take slots in order."""
+        """True if a worker of which no batch is held may send one. Rounds must go on: learners take slots in order."""
         return self._room > 0 or self._store.rounds.active
 
     @property
     def _makes_room(self) -> bool:
-        """Whether the broker drops the oldest batch where one does not fit."""
+        """True if the broker drops the oldest batch where one does not fit."""
         return self._limits.overflow == "drop_oldest" and self._store.is_reconciled

@@ -13,7 +13,8 @@ from headrace.broker.source import Peer
 from headrace.broker.zap_auth import Socket, ZapAuthenticator
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.credentials.keys import BrokerKeys
-from headrace.schemas.peers.port_watch import PortWatch, peer_of, source_of
+from headrace.schemas.peers.descriptors import peer_of, source_of
+from headrace.schemas.peers.port_watch import PortWatch
 
 END_AFTER_S = 1.0
 """Seconds between the last message to a peer whose key is revoked and the end of its connection."""

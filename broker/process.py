@@ -17,6 +17,7 @@ import orjson
 import zmq
 
 from headrace.broker.books_file import BooksFile
+from headrace.broker.charges import COST_OF_REPEAT, COST_OF_SKIP, Charges
 from headrace.broker.core import BrokerCore
 from headrace.broker.keyed_peers import KeyedPeers
 from headrace.broker.learner_rows_file import LearnerRowsFile
@@ -62,8 +63,8 @@ from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import read_weights
 from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.peers.message_budget import BYTES_OF_A_MESSAGE, MessageBudget
-from headrace.schemas.peers.port_watch import PeerAccount, PortWatch, source_of
+from headrace.schemas.peers.descriptors import source_of
+from headrace.schemas.peers.port_watch import PortWatch
 from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import REDIS_BYTES_PER_HOUR, BrokerSection, FleetConfig
 
@@ -84,20 +85,6 @@ _LIVE_REPORTS = 20
 _LONGEST_ENV = 200
 
 _TICK_S = 0.05
-_SUPERVISOR_COST = 0.1
-"""Part of its cost that a supervisor pays for a message: it tells of all its workers on one connection."""
-_SMALL, _LARGE_BURST, _LARGE_PER_S = 16.0, 2000, 250.0
-"""A stranger's message of up to 64 KiB is always read. What larger ones of all strangers may cost: at once, and in each
-second. A HELLO is larger where spaces and weights have thousands of parts.
-"""
-_COST_OF_SKIP, _COST_OF_REPEAT, _COST_OF_LIFE = 0.25, 0.125, 64.0
-"""Messages that a SKIP, a batch that is not accepted, and a new life of a worker count for, in addition to their bytes.
-After a standstill of the broker an honest worker repeats all its window, 1,024 batches at most.
-"""
-_VERSION_COST = 0.1
-"""The count of a new version of the weights at the port: a learner may publish small ones as fast as it can."""
-_LEARNER_BYTES = 512
-"""A learner's message with a larger header counts for several: a HELLO of 1 MiB with 10,000 positions takes 0.2 s."""
 _SAVED_WAIT_S = 1.0
 
 
@@ -264,10 +251,7 @@ class Broker:
         )
         self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
         self.metrics.note_start(self.core.state.incarnations)
-        self._idle: dict[int, MessageBudget] = {}
-        """What the worker of each slot may send that brings nothing new, whatever its connection."""
-        self._large = MessageBudget(_LARGE_BURST, _LARGE_PER_S, _LARGE_BURST)
-        """What may come in large messages of strangers at the workers' port."""
+        self._charges = Charges(self.core, self.relay)
         self._written: BrokerState | None = None
         self._noted_learner: bool | None = None
         self._next_report = 0.0
@@ -351,18 +335,16 @@ class Broker:
         watch.behind()
 
     def _hear(self, socket: Socket, watch: PortWatch, frames: list[zmq.Frame]) -> None:
-        """Handle one message, and charge its sender what it cost. Do not read one that its sender cannot pay for."""
-        peer, refused, lives = frames[0].bytes, self.core.refusals.total, len(self.core.sources)
-        fd, bytes_cost = source_of(frames[-1]), sum(map(len, frames[1:3])) / BYTES_OF_A_MESSAGE
-        account, cost, version = watch.heard(fd, peer, sum(map(len, frames))), 1.0, self.relay.version
-        tagged = _tag(socket, self.sockets.learners, peer)
-        pays = account.known and socket is self.sockets.workers
-        share = _SUPERVISOR_COST if pays and self.core.is_supervisor(tagged) else 1.0
-        if pays and not account.idle.has(bytes_cost * share):
-            watch.spoke(fd, account, bytes_cost * share)
-            return
-        if socket is self.sockets.workers and not account.known and not self._reads_stranger(bytes_cost):
-            watch.strange(fd, account, sum(map(len, frames[1:])))
+        """Handle one message, and charge its sender for it. Do not read one that its sender cannot pay for."""
+        peer, refused, cost = frames[0].bytes, self.core.refusals.total, 1.0
+        fd, sizes, is_of_worker = (
+            source_of(frames[-1]),
+            [len(frame) for frame in frames],
+            socket is self.sockets.workers,
+        )
+        account, tagged = watch.heard(fd, peer, sum(sizes)), _tag(socket, self.sockets.learners, peer)
+        heard = self._charges.note(watch, fd, account, tagged, sum(sizes[1:3]), sum(sizes[1:]))
+        if is_of_worker and not self._charges.reads_of_worker(heard):
             return
         try:
             if account.known or self._may_speak(socket, peer, frames[-1]):
@@ -372,39 +354,11 @@ class Broker:
         except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
             self._note_failure(tagged, error)
         if self.core.refusals.total != refused:
-            watch.refused(fd, account, 1.0 + bytes_cost * account.known)
-        if pays:
-            begun = share == 1.0 and len(self.core.sources) > lives
-            if cost:
-                watch.spoke(fd, account, (cost + bytes_cost) * share + _COST_OF_LIFE * begun)
-            return
-        was_known = account.known
-        self._note_known(socket, watch, fd, account, sum(map(len, frames[1:])))
-        if was_known and account.known:
-            large = sum(map(len, frames[1:3])) / _LEARNER_BYTES  # tag and header: arrays are cheap
-            self._charge_learner(watch, fd, account, _VERSION_COST if self.relay.version > version else max(1.0, large))
-
-    def _reads_stranger(self, bytes_cost: float) -> bool:
-        """Return whether to read a stranger's message. All strangers together pay for large ones; they are repeated."""
-        return bytes_cost <= _SMALL or self._large.spend(bytes_cost)
-
-    def _note_known(self, socket: Socket, watch: PortWatch, fd: int, account: PeerAccount, nbytes: int) -> None:
-        """Note whether the peer of a message is known now. A worker goes on with what its slot may still send."""
-        tagged = _tag(socket, self.sockets.learners, account.route)
-        was_known, account.known = account.known, self.core.knows(tagged)
-        if not account.known:
-            account.was_known |= was_known
-            watch.strange(fd, account, nbytes)
-        elif (slot := self.core.slot_of(tagged)) is not None:
-            account.idle = self._idle.setdefault(slot, account.idle)
-
-    def _charge_learner(self, watch: PortWatch, fd: int, account: PeerAccount, cost: float) -> None:
-        """Charge a learner for a message, unless it settled batches or made room for others."""
-        progress = self.core.learner_progress
-        if progress > account.progress:
-            account.progress = progress
+            self._charges.charge_refusal(heard)
+        if is_of_worker:
+            self._charges.charge_worker(heard, cost)
         else:
-            watch.spoke(fd, account, cost)
+            self._charges.charge_learner(heard)
 
     def _may_speak(self, socket: Socket, peer: bytes, frame: zmq.Frame) -> bool:
         """Return whether a peer that is not known yet may send messages.
@@ -424,7 +378,7 @@ class Broker:
         now = time.monotonic()
         kind, header = decode_header([frame.buffer for frame in frames], self._limits)
         if kind is MessageKind.BATCH and socket is self.sockets.workers:
-            return 0.0 if self._take_batch(peer, header, frames, now) else _COST_OF_REPEAT
+            return 0.0 if self._take_batch(peer, header, frames, now) else COST_OF_REPEAT
         if kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
             self._take_weights(peer, frames)
         elif kind is MessageKind.LEARNER_ROWS and socket is self.sockets.learners:
@@ -437,7 +391,7 @@ class Broker:
             self.core.receive(_tag(socket, self.sockets.learners, peer), read(_CONTROL[kind], header), now)
         else:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
-        return _COST_OF_SKIP if kind is MessageKind.SKIP else 1.0
+        return COST_OF_SKIP if kind is MessageKind.SKIP else 1.0
 
     def _take_hello(self, socket: Socket, peer: bytes, hello: Message, frame: zmq.Frame, now: float) -> None:
         """Handle a HELLO.

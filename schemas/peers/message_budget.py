@@ -12,11 +12,11 @@ class MessageBudget:
     """A token bucket. An honest peer never empties it."""
 
     most: float
-    """What messages may cost at once, after a silence."""
+    """The most that messages may cost at once, after a silence."""
     per_s: float
-    """What messages may cost in each second on average."""
+    """The most that they may cost in each second on average."""
     left: float
-    """What messages may cost at once now."""
+    """The most that they may cost at once now."""
     clock: Callable[[], float] = time.monotonic
     _at: float = 0.0
 
@@ -37,7 +37,3 @@ class MessageBudget:
             return True
         self.left = 0.0
         return False
-
-
-BYTES_OF_A_MESSAGE = 4096
-"""Bytes of a header that count for one message more. The bytes of arrays count for none, since they are not parsed."""

@@ -17,23 +17,27 @@ looked at every 4 s, or as soon as this process grows: a thousand of them would 
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import select
-import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
 from headrace.schemas.peers.admission import Admission
+from headrace.schemas.peers.descriptors import (
+    TELLS_PEERS,
+    bytes_received,
+    peer_in_words,
+    peer_of,
+    resident_bytes,
+    shut_down,
+)
 from headrace.schemas.peers.handshakes import BROKEN_OFF, DISCONNECTED, PROTOCOL, read_event
 from headrace.schemas.peers.message_budget import MessageBudget
 
@@ -53,11 +57,11 @@ EMPTY_MESSAGES = 4
 reads zeros as such messages, 131,072 in 256 KiB.
 """
 REFUSED_BURST, REFUSED_PER_S = 1000, 50.0
-"""What refused messages of one connection may cost at once, and in each second after that."""
+"""The most that refused messages of one connection may cost at once, and in each second after that."""
 KNOWN_FIRST, KNOWN_BURST, KNOWN_PER_S = 512, 2000, 1000.0
-"""What messages of a known peer that bring nothing new may cost: at once on a new connection, at once after a silence,
-and in each second after that. A heartbeat costs about 1 a second, and a HELLO of the largest size 257. A worker that
-pulls 100 MB of weights asks a hundred times.
+"""The most that messages of a known peer which bring nothing new may cost: at once on a new connection, at once after
+a silence, and in each second after that. A heartbeat costs about 1 a second, and a HELLO of the largest size 257. A
+worker that pulls 100 MB of weights asks a hundred times.
 """
 LEFT_BURST, LEFT_PER_S = 4096, 500.0
 """Messages of connections that have ended which are still read: at once, and in each second. Further ones are dropped
@@ -91,44 +95,11 @@ two bytes on the wire takes 64 in libzmq's queue, and TCP_INFO counts only bytes
 """
 _MOST_ROUTES = 1 << 14
 """Cut connections of which the watch remembers the route. What a forgotten one had sent is read like that of others."""
-_BUFFER_BYTES = 8 << 20
 _BURST = 512
-_RECEIVED = struct.Struct("=Q")
-_RECEIVED_AT = 128
-"""The place of tcpi_bytes_received in Linux's `struct tcp_info`."""
-_RESET = struct.pack("ii", 1, 0)
-"""The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
-_PEER, _PROCESS = struct.Struct("3i"), "process "
-"""Linux's `struct ucred` (pid, uid, gid), and the beginning of the name of a Unix socket's peer."""
-_TELLS_PEERS = hasattr(socket, "SO_PEERCRED")
-"""Whether the system names the peers of all connections, so that one without a peer has ended."""
 _FD = 14
 """libzmq's option of a socket: a descriptor that is readable when the socket has news."""
-_SRCFD = 2
-"""libzmq's property of a frame."""
 _OWN_FILES = 256
 """Descriptors that a process needs in addition to connections."""
-_STATM = Path("/proc/self/statm")
-_FAMILY = socket.AF_INET6
-"""Has room for the addresses of both families. The kernel knows the descriptor's own."""
-
-
-class Frame(Protocol):
-    """A frame that was received without a copy."""
-
-    def get(self, option: int) -> int | bytes | str:
-        """Return a property of the frame's message. Raises OSError, in pyzmq's form, if there is none."""
-
-
-def source_of(frame: Frame) -> int:
-    """Return the descriptor of the connection on which a frame came; -1 for a peer of ZMTP 2 and before.
-
-    Headrace's own peers speak ZMTP 3. Bytes from an older peer count as held, so its connection ends after a while.
-    """
-    try:
-        return int(frame.get(_SRCFD))
-    except Exception:  # noqa: BLE001  pyzmq's ZMQError, which schemas do not import
-        return -1
 
 
 class Monitor(Protocol):
@@ -240,7 +211,7 @@ class PortWatch:
         self._accounts: dict[int, PeerAccount] = {}
         """By descriptor, of the connection that had it last."""
         self._by_route: dict[bytes, PeerAccount] = {}
-        """Those accounts, and those of connections that have ended."""
+        """The same accounts, and those of connections that have ended."""
         self._ended: dict[bytes, None] = {}
         """Routes of connections that have ended, the one that ended first in front."""
         self._disconnected: deque[bytes] = deque()
@@ -275,7 +246,7 @@ class PortWatch:
         self._taken_in_all += nbytes
         if not account.known:
             account.peer = peer_of(fd)
-            if account.peer is None and _TELLS_PEERS:
+            if account.peer is None and TELLS_PEERS:
                 self.left(route)
         return account
 
@@ -372,7 +343,7 @@ class PortWatch:
 
         The peer gets no further message.
         """
-        if _shut_down(fd, peer):
+        if shut_down(fd, peer):
             self._to_count.append((fd, peer, why))
 
     # -- the watch ----------------------------------------------------------------------------------------------------
@@ -482,8 +453,8 @@ class PortWatch:
         slow = now >= self._slow_at
         if slow:
             self._slow_at = now + SLOW_LOOK_S
-            if now >= self._all_at or _rss() > self._rss_before + _GROWN_BYTES:
-                self._all_at, self._rss_before = now + LOOK_AT_ALL_S, _rss()
+            if now >= self._all_at or resident_bytes() > self._rss_before + _GROWN_BYTES:
+                self._all_at, self._rss_before = now + LOOK_AT_ALL_S, resident_bytes()
                 return list(self._connections.values())
         holders = (c for c in self._connections.values() if c.began and (slow or c.held > _MUCH_BYTES))
         return [*self._strangers.values(), *(c for c in holders if c.fd not in self._strangers)]
@@ -504,7 +475,7 @@ class PortWatch:
             self._strike_stranger(connection.fd)
         elif account is not None and connection.fd not in self._strangers and not connection.cut:
             self._add_stranger(connection)  # it was known once
-        received = _received(connection.fd)
+        received = bytes_received(connection.fd)
         news, connection.taken = taken - connection.taken, taken
         if news > 0:
             connection.base += news
@@ -516,7 +487,7 @@ class PortWatch:
         if connection.held <= _FREE_BYTES_S * (now - connection.since):
             connection.began = 0.0
         elif news or not connection.began:
-            connection.began, connection.began_rss, connection.began_taken = now, _rss(), self._taken_in_all
+            connection.began, connection.began_rss, connection.began_taken = now, resident_bytes(), self._taken_in_all
 
     def _judge(self, connection: _Connection, now: float) -> str:
         """Return why the connection must end; "" if it may stay."""
@@ -547,18 +518,20 @@ class PortWatch:
 
     def _growth(self, connection: _Connection) -> int:
         """Return how much this process grew since the connection began to hold, apart from messages that were taken."""
-        return _rss() - connection.began_rss - 2 * (self._taken_in_all - connection.began_taken)
+        return resident_bytes() - connection.began_rss - 2 * (self._taken_in_all - connection.began_taken)
 
     def _cut(self, connection: _Connection, why: str) -> None:
         """Shut the connection down and count that, unless its descriptor belongs to another connection now."""
         connection.cut = True
         self._strike_stranger(connection.fd)
-        if _shut_down(connection.fd, connection.peer):
+        if shut_down(connection.fd, connection.peer):
             self._count(connection.peer, why)
 
     def _count(self, peer: tuple[str, int], why: str) -> None:
         self.cuts[why] += 1
-        text = f"closed a connection of {_words(peer)} at the {self._name} port: {why}; {self.cuts[why]:,} so far"
+        text = (
+            f"closed a connection of {peer_in_words(peer)} at the {self._name} port: {why}; {self.cuts[why]:,} so far"
+        )
         self._warnings.warn(b"", why, text)
 
 
@@ -582,83 +555,3 @@ def connection_limit(most: int, ports: int = 1) -> int:
 def files_for(connections: int, ports: int) -> int:
     """Return how many files a process opens that has so many connections at each of `ports` ports."""
     return connections * ports + _OWN_FILES
-
-
-# -- the kernel's side ------------------------------------------------------------------------------------------------
-
-
-class _Borrowed:
-    """A socket object for a descriptor that libzmq owns, for the time of a `with`. Its end does not close it."""
-
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=fd)
-
-    def __enter__(self) -> socket.socket:
-        return self._socket
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.detach()
-
-
-def peer_of(fd: int) -> tuple[str, int] | None:
-    """Return the address of the peer at a descriptor; None if it is no connection (any more), or cannot be known."""
-    try:
-        with _Borrowed(fd) as borrowed:
-            return _address(borrowed)
-    except (OSError, AttributeError, ValueError):  # ValueError: -1, of `source_of`
-        return None
-
-
-def _address(found: socket.socket) -> tuple[str, int]:
-    """Return (host, port); of a Unix socket's peer, which has no address, ("process PID", inode of this end)."""
-    peer = found.getpeername()
-    if isinstance(peer, tuple):
-        return str(peer[0]), int(peer[1])
-    pid, _, _ = _PEER.unpack(found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return f"{_PROCESS}{pid}", os.fstat(found.fileno()).st_ino
-
-
-def _words(peer: tuple[str, int]) -> str:
-    host, port = peer
-    return host if host.startswith(_PROCESS) else f"{host}:{port}"
-
-
-def _received(fd: int) -> int:
-    """Return how many bytes have come at a descriptor in all; 0 where the system does not tell."""
-    try:
-        with _Borrowed(fd) as borrowed:
-            told = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
-    except (OSError, AttributeError):
-        return 0
-    return int(_RECEIVED.unpack_from(told, _RECEIVED_AT)[0]) if len(told) >= _RECEIVED_AT + _RECEIVED.size else 0
-
-
-def _shut_down(fd: int, peer: tuple[str, int]) -> bool:
-    """Shut down the connection with `peer` at `fd`. Do nothing and return False if another one has the descriptor.
-
-    Work on a copy of the descriptor, since libzmq may close its own between the check and the shutdown.
-    """
-    try:
-        copy = socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=os.dup(fd))
-    except OSError:
-        return False
-    with copy:
-        try:
-            if _address(copy) != peer:
-                return False
-            copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            copy.shutdown(socket.SHUT_RDWR)
-            # What has come and libzmq has not read: it would still read that, and make messages of it.
-            while copy.recv(_BUFFER_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
-                pass
-        except OSError:
-            return False
-    return True
-
-
-def _rss() -> int:
-    """Return the resident memory of this process; 0 where the system does not tell."""
-    try:
-        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0

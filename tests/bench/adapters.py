@@ -50,7 +50,7 @@ SB3 = ("--set", "module.build=headrace.workers.modules.sb3:build")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one run came to: env steps and mean return at its end, and how many processes were killed."""
+    """The result of one run: env steps and mean return at its end, and the number of killed processes."""
 
     env_steps: int
     mean_return: float

@@ -47,7 +47,7 @@ def sets(*assignments: str) -> tuple[str, ...]:
 
 
 class Stalls:
-    """What `why` finds wrong with a fleet, by its run directory and by its Redis."""
+    """The findings of `why` on a fleet, by its run directory and by its Redis."""
 
     def __init__(self, fleet: RunningFleet) -> None:
         self.fleet, run = fleet, fleet.run_dir

@@ -88,7 +88,7 @@ class Silent(BaseCallback):
 
 
 def by_hand(model: Any, make: Callable[[], gym.Env[Any, Any]], batch: ChunkBatch) -> RolloutBuffer:
-    """What SB3's own `collect_rollouts` puts into its buffer for the steps of `batch`."""
+    """The content of SB3's own buffer after `collect_rollouts` took the steps of `batch`."""
     replay = Replay(make, batch)
 
     def forward(obs: Any) -> Any:

@@ -1,8 +1,7 @@
-"""What a peer with a valid HELLO may send to a real broker: honest peers beside it go on, and honest habits pass."""
+"""A peer with a valid HELLO at a real broker: honest peers beside it go on, and honest habits pass."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.broker import process
+from headrace.broker import charges, process
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader
@@ -28,10 +27,11 @@ from support.pipeline.delivery import (
     StartFeeder,
     Witness,
     batches_of,
+    blocked,
 )
 from support.raw_zmtp import RawZmtp, frame
 from support.simulation.even_batches import totals
-from support.waiting import TIMEOUT_S, wait_until
+from support.waiting import wait_until
 
 MIB = 1 << 20
 WINDOW = 1024
@@ -102,25 +102,6 @@ def heard(broker: BrokerThread) -> Iterator[list[type[Message]]]:
     yield kinds
 
 
-@contextmanager
-def blocked(broker: BrokerThread) -> Iterator[None]:
-    """Keep the broker's own thread from receiving. libzmq's thread and the watch go on."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def block(_: object) -> None:
-        entered.set()
-        leave.wait(TIMEOUT_S)
-
-    waiting = threading.Thread(target=broker.ask, args=(block,))
-    waiting.start()
-    try:
-        assert entered.wait(TIMEOUT_S)
-        yield
-    finally:
-        leave.set()
-        waiting.join()
-
-
 def test_a_message_that_its_sender_cannot_pay_for_is_not_read(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,8 +130,8 @@ def test_refused_messages_of_a_megabyte_end_a_connection_soon(start_broker: Star
 def test_large_messages_of_strangers_are_read_a_few_at_a_time(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_LARGE_BURST", 500)
-    monkeypatch.setattr(process, "_LARGE_PER_S", 0.0)
+    monkeypatch.setattr(charges, "_LARGE_BURST", 500)
+    monkeypatch.setattr(charges, "_LARGE_PER_S", 0.0)
     broker = start_broker(allow_insecure=True)
     garbage = frame(b"garbage", more=True) + frame(b"{" * (900 << 10), more=False)
     for _ in range(10):
@@ -193,6 +174,7 @@ def test_what_ended_connections_leave_is_read_only_in_part(
     watch = watch_of(broker)
     with heard(broker) as kinds, ExitStack() as stack:
         peers = [stack.enter_context(RawZmtp(broker.endpoints.worker)) for _ in range(40)]
+        wait_until(lambda: len(watch._connections) == 40, "the watch to know all")
         with blocked(broker):
             for slot, peer in enumerate(peers):
                 with peer:

@@ -79,7 +79,7 @@ def test_a_learner_that_floods_its_port_is_cut(
 
 
 def test_a_learner_that_has_lost_the_lease_is_a_stranger_again(start_broker: StartBroker) -> None:
-    """What it had sent beyond the messages of a stranger is dropped unread. The new learner goes on."""
+    """Its messages beyond those of a stranger are dropped unread. The new learner goes on."""
     broker, heard = start_broker(allow_insecure=True), Counter[type[Message]]()
     hear = broker.broker.core.receive
 

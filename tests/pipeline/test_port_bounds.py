@@ -25,9 +25,13 @@ from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Heartbeat, Message, Obituary, SupervisorHello, WorkerHello
 from headrace.schemas.peers import port_watch
 from headrace.schemas.peers.admission import ADMISSION_S, ADMITTED_AT_ONCE, MOST_ADMITTED, WARY_S, Admission
+from headrace.schemas.peers.descriptors import source_of
+from headrace.schemas.peers.message_budget import MessageBudget
 from headrace.schemas.peers.port_watch import (
     EMPTY_MESSAGES,
+    KNOWN_BURST,
     KNOWN_FIRST,
+    KNOWN_PER_S,
     REFUSED_BURST,
     STRANGE_MESSAGES,
     STRANGERS_BYTES,
@@ -35,7 +39,6 @@ from headrace.schemas.peers.port_watch import (
     PeerAccount,
     PortBounds,
     PortWatch,
-    source_of,
 )
 from support.pipeline.delivery import (
     FLEET,
@@ -46,6 +49,7 @@ from support.pipeline.delivery import (
     StartBroker,
     StartFeeder,
     batches_of,
+    blocked,
     broker_process,
 )
 from support.raw_zmtp import RawZmtp, frame, head, memory_of
@@ -298,7 +302,8 @@ def test_a_port_that_was_attacked_admits_few_peers_for_a_while(
         stack.callback(watch.close)
         stack.callback(port.disable_monitor)
         admission = watch.admission = Admission(lambda: clock[0])
-        account = PeerAccount(b"route", peer=("192.0.2.1", 1))
+        idle = MessageBudget(KNOWN_BURST, KNOWN_PER_S, KNOWN_FIRST, lambda: clock[0])
+        account = PeerAccount(b"route", peer=("192.0.2.1", 1), idle=idle)
         assert admission.places(waits=False) == MOST_ADMITTED
         for _ in range(KNOWN_FIRST + 1):
             speak(watch, account)
@@ -356,25 +361,6 @@ def watch_of(broker: BrokerThread) -> PortWatch:
 def received(watch: PortWatch) -> int:
     """Bytes that have come at all connections of a port, as the watch saw them."""
     return sum(connection.received for connection in list(watch._connections.values()))
-
-
-@contextmanager
-def blocked(broker: BrokerThread) -> Iterator[None]:
-    """Keep the broker's own thread from receiving. libzmq's thread and the watch go on."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def block(_: object) -> None:
-        entered.set()
-        leave.wait(TIMEOUT_S)
-
-    waiting = threading.Thread(target=broker.ask, args=(block,))
-    waiting.start()
-    try:
-        assert entered.wait(TIMEOUT_S)
-        yield
-    finally:
-        leave.set()
-        waiting.join()
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])
@@ -443,14 +429,14 @@ def test_hundreds_of_workers_connect_at_once_to_a_broker_that_is_busy(tmp_path: 
 
 
 def test_known_peers_are_looked_at_when_they_hold_something_or_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, received = Counter[int](), port_watch._received
+    looks, received = Counter[int](), port_watch.bytes_received
     part = frame(bytes(2 * port_watch._GROWN_BYTES), more=True)  # made before, since it grows this process too
 
     def counting(fd: int) -> int:
         looks[fd] += 1
         return received(fd)
 
-    monkeypatch.setattr(port_watch, "_received", counting)
+    monkeypatch.setattr(port_watch, "bytes_received", counting)
     monkeypatch.setattr(port_watch, "LOOK_AT_ALL_S", 3600.0)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as port, ExitStack() as stack:
         watch = PortWatch("worker", port.get_monitor_socket(WATCH_EVENTS), PortBounds(100))

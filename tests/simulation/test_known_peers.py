@@ -1,4 +1,4 @@
-"""What one peer with a valid HELLO may make a broker's core hold and remember, and what honest peers need of it."""
+"""One peer with a valid HELLO at a broker's core: how much it may make the core hold, and how honest peers go on."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
@@ -480,3 +481,22 @@ def ask_until_it_raises(stream: EpisodeStream, timeout_s: float = TIMEOUT_S) -> 
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         stream.next(0.1)
+
+
+@contextmanager
+def blocked(broker: BrokerThread) -> Iterator[None]:
+    """Keep the broker's own thread from receiving. libzmq's thread and the watch go on."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def block(_: object) -> None:
+        entered.set()
+        leave.wait(TIMEOUT_S)
+
+    waiting = threading.Thread(target=broker.ask, args=(block,))
+    waiting.start()
+    try:
+        assert entered.wait(TIMEOUT_S)
+        yield
+    finally:
+        leave.set()
+        waiting.join()

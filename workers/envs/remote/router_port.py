@@ -21,6 +21,7 @@ from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import in_url
+from headrace.schemas.peers.descriptors import source_of
 from headrace.schemas.peers.port_listing import PortListing
 from headrace.schemas.peers.port_watch import (
     WATCH_EVENTS,
@@ -28,7 +29,6 @@ from headrace.schemas.peers.port_watch import (
     PortBounds,
     PortWatch,
     connection_limit,
-    source_of,
 )
 from headrace.schemas.peers.ports import ports_to_try
 from headrace.schemas.peers.zap import ENDPOINT, judge
