@@ -27,6 +27,7 @@ from headrace.deploy.report.deep_sources import (
     read_position,
     read_recorders,
 )
+from headrace.deploy.report.evidence import checkpoint_damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def read_files(run_dir: Path, fleet_id: str) -> Sources:
     """Read the files that must not be ahead of the ledger."""
     recorders, unreadable = read_recorders(run_dir / "recorders")
     words, books = [f"{path} cannot be read as a recorder" for path in unreadable], None
+    words += checkpoint_damage(run_dir)
     try:
         books = read_books(run_dir / "books.json")
     except ValueError as error:

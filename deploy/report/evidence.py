@@ -23,10 +23,12 @@ from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import read_told
 from headrace.deploy.run.saved_policy import NEWEST_FILE
 from headrace.deploy.run.several_brokers import learner_dir
+from headrace.learner_stub.checkpoint import decode_checkpoint
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.basics.run_files import read_regular
+from headrace.schemas.errors import CheckpointError, RunDirError
 from headrace.schemas.messages import SourcePosition
 
 _POSITION = TypeAdapter(list[SourcePosition])
@@ -46,7 +48,7 @@ class Evidence:
     ended: Mapping[int, FoldedLives] = field(default_factory=dict)
     """By slot, the lives whose ends the broker has had in its books, as lifetime.json says."""
     damage: tuple[str, ...] = ()
-    """Sentences on a lifetime.json that is damaged, or was when a broker read it."""
+    """Sentences on a lifetime.json that is damaged, or was when a broker read it, and on a damaged checkpoint."""
     failed: tuple[str, ...] = ()
     """Which of broker and Redis, in words, failed for good, so that the run ended."""
 
@@ -67,9 +69,24 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
     needs_witness = _needs_witness(run_dir, fleet_id)  # before the witness, which the broker writes later
     witness = LifetimeFile(run_dir, fleet_id)
     lifetime = witness.read()
-    damage = tuple(_damage(witness, lifetime, run_dir, needs_witness=needs_witness))
+    damage = (*_damage(witness, lifetime, run_dir, needs_witness=needs_witness), *checkpoint_damage(run_dir))
     failed = tuple(keepers_that_failed(run_dir))
     return Evidence(readings, frozenset(living), tuple(unreadable), position, lifetime.ended, damage, failed)
+
+
+def checkpoint_damage(run_dir: Path) -> Iterator[str]:
+    """Yield a sentence if the learner's newest checkpoint is there and is not whole. Read all of the file."""
+    path = learner_dir(run_dir) / NEWEST_FILE
+    try:
+        decode_checkpoint(read_regular(path), str(path))
+    except FileNotFoundError:
+        return
+    except (CheckpointError, OSError) as error:
+        reason = error.reason if isinstance(error, CheckpointError) else error.strerror
+        yield (
+            f"{path} cannot be read ({reason}), so it cannot show what the learner was trained on; the next learner "
+            "goes on from the checkpoint before it, or from the copy in Redis, and saves another"
+        )
 
 
 def _needs_witness(run_dir: Path, fleet_id: str) -> bool:

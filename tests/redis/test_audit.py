@@ -265,6 +265,15 @@ def put_a_pipe_in_its_place(run: Run, client: Any, fleet_id: str) -> None:
     os.mkfifo(run.path / "lifetime.json")
 
 
+def cut_the_checkpoint_short(run: Run, client: Any, fleet_id: str) -> None:
+    os.truncate(run.path / "learner.checkpoint", 100)
+
+
+def change_a_byte_of_the_checkpoint(run: Run, client: Any, fleet_id: str) -> None:
+    path = run.path / "learner.checkpoint"
+    path.write_bytes(path.read_bytes().replace(b'"epoch', b'"epocH'))
+
+
 def name_a_role_by_a_list(run: Run, client: Any, fleet_id: str) -> None:
     (run.path / "summary.json").write_bytes(orjson.dumps({"processes": [{"role": ["broker"], "state": "failed"}]}))
 
@@ -287,6 +296,8 @@ def come_from_an_earlier_version(run: Run, client: Any, fleet_id: str) -> None:
         (put_a_pipe_in_its_place, "lifetime.json is damaged ([Errno 22] lifetime.json is no regular file)"),
         (come_from_an_earlier_version, ""),
         (name_a_role_by_a_list, ""),
+        (cut_the_checkpoint_short, "learner.checkpoint cannot be read (it ends within its header, after 100 bytes)"),
+        (change_a_byte_of_the_checkpoint, "learner.checkpoint cannot be read (its bytes do not match their checksum)"),
         (lose_the_ledger, "the ledger is empty, although the learner has trained on 96 steps"),
         (go_back, "the learner has settled batches up to 5 (learner.checkpoint says so), but the ledger knows 4"),
         (step_once_more, "its worker has ended after 10,000 steps, as its recorder says, but the ledger knows "),
@@ -372,6 +383,7 @@ def take_the_end(run: Run, client: Any, fleet_id: str) -> None:
         (lose_a_life_in_the_file, "slot 0: its 0 ended lives have 0 steps (0 committed), 0 batches"),
         (count_less_in_the_file, "and 11 episodes in books.json, but its 1 in the ledger have"),
         (tear_the_file, "books.json cannot be read"),
+        (cut_the_checkpoint_short, "learner.checkpoint cannot be read (it ends within its header, after 100 bytes)"),
         (finish_one_more_episode, "it finished 13 episodes, as its recorder says, but the ledger has 12"),
         (take_the_end, "the learner has the end of its open episodes as taken, but the ledger does not"),
         (greet_twice_and_leave, ""),
