@@ -271,7 +271,7 @@ def arms() -> list[Arm]:
         ("PPO", CARTPOLE, 475.0, ("--num-envs", "4", "--set", "sampling.rollout_fragment_length=32")),
         ("PPO", PENDULUM, -200.0, ("--num-envs", "2", "--set", "sampling.rollout_fragment_length=128")),
         ("SAC", PENDULUM, -200.0, ("--num-envs", "1", "--set", "sampling.rollout_fragment_length=8")),
-        ("DQN", CARTPOLE, 100.0, ("--num-envs", "1", "--set", "sampling.rollout_fragment_length=32")),
+        ("DQN", CARTPOLE, 200.0, ("--num-envs", "1", "--set", "sampling.rollout_fragment_length=32")),
     ):
         key = f"{recipe} {env}"
         own = (*options, *SB3, "--set", f'module.config.algorithm="{recipe}"')
