@@ -15,7 +15,9 @@ In the fleet's settings:
     config = {weights = "/shared/policy.npz"}
 
 The file has arrays only, so nothing in it can run, and workers need neither Ray nor RLlib. It knows RLlib's default
-module for vectors as observations: fully connected layers for policy and value, apart or shared, and a discrete action.
+module for vectors as observations: fully connected layers for policy and value, apart or shared. The action is
+discrete, or a Box with RLlib's `free_log_std=True`: log standard deviations that do not depend on the observation. What
+RLlib does by `normalize_actions` the connector `UnsquashActions` does.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ Arrays = Mapping[str, NDArray[Any]]
 _POLICY, _VALUE, _SHARED = "encoder.actor_encoder.net.mlp", "encoder.critic_encoder.net.mlp", "encoder.encoder.net.mlp"
 _POLICY_HEAD, _VALUE_HEAD = "pi.net.mlp", "vf.net.mlp"
 _KNOWN = (_POLICY, _VALUE, _SHARED, _POLICY_HEAD, _VALUE_HEAD)
+_LOG_STD = "pi.log_std"
 _UNUSED = {"pi.log_std_clip_param_const", "vf.log_std_clip_param_const"}
 """Constants that RLlib keeps beside each head. They concern continuous actions only."""
 _NAME = re.compile(r"(.+)\.(\d+)\.(weight|bias)")
@@ -70,6 +73,7 @@ def build(spaces: Spaces, *, weights: str, activation: str = "tanh") -> ActorCri
     elif layers[_VALUE_HEAD]:
         targets += [*_linear(module.vf_trunk), module.vf_head]
         sources += [*layers[_VALUE], *layers[_VALUE_HEAD]]
+    _load_log_std(module.log_std, arrays, weights)
     _load(targets, sources, weights)
     return module
 
@@ -81,7 +85,8 @@ def _read(path: Path) -> Arrays:
             arrays = {name: file[name] for name in file.files if name not in _UNUSED}
     except (OSError, ValueError) as error:
         raise ModuleError(f"the weights at {path} cannot be read: {error}; write them with save_weights") from error
-    strange = [name for name in arrays if not ((named := _NAME.fullmatch(name)) and named[1] in _KNOWN)]
+    layers = {name for name in arrays if (named := _NAME.fullmatch(name)) and named[1] in _KNOWN}
+    strange = [name for name in arrays if name not in layers | {_LOG_STD}]
     if strange or not arrays:
         raise ModuleError(
             f"the weights at {path} are not of RLlib's default module for vectors "
@@ -120,3 +125,14 @@ def _load(targets: list[nn.Linear], sources: list[tuple[NDArray[Any], NDArray[An
         for layer, (weight, bias) in zip(targets, sources, strict=True):
             layer.weight.copy_(torch.from_numpy(weight))
             layer.bias.copy_(torch.from_numpy(bias))
+
+
+def _load_log_std(target: nn.Parameter, arrays: Arrays, path: str) -> None:
+    found = arrays.get(_LOG_STD, np.zeros(0, np.float32))
+    if found.shape != target.shape:
+        raise ModuleError(
+            f"the weights at {path} have {found.size} log standard deviations of their own, and the env's actions need "
+            f"{target.numel()}; train RLlib's module with free_log_std=True for a Box, without it for other actions"
+        )
+    with torch.no_grad():
+        target.copy_(torch.from_numpy(found))

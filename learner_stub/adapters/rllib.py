@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.chunk import DEFAULT_AGENT, EpisodeChunk
-from headrace.schemas.chunks.chunk_arrays import join_columns, map_arrays
-from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch
+from headrace.schemas.chunks.chunk import DEFAULT_AGENT, ChunkEnd, format_episode_id
+from headrace.schemas.chunks.chunk_arrays import map_arrays
+from headrace.schemas.chunks.episodes import ranges
+from headrace.schemas.chunks.lookback import LOOKBACK
+from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.errors import ConfigError
 
-_NAMES = {"logp": "action_logp", "values": "vf_preds"}
+_NAMES = {"logp": "action_logp", "values": "vf_preds", "weights_seq": "weights_seq_no"}
 """Headrace's columns that RLlib has under another name."""
+_NO_OUTPUTS = ("obs", "actions", "rewards", "env_t")
+"""Columns, or their roots, that are not among an episode's `extra_model_outputs`."""
 
 
 def to_episodes(batch: ChunkBatch) -> list[Any]:
@@ -32,13 +39,52 @@ def to_episodes(batch: ChunkBatch) -> list[Any]:
       multi_agent_episode_id.
 
     The memory of recurrent modules is left out: RLlib needs it at every step, and a chunk has it before its first one.
-    End markers, which have no step, are left out too. The arrays own their memory.
+    End markers, which have no step, are left out too. The arrays are the caller's. Episodes of one batch share one copy
+    of its columns, which is freed with the last of them.
 
     Raises `ConfigError` where RLlib cannot be imported.
     """
     episode_class, buffer_class = _rllib()
-    spaces = Spaces(observation=batch.observation_space, action=batch.action_space).to_gymnasium()
-    return [_episode(chunk, episode_class, buffer_class, spaces) for chunk in batch if len(chunk)]
+    spaces = Spaces(observation=batch.observation_space, action=batch.action_space)
+    observation_space, action_space = _gymnasium(spaces.model_dump_json())
+    rows = {name: _rows(batch, name) for name in batch.columns if not name.startswith((STATE_IN, LOOKBACK))}
+    obs, actions = nest(spaces.observation, rows, "obs"), nest(spaces.action, rows, "actions")
+    rewards = rows["rewards"].astype(np.float32)
+    outputs = {_NAMES.get(n, n): column for n, column in rows.items() if n.partition("/")[0] not in _NO_OUTPUTS}
+    # All that differs from chunk to chunk, as lists: single records of numpy are slow to read.
+    table = {name: batch.table[name].tolist() for name in batch.table.dtype.names or ()}
+    bounds, obs_bounds = ((batch.lookback_offsets + own).tolist() for own in (batch.offsets, batch.obs_offsets))
+
+    def episode(i: int) -> Any:
+        lookback, agent, end = table["lookback"][i], batch.agents[table["agent"][i]], table["end"][i]
+
+        def buffer(columns: Any, part: slice) -> Any:
+            made = buffer_class(map_arrays(itemgetter(part), columns))
+            made.lookback = lookback  # its constructor bounds this by the number of keys, where the data is a dict
+            return made
+
+        steps, observations = slice(bounds[i], bounds[i + 1]), slice(obs_bounds[i], obs_bounds[i + 1])
+        id_, is_of_several = format_episode_id(table["id_high"][i], table["id_low"][i]), agent != DEFAULT_AGENT
+        infos = batch.infos.get(i, {})
+        return episode_class(
+            f"{id_}/{agent}" if is_of_several else id_,
+            observations=buffer(obs, observations),
+            observation_space=observation_space,
+            infos=buffer_class([infos.get(t, {}) for t in range(-lookback, table["length"][i] + 1)], lookback),
+            actions=buffer(actions, steps),
+            action_space=action_space,
+            rewards=buffer(rewards, steps),
+            terminated=end == ChunkEnd.TERMINATED,
+            truncated=end == ChunkEnd.TRUNCATED,
+            extra_model_outputs={name: buffer(column, steps) for name, column in outputs.items()},
+            t_started=table["t_start"][i],
+            agent_id=agent if is_of_several else None,
+            module_id=batch.modules[table["module"][i]] if is_of_several else None,
+            multi_agent_episode_id=id_ if is_of_several else None,
+        )
+
+    order = range(len(batch)) if batch.order is None else batch.order.tolist()
+    return [episode(i) for i in order if table["length"][i]]
 
 
 def _rllib() -> tuple[Any, Any]:
@@ -50,36 +96,17 @@ def _rllib() -> tuple[Any, Any]:
     return SingleAgentEpisode, InfiniteLookbackBuffer
 
 
-def _episode(chunk: EpisodeChunk, episode_class: Any, buffer_class: Any, spaces: tuple[Any, Any]) -> Any:
-    before = chunk.lookback
-    lookback = len(before) if before is not None else 0
+@lru_cache(maxsize=64)
+def _gymnasium(spaces: str) -> tuple[Any, Any]:
+    """Return gymnasium's spaces for those written as JSON. To build them takes as long as ten episodes."""
+    return Spaces.model_validate_json(spaces).to_gymnasium()
 
-    def buffer(own: Any, earlier: Any) -> Any:
-        made = buffer_class(join_columns([earlier, own]) if lookback else map_arrays(np.array, own))
-        made.lookback = lookback  # its constructor bounds this by the number of keys, where the data is a dict
-        return made
 
-    columns = {**chunk.columns, "weights_seq_no": chunk.weights_seq}
-    earlier = {**before.columns, "weights_seq_no": before.weights_seq} if before is not None else {}
-    is_of_several = chunk.agent_id != DEFAULT_AGENT
-    infos: list[Any] = [{} for _ in range(lookback)] + (chunk.infos or [{} for _ in range(len(chunk) + 1)])
-    return episode_class(
-        f"{chunk.episode_id}/{chunk.agent_id}" if is_of_several else chunk.episode_id,
-        observations=buffer(chunk.obs, before and before.obs),
-        observation_space=spaces[0],
-        infos=buffer_class(infos, lookback),
-        actions=buffer(chunk.actions, before and before.actions),
-        action_space=spaces[1],
-        rewards=buffer(chunk.rewards.astype(np.float32), before and before.rewards.astype(np.float32)),
-        terminated=chunk.is_terminated,
-        truncated=chunk.is_truncated,
-        extra_model_outputs={
-            _NAMES.get(name, name): buffer(column, earlier.get(name))
-            for name, column in columns.items()
-            if not lookback or name in earlier
-        },
-        t_started=chunk.t_start,
-        agent_id=chunk.agent_id if is_of_several else None,
-        module_id=chunk.module_id if is_of_several else None,
-        multi_agent_episode_id=chunk.episode_id if is_of_several else None,
-    )
+def _rows(batch: ChunkBatch, name: str) -> NDArray[Any]:
+    """Return a copy of a column in which the rows of each chunk follow those of its lookback."""
+    own, back, offsets = batch.columns[name], batch.lookback_offsets, batch.offsets_of(name)
+    if not back[-1]:
+        return own.copy()
+    starts = np.stack((back[:-1], back[-1] + offsets[:-1]), 1)
+    lengths = np.stack((np.diff(back), np.diff(offsets)), 1)
+    return np.concatenate((batch.columns[LOOKBACK + name], own))[ranges(starts.ravel(), lengths.ravel())]

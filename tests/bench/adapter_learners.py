@@ -50,10 +50,12 @@ class Settings:
     max_grad_norm: float = 1.0
     most_steps: int = 2048
     """In one batch."""
+    value_coefficient: float = 0.01
+    """RLlib's. The others divide the value loss by the variance of the returns."""
 
 
 CARTPOLE = Settings(learning_rate=0.002, gamma=0.98, gae_lambda=0.8, minibatch_size=256)
-PENDULUM = Settings(learning_rate=0.0013, gamma=0.9, gae_lambda=0.95, minibatch_size=96)
+PENDULUM = Settings(learning_rate=0.0013, gamma=0.9, gae_lambda=0.95, minibatch_size=96, value_coefficient=0.0025)
 
 
 class TorchPPO:
@@ -193,13 +195,18 @@ class RLlibLearner:
         from ray.rllib.algorithms.ppo import PPOConfig
         from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
-        s, layers = settings, DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh", vf_share_layers=False)
+        s, made = settings, gym.make(env)
+        layers = DefaultModelConfig(
+            fcnet_hiddens=[64, 64],
+            fcnet_activation="tanh",
+            vf_share_layers=False,
+            free_log_std=isinstance(made.action_space, gym.spaces.Box),
+        )
         config = PPOConfig().environment(env).rl_module(model_config=layers)
         config = config.training(lr=s.learning_rate, gamma=s.gamma, lambda_=s.gae_lambda, clip_param=s.clip)
-        config = config.training(grad_clip=s.max_grad_norm, vf_loss_coeff=0.01, vf_clip_param=10_000.0)
+        config = config.training(grad_clip=s.max_grad_norm, vf_loss_coeff=s.value_coefficient, vf_clip_param=10_000.0)
         config = config.training(use_kl_loss=False, entropy_coeff=0.0)
         self._settings, self._file = settings, file
-        made = gym.make(env)
         self._spaces = spaces_of(made)
         self._learner = config.build_learner(env=made)
         self.weights: Any = None

@@ -164,14 +164,16 @@ def rllib(learner: adapter_learners.RLlibLearner, run_dir: Path, seed: int, watc
         run_block("        learner.update(episodes=", {}, {"learner": learner}, run_dir)
 
 
-def rllib_on_a_fleet(options: Sequence[str], seed: int, mark: float) -> Found:
+def rllib_on_a_fleet(
+    settings: adapter_learners.Settings, env: str, options: Sequence[str], seed: int, mark: float
+) -> Found:
     """Train RLlib's learner on a fleet that acts with its layers."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "policy.npz"
-        learner = adapter_learners.RLlibLearner(adapter_learners.CARTPOLE, CARTPOLE, file)
+        learner = adapter_learners.RLlibLearner(settings, env, file)
         layers = ("--set", "module.build=headrace.deploy.ray.rllib_policy:build")
         layers += ("--set", f"module.config.weights={file}")
-        return on_a_fleet(CARTPOLE, (*options, *layers), partial(rllib, learner), 10_000, seed, mark)
+        return on_a_fleet(env, (*options, *layers), partial(rllib, learner), 10_000, seed, mark)
 
 
 def sb3(recipe: str, mark: float, run_dir: Path, seed: int, watch: Watch) -> tuple[int, float]:
@@ -263,12 +265,13 @@ def arms() -> list[Arm]:
         for env, mark in time_to_return.GOALS.items():
             train = partial(on_a_fleet, env, (*until[env], *SEPARATE), partial(learner, settings[env]), 10_000)
             found.append(Arm(name, env, needs, train, mark))
-    found.append(Arm("RLlib PPO", CARTPOLE, "ray", partial(rllib_on_a_fleet, until[CARTPOLE]), 475.0))
+    for env, mark in time_to_return.GOALS.items():
+        found.append(Arm("RLlib PPO", env, "ray", partial(rllib_on_a_fleet, settings[env], env, until[env]), mark))
     for recipe, env, mark, options in (
         ("PPO", CARTPOLE, 475.0, ("--num-envs", "4", "--set", "sampling.rollout_fragment_length=32")),
         ("PPO", PENDULUM, -200.0, ("--num-envs", "2", "--set", "sampling.rollout_fragment_length=128")),
         ("SAC", PENDULUM, -200.0, ("--num-envs", "1", "--set", "sampling.rollout_fragment_length=8")),
-        ("DQN", CARTPOLE, 100.0, ("--num-envs", "1", "--set", "sampling.rollout_fragment_length=32")),
+        ("DQN", CARTPOLE, 200.0, ("--num-envs", "1", "--set", "sampling.rollout_fragment_length=32")),
     ):
         key = f"{recipe} {env}"
         own = (*options, *SB3, "--set", f'module.config.algorithm="{recipe}"')

@@ -69,8 +69,9 @@ class Fleet:
         module: str = "",
         redis_url: str | None = None,
         keys: str = "",
+        env: str = limits.ENV,
     ) -> None:
-        config = fleet_config(width, module, keys)
+        config = fleet_config(width, module, keys, env)
         broker, endpoints = processes.start_broker(config, redis_url)
         self.pids = {"broker": broker}
         recorders = Path(tempfile.mkdtemp(dir=processes.folder))  # those of another fleet have the same slots
@@ -111,12 +112,12 @@ class Fleet:
         self._stream.close()
 
 
-def fleet_config(width: int, module: str = "", keys: str = "") -> FleetConfig:
+def fleet_config(width: int, module: str = "", keys: str = "", env: str = limits.ENV) -> FleetConfig:
     """Return the config for one's own learner, with `width` envs and windows as long as the bare sockets' queues.
 
     `module` builds the policy, if it is not the default one. `keys` is the folder of the fleet's keys, if it has any.
     """
-    sampling = {"env": limits.ENV, "num_envs": width, "rollout_fragment_length": HORIZON, "seed": 0}
+    sampling = {"env": env, "num_envs": width, "rollout_fragment_length": HORIZON, "seed": 0}
     policy = {"module": {"build": module}} if module else {}
     own = {
         "sampling": sampling,

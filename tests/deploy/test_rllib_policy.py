@@ -60,6 +60,28 @@ def test_the_policy_acts_without_a_value_function_like_rllibs_env_runners(tmp_pa
     assert answer["values"].shape == (len(OBS),)
 
 
+BOX = Spaces(observation=SPACES.observation, action=Box(shape=(2,), dtype="<f4", low=-1.0, high=1.0))
+
+
+def test_a_gaussian_has_rllibs_log_standard_deviations(tmp_path: Path) -> None:
+    weights = state(shared=False) | {"pi.log_std": np.array([-0.5, 0.25], np.float32)}
+    save_weights(weights, tmp_path / "policy.npz")
+    answer = build(BOX, weights=str(tmp_path / "policy.npz")).forward_train({"obs": torch.from_numpy(OBS)})
+    means, log_std = answer["action_dist_inputs"].detach().numpy().reshape(len(OBS), 2, 2).swapaxes(0, 1)
+    np.testing.assert_allclose(means, by_hand(weights, "actor_encoder", "pi"), rtol=1e-5)
+    np.testing.assert_array_equal(log_std, np.tile(weights["pi.log_std"], (len(OBS), 1)))
+
+
+def test_log_standard_deviations_that_do_not_fit_the_actions_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "policy.npz")
+    save_weights(state(shared=False), path)
+    with pytest.raises(ModuleError, match=r"have 0 log .* need 2; .*free_log_std=True for a Box"):
+        build(BOX, weights=path)
+    save_weights(state(shared=False) | {"pi.log_std": np.zeros(2, np.float32)}, path)
+    with pytest.raises(ModuleError, match=r"have 2 log .* need 0; "):
+        build(SPACES, weights=path)
+
+
 def test_a_policy_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "policy.npz"
     with pytest.raises(ModuleError, match="cannot be read"):

@@ -48,4 +48,19 @@ def update() -> Callable[..., None]:
     return update
 
 
-STAND_INS: dict[str, Callable[[], Any]] = {"save": save, "train": train, "update": update}
+class Learner:
+    """A learner of RLlib's form that checks its episodes, and raises `EnoughError` at the third update."""
+
+    def __init__(self) -> None:
+        self._updates = 0
+
+    def update(self, *, episodes: list[Any]) -> None:
+        assert episodes
+        for episode in episodes:
+            episode.validate()
+        self._updates += 1
+        if self._updates == 3:
+            raise EnoughError
+
+
+STAND_INS: dict[str, Callable[[], Any]] = {"learner": Learner, "save": save, "train": train, "update": update}

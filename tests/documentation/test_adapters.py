@@ -9,29 +9,64 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from documentation.blocks import blocks_of
 from documentation.story import Story
 
+from headrace.workers import EnvRunnerConfig, GymVectorEnv
+from support.ports import free_port
+
 PAGE = Path(__file__).parents[2] / "docs/guides/adapters.md"
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_torchrl_trains_from_a_fleet_as_the_page_shows(tmp_path: Path) -> None:
-    pytest.importorskip("torchrl", reason="torchrl is not installed; pip install 'headrace[torchrl]'")
-    fleet, plain, torchrl = (
-        next(block for block in blocks_of(PAGE) if text in block.text)
-        for text in ("headrace up", "DataLoader(", "TensorDictReplayBuffer(")
+@pytest.mark.parametrize(
+    ("needs", "text", "given"),
+    [
+        ("torchrl", "TensorDictReplayBuffer(", "update"),
+        ("ray.rllib.env.single_agent_episode", "learner.update(episodes=to_episodes(batch))", "learner"),
+    ],
+    ids=["torchrl", "rllib"],
+)
+def test_a_block_of_another_library_trains_from_a_fleet(tmp_path: Path, needs: str, text: str, given: str) -> None:
+    library = {"torchrl": "headrace[torchrl]"}.get(needs, "ray[rllib]")
+    pytest.importorskip(needs, reason=f"not installed; pip install '{library}'", exc_type=ImportError)
+    fleet, plain, its = (
+        next(block for block in blocks_of(PAGE) if part in block.text) for part in ("headrace up", "DataLoader(", text)
     )
     with Story(tmp_path, []) as story:
-        for block in (fleet, plain, replace(torchrl, marks={"given": "update"})):
+        for block in (fleet, plain, replace(its, marks={"given": given})):  # the second one publishes weights
             story.run(block)
+
+
+@pytest.mark.processes
+def test_the_env_hosts_of_the_page_serve_its_loop(tmp_path: Path) -> None:
+    port = free_port()
+    loop, hosts = (
+        next(block for block in blocks_of(PAGE) if part in block.text)
+        for part in ('env_placement="remote", env_hosts_port=', "headrace env-host --connect")
+    )
+    names = {"EnvRunnerConfig": EnvRunnerConfig, "GymVectorEnv": GymVectorEnv}
+    with ExitStack() as ends:
+        for number, line in enumerate(hosts.text.splitlines()):
+            command = [sys.executable, "-m", "headrace.deploy", *line.replace("5800", str(port)).split()[1:]]
+            log = ends.enter_context((tmp_path / f"host-{number}.log").open("wb"))
+            process = ends.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
+            ends.callback(process.terminate)
+        with_deadline = loop.text.replace("5800", f"{port}, env_hosts_timeout_s=60.0")
+        exec(with_deadline, names)  # noqa: S102 - the page is our own
+        envs: Any = names["envs"]
+        ends.callback(envs.close)
+        envs.reset(seed=1)
+        _, rewards, *_ = envs.step(envs.action_space.sample())
+        assert rewards.tolist() == [1.0] * 8
 
 
 CLEANRL_FORM = Path(__file__).parent / "cleanrl_form.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,26 @@ from headrace.schemas.errors import ConfigError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 
 MakeBatch = Callable[..., ChunkBatch]
+
+MOST_CALLS_A_CHUNK = 20
+"""Calls of Headrace's functions for one chunk more; with an `EpisodeChunk` for each there were 45."""
+
+
+def own_calls(batch: ChunkBatch) -> int:
+    """Calls of Headrace's own Python functions while `batch` becomes episodes."""
+    calls = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_globals["__name__"].startswith("headrace.")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        to_episodes(batch)
+    finally:
+        sys.setprofile(before)
+    return calls
 
 
 @pytest.fixture
@@ -50,6 +71,26 @@ def test_each_chunk_is_an_episode_with_its_end_and_its_columns(rllib: Any, make_
         assert set(episode.get_extra_model_outputs("weights_seq_no").tolist()) == {7}
         episode.get_observations()[:] = 0.0  # its own memory
     assert np.abs(batch.columns["obs"]).min() > 0
+
+
+def test_episodes_stand_in_the_order_of_the_batch_and_share_no_row(rllib: Any, make_batch: MakeBatch) -> None:
+    batch = make_batch([3, 0, 2, 4], [ChunkEnd.ONGOING, ChunkEnd.ABORTED, ChunkEnd.ONGOING, ChunkEnd.ONGOING])
+    batch = replace(batch, order=np.array([3, 1, 0, 2]))
+    episodes = to_episodes(batch)
+    assert [len(episode) for episode in episodes] == [4, 3, 2]
+    for episode in episodes:
+        for buffer in (episode.observations, episode.actions, episode.rewards, *episode.extra_model_outputs.values()):
+            buffer.data += 1
+    for episode, chunk in zip(episodes, (chunk for chunk in batch if len(chunk)), strict=True):
+        np.testing.assert_array_equal(episode.get_observations(), chunk.obs + 1)
+        np.testing.assert_array_equal(episode.get_actions(), chunk.actions + 1)
+        np.testing.assert_array_equal(episode.get_extra_model_outputs("weights_seq_no"), chunk.weights_seq + 1)
+
+
+def test_a_chunk_more_takes_little_beside_rllibs_own_constructors(rllib: Any, make_batch: MakeBatch) -> None:
+    few, many = (make_batch([4] * chunks, [ChunkEnd.TERMINATED] * chunks) for chunks in (10, 110))
+    to_episodes(few)  # builds the spaces, which batches share
+    assert (own_calls(many) - own_calls(few)) / 100 <= MOST_CALLS_A_CHUNK
 
 
 @pytest.mark.parametrize("horizon", [0, 3])
