@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.schemas.chunks.spaces import Spaces, nest
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.errors import ModuleError, WeightsMismatchError
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.acting import Actor
@@ -267,6 +267,22 @@ def test_write_weights_copies_once_and_gives_the_same_bytes_as_torch() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 100_000, "no copy beside the module's own memory"
+
+
+def test_write_weights_reads_the_state_dict_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls = torch.nn.Linear(3, 2), list[str]()
+    read = torch.nn.Module.state_dict
+
+    def counted(self: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        calls.append(type(self).__name__)
+        return read(self, *args, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "state_dict", counted)
+    write_weights(module, {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)})
+    assert calls == ["Linear"]
+    with pytest.raises(WeightsMismatchError, match="bias"):
+        write_weights(module, {"weight": np.zeros((2, 3), np.float32), "bias": np.zeros(3, np.float32)})
+    assert module.weight.tolist() == [[1.0] * 3] * 2, "a mismatch copies nothing"
 
 
 def test_new_weights_take_effect_in_place_all_or_nothing() -> None:

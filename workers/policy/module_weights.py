@@ -16,27 +16,41 @@ _DTYPES = {torch.from_numpy(np.empty(0, dtype)).dtype: np.dtype(dtype) for dtype
 """The dtypes of nearly all parameters and buffers, which numpy copies straight from the wire's read-only arrays."""
 
 
+State = Mapping[str, NDArray[Any] | torch.Tensor]
+"""Arrays or tensors by name."""
+
+
 def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
     """Return copies of all parameters and buffers of the state dict."""
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in module.state_dict().items()}
 
 
-def check_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any] | torch.Tensor]) -> None:
+def check_weights(module: torch.nn.Module, state: State) -> None:
     """Raise `WeightsMismatchError` unless `state` has the names and shapes of the module's parameters and buffers."""
-    check_shapes({name: array.shape for name, array in state.items()}, weight_shapes(module))
+    _check(module.state_dict(), state)
 
 
 def weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter and buffer of the state dict."""
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    return _shapes(module.state_dict())
 
 
-def write_weights(module: torch.nn.Module, state: Mapping[str, NDArray[Any] | torch.Tensor]) -> None:
+def write_weights(module: torch.nn.Module, state: State) -> None:
     """Copy `state` into the module's own memory. Copies nothing if it raises `ModuleError`."""
-    check_weights(module, state)
-    with torch.no_grad():
-        for name, tensor in module.state_dict().items():
-            _write(tensor, state[name])
+    own = module.state_dict()
+    _check(own, state)
+    for name, tensor in own.items():
+        _write(tensor, state[name])
+
+
+def _check(own: Mapping[str, torch.Tensor], state: State) -> None:
+    """Raise `WeightsMismatchError` unless `state` has the names and shapes of a module's `own` tensors."""
+    if own.keys() != state.keys() or any(tensor.shape != state[name].shape for name, tensor in own.items()):
+        check_shapes(_shapes(state), _shapes(own))
+
+
+def _shapes(state: State) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in state.items()}
 
 
 def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Mapping[str, Any]]:
@@ -66,10 +80,10 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
 
 def _write(tensor: torch.Tensor, given: NDArray[Any] | torch.Tensor) -> None:
     """Copy `given` into `tensor`, by numpy where both have the same dtype and are in the processor's memory."""
-    if isinstance(given, torch.Tensor):  # as in `module.state_dict()`
+    if not isinstance(given, torch.Tensor):
+        if tensor.is_cpu and _DTYPES.get(tensor.dtype) == given.dtype:
+            np.copyto(tensor.numpy(), given)
+            return
+        given = torch.from_numpy(np.array(given))  # torch warns about read-only arrays, as those from the wire are
+    with torch.no_grad():
         tensor.copy_(given)
-    elif tensor.device.type == "cpu" and _DTYPES.get(tensor.dtype) == given.dtype:
-        np.copyto(tensor.numpy(), given)
-    else:
-        # Torch warns about read-only arrays, as those from the wire are.
-        tensor.copy_(torch.from_numpy(np.array(given)))
