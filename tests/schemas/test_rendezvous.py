@@ -243,6 +243,17 @@ def test_a_broker_rewrites_its_rendezvous_and_leaves_it_to_a_later_broker(
     assert rendezvous.find("worker") == AT["worker"]
 
 
+def test_a_broker_takes_none_that_begins_in_years_for_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_file, "LIFETIME_S", 0.2)
+    path = tmp_path / "meet.json"
+    own = RendezvousFile(path, published(epoch=time.time_ns() // 1_000_000))
+    published(epoch=(1 << 63) - 1, endpoints={"worker": "tcp://node9:9"}).write(path)
+    wait_until(lambda: Rendezvous(str(path)).find("worker") == AT["worker"], "the broker's own addresses again")
+    own.close(stopped=True)
+
+
 def test_a_wildcard_is_advertised_as_a_name_that_others_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = {"worker": "tcp://0.0.0.0:5701", "learner": "ipc:///run/x"}
     assert advertised(bound, "::1") == {"worker": "tcp://[::1]:5701", "learner": "ipc:///run/x"}
