@@ -395,7 +395,7 @@ class WorkerSessions:
             return False
         self._hear(source, now)
         if excess := self._acks.excess(source, held):
-            self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", "beyond_credit", excess)
+            self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", *excess)
             return False
         self._store.accept(source, held, told.totals)
         source.figures.stepped(source.steps, now)
