@@ -120,20 +120,20 @@ class Acknowledgements:
             batches = max(min(batches, _MOST_CREDIT), 0 if source.held or not self._takes_one else 1)
         return max(source.accepted, min(source.accepted + batches, source.settled.seq + WINDOW))
 
-    def excess(self, source: Source, held: StoredBatch) -> str:
-        """Return why the next batch of a worker is more than it may send; "" if it may send it.
+    def excess(self, source: Source, held: StoredBatch) -> tuple[str, str] | None:
+        """Return code and sentence of a refusal if the next batch of a worker is more than the broker takes; else None.
 
-        Credit counts batches, and is told before their size is known. So the broker also takes none once it is full:
-        it holds one batch more than `max_held_bytes` at most. An honest worker sends a refused batch again once there
-        is room.
+        Credit counts batches, and is told to all workers before their batches come and their size is known. So the
+        broker also takes none once it is full (`no_room`): it holds one batch more than `max_held_bytes` at most. That
+        happens to honest workers, which send the batch again once there is room. No honest one is `beyond_credit`.
         """
         most = min(source.credit, source.settled.seq + WINDOW)
         if held.seq > most:
-            return f"batch {held.seq}, where credit allows batch {most}"
+            return "beyond_credit", f"batch {held.seq}, where credit allows batch {most}"
         if not held.nbytes or self._room > 0 or self._makes_room or (self._takes_one and not source.held):
-            return ""
+            return None
         source.batch_bytes = max(source.batch_bytes, held.nbytes)
-        return f"a batch of {held.nbytes} bytes, where as many are held as max_held_bytes allows"
+        return "no_room", f"a batch of {held.nbytes} bytes, where as many are held as max_held_bytes allows"
 
     @property
     def _room(self) -> int:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.broker.brought_counts import BroughtCounts
 from headrace.broker.delivery_queue import DeliveryQueue
 from headrace.broker.drop_policy import DropPolicy, may_be_dropped
 from headrace.broker.limits import BrokerLimits
@@ -45,8 +46,8 @@ class BatchStore:
         self.batches = 0
         self.steps = 0
         """Env steps of all sources ever: those of this broker, and those that Redis knew."""
-        self.brought = 0
-        """Sum of the largest counters that lives brought here from earlier brokers."""
+        self.brought = BroughtCounts(limits.workers)
+        """Counters that lives brought here from earlier brokers."""
         self.weights: Version = (0, 0)
         """The newest published version, against which staleness is measured."""
         self.is_reconciled = False

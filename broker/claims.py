@@ -46,9 +46,6 @@ than one byte of 255.
 MOST_BROUGHT = 1 << 45
 """The largest counter that a life older than this broker may bring: a year of a million steps a second."""
 
-MOST_BROUGHT_IN_ALL = 1 << 52
-"""The sum of what all such lives may bring. The fleet's totals stay below 2^53, where Lua and JavaScript are exact."""
-
 MOST_UNHEARD = 1000
 """Lives of a slot, and learners, that may have begun without this broker hearing of it."""
 
@@ -226,8 +223,8 @@ class Claims:
             raise _lie(f"{totals.stepped} steps of a life that begins")
         if totals.largest > MOST_BROUGHT:
             raise _lie(f"a counter of {totals.largest} in a life that began before this broker")
-        if self._store.brought + totals.largest > MOST_BROUGHT_IN_ALL:
-            raise _lie(f"a counter of {totals.largest}, where other lives have brought {self._store.brought}")
+        if not self._store.brought.has_room(slot, totals.largest):
+            raise _lie(f"a counter of {totals.largest}, where lives before it have brought too much")
 
     def _check_incarnation(self, slot: int, incarnation: int, now: float) -> None:
         known = self._known.get(slot)

@@ -136,7 +136,7 @@ class WorkerSessions:
         counters = flat_counters(self._state.counters.get(slot, {}))
         if source.met_at is None:
             source.meet(hello, counters, now, was_known=self._was_known(source))
-            self._store.brought += source.brought
+            self._store.brought.add(slot, source.brought)
         self._store.merge_settled(source, hello.settled)
         self._store.prove(source, hello.totals)
         source.token = hello.token
@@ -395,7 +395,7 @@ class WorkerSessions:
             return False
         self._hear(source, now)
         if excess := self._acks.excess(source, held):
-            self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", "beyond_credit", excess)
+            self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", *excess)
             return False
         self._store.accept(source, held, told.totals)
         source.figures.stepped(source.steps, now)
@@ -515,7 +515,7 @@ class WorkerSessions:
             # A recorder may be older than the log where the machine lost its power.
             totals = source.totals if source.totals.seq > words.totals.seq else words.totals
             if source.met_at is None:
-                self._store.brought += totals.largest
+                self._store.brought.add(words.slot, totals.largest)
                 source.believed = totals.steps_of_envs if self._was_known(source) else source.believed
             source.close(source.counting(totals, now), words.window or source.rest_of(totals), words.reason)
             source.leave_open(words.open_episodes)

@@ -209,6 +209,7 @@ def _start_learner_of_all(asked: Asked) -> None:
     for place, settings in zip(places, named, strict=True):
         if (published := place.look()) is not None:
             check_published(published, place.where, resolved, str(settings["fleet.fleet_id"]), "learner")
+        place.fleet_id = str(settings["fleet.fleet_id"])
     _learn(resolved, origin, resolved.fleet.fleet_id, endpoints, places)
 
 

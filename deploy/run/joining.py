@@ -86,6 +86,7 @@ def _meet(where: str, asked: Asked, role: str) -> Joined | None:
     fleet_id = wanted or published.fleet_id
     resolved, origin = resolve_role(asked.with_flags({"fleet.fleet_id": fleet_id}), endpoint)
     check_published(published, where, resolved, wanted, role)
+    rendezvous.fleet_id = fleet_id
     source = None if where.startswith("dns://") else rendezvous
     return Joined(resolved, f"{origin}; rendezvous: {where}", fleet_id, endpoint, source)
 
@@ -216,6 +217,7 @@ def worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | 
         raise RendezvousError(where, source.problem)
     if address is not None:
         _check_fleet(where, rendezvous.look(), config.fleet.fleet_id)
+        rendezvous.fleet_id = config.fleet.fleet_id
     return address, source
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
+from headrace.schemas.basics.addresses import HOST, PORT
 from headrace.schemas.basics.bounds import ListOf, Natural, Seconds
 from headrace.schemas.basics.headrace_version import HeadraceVersion
 
@@ -45,12 +46,10 @@ PortKind = Literal["envs", "clients", "http"]
 """The peers that a port of a worker serves: env hosts, clients by ZeroMQ, or clients by HTTP."""
 PORT_KINDS: tuple[PortKind, ...] = get_args(PortKind)
 
-_HOST = r"([A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
-_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
-PORT_PATTERN = rf"^(tcp|http)://{_HOST}:{_PORT}$"
+PORT_PATTERN = rf"^(tcp|http)://{HOST}:{PORT}$"
 PortAddress = Annotated[str, Field(max_length=200, pattern=PORT_PATTERN)]
-_TcpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(tcp://{_HOST}:{_PORT})?$")]
-_HttpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(http://{_HOST}:{_PORT})?$")]
+_TcpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(tcp://{HOST}:{PORT})?$")]
+_HttpAddress = Annotated[str, Field(max_length=200, pattern=rf"^(http://{HOST}:{PORT})?$")]
 
 
 class Ports(BaseModel):

@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from headrace.schemas.basics.addresses import is_broker_address
+
 RENDEZVOUS_FILE = "rendezvous.json"
 """Name of the file in the run directory where the broker publishes its addresses, unless another is named."""
 
@@ -114,8 +116,8 @@ def endpoint_in(run_dir: Path, role: str) -> str:
     for name in ("broker.json", "fleet.json"):
         endpoints = read_object(run_dir / name).get("endpoints")
         endpoint = endpoints.get(role) if isinstance(endpoints, dict) else None
-        if isinstance(endpoint, str) and endpoint:
-            return "" if endpoint.endswith(":0") else endpoint
+        if endpoint:
+            return str(endpoint) if is_broker_address(endpoint) else ""
     return ""
 
 

@@ -10,7 +10,12 @@ from headrace.schemas.peers.fleet_address import AddressSource
 
 log = logging.getLogger("headrace.fleet")
 
-_LOOK_S = 0.5
+_LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0
+"""Seconds between two looks for the server, and the most of them. Each move since the server last answered doubles it,
+so a source that alternates between addresses leaves each one time to answer.
+"""
+_MOST_PATIENCES = 2
+"""A server that moves gets as much patience again. All its moves together get so many times the patience."""
 _FIRST_WORD_S, _SAY_WAITING_S = 5.0, 10.0
 
 
@@ -58,6 +63,9 @@ class FleetPlace:
         self._says_waiting = says_waiting
         self._was_present = self._has_said = self._stopped = False
         self._gone_since: float | None = None
+        self._lost_since = 0.0
+        """Time since which no server answers, wherever it moved."""
+        self._look_s = _LOOK_S
         self._look_at = self._look_if_stopped_at = 0.0
         self._say_at = 0.0
 
@@ -75,26 +83,29 @@ class FleetPlace:
             if self._has_said:
                 log.info("the %s at %s answers", self._server, self.endpoint)
             self._was_present, self._gone_since, self.ended, self._has_said = True, None, None, False
+            self._look_s = _LOOK_S
             return None
         if self._gone_since is None:
-            self._gone_since, self._look_at = now, now
+            self._gone_since = self._lost_since = self._look_at = now
             self._say_at = now + (_FIRST_WORD_S if self._was_present else 0.0)
         if now < self._look_at:
             return None
-        self._look_at = now + _LOOK_S
         moved = self._source.find(self._role) if self._source is not None else ""
-        if moved and moved != self.endpoint:
+        moves = bool(moved) and moved != self.endpoint
+        if moves:
             before = f"moved from {self.endpoint} to" if self.endpoint else "appeared at"
             log.info("the %s has %s %s", self._server, before, moved)
             self.endpoint, self._gone_since, self._has_said = moved, now, self._says_waiting
-            return moved
+            self._look_s = min(2 * self._look_s, _LONGEST_LOOK_S)
+        self._look_at = now + self._look_s
         self._judge(now - self._gone_since, now)
-        return None
+        return moved if moves else None
 
     def move_to(self, endpoint: str, now: float) -> None:
         """Note that the peer leaves a server that answers for another one."""
         log.info("moving from the %s at %s to the one at %s", self._server, self.endpoint, endpoint)
         self.endpoint, self._gone_since, self._has_said = endpoint, now, self._says_waiting
+        self._lost_since = now
 
     def has_stopped(self, now: float) -> bool:
         """Return whether the fleet says that it has stopped. It may have said so half a second ago."""
@@ -110,7 +121,7 @@ class FleetPlace:
             said, most_s = self._source.problem, self._stopped_patience_s
         if not self._was_present:
             most_s = self._first_patience_s
-        if gone_s >= most_s:
+        if gone_s >= most_s or now - self._lost_since >= _MOST_PATIENCES * most_s:
             self.ended = self.ended or why or UnreachableError(self._server, self.endpoint, most_s)
         if self._says_waiting and now >= self._say_at and (self._was_present or why is not None):
             self._say_at, self._has_said = now + _SAY_WAITING_S, True

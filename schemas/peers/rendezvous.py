@@ -35,12 +35,14 @@ from typing import Annotated, Literal, NoReturn
 from urllib.parse import urlsplit
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.schemas.accounts.worker_figures import PortAddress
-from headrace.schemas.basics.run_files import replace_private
+from headrace.schemas.basics.addresses import is_broker_address
+from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import ConfigError, HeadraceError, RendezvousError
 from headrace.schemas.peers.http_hosts import BY_PROGRAM
+from headrace.schemas.peers.socket_folder import check_socket
 from headrace.schemas.settings.config import is_loopback
 
 LIFETIME_S = 60.0
@@ -55,7 +57,15 @@ MOST_PORTS = 4096
 _LARGEST = 2 << 20
 _ANSWER_S = 5.0
 _Name = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9_.-]+$")]
-_Address = Annotated[str, Field(max_length=255, pattern=r"^(tcp://[^\s/]+:[1-9]\d{0,4}|ipc://\S+)$")]
+
+
+def _checked(address: str) -> str:
+    if not is_broker_address(address):
+        raise ValueError(f"an address should be tcp://HOST:PORT or ipc:///PATH, got {address!r:.120}")
+    return address
+
+
+_Address = Annotated[str, AfterValidator(_checked)]
 
 
 class Port(BaseModel):
@@ -102,12 +112,16 @@ class Published(BaseModel):
 class Rendezvous:
     """The rendezvous at `where`, as peers read it.
 
-    `ports` are by role, for `dns://`; `setting` is the one that names them, by default those of `[broker]`. Raises
-    `ConfigError` for another form of address.
+    `ports` are by role, for `dns://`; `setting` is the one that names them, by default those of `[broker]`. What
+    another fleet than `fleet_id` publishes does not count; "": that of any fleet does. Raises `ConfigError` for another
+    form of address.
     """
 
-    def __init__(self, where: str, ports: Mapping[str, int] | None = None, setting: str = "") -> None:
+    def __init__(
+        self, where: str, ports: Mapping[str, int] | None = None, setting: str = "", *, fleet_id: str = ""
+    ) -> None:
         self.where = where
+        self.fleet_id = fleet_id
         self.problem = ""
         """Text on why the last look found no fleet that runs; "" if it found one."""
         scheme = urlsplit(where).scheme if "://" in where else ""
@@ -128,6 +142,9 @@ class Rendezvous:
             what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "no JSON"
             self.problem = f"{self.where} is no rendezvous ({what})"
         else:
+            if self.fleet_id and found.fleet_id not in ("", self.fleet_id):
+                self.problem = f"{self.where} is of fleet {found.fleet_id!r}, not of {self.fleet_id!r}"
+                return None
             late_s = time.time() - found.expires_unix_s
             if late_s <= 0 or found.state == "stopped":
                 stopped = f"fleet {found.fleet_id} of {self.where} has stopped: start it again"
@@ -149,6 +166,12 @@ class Rendezvous:
         elif is_elsewhere(address, found.host):
             self.problem = f"the broker of {self.where} serves {found.host} alone, at {address}; set broker.host there"
             return ""
+        else:
+            try:
+                check_socket(address)
+            except HeadraceError as error:
+                self.problem = f"{self.where} names {address!r:.120}, which is not used: {error}"
+                return ""
         return address
 
     def stopped(self) -> HeadraceError | None:
@@ -159,8 +182,7 @@ class Rendezvous:
     def _read(self) -> bytes:
         if self._fetcher is not None:
             return self._fetcher.newest()
-        with Path(self.where).open("rb") as file:
-            return file.read(_LARGEST)
+        return read_regular(Path(self.where), _LARGEST)
 
 
 def is_elsewhere(address: str, host: str) -> bool:

@@ -61,7 +61,7 @@ def test_a_peer_logs_a_stopped_fleet_and_waits_a_shorter_time_for_it(
 def test_a_peer_follows_a_moved_port_and_ignores_malformed_addresses(tmp_path: Path) -> None:
     place = FleetPlace("tcp://a:1", "envs-2", RunDirAddresses(tmp_path), patience_s=10.0)
     place.observe(True, 0.0)
-    for content in (b"", b"no json", b"[]", b'{"endpoints": 3}', b'{"endpoints": {"envs-2": "tcp://a:0"}}'):
+    for content in (b"", b"no json", b"[]", b'{"endpoints": 3}', b'{"endpoints": {"envs-2": "tcp://*:1"}}'):
         (tmp_path / "broker.json").write_bytes(content)
         place.observe(False, 1.0)
         place.observe(False, 11.0)
@@ -73,6 +73,41 @@ def test_a_peer_follows_a_moved_port_and_ignores_malformed_addresses(tmp_path: P
     assert place.endpoint == "tcp://a:2"
     place.observe(True, 23.0)
     assert place.ended is None
+
+
+class Alternating:
+    """Names another address each time."""
+
+    problem = ""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def find(self, role: str) -> str:
+        self.looks += 1
+        return f"tcp://node{self.looks % 2}:1"
+
+    def stopped(self) -> None:
+        return None
+
+
+def test_a_peer_whose_addresses_alternate_moves_ever_more_rarely_and_waits_no_longer_than_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "headrace.fleet")
+    source = Alternating()
+    place = FleetPlace("tcp://a:1", "worker", source, patience_s=60.0)
+    place.observe(True, 0.0)
+    ended = 0.0
+    for tenth in range(10, 6000):
+        place.observe(False, tenth / 10)
+        ended = ended or tenth / 10 * (place.ended is not None)
+    assert 120.0 <= ended <= 132.0
+    assert source.looks < 70
+    assert sum("waiting for it" in message for message in caplog.messages) > 50
+    place.observe(True, 600.0)
+    assert place.observe(False, 601.0) is not None
+    assert place.ended is None, "it answered, so its patience begins again"
 
 
 def test_a_peer_without_a_deadline_of_its_own_ends_when_no_server_has_ever_answered(

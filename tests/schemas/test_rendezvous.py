@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 import time
@@ -88,6 +89,54 @@ def test_content_that_is_no_rendezvous_is_reported_as_a_problem(tmp_path: Path, 
     rendezvous = Rendezvous(str(tmp_path / "meet.json"))
     assert rendezvous.look() is None
     assert "is no rendezvous (" in rendezvous.problem
+
+
+ODD_PORTS = ("*:80", ".:5", "a:65536", "a;b:5", "[::1:5", "a\0:5", "\u00e9:5", f"{'a' * 260}:5")
+ODD_SOCKETS = ("x", "@x", "/a\0b", f"/{'a' * 120}")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [*(f"tcp://{odd}" for odd in ODD_PORTS), *(f"ipc://{odd}" for odd in ODD_SOCKETS), "file:///etc/passwd"],
+)
+def test_an_address_that_no_peer_can_connect_to_is_named_and_not_used(tmp_path: Path, address: str) -> None:
+    """libzmq raises an error in the call that connects, and that would end a worker."""
+    content = {"fleet_id": "demo", "endpoints": {**AT, "worker": address}}
+    (tmp_path / "meet.json").write_bytes(orjson.dumps(content))
+    rendezvous = Rendezvous(str(tmp_path / "meet.json"))
+    assert rendezvous.find("worker") == ""
+    assert "an address should be tcp://HOST:PORT or ipc:///PATH, got " in rendezvous.problem
+    assert repr(address)[:40] in rendezvous.problem
+
+
+def test_a_unix_socket_in_a_folder_that_others_can_use_is_named_and_not_used(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    published(endpoints={"worker": f"ipc://{tmp_path}/open/worker"}).write(tmp_path / "meet.json")
+    rendezvous = Rendezvous(str(tmp_path / "meet.json"))
+    assert rendezvous.find("worker") == ""
+    assert f"names 'ipc://{tmp_path}/open/worker', which is not used: " in rendezvous.problem
+
+
+def test_a_pipe_in_the_place_of_a_rendezvous_holds_no_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "meet.json")
+    rendezvous = Rendezvous(str(tmp_path / "meet.json"))
+    assert rendezvous.find("worker") == ""
+    assert rendezvous.problem == f"{tmp_path / 'meet.json'} cannot be read (meet.json is no regular file)"
+
+
+def test_a_peer_does_not_follow_its_rendezvous_to_another_fleet(tmp_path: Path) -> None:
+    path = tmp_path / "meet.json"
+    rendezvous = Rendezvous(str(path), fleet_id="demo")
+    place = FleetPlace(AT["worker"], "worker", rendezvous, patience_s=60.0)
+    place.observe(True, 0.0)
+    published(fleet_id="other", endpoints={"worker": "tcp://node9:9"}).write(path)
+    assert place.observe(False, 1.0) is None
+    assert rendezvous.problem == f"{path} is of fleet 'other', not of 'demo'"
+    published(fleet_id="other", state="stopped").write(path)
+    assert rendezvous.stopped() is None
+    published(endpoints={"worker": "tcp://node2:9"}).write(path)
+    assert place.observe(False, 2.0) == "tcp://node2:9"
 
 
 class OnlyForPrograms(SimpleHTTPRequestHandler):
@@ -192,6 +241,17 @@ def test_a_broker_rewrites_its_rendezvous_and_leaves_it_to_a_later_broker(
     assert rendezvous.stopped() is not None
     RendezvousFile(path, published(fleet_id="other", epoch=3)).close(stopped=False)
     assert rendezvous.find("worker") == AT["worker"]
+
+
+def test_a_broker_takes_none_that_begins_in_years_for_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_file, "LIFETIME_S", 0.2)
+    path = tmp_path / "meet.json"
+    own = RendezvousFile(path, published(epoch=time.time_ns() // 1_000_000))
+    published(epoch=(1 << 63) - 1, endpoints={"worker": "tcp://node9:9"}).write(path)
+    wait_until(lambda: Rendezvous(str(path)).find("worker") == AT["worker"], "the broker's own addresses again")
+    own.close(stopped=True)
 
 
 def test_a_wildcard_is_advertised_as_a_name_that_others_can_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.broker import claims, new_lives
+from headrace.broker import new_lives
+from headrace.broker.brought_counts import MOST_BROUGHT_IN_ALL, SURE_IN_OTHER_SLOT
+from headrace.broker.claims import MOST_BROUGHT
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.new_lives import LIVES_PER_S
@@ -77,7 +79,7 @@ def test_a_worker_that_ignores_its_credit_has_no_more_held_than_is_configured() 
         broker.ship(max(broker.accepted() + 1, seq), MIB)
         assert broker.core.store.nbytes <= 33 * MIB
     assert 8 <= broker.accepted() <= 33
-    assert all(kind == "beyond_credit" for _, kind in refusals(broker))
+    assert {kind for _, kind in refusals(broker)} == {"beyond_credit"}
     assert any(peer.startswith("worker 0 ") for peer, _ in refusals(broker))
 
 
@@ -96,8 +98,10 @@ def test_many_workers_that_may_each_send_one_batch_hold_one_more_than_is_configu
     broker = Broker(max_held_bytes=32 * MIB, max_batch_bytes=4 * MIB)
     for slot in range(50):
         broker.hello(b"w%d" % slot, slot)
+    for slot in range(50):
         broker.ship(1, 4 * MIB, slot, b"w%d" % slot)
     assert broker.core.store.nbytes <= 36 * MIB
+    assert {kind for _, kind in refusals(broker)} == {"no_room"}, "each kept to the credit that it was told"
 
 
 def test_in_rounds_each_worker_may_send_one_batch_although_the_broker_is_full() -> None:
@@ -211,17 +215,56 @@ def test_a_connection_speaks_for_one_life_at_a_time() -> None:
     assert [source.slot for source in broker.core.sources.values() if source.peer is not None] == [49]
 
 
-def test_what_all_lives_bring_stays_below_what_lua_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "MOST_BROUGHT_IN_ALL", 100)
-    broker = Broker()
+def brings(steps: int) -> WorkerTotals:
+    return WorkerTotals(stepped=steps, discarded={"env_crash": steps})
+
+
+def tell_of_deaths(broker: Broker, lives: list[tuple[int, int]], totals: WorkerTotals) -> list[str]:
+    """Return the codes of the refusals."""
     broker.say(LEARNER, LearnerHello(token="l", channel="stream"))
     broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
-    worked = WorkerTotals(stepped=40, open=40)
-    assert isinstance(broker.hello(WORKER, 1, totals=worked), WorkerWelcome)
-    assert isinstance(broker.hello(WORKER, 1, totals=worked), WorkerWelcome), "a repeated HELLO brings nothing more"
-    assert [said.closed for said in broker.say(SUPERVISOR, obituary(2, totals=worked))] == [True]
-    assert broker.hello(OTHER, 3, totals=worked).code == "implausible"
-    assert broker.say(SUPERVISOR, obituary(4, totals=worked))[0].code == "implausible"
+    answers = [broker.say(SUPERVISOR, obituary(*life, totals=totals))[0] for life in lives]
+    return [said.code for said in answers if isinstance(said, Reject)]
+
+
+def brought(broker: Broker) -> int:
+    return sum(sum(source.totals.discarded.values()) for source in broker.core.sources.values())
+
+
+def test_what_lives_of_other_slots_bring_leaves_the_room_of_the_configs_own() -> None:
+    broker, slots = Broker(workers=4), range(1000, 1500)
+    codes = tell_of_deaths(broker, [(slot, 1) for slot in slots], brings(MOST_BROUGHT))
+    assert 450 < len(codes) < 500
+    assert {*codes} == {"implausible"}
+    for slot in range(4):
+        own = broker.hello(b"own%d" % slot, slot, totals=brings(MOST_BROUGHT))
+        assert isinstance(own, WorkerWelcome)
+    assert isinstance(broker.hello(b"other", 2000, totals=brings(SURE_IN_OTHER_SLOT)), WorkerWelcome)
+    assert broker.hello(b"more", 2001, totals=brings(SURE_IN_OTHER_SLOT * 1000)).code == "implausible"
+
+
+def test_what_lives_of_one_slot_bring_leaves_the_room_of_the_others() -> None:
+    broker = Broker(workers=4)
+    codes = tell_of_deaths(broker, [(0, number) for number in range(1, 100)], brings(MOST_BROUGHT))
+    assert len(codes) == 99 - MOST_BROUGHT_IN_ALL // 8 // MOST_BROUGHT
+    assert all(isinstance(broker.hello(b"%d" % n, n, totals=brings(MOST_BROUGHT)), WorkerWelcome) for n in (1, 2, 3))
+
+
+def test_what_all_lives_bring_stays_below_what_lua_can_count() -> None:
+    broker, lives = Broker(workers=100), [(slot, 1) for slot in range(100)]
+    steps = MOST_BROUGHT
+    while steps > SURE_IN_OTHER_SLOT // 4:
+        lives = [(slot, number + 1) for slot, number in lives] + [(slot, 1) for slot in range(1000, 1200)]
+        tell_of_deaths(broker, lives, brings(steps))
+        steps //= 2
+    assert MOST_BROUGHT_IN_ALL // 2 < brought(broker) <= MOST_BROUGHT_IN_ALL
+
+
+def test_a_repeated_hello_brings_nothing_more() -> None:
+    broker = Broker(workers=100)
+    for _ in range(3):
+        share = brings(MOST_BROUGHT_IN_ALL // 200)
+        assert isinstance(broker.hello(WORKER, 1, totals=share), WorkerWelcome)
 
 
 # -- a worker beside a broker that stands still -----------------------------------------------------------------------

@@ -605,12 +605,13 @@ class World:
     def _note_refusals(self) -> None:
         """A broker that refuses a claim where all peers are honest is too strict.
 
-        A broker with little room may be full by the time that a batch comes. Its worker sends the batch again.
+        A broker with little room may be full by the time that a batch comes. Its worker sends the batch again. No
+        honest worker sends more batches than it was told.
         """
         is_tight = self.settings.limits.max_held_bytes < 1 << 20
         counts = self.broker.refusals.counts if self.broker is not None and self.liars is None else {}
         for (peer, kind), count in counts.items():
-            if is_tight and kind == "beyond_credit":
+            if is_tight and kind == "no_room":
                 continue
             self.history.problems.append(f"{count} messages of {peer} refused: {kind}")
 

@@ -1,0 +1,19 @@
+"""The forms of addresses that Headrace connects to. libzmq refuses some others only in the call that connects."""
+
+from __future__ import annotations
+
+import re
+
+HOST = r"([A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\])"
+"""Pattern of a name or address of a machine, as a URL has it."""
+
+PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
+"""Pattern of the number of a port."""
+
+_BROKER = re.compile(rf"tcp://{HOST}:{PORT}|ipc:///[^\s\x00]{{1,107}}", re.ASCII)
+_LONGEST = 255
+
+
+def is_broker_address(text: object) -> bool:
+    """Return whether this is the address of a broker, or of a worker's port for peers by ZeroMQ."""
+    return isinstance(text, str) and len(text) <= _LONGEST and _BROKER.fullmatch(text) is not None
