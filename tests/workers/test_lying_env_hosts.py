@@ -8,16 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
 from headrace.schemas.errors import DecodeError, EnvError
+from headrace.schemas.messages import Heartbeat
 from headrace.schemas.messages.env_messages import EnvAnswers, EnvHostHello
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.process.control import NO_SEED, Command
 from headrace.workers.envs.remote.host.process import learn_spaces
+from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.order_frames import RemoteColumns, take_replies
 from headrace.workers.envs.remote.peer import EnvHostPeer
 
 SPACES = learn_spaces(EnvRunnerConfig(env="CartPole-v1", num_envs=1))
+TOTALS = {"env_steps": 0, "agent_steps": 0}
 RAISED = {"is": "raised", "kind": "ValueError", "message": "diverged", "trace": ""}
 
 
@@ -93,3 +97,31 @@ def test_a_failure_told_many_times_counts_once_and_long_texts_are_cut() -> None:
     assert isinstance(failure.error, EnvError)
     assert len(str(failure.error)) < 30_000
     assert len(failure.at) <= 100
+
+
+def test_claims_of_use_by_many_hosts_fit_in_the_workers_heartbeat() -> None:
+    """A heartbeat that breaks its own bounds ended the worker."""
+    places = HostPlaces(2, lambda lane, again: NO_SEED)
+    for life in ("a", "b"):
+        places.hosts[life] = a_host(life)
+        for told in ((0.0, 0), (MOST_SECONDS, MOST_BYTES)):
+            places.hosts[life].note_usage(told)
+    assert places.usage == (MOST_SECONDS, MOST_BYTES)
+    places.part(places.hosts["a"], "has left")
+    assert places.usage == (MOST_SECONDS, MOST_BYTES)
+    assert Heartbeat(slot=0, incarnation=1, totals=TOTALS, envs_usage=places.usage).envs_usage is not None  # type: ignore[arg-type]
+
+
+def test_lives_without_a_connection_keep_no_host_out_and_take_little_memory() -> None:
+    places = HostPlaces(2, lambda lane, again: NO_SEED)
+    for number in range(3000):
+        assert places.make_room(1) == ""
+        life = f"life-{number}"
+        places.hosts[life] = a_host(life, 1, host="h" * 100_000, env="e" * 100_000)
+        places.hosts[life].heard_at = float(number)
+        places.settle_in()
+    assert len(places.hosts) <= 1024
+    assert {"life-0", "life-1", "life-2999"} <= places.hosts.keys(), "those with envs, and the newest"
+    assert "life-2" not in places.hosts
+    assert len(places.hosts["life-2999"].name) < 1000
+    assert "places are taken" in places.make_room(1 << 17)
