@@ -32,8 +32,11 @@ from a message of 1 MiB, take 3 s and 800 MiB.
 WINDOW = 1024
 """The most batches a worker may keep unsettled: its recorder has a place for each."""
 
-Seconds = Annotated[float, Field(ge=0, le=1e10)]
-"""A span of time, up to more than three centuries."""
+MOST_SECONDS = 1e10
+"""More than three centuries."""
+
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+"""A span of time."""
 
 MOST_SILENCE_S = 86_400.0
 """A day: the longest lease, and the longest time that a peer may announce to be silent."""

@@ -29,6 +29,9 @@ _FACTS: dict[str, tuple[type[EnvError], tuple[str, ...]]] = {
 }
 """Errors of a whole process, which only an env host passes on, with the attributes that make them."""
 
+_NUMBERS = frozenset(("env_index", "timeout_s", "pid", "culprit"))
+"""Facts that are numbers; all others are text."""
+
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
     """Return the error as JSON, from which `error_from_json` makes the same error or an `EnvRaisedError`."""
@@ -54,15 +57,29 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_json(told: Mapping[str, Any]) -> Exception:
-    """Return Headrace's errors as they were, and other errors as `EnvRaisedError`: their class may not exist here."""
+    """Return Headrace's errors as they were, and other errors as `EnvRaisedError`: their class may not exist here.
+
+    Raises `KeyError` and `TypeError` where the facts of an error are missing or of another type: a host may lie.
+    """
+
+    def facts(*names: str) -> list[Any]:
+        return [_fact(name, told[name]) for name in names]
+
     match told["is"]:
         case "contract":
-            return EnvContractError(told["what"], told["seen"], told["expected"])
+            return EnvContractError(*facts("what", "seen", "expected"))
         case "unknown":
-            return UnknownEnvError(told["env"], told["reason"])
+            return UnknownEnvError(*facts("env", "reason"))
         case "recreate":
-            return StepFailedRecreateEnv(told["message"])
+            return StepFailedRecreateEnv(*facts("message"))
     if told["is"] in _FACTS:
-        kind, facts = _FACTS[told["is"]]
-        return kind(*(told[fact] for fact in facts))
-    return EnvRaisedError(told["kind"], told["message"], told["trace"])
+        kind, names = _FACTS[told["is"]]
+        return kind(*facts(*names))
+    return EnvRaisedError(*facts("kind", "message", "trace"))
+
+
+def _fact(name: str, value: Any) -> Any:
+    expected = int | float if name in _NUMBERS else str
+    if not isinstance(value, expected):
+        raise TypeError(f"{name!r} of an error is of type {type(value).__name__}")
+    return value[:_LONGEST] if isinstance(value, str) else value

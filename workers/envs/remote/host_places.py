@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.errors import EnvHostLostError
 from headrace.workers.envs.failures import Failure
@@ -12,6 +13,11 @@ from headrace.workers.envs.process.lane_homes import SeedFor
 from headrace.workers.envs.remote.peer import EnvHostPeer
 
 log = logging.getLogger(__name__)
+
+_MOST_PLACES = 1 << 17
+"""Places of all hosts together, spare ones too."""
+_MOST_HOSTS = 1024
+"""Hosts at a time, as many as a port has connections. Each look of the worker costs time for each of them."""
 
 
 class HostPlaces:
@@ -50,11 +56,15 @@ class HostPlaces:
 
     @property
     def usage(self) -> Usage | None:
-        """The use of all hosts together. The time includes hosts that have gone. None before a host has told it."""
+        """The use of all hosts together. The time includes hosts that have gone. None before a host has told it.
+
+        Each host's figures are claims. Their sums are cut to the most that the worker may tell the broker.
+        """
         told = [host for host in self.hosts.values() if host.rss_bytes is not None]
         if not told:
             return None
-        return self._cpu_s_before + sum(host.cpu_s for host in told), sum(host.rss_bytes or 0 for host in told)
+        cpu_s = self._cpu_s_before + sum(host.cpu_s for host in told)
+        return min(cpu_s, MOST_SECONDS), min(sum(host.rss_bytes or 0 for host in told), MOST_BYTES)
 
     @property
     def has_losses(self) -> bool:
@@ -100,9 +110,26 @@ class HostPlaces:
             command = self._wanting.pop(lane)
             host.ask(place, command, self._seed_for(lane, command is Command.REBUILD))
 
+    def make_room(self, places: int) -> str:
+        """Make room for one more host of so many places. Return why there is none; "" where there is.
+
+        Of more than `_MOST_HOSTS` hosts the spare one that was silent for longest is parted from. If it lives, it
+        begins another life. So lives that were begun on connections which have ended keep no host out.
+        """
+        if sum(len(host.lanes) for host in self.hosts.values()) + places > _MOST_PLACES:
+            return f"all {_MOST_PLACES:,} places are taken"
+        if len(self.hosts) >= _MOST_HOSTS:
+            spare = (host for host in self.hosts.values() if host.is_spare)
+            longest = min(spare, key=lambda host: host.heard_at, default=None)
+            if longest is None:
+                return f"all {_MOST_HOSTS:,} env hosts that there may be have envs"
+            self.part(longest, "made room for another")
+        return ""
+
     def part(self, host: EnvHostPeer, reason: str) -> None:
         """Forget the host. Its later messages belong to a life that is over."""
-        log.warning("env host %s %s; it held envs %s", host.name, reason, [n for n in host.lanes if n is not None])
+        held = [lane for lane in host.lanes if lane is not None]
+        log.log(logging.WARNING if held else logging.DEBUG, "env host %s %s; it held envs %s", host.name, reason, held)
         del self.hosts[host.life]
         self._cpu_s_before += host.cpu_s
         self._gone.append((host, reason))

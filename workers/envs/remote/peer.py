@@ -10,6 +10,9 @@ from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.messages.env_messages import NO_SEED, EnvHostHello
 from headrace.workers.envs.process.control import Command
 
+LONGEST_NAME = 200
+"""Characters of a host's or an env's name that are kept. A HELLO has room for a million."""
+
 
 @dataclass(slots=True, eq=False)
 class HostOrder:
@@ -31,7 +34,8 @@ class EnvHostPeer:
 
     def __init__(self, hello: EnvHostHello, route: bytes, now: float) -> None:
         self.life = hello.life
-        self.name = one_line(f"{hello.host or 'unnamed'}/{hello.pid} ({hello.num_envs} x {hello.env or 'an env'})")
+        host, env = hello.host[:LONGEST_NAME] or "unnamed", hello.env[:LONGEST_NAME] or "an env"
+        self.name = one_line(f"{host}/{hello.pid} ({hello.num_envs} x {env})")
         self.headrace_version = hello.headrace_version
         self.route = route
         """The ROUTER's id of its connection; it changes with each reconnection."""
@@ -103,6 +107,11 @@ class EnvHostPeer:
         """Return an order without an answer for longer than its command may take, or None."""
         late = (order for order in self.under_way.values() if now - order.since > limits[order.command])
         return next(late, None)
+
+    @property
+    def is_spare(self) -> bool:
+        """Return whether the host has no lane."""
+        return all(lane is None for lane in self.lanes)
 
     @property
     def is_busy(self) -> bool:

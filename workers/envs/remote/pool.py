@@ -38,15 +38,13 @@ from headrace.workers.envs.process.lane_homes import SeedFor
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.host_wait import HostWait
 from headrace.workers.envs.remote.order_frames import RemoteColumns, encode_orders, take_replies
-from headrace.workers.envs.remote.peer import EnvHostPeer
+from headrace.workers.envs.remote.peer import LONGEST_NAME, EnvHostPeer
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.envs.remote.spaces_check import KindProblem, problem_of
 
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.02
-_MOST_PLACES = 1 << 17
-"""Places of all hosts together, spare ones too."""
 _MOST_BYTES = 1 << 36
 """Bytes of one observation of each env."""
 
@@ -290,25 +288,24 @@ class RemotePool:
         else:
             spaces = spaces_from_json(hello.spaces)
             if detail := problem_of(spaces, self._kind_problem, self.spaces if self._columns is not None else None):
-                text = f"env host {one_line(hello.host)}/{hello.pid} is refused: {one_line(detail)}"
+                text = f"env host {one_line(hello.host[:LONGEST_NAME])}/{hello.pid} is refused: {one_line(detail)}"
                 self._warnings.warn(route, "other_spaces", text)
                 self._router_port.refuse()
                 self._say(route, Reject(code="other_spaces", detail=detail))
                 return
             for other in [other for other in self._places.hosts.values() if other.route == route]:
                 self._places.part(other, "has begun another life")
-            if sum(len(other.lanes) for other in self._places.hosts.values()) + hello.num_envs > _MOST_PLACES:
+            if detail := self._places.make_room(hello.num_envs):
                 self._router_port.refuse()
-                self._say(route, Reject(code="full", detail=f"all {_MOST_PLACES:,} places are taken", fatal=False))
+                self._say(route, Reject(code="full", detail=detail, fatal=False))
                 return
             if self._columns is None:
                 self.spaces, self._columns = spaces, self._new_columns(spaces)
             host = self._places.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
             log.info("env host %s has connected", host.name)
             if (theirs := hello.headrace_version) != (own := headrace_version()):
-                log.warning(
-                    "env host %s runs headrace %s, this worker %s", host.name, theirs or "of no told version", own
-                )
+                text = f"env host {host.name} runs headrace {theirs or 'of no told version'}, this worker {own}"
+                self._warnings.warn(route, "version", text)
         self._router_port.know()
         config = self._config
         self._say(

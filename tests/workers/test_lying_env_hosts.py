@@ -1,0 +1,127 @@
+"""Env hosts that lie in their answers and heartbeats: they harm no env of other hosts, and not the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
+from headrace.schemas.errors import DecodeError, EnvError
+from headrace.schemas.messages import Heartbeat
+from headrace.schemas.messages.env_messages import EnvAnswers, EnvHostHello
+from headrace.workers import EnvRunnerConfig
+from headrace.workers.envs.backend import Replies
+from headrace.workers.envs.process.control import NO_SEED, Command
+from headrace.workers.envs.remote.host.process import learn_spaces
+from headrace.workers.envs.remote.host_places import HostPlaces
+from headrace.workers.envs.remote.order_frames import RemoteColumns, take_replies
+from headrace.workers.envs.remote.peer import EnvHostPeer
+
+SPACES = learn_spaces(EnvRunnerConfig(env="CartPole-v1", num_envs=1))
+TOTALS = {"env_steps": 0, "agent_steps": 0}
+RAISED = {"is": "raised", "kind": "ValueError", "message": "diverged", "trace": ""}
+
+
+def a_host(life: str = "life", num_envs: int = 2, **told: Any) -> EnvHostPeer:
+    return EnvHostPeer(EnvHostHello(life=life, num_envs=num_envs, spaces={}, **told), b"route", 0.0)
+
+
+def answered(command: Command, told: Mapping[str, Any]) -> Replies:
+    """The worker's reading of an answer to this order of place 0, whose lane is 1. Lane 0 is that of place 1."""
+    host, columns, replies = a_host(), RemoteColumns(SPACES, 2), Replies()
+    host.lanes[:] = [1, 0]
+    host.ask(0, command, NO_SEED)
+    host.take_due(0.0)
+    answers = EnvAnswers(life="life", answers=[(0, 1)], **told)
+    arrays: dict[str, Any] = {}
+    if answers.stepped:
+        arrays = {"rewards": np.ones(len(answers.stepped)), "obs": np.zeros((len(answers.stepped), 4), np.float32)}
+    if answers.began:
+        arrays["first"] = np.zeros((len(answers.began), 4), np.float32)
+    take_replies(host, answers, arrays, columns, replies)
+    return replies
+
+
+@pytest.mark.parametrize(
+    ("command", "told", "sentence"),
+    [
+        (Command.STEP, {}, "without 'stepped' of place 0"),
+        (Command.RESET, {}, "without 'began' of place 0"),
+        (Command.BUILD, {}, "without 'built' of place 0"),
+        (Command.REBUILD, {"stepped": [0]}, "without 'built' of place 0"),
+        (Command.STEP, {"stepped": [0, 0]}, "'stepped' of a place more than once"),
+        (Command.STEP, {"stepped": [0], "ended": [(0, 1), (0, 2)]}, "'ended' of a place more than once"),
+        (Command.STEP, {"stepped": [0], "infos": [(0, {}), (0, {})]}, "'infos' of a place more than once"),
+        (Command.RESET, {"began": [(0, {}), (0, {})]}, "'began' of a place more than once"),
+        (Command.STEP, {"stepped": [0], "built": [0]}, "with 'built' of place 0, which was not ordered"),
+        (Command.STEP, {"stepped": [0], "began": [(0, {})]}, "with 'began' of place 0, which was not ordered"),
+        (Command.RESET, {"began": [(0, {})], "ended": [(0, 1)]}, "with 'ended' of place 0, which was not ordered"),
+        (Command.BUILD, {"built": [0], "stepped": [0]}, "with 'stepped' of place 0, which was not ordered"),
+        (Command.STEP, {"failures": [(0, "step", False, {**RAISED, "kind": 1})]}, "a failure that tells no error"),
+        (Command.STEP, {"failures": [(0, "step", False, {**RAISED, "message": []})]}, "a failure that tells no error"),
+        (Command.STEP, {"failures": [(0, "step", False, {"is": []})]}, "a failure that tells no error"),
+    ],
+)
+def test_an_answer_without_the_ordered_result_or_with_another_is_refused(
+    command: Command, told: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(DecodeError, match=sentence):
+        answered(command, told)
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (Command.STEP, {"stepped": [0]}),
+        (Command.STEP, {"stepped": [0], "ended": [(0, 1)], "began": [(0, {"a": 1})], "infos": [(0, {"b": 2})]}),
+        (Command.STEP, {"stepped": [0], "ended": [(0, 2)], "failures": [(0, "reset", False, RAISED)]}),
+        (Command.STEP, {"failures": [(0, "step", True, RAISED)]}),
+        (Command.RESET, {"began": [(0, None)]}),
+        (Command.RESET, {"failures": [(0, "reset", False, RAISED)]}),
+        (Command.BUILD, {"built": [0]}),
+    ],
+)
+def test_the_answers_of_an_honest_host_are_taken(command: Command, told: dict[str, Any]) -> None:
+    replies = answered(command, told)
+    assert replies.stepped == [1] * len(told.get("stepped", ()))
+    assert [failure.lane for failure in replies.failures] == [1] * len(told.get("failures", ()))
+
+
+def test_a_failure_told_many_times_counts_once_and_long_texts_are_cut() -> None:
+    """Each would count as a failure of its env, and nine in a row end a worker."""
+    long = {**RAISED, "message": "m" * 500_000}
+    (failure,) = answered(Command.STEP, {"failures": [(0, "step" * 1000, False, long)] * 50}).failures
+    assert isinstance(failure.error, EnvError)
+    assert len(str(failure.error)) < 30_000
+    assert len(failure.at) <= 100
+
+
+def test_claims_of_use_by_many_hosts_fit_in_the_workers_heartbeat() -> None:
+    """A heartbeat that breaks its own bounds ended the worker."""
+    places = HostPlaces(2, lambda lane, again: NO_SEED)
+    for life in ("a", "b"):
+        places.hosts[life] = a_host(life)
+        for told in ((0.0, 0), (MOST_SECONDS, MOST_BYTES)):
+            places.hosts[life].note_usage(told)
+    assert places.usage == (MOST_SECONDS, MOST_BYTES)
+    places.part(places.hosts["a"], "has left")
+    assert places.usage == (MOST_SECONDS, MOST_BYTES)
+    assert Heartbeat(slot=0, incarnation=1, totals=TOTALS, envs_usage=places.usage).envs_usage is not None  # type: ignore[arg-type]
+
+
+def test_lives_without_a_connection_keep_no_host_out_and_take_little_memory() -> None:
+    places = HostPlaces(2, lambda lane, again: NO_SEED)
+    for number in range(3000):
+        assert places.make_room(1) == ""
+        life = f"life-{number}"
+        places.hosts[life] = a_host(life, 1, host="h" * 100_000, env="e" * 100_000)
+        places.hosts[life].heard_at = float(number)
+        places.settle_in()
+    assert len(places.hosts) <= 1024
+    assert {"life-0", "life-1", "life-2999"} <= places.hosts.keys(), "those with envs, and the newest"
+    assert "life-2" not in places.hosts
+    assert len(places.hosts["life-2999"].name) < 1000
+    assert "places are taken" in places.make_room(1 << 17)
