@@ -190,7 +190,11 @@ def _write(path: Path, parts: list[Buffer]) -> None:
 
 
 def _read(path: Path) -> Checkpoint:
-    return decode_checkpoint(read_regular(path), str(path))
+    try:
+        return decode_checkpoint(read_regular(path), str(path))
+    except MemoryError as error:
+        reason = f"its {path.stat().st_size:,} bytes need more memory than this process can get"
+        raise CheckpointError(str(path), reason) from error
 
 
 def decode_checkpoint(data: bytes, path: str) -> Checkpoint:

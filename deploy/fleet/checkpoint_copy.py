@@ -38,7 +38,7 @@ from headrace.learner_stub.checkpoint import (
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
 from headrace.schemas.basics.bounds import Natural, Version
-from headrace.schemas.basics.run_files import replace_private
+from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import CheckpointError, writing
 from headrace.schemas.settings.config import RedisSection
 
@@ -164,7 +164,7 @@ def _read_copy(url: str, fleet_id: str, newer_than: Version) -> tuple[CopyInRedi
 
 def _is_whole(path: Path) -> bool:
     try:
-        decode_checkpoint(path.read_bytes(), str(path))
+        decode_checkpoint(read_regular(path), str(path))
     except (CheckpointError, OSError):
         return False
     return True
@@ -296,7 +296,7 @@ class CheckpointCopier:
             if nbytes > LARGEST_BYTES:
                 self._say(f"it has {nbytes:,} bytes, and the limit is {LARGEST_BYTES:,}")
                 return True
-            data = self._path.read_bytes()
+            data = read_regular(self._path)
             version = version_of(decode_checkpoint(data, str(self._path)))
         except CheckpointError as error:
             self._say(str(error))

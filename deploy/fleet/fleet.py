@@ -56,7 +56,7 @@ from headrace.deploy.run.saved_policy import NEWEST_FILE
 from headrace.deploy.run.seal import write_sealed
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
-from headrace.schemas.basics.run_files import rendezvous_path
+from headrace.schemas.basics.run_files import read_regular, rendezvous_path
 from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import RedisUnavailableError, RunDirError, UnreachableError
@@ -569,7 +569,7 @@ def _answers(url: str) -> bool:
 def _file_of(broker_json: Path, service: Service) -> dict[str, Any] | None:
     """Return the content of the file that the running broker has written; None before it has."""
     try:
-        found: Any = orjson.loads(broker_json.read_bytes())
+        found: Any = orjson.loads(read_regular(broker_json))
     except (OSError, orjson.JSONDecodeError):
         return None
     return found if service.child is not None and found.get("pid") == service.child.pid else None

@@ -21,6 +21,7 @@ from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.process_state import ProcessState as ProcessState
+from headrace.schemas.basics.run_files import read_regular
 from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError
 from headrace.schemas.settings.config import FleetConfig
 
@@ -221,6 +222,6 @@ def _is_elsewhere_and_lives(processes: Mapping[str, ProcessState]) -> bool:
 def read_config(run_dir: Path) -> FleetConfig | None:
     """Return the resolved configuration of the run in a directory; None before there is one."""
     try:
-        return FleetConfig.model_validate_json((run_dir / "config.json").read_bytes())
+        return FleetConfig.model_validate_json(read_regular(run_dir / "config.json"))
     except (OSError, ValidationError):
         return None

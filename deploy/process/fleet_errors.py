@@ -22,6 +22,8 @@ from pathlib import Path
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
 
 _SHOWN = 5
+_FLAGS, _LONGEST = 20, 200
+"""Most `--allow` options that an error proposes, and their longest name."""
 
 
 class ProcessFailedError(HeadraceError):
@@ -63,8 +65,10 @@ class ForeignCodeError(ConfigError):
         shown = ", ".join(f"{key} = {name!a:.100}" for key, name in self.named[:_SHOWN])
         more = len(self.named) - _SHOWN
         shown += f" and {more} more" if more > 0 else ""
-        flags = " ".join(f"--allow {name}" for name in self.allowable)
-        in_program = ", ".join(f'"{name}"' for name in self.allowable)
+        short = [name for name in self.allowable if len(name) <= _LONGEST][:_FLAGS]
+        others = f" and {rest} more" if (rest := len(self.allowable) - len(short)) else ""
+        flags = " ".join(f"--allow {name}" for name in short) + others
+        in_program = ", ".join(f'"{name}"' for name in short) + others
         advice = f"add {flags} (in a program allow=[{in_program}]), or give" if self.allowable else "give"
         super().__init__(
             f"{file} names code that is not Headrace's own: {shown}; "

@@ -26,7 +26,7 @@ from headrace.broker.redis.client import MAKE_USERS, REDIS_FAILURES, RedisReader
 from headrace.broker.redis.commands import Lacking, lacking_rights
 from headrace.deploy.run.ports import first_of_free, is_free
 from headrace.schemas.accounts.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract
-from headrace.schemas.basics.run_files import replace_private
+from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, writing
 from headrace.schemas.settings.redis_url import without_password
 
@@ -189,7 +189,7 @@ def _port_and_password(path: Path) -> tuple[int, str]:
 
 def _read_private(path: Path) -> tuple[int, str] | None:
     try:
-        known = orjson.loads(path.read_bytes())
+        known = orjson.loads(read_regular(path))
     except (OSError, orjson.JSONDecodeError):
         return None
     port, password = (known.get("port"), known.get("password")) if isinstance(known, dict) else (None, None)

@@ -20,8 +20,9 @@ from headrace.deploy.process.fleet_errors import OtherSettingsError
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import RUNS, RunDir
 from headrace.deploy.run.saved_policy import NEWEST_FILE, counts_of
-from headrace.schemas.basics.run_files import regular
+from headrace.schemas.basics.run_files import read_regular, regular
 from headrace.schemas.errors import RunDirError
+from headrace.schemas.frames.safetensors import LONGEST_HEADER
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import known_keys
@@ -57,7 +58,6 @@ _FREE_OF_LEARNER = frozenset(
     ("learner.enabled", "learner.evaluate_episodes", "learner.evaluate_every_steps", "learner.torch_threads")
 )
 _SHOWN = 60
-_LONGEST_HEADER = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def read_told(checkpoint: Path) -> dict[str, Any] | None:
     try:
         with open(checkpoint, "rb", opener=regular) as file:
             length = int.from_bytes(file.read(8), "little")
-            header = orjson.loads(file.read(length) if length <= _LONGEST_HEADER else b"")
+            header = orjson.loads(file.read(length) if length <= LONGEST_HEADER else b"")
         told = orjson.loads(header["__metadata__"]["headrace"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -155,7 +155,7 @@ def _read_settings(run_dir: RunDir) -> Mapping[str, Any]:
     if not run_dir.settings_json.exists():
         return {}
     try:
-        found = orjson.loads(run_dir.settings_json.read_bytes())
+        found = orjson.loads(read_regular(run_dir.settings_json))
     except (OSError, orjson.JSONDecodeError) as error:
         raise RunDirError(str(run_dir.path), f"its settings.json cannot be read ({error})") from error
     sections = found.values() if isinstance(found, dict) else [None]

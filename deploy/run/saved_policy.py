@@ -21,7 +21,7 @@ from headrace.broker.redis.client import REDIS_FAILURES, connect, unusable
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.named_code import resolve_found
 from headrace.deploy.run.options import Asked, describe_origin, named_redis
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import MOST_COUNT, Version
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import (
     CheckpointError,
@@ -243,11 +243,15 @@ class TrainingCounts:
 
 
 def counts_of(state: Mapping[str, Any]) -> TrainingCounts:
-    """Return the counts of a learner of one policy, or of several, which update together and share the steps."""
+    """Return the counts of a learner of one policy, or of several, which update together and share the steps.
+
+    A number that is no count is left out.
+    """
     modules = state.get("modules")
     own = [one for one in (modules.values() if isinstance(modules, dict) else [state]) if isinstance(one, dict)]
     updates, steps = (
-        [count for one in own if isinstance(count := one.get(name), int)] for name in ("updates", "steps")
+        [count for one in own if type(count := one.get(name)) is int and 0 <= count <= MOST_COUNT]
+        for name in ("updates", "steps")
     )
     return TrainingCounts(max(updates, default=0), sum(steps))
 

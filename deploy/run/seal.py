@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.deploy.run.run_dir import write_private
-from headrace.schemas.basics.run_files import user_state_folder
+from headrace.schemas.basics.run_files import read_regular, user_state_folder
 
 log = logging.getLogger("headrace.deploy")
 
@@ -41,10 +41,10 @@ def is_sealed(path: Path) -> bool:
     if key is None:
         return False
     try:
-        with path.open("rb") as file, seal_of(path).open("rb") as seal:
-            return hmac.compare_digest(seal.read(2 * len(key) + 1), _digest(key, file.read(_MOST_BYTES)))
+        content, seal = read_regular(path, _MOST_BYTES), read_regular(seal_of(path), 2 * len(key) + 1)
     except OSError:
         return False
+    return hmac.compare_digest(seal, _digest(key, content))
 
 
 def seal_of(path: Path) -> Path:

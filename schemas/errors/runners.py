@@ -46,7 +46,9 @@ class WeightsMismatchError(ModuleError):
         faults = []
         if missing or unknown:
             faults.append(f"missing {_some(self.missing)}, unknown {_some(self.unknown)}")
-        faults += [f"{name!r} has shape {given}, the module's {own}" for name, (given, own) in [*shapes.items()][:5]]
+        faults += [
+            f"{name!r:.200} has shape {given}, the module's {own}" for name, (given, own) in [*shapes.items()][:5]
+        ]
         which = f"module {module_id!r}" if module_id else "the module"
         super().__init__(
             f"weights do not fit {which}: {'; '.join(faults)}; worker and learner must build the same module"
@@ -54,8 +56,9 @@ class WeightsMismatchError(ModuleError):
 
 
 def _some(names: Sequence[str]) -> str:
+    """Return the first few names, which may come from a stranger's file and be of any length."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{list(names[:5])}{more}"
+    return f"[{', '.join(f'{name!r:.200}' for name in names[:5])}]{more}"
 
 
 class RefusedWeightsError(ModuleError):

@@ -11,7 +11,8 @@ without that entry and over the arrays. Wider items come first, so each array li
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ _METADATA = "__metadata__"
 _CHECKSUM = "checksum"
 _ALIGN = 8
 _MOST_AXES = 32
+MOST_ARRAYS = 1 << 16
+"""Sixteen times as many as a message may have: optimizers keep several for each weight."""
+LONGEST_HEADER = 32 << 20
+"""Parsed JSON takes about thirty times its bytes at worst."""
 _DTYPES = {
     "BOOL": "|b1",
     "I8": "|i1",
@@ -50,6 +55,8 @@ def encode_safetensors(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str
     """
     if _METADATA in arrays or _CHECKSUM in metadata:
         raise EncodeError(f"the names {_METADATA!r} and {_CHECKSUM!r} have a meaning in a safetensors file")
+    if len(arrays) > MOST_ARRAYS:
+        raise EncodeError(f"a safetensors file has at most {MOST_ARRAYS:,} arrays, and these are {len(arrays):,}")
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     parts: list[Buffer] = []
     end = 0
@@ -63,6 +70,8 @@ def encode_safetensors(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str
     header[_METADATA][_CHECKSUM] = _checksum(header, parts)
     body = orjson.dumps(header)
     body += b" " * (-len(body) % _ALIGN)
+    if len(body) > LONGEST_HEADER:
+        raise EncodeError(f"names and metadata take {len(body):,} bytes, and at most {LONGEST_HEADER:,} are read again")
     return [len(body).to_bytes(8, "little"), body, *parts]
 
 
@@ -79,6 +88,7 @@ def decode_safetensors(data: Buffer) -> tuple[dict[str, NDArray[Any]], dict[str,
     if metadata.pop(_CHECKSUM, None) != _checksum(header, [payload]):
         raise DecodeError("bad_checksum", "its bytes do not match their checksum")
     arrays = {name: _view(name, entry, payload) for name, entry in header.items() if name != _METADATA}
+    _check_places([header[name]["data_offsets"] for name in arrays], len(payload))
     return arrays, metadata
 
 
@@ -86,12 +96,16 @@ def _split(data: memoryview) -> tuple[dict[str, Any], memoryview]:
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > len(data) - 8:
         raise DecodeError("bad_header", f"it ends within its header, after {len(data)} bytes")
+    if length > LONGEST_HEADER:
+        raise DecodeError("bad_header", f"its header has {length:,} bytes, and at most {LONGEST_HEADER:,} are read")
     try:
         header = orjson.loads(data[8 : 8 + length])
     except orjson.JSONDecodeError as error:
         raise DecodeError("bad_header", f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise DecodeError("bad_header", f"its header is a JSON {type(header).__name__}, not an object")
+    if len(header) > MOST_ARRAYS + 1:
+        raise DecodeError("bad_header", f"it has {len(header):,} entries, and at most {MOST_ARRAYS:,} arrays are read")
     return header, data[8 + length :]
 
 
@@ -108,6 +122,16 @@ def _view(name: str, entry: Any, payload: memoryview) -> NDArray[Any]:
         ) from error
     array.flags.writeable = False
     return array
+
+
+def _check_places(places: Sequence[list[int]], end: int) -> None:
+    """Raise `DecodeError` unless the arrays lie one after another, from 0 to `end`.
+
+    Otherwise thousands of arrays could share the same bytes, and copies of them would be far larger than the file.
+    """
+    places = sorted(places)
+    if any(before[1] != after[0] for before, after in pairwise([[0, 0], *places, [end, end]])):
+        raise DecodeError("bad_header", "its arrays overlap, or leave bytes between them")
 
 
 def _checksum(header: Mapping[str, Any], parts: list[Any]) -> str:

@@ -15,7 +15,9 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from headrace.schemas.basics.run_files import read_regular
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.env_prefix import ENV_PREFIX
 from headrace.schemas.settings.nearest_names import nearest_name
@@ -25,6 +27,8 @@ _AS_JSON = {
     "list_type": """a list, as JSON such as '["a", "b"]'""",
 }
 """Form of a value that text cannot give, by pydantic's name of the error."""
+
+_LARGEST_FILE = 16 << 20
 
 Origins = dict[str, str]
 """Dotted key -> origin of its value, for keys that are not at their default."""
@@ -54,6 +58,7 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = 
 
     Raises `ConfigError` for the first thing that is wrong.
     """
+    _check_depth(values, origins or {})
     try:
         config = FleetConfig.model_validate(values)
     except ValidationError as error:
@@ -76,6 +81,17 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = 
                 dotted = f"{section}.{key}"
                 raise ConfigError(odd, key=dotted, source=(origins or {}).get(dotted))
     return config
+
+
+def _check_depth(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a value that is nested deeper than the messages which carry it may be."""
+    most = DEFAULT_LIMITS.header_depth - 2  # settings.json has it in two tables
+    for section, content in values.items():
+        for key, value in content.items() if isinstance(content, Mapping) else ():
+            if is_deeper([value], most):
+                dotted = f"{section}.{key}"
+                said = f"is nested deeper than {most - 1} levels"
+                raise ConfigError(said, key=dotted, source=origins.get(dotted))
 
 
 def _beyond_json(value: Any) -> str | None:
@@ -113,21 +129,37 @@ def _nearest(key: str) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Read a TOML file, or JSON by its suffix.
+    """Read a TOML file, or JSON by its suffix. It may come from a stranger's run.
 
     `up` gives its children the resolved configuration as JSON, which has null.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        content = read_regular(path, _LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ConfigError(f"the file has more than {_LARGEST_FILE >> 20} MiB", source=str(path))
+        text = content.decode("utf-8-sig")
         tree = orjson.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"the file cannot be read: {error.strerror}", source=str(path)) from error
+    except RecursionError as error:
+        raise ConfigError("is nested too deeply", source=str(path)) from error
     except (tomllib.TOMLDecodeError, orjson.JSONDecodeError, UnicodeDecodeError) as error:
         language = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"is not {language}: {error}", source=str(path)) from error
     if not isinstance(tree, dict):
         raise ConfigError("is not an object of sections", source=str(path))
+    _check_sizes(tree, str(path))
     return tree
+
+
+def _check_sizes(tree: Mapping[str, Any], source: str) -> None:
+    """Raise `ConfigError` for too many sections, keys or entries: pydantic makes an error for each wrong one."""
+    most = DEFAULT_LIMITS.names
+    sections = {name: content for name, content in tree.items() if isinstance(content, dict)}
+    values = {f"{name}.{key}": value for name, content in sections.items() for key, value in content.items()}
+    for key, part in (("", tree), *sections.items(), *values.items()):
+        if isinstance(part, dict | list) and len(part) > most:
+            raise ConfigError(f"has {len(part):,} entries, and at most {most:,}", key=key or None, source=source)
 
 
 def _merge(values: dict[str, Any], origins: Origins, tree: Mapping[str, Any], source: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from headrace.deploy import load_policy
 from headrace.deploy.run.fleet_file import FleetFile
-from headrace.deploy.run.saved_policy import mean_return_of
+from headrace.deploy.run.saved_policy import TrainingCounts, counts_of, mean_return_of
 from headrace.learner_stub import LearnerState, save_policy
 from headrace.schemas.errors import (
     CheckpointError,
@@ -138,6 +138,11 @@ def test_load_policy_and_headrace_evaluate_read_the_checkpoint_of_state_save(tmp
 @pytest.mark.parametrize("returns", [None, [], ["high"], [float("inf")], {"a": 1.0}])
 def test_a_checkpoint_without_returns_tells_none(returns: Any) -> None:
     assert mean_return_of({"recent_returns": returns}) is None
+
+
+def test_impossible_counts_in_a_checkpoint_are_left_out() -> None:
+    assert counts_of({"updates": (1 << 64) - 1, "steps": True}) == TrainingCounts()
+    assert counts_of({"modules": {"a": {"updates": -1, "steps": 7}, "b": {"steps": 5}}}) == TrainingCounts(0, 12)
 
 
 def test_a_missing_or_unfitting_checkpoint_gives_a_typed_error(tmp_path: Path) -> None:

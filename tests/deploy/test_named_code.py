@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from headrace.deploy import load_policy
 from headrace.deploy.process.fleet_errors import ForeignCodeError
 from headrace.deploy.run.named_code import OWN, names_in, resolve_found
 from headrace.deploy.run.options import Asked
-from headrace.deploy.run.seal import is_sealed, write_sealed
+from headrace.deploy.run.seal import is_sealed, seal_of, write_sealed
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers import connectors
@@ -123,6 +124,13 @@ def test_an_error_offers_no_allow_option_for_unsafe_names(tmp_path: Path) -> Non
         load_policy(tmp_path, allow=["my_pkg"])
 
 
+def test_an_error_stays_short_whatever_a_file_names(tmp_path: Path) -> None:
+    craft(tmp_path, {"callbacks": [f"m:f{number}" for number in range(5000)], "env": f"m:{'f' * 5000}"})
+    with pytest.raises(ForeignCodeError, match="--allow m:f19 and 4981 more") as caught:
+        load_policy(tmp_path)
+    assert len(str(caught.value)) < 2000
+
+
 def test_headraces_own_code_needs_no_allow_option(tmp_path: Path) -> None:
     save_run(tmp_path)
     assert load_policy(tmp_path).version == (2, 9)
@@ -225,6 +233,10 @@ def test_a_seal_holds_for_one_user_and_one_content(tmp_path: Path, monkeypatch: 
     assert not is_sealed(path)
     key.chmod(0o600)
     assert is_sealed(path)
+    seal_of(path).unlink()
+    os.mkfifo(seal_of(path))  # it would hold the reader
+    assert not is_sealed(path)
+    seal_of(path).unlink()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
     assert not is_sealed(path)
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
+import xxhash
 from safetensors.numpy import load_file
 
 from headrace.learner_stub.checkpoint import (
@@ -24,6 +26,7 @@ from headrace.learner_stub.checkpoint import (
 )
 from headrace.learner_stub.training_arrays import training_arrays, training_tensors
 from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, RunDirError
+from headrace.schemas.frames import safetensors
 from headrace.schemas.frames.safetensors import encode_safetensors
 
 
@@ -167,6 +170,54 @@ def test_other_files_are_no_checkpoints(path: Path) -> None:
     path.write_bytes(b"HDRCCKPT" + bytes(40))
     with pytest.raises(CheckpointError, match="of an earlier Headrace"):
         load_checkpoint(path)
+
+
+@pytest.fixture
+def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors, "MOST_ARRAYS", 3)
+    monkeypatch.setattr(safetensors, "LONGEST_HEADER", 1000)
+
+
+@pytest.mark.usefixtures("small_bounds")
+def test_a_crafted_file_is_refused_before_it_takes_much_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {f"a{i}": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]} for i in range(3)}
+    gap = {"a": {"dtype": "U8", "shape": [8], "data_offsets": [1, 9]}}
+    many = {f"a{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(4)}
+    long = {"a" * 1000: gap["a"]}
+    for header, seen in (
+        (shared, "its arrays overlap"),
+        (gap, "its arrays overlap, or leave bytes between them"),
+        (many, "it has 5 entries, and at most 3 arrays are read"),
+        (long, r"its header has 1,\d+ bytes, and at most 1,000 are read"),
+    ):
+        path.write_bytes(_crafted(header, bytes(9)))
+        with pytest.raises(CheckpointError, match=f"{path} cannot be used: {seen}"):
+            load_checkpoint(path)
+
+    def no_memory(path: Path) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr("headrace.learner_stub.checkpoint.read_regular", no_memory)
+    with pytest.raises(CheckpointError, match=r"its 1,\d+ bytes need more memory than this process can get"):
+        load_checkpoint(path)
+
+
+@pytest.mark.usefixtures("small_bounds")
+def test_what_could_not_be_read_again_is_not_written(path: Path) -> None:
+    with pytest.raises(EncodeError, match="at most 3 arrays, and these are 4"):
+        save_checkpoint(path, Checkpoint(1, [], {}, dict.fromkeys("abcd", np.ones(1))))
+    with pytest.raises(EncodeError, match=r"names and metadata take 1,\d+ bytes, and at most 1,000 are read again"):
+        save_checkpoint(path, Checkpoint(1, [], {"text": "x" * 1000}, {}))
+    assert not list(path.parent.iterdir())
+
+
+def _crafted(header: dict[str, Any], payload: bytes) -> bytes:
+    """A file whose checksum holds."""
+    header = {"__metadata__": {"headrace": '{"epoch": 1, "position": [], "state": {}}'}, **header}
+    checksum = xxhash.xxh3_64(orjson.dumps(header) + payload).hexdigest()
+    header["__metadata__"]["checksum"] = checksum
+    body = orjson.dumps(header)
+    return len(body).to_bytes(8, "little") + body + payload
 
 
 def test_a_learner_that_was_replaced_cannot_overwrite_the_newer_ones_checkpoint(path: Path) -> None:

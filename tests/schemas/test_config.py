@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from headrace.schemas.errors import ConfigError, ExitCode
@@ -131,6 +133,28 @@ def test_keys_permit_other_machines_and_their_folder_becomes_absolute(
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory \(from .*none.toml\)"):
         load_config(tmp_path / "none.toml", environ={})
+
+
+def test_a_crafted_file_is_refused_without_a_wait_and_without_much_memory(tmp_path: Path) -> None:
+    names = ("pipe.json", "huge.json", "wide.json", "deep.json", "tables.toml")
+    pipe, huge, wide, deep, tables = (tmp_path / name for name in names)
+    os.mkfifo(pipe)
+    huge.touch()
+    os.truncate(huge, 1 << 40)
+    wide.write_bytes(orjson.dumps({"sampling": {"callbacks": [1] * 8193}}))
+    deep.write_text('{"sampling": {"env_config": ' + '{"a":' * 63 + "1" + "}" * 65)
+    tables.write_text("[sampling]\nenv_config = " + "[" * 5000)
+    for path, seen in (
+        (pipe, "cannot be read"),
+        (huge, "more than 16 MiB"),
+        (wide, r"sampling\.callbacks: has 8,193 entries, and at most 8,192"),
+        (deep, r"sampling\.env_config: is nested deeper than 61 levels"),
+        (tables, "is nested too deeply"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{seen}.*\(from {path}\)"):
+            load_config(path, environ={})
+    with pytest.raises(ConfigError, match=r"module\.config: is nested deeper than 61 levels \(from flag\)"):
+        load_config(flags={"module.config": orjson.loads('{"a":' * 900 + "1" + "}" * 900)}, environ={})
 
 
 def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:
