@@ -38,9 +38,9 @@ def updates(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_t
 
     - PPO, A2C: an update takes `n_steps` times `n_envs` steps or more, as whole batches. When the stream ends, a last
       one takes the steps that are left.
-    - DQN, SAC: an update is one batch. It goes into the replay buffer, and as many gradient steps follow as
-      `train_freq`, `gradient_steps` and `learning_starts` ask for. Workers explore with DQN's exploration rate; SAC's
-      actor explores from the start.
+    - DQN, SAC: an update is one batch. It goes into the replay buffer. After `train_freq` steps or episodes, as whole
+      batches, follow as many gradient steps as `gradient_steps` and `learning_starts` ask for. Workers explore with
+      DQN's exploration rate; SAC's actor explores from the start.
 
     It ends after `total_timesteps`, those of an earlier life of the model included, or when the stream does.
     `model.ep_info_buffer` has returns and lengths of the newest episodes. What SB3 records goes to `weights.log`.
@@ -84,7 +84,7 @@ def _on_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, tota
 
 
 def _off_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_timesteps: int) -> Iterator[int]:
-    owed = 0.0
+    owed, passed = 0.0, 0
     for batch in stream:
         store(model, batch)
         episodes = _count(model, batch, total_timesteps)
@@ -92,9 +92,11 @@ def _off_policy(model: Any, stream: EpisodeStream, weights: WeightPublisher, tot
             model._on_step()  # DQN's target network and exploration rate
         if (steps := min(batch.steps, model.num_timesteps - model.learning_starts)) > 0:
             owed += _gradient_steps(model, steps, episodes)
-        if owed >= 1:
+        passed += batch.steps if model.train_freq.unit.value == "step" else episodes
+        # All at once, as SB3 does: the target network does not move between these gradient steps.
+        if passed >= model.train_freq.frequency and owed >= 1:
             model.train(gradient_steps=int(owed), batch_size=model.batch_size)
-            owed %= 1
+            owed, passed = owed % 1, 0
         if batch.steps:
             _tell(model, weights)
             yield model.num_timesteps

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -365,6 +366,49 @@ def test_as_many_gradient_steps_are_due_as_sb3_would_make(
 ) -> None:
     model = DQN("MlpPolicy", make_cart(), buffer_size=40, device="cpu", **options)
     assert sb3._gradient_steps(model, steps, episodes) == expected
+
+
+class Recorded(list[ChunkBatch]):
+    """Batches in place of a stream."""
+
+    def spaces(self) -> Spaces:
+        return Spaces(observation=self[0].observation_space, action=self[0].action_space)
+
+
+class NoFleet:
+    """A publisher without workers."""
+
+    def publish(self, state: dict[str, Any]) -> None:
+        pass
+
+    def log(self, figures: dict[str, float]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_freq": 32, "gradient_steps": 16, "learning_starts": 0},
+        {"train_freq": 16, "gradient_steps": -1, "learning_starts": 0},
+        {"train_freq": 32, "gradient_steps": 1, "learning_starts": 64},
+    ],
+    ids=["16-every-32", "as-many-as-steps", "late"],
+)
+def test_dqn_trains_all_at_once_after_as_many_steps_as_by_itself(options: dict[str, Any]) -> None:
+    trained: dict[str, list[tuple[int, int]]] = {"alone": [], "fleet": []}
+    models = {name: DQN("MlpPolicy", make_cart(), buffer_size=200, device="cpu", **options) for name in trained}
+
+    def note(name: str, gradient_steps: int, batch_size: int) -> None:
+        trained[name].append((models[name].num_timesteps, gradient_steps))
+
+    for name, model in models.items():
+        vars(model)["train"] = partial(note, name)
+    models["alone"].learn(128)
+    with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=1, seed=0)) as runner:
+        batches = Recorded(runner.sample(num_timesteps=8) for _ in range(16))
+    steps: Any = sb3.updates(models["fleet"], cast(Any, batches), cast(Any, NoFleet()), 128)
+    assert list(steps) == list(range(8, 129, 8))
+    assert trained["fleet"] == trained["alone"]
 
 
 def test_the_module_takes_the_weights_by_their_names_in_sb3() -> None:
