@@ -61,6 +61,7 @@ from headrace.schemas.messages import (
 from headrace.schemas.messages.message_base import MOST_DETAIL
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import read_weights
+from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
 from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.descriptors import source_of
@@ -444,11 +445,11 @@ class Broker:
         return self._shared.frames(header.version, header.digest)
 
     def _keep_weights(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
-        """Keep a checked version if it is newer. Write a large one also to memory that this machine's workers map."""
+        """Keep a checked version if it is newer. Write all but a small one also to memory that workers here map."""
         if not self.relay.offer(header, frames):
             return False
-        if self.relay.is_large:
-            self._shared.write(header, frames)
+        if self.relay.is_to_be_mapped and self._shared.write(header, frames):
+            self.relay.announce(header)
         self.core.published(header.version, time.monotonic())
         return True
 
@@ -538,9 +539,9 @@ class Broker:
             self._send(socket, peer, Reject(code="unknown_peer", detail="say HELLO first", fatal=False).frames())
 
     def _broadcast(self) -> None:
-        frames = self.relay.broadcast
-        if frames:
-            self.sockets.weights.send_multipart(frames, zmq.NOBLOCK)
+        if self.relay.broadcast:
+            self.sockets.weights.send_multipart([MAPPING_TOPIC, *self.relay.to_mappers], zmq.NOBLOCK)
+            self.sockets.weights.send_multipart(self.relay.broadcast, zmq.NOBLOCK)
 
     # -- what outlives the process ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import numpy as np
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.frames.wire import Buffer, MessageKind, encode
 from headrace.schemas.messages import WeightsHeader, WeightsPart, WeightsPull
-from headrace.schemas.messages.weights import INLINE_BYTES
+from headrace.schemas.messages.weights import INLINE_BYTES, MAPPED_BYTES
 from headrace.schemas.messages.weights_messages import PIECE_BYTES
 
 
@@ -20,6 +20,8 @@ class WeightsRelay:
         """The whole WEIGHTS message of the version held."""
         self.broadcast: list[Buffer] = []
         """The frames for every subscriber, which each new one gets again; empty before the first version."""
+        self.to_mappers: list[Buffer] = []
+        """The same for subscribers that map versions from this machine's memory."""
         self._sizes: list[int] = []
         self._pieces: dict[int, list[Buffer]] = {}
         """The encoded pieces of `PIECE_BYTES` by offset, as far as they were asked for."""
@@ -31,13 +33,22 @@ class WeightsRelay:
         self.version = header.version
         self.frames, self._sizes = frames, [len(frame) for frame in frames]
         self._pieces = {}
-        self.broadcast = encode(MessageKind.WEIGHTS, header.model_dump()) if self.is_large else frames
+        self.broadcast = self.to_mappers = _announcement(header) if self.is_large else frames
         return True
+
+    def announce(self, header: WeightsHeader) -> None:
+        """Announce the version held to subscribers that map versions: it lies in this machine's memory."""
+        self.to_mappers = _announcement(header)
 
     @property
     def is_large(self) -> bool:
-        """Return whether the version is announced, and each worker fetches it."""
+        """Return whether the version is announced to all workers, which map or fetch it."""
         return sum(self._sizes) > INLINE_BYTES
+
+    @property
+    def is_to_be_mapped(self) -> bool:
+        """Return whether the workers of this machine should map the version."""
+        return sum(self._sizes) > MAPPED_BYTES
 
     def part(self, pull: WeightsPull) -> list[Buffer]:
         """Return the piece around the offset asked for, of the newest version; its first piece for another version.
@@ -65,3 +76,7 @@ class WeightsRelay:
                 parts.append(part)
             start += size
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _announcement(header: WeightsHeader) -> list[Buffer]:
+    return encode(MessageKind.WEIGHTS, header.model_dump())

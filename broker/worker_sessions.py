@@ -361,6 +361,7 @@ class WorkerSessions:
             lease_s=self._limits.lease_s,
             heartbeat_interval_s=self._limits.heartbeat_interval(len(self.peers)),
             weights_endpoint=self._limits.weights_endpoint,
+            maps_weights=True,
             weights=self._store.weights,
             steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
             steps_share=self._acks.steps_share(len(self.peers)),

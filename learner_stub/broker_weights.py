@@ -26,7 +26,7 @@ from headrace.schemas.messages import (
     read,
 )
 from headrace.schemas.messages.shared_weights import SharedWeights
-from headrace.schemas.messages.weights import INLINE_BYTES, Arrays, encode_weights
+from headrace.schemas.messages.weights import MAPPED_BYTES, Arrays, encode_weights
 from headrace.schemas.peers.advertised import is_own_address
 
 _CONTROL = messages_to("publisher")
@@ -166,7 +166,7 @@ class BrokerWeights:
 
     def _memory_for(self, arrays: Arrays) -> SharedWeights | None:
         """Return the memory from which the broker maps such a version; None where it gets it whole."""
-        return self._shared if _nbytes(arrays) > INLINE_BYTES else None
+        return self._shared if _nbytes(arrays) > MAPPED_BYTES else None
 
     def _share_memory(self, *, shared: bool) -> None:
         """Use memory that the broker maps, or stop using it."""

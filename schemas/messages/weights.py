@@ -21,7 +21,12 @@ MOST_WEIGHTS_BYTES = DEFAULT_LIMITS.payload_bytes + 2 * DEFAULT_LIMITS.header_by
 """Bytes of one version's message at most."""
 
 INLINE_BYTES = 1 << 18
-"""Larger versions are announced, and their receivers map them from memory or fetch them."""
+"""Larger versions are announced to workers of all machines, which map them from memory or fetch them."""
+
+MAPPED_BYTES = 1 << 16
+"""Larger versions lie in the memory of the broker's machine, where each process maps them and checks their checksums.
+Receiving such a version and taking its digest again takes each process longer.
+"""
 
 MODULES = "modules/"
 """Prefix of "module id/name", for arrays of one of several modules."""

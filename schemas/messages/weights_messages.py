@@ -22,8 +22,9 @@ class WeightsAck(Message):
 class WeightsHeader(Message):
     """Header of a WEIGHTS message. Its arrays are the tensors.
 
-    A message without arrays is an announcement. The broker announces a large version, which workers map or pull. A
-    publisher announces one that it has written to the memory of its machine, for the broker to map.
+    A message without arrays is an announcement. The broker announces a large version, which workers map or pull. To
+    workers of its machine it also announces a smaller one that they can map. A publisher announces one that it has
+    written to the memory of its machine, for the broker to map.
     """
 
     KIND = MessageKind.WEIGHTS
@@ -32,6 +33,11 @@ class WeightsHeader(Message):
     digest: str
     """blake2b-128 over names, dtypes, shapes and bytes of the tensors, in hexadecimal."""
 
+
+MAPPING_TOPIC = b"MAPS"
+"""First frame of the relay's messages to subscribers that map versions from the memory of the broker's machine.
+Messages to other subscribers do not have it.
+"""
 
 PIECE_BYTES = 1 << 20
 """The length of a piece. A broker encodes each piece once for all workers."""

@@ -95,6 +95,8 @@ class WorkerWelcome(Message):
     lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
     heartbeat_interval_s: float = Field(default=1.0, gt=0, le=MOST_SILENCE_S)
     weights_endpoint: str = ""
+    maps_weights: bool = False
+    """True where workers of the broker's machine may subscribe to `MAPPING_TOPIC`."""
     weights: Version = (0, 0)
     steps_elsewhere: Natural = 0
     """Env steps that all other lives of workers in this fleet have made, as far as the broker knows."""

@@ -16,8 +16,10 @@ from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, HeadraceError, refusal
 from headrace.schemas.frames.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
-from headrace.schemas.messages import messages_to, read
+from headrace.schemas.messages import WorkerWelcome, messages_to, read
+from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
 from headrace.schemas.peers import sockets
+from headrace.schemas.peers.advertised import is_own_address
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 from headrace.workers.fleet.session import SessionState, WorkerSession
@@ -172,6 +174,8 @@ class BrokerLink:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if frames[0] == MAPPING_TOPIC:
+                del frames[0]
             try:
                 self._dispatch(decode(frames, _CAPS))
             except DecodeError as error:
@@ -190,13 +194,17 @@ class BrokerLink:
         self.weights.hear_of(self.session.weights_known, now)
         welcome = self.session.welcome
         if self._subscriber is None and welcome is not None and self.session.state is not SessionState.JOINING:
-            self._subscribe(welcome.weights_endpoint)
+            self._subscribe(welcome)
 
-    def _subscribe(self, endpoint: str) -> None:
-        """Connect to the weights relay. Without an address of a relay, the worker pulls weights from the broker."""
-        endpoint = _reachable(endpoint, self.endpoint)
+    def _subscribe(self, welcome: WorkerWelcome) -> None:
+        """Connect to the weights relay. Without an address of a relay, the worker pulls weights from the broker.
+
+        On the broker's machine, ask for announcements of the versions that it can map.
+        """
+        endpoint = _reachable(welcome.weights_endpoint, self.endpoint)
+        maps = welcome.maps_weights and self.weights.maps and is_own_address(self.endpoint)
         subscriber = _socket(self._context, zmq.SUB, {**sockets.SUB, **self._handshakes.options()})
-        subscriber.subscribe(MAGIC)
+        subscriber.subscribe(MAPPING_TOPIC if maps else MAGIC)
         try:
             subscriber.connect(endpoint)
         except zmq.ZMQError as error:

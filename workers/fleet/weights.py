@@ -68,6 +68,11 @@ class WeightsReceiver:
         self._want(version, now + BROADCAST_S)
 
     @property
+    def maps(self) -> bool:
+        """Return whether versions may come from this machine's memory."""
+        return self._shared is not None
+
+    @property
     def pulling(self) -> bool:
         """Return whether part of a version has arrived. Asking early for the next pieces completes it sooner."""
         return self._arriving is not None
