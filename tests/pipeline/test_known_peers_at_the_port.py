@@ -17,6 +17,7 @@ from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.frames.wire import MessageKind, encode
 from headrace.schemas.messages import Heartbeat, Message, Obituary, Skip, SupervisorHello, WorkerHello
 from headrace.schemas.peers import port_watch
+from headrace.schemas.peers.admission import ADMITTED_AT_ONCE
 from headrace.schemas.peers.message_budget import MessageBudget
 from headrace.schemas.peers.port_watch import PortWatch
 from support.pipeline.delivery import (
@@ -125,6 +126,7 @@ def test_refused_messages_of_a_megabyte_end_a_connection_soon(start_broker: Star
         peer.send(framed(SupervisorHello(fleet_id=FLEET, token="s")))
         wait_until(lambda: not peer.send(garbage), "the end of the connection")
     assert broker.ask(lambda asked: asked.core.refusals.total) <= 6
+    assert watch_of(broker).admission.places(waits=False) <= ADMITTED_AT_ONCE, "the next may be like it"
 
 
 def test_large_messages_of_strangers_are_read_a_few_at_a_time(
