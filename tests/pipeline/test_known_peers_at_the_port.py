@@ -63,9 +63,9 @@ def large(slot: int) -> bytes:
     return _on_the_wire(encode(MessageKind.HEARTBEAT, fields | {"later": "x" * (900 << 10)}))
 
 
-def tiny_batch(seq: int) -> bytes:
+def tiny_batch(seq: int, **fields: Any) -> bytes:
     header = BatchHeader(fleet_id=FLEET, slot=1, incarnation=1, seq=seq, steps=10, chunks=2, totals=totals(seq))
-    return _on_the_wire(encode(MessageKind.BATCH, header.model_dump(mode="json")))
+    return _on_the_wire(encode(MessageKind.BATCH, header.model_dump(mode="json") | fields))
 
 
 def tiny_skip(seq: int) -> bytes:
@@ -116,6 +116,23 @@ def test_a_message_that_its_sender_cannot_pay_for_is_not_read(
                 wait_until(lambda peer=peer: peer.sock.recv(1), "the WELCOME")  # type: ignore[misc]
                 wait_until(lambda peer=peer: not peer.send(large(1)), "the end of the connection")  # type: ignore[misc]
     assert kinds.count(Heartbeat) == 2
+
+
+def test_accepted_batches_with_headers_of_a_megabyte_end_a_connection_soon(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes about 10 ms of the broker's loop. Headers of a usual size cost nothing."""
+    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
+    broker = start_broker(allow_insecure=True)
+    with RawZmtp(broker.endpoints.worker) as peer:
+        peer.send(hello(1))
+        assert peer.sock.recv(1)
+        assert peer.send(b"".join(tiny_batch(seq, later="x" * (100 << 10)) for seq in range(1, 8)))
+        for seq in range(8, 20):
+            peer.send(tiny_batch(seq, later="x" * (900 << 10)))
+        wait_until(peer.is_cut, "the end of the connection")
+    accepted = broker.ask(lambda asked: asked.core.sources[1, 1].accepted)
+    assert 7 < accepted < 12
 
 
 def test_refused_messages_of_a_megabyte_end_a_connection_soon(start_broker: StartBroker) -> None:
