@@ -29,6 +29,8 @@ _WORKER_BYTES, _LEARNER_BYTES = 4096, 512
 """Bytes of a header that cost as much as one message. A learner's HELLO of 1 MiB with 10,000 positions takes 0.2 s. The
 bytes of arrays cost nothing, since they are not parsed.
 """
+_BATCH_HEADER_BYTES = 128 << 10
+"""Bytes of an accepted batch's header that cost nothing. One that names a thousand aborted episodes is smaller."""
 _SMALL, _LARGE_BURST, _LARGE_PER_S = 16.0, 2000, 250.0
 """A stranger's message of up to 64 KiB is always read. The costs of larger ones of all strangers: at once, and in each
 second. A HELLO is larger where spaces and weights have thousands of parts.
@@ -97,6 +99,9 @@ class Charges:
             share = self._share(heard.peer)
             begun = share == 1.0 and len(self._core.sources) > heard.lives
             cost = (cost + heard.header_bytes / _WORKER_BYTES) * share + _COST_OF_LIFE * begun
+            heard.watch.spoke(heard.fd, heard.account, cost)
+        elif heard.header_bytes > _BATCH_HEADER_BYTES:
+            cost = (heard.header_bytes - _BATCH_HEADER_BYTES) / _WORKER_BYTES
             heard.watch.spoke(heard.fd, heard.account, cost)
 
     def charge_learner(self, heard: HeardMessage) -> None:

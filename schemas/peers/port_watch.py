@@ -323,10 +323,19 @@ class PortWatch:
             self.gone(account.route)
 
     def refused(self, fd: int, account: PeerAccount, cost: float = 1.0) -> None:
-        """Count a message that was refused, and cost so much. A peer whose messages are refused too often is cut."""
-        if not account.refusals.spend(cost) and account.peer is not None and account.route not in self.over:
+        """Count a message that was refused, and cost so much. A peer whose messages are refused too often is cut.
+
+        A known peer is cut at once, since it has had many answers. A stranger is cut at the next look, so that its
+        answers leave before.
+        """
+        if account.refusals.spend(cost) or account.peer is None or account.route in self.over:
+            return
+        if account.known:
+            self.admission.be_wary()
+            self.end(fd, account.peer, "refused messages")
+        else:
             self._to_cut.append((fd, account.peer, "refused messages"))
-            self.gone(account.route)
+        self.gone(account.route)
 
     def gone(self, route: bytes) -> None:
         """Note that a connection has ended, of a stranger or one that was cut. What it had sent before is dropped."""
