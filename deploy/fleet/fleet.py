@@ -462,7 +462,10 @@ class Fleet:
             services = self.supervisor.services.values()
             children = [(s.spec.slot, child) for s in services for child in (s.child, *s.zombies)]
             own = {(slot, child.incarnation) for slot, child in children if slot is not None and child is not None}
-            self._obituary_sender.send_ended(own)
+            try:
+                self._obituary_sender.send_ended(own)
+            except RunDirError as error:  # it was removed; a drain goes on
+                self.supervisor.failure = self.supervisor.failure or error
             self._delete_stored_recorders()
             self._follow_scale()
             self.loop.call_later(RECORDERS_INTERVAL_S, self._look_at_recorders)

@@ -10,13 +10,14 @@ import math
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.deploy.policies.evaluation import Evaluation, PlaySettings
 from headrace.deploy.run.evaluation_log import EvaluationLog, describe
 from headrace.deploy.run.saved_policy import BEST_FILE, NEWEST_FILE, counts_of
 from headrace.learner_stub.checkpoint import Checkpoint, hold_checkpoint, keep_best, published_arrays
-from headrace.schemas.errors import CheckpointError
+from headrace.schemas.errors import CheckpointError, writing
 from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.deploy")
@@ -51,8 +52,9 @@ class _Watcher:
         self._evaluated_steps = before[-1]["steps"] if before else 0
         self._best_mean = max((told["return"]["mean"] for told in before), default=-math.inf)
         self._seen_at_ns = 0
-        for left in run_dir.glob("evaluating.*.checkpoint"):  # left by a killed process
-            left.unlink(missing_ok=True)
+        with writing(run_dir):
+            for left in run_dir.glob("evaluating.*.checkpoint"):  # left by a killed process
+                left.unlink(missing_ok=True)
 
     def look(self, stopping: threading.Event) -> None:
         """Evaluate the newest checkpoint if it is due."""
@@ -70,7 +72,8 @@ class _Watcher:
         except CheckpointError as error:
             log.warning("%s", error)
         finally:
-            self._held.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder cannot be written to
+                self._held.unlink(missing_ok=True)
 
     def _evaluate(self, checkpoint: Checkpoint, stopping: threading.Event) -> None:
         counts, began = counts_of(checkpoint.state), time.monotonic()

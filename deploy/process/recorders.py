@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import Reading
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.errors import RunDirError, removed_error
 
 _NAME = re.compile(r"worker-(\d{1,9})-([1-9]\d{0,8})\.rec")
 
@@ -28,6 +28,8 @@ def recorders_in(folder: Path) -> Iterator[tuple[Life, Path]]:
     """
     try:
         paths = sorted(folder.iterdir())
+    except FileNotFoundError as error:
+        raise removed_error(str(folder)) from error
     except OSError as error:
         raise RunDirError(str(folder), f"it cannot be read ({error.strerror})") from error
     for path in paths:

@@ -32,7 +32,7 @@ from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.restarts import RestartPolicy
 from headrace.deploy.terminal.logs import message_of
 from headrace.schemas.basics.stop_event import sigterm_blocked
-from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, HeadraceError
+from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, HeadraceError, removed_error
 from headrace.schemas.settings.config import SupervisorSection
 
 log = logging.getLogger("headrace.supervisor")
@@ -271,8 +271,10 @@ class Supervisor:
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
         name, end, record = service.spec.name, describe_end(returncode), child.exit_record
-        is_full = record is None and bool(returncode) and _has_no_room(self._logs)
-        if record is None and returncode in INCURABLE and not is_full:
+        unannounced = record is None and bool(returncode)
+        is_gone = unannounced and not self._logs.exists()
+        is_full = unannounced and _has_no_room(self._logs)
+        if record is None and returncode in INCURABLE and not (is_full or is_gone):
             end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
         if service.state is ServiceState.STOPPING:
@@ -287,6 +289,8 @@ class Supervisor:
             if not record.sentence or returncode == ExitCode.ENV_RESTART_BUDGET:
                 sentence += f"; its log is {child.log_path}"
             self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
+        elif is_gone:
+            self._fail(service, removed_error(str(self._logs.parent), f" ({name} ended with {end})"))
         elif is_full:
             self._fail(service, DiskFullError(str(self._logs), f"what {name} keeps (it ended with {end})"))
         else:

@@ -87,6 +87,7 @@ from headrace.schemas.errors.fleet import (
     UnreachableError as UnreachableError,
     WindowStalledError as WindowStalledError,
     WorkerWaitsError as WorkerWaitsError,
+    removed_error as removed_error,
     write_error as write_error,
     writing as writing,
 )

@@ -132,6 +132,11 @@ class RunDirError(HeadraceError):
         super().__init__(f"run directory {path} cannot be used: {reason}; {advice}")
 
 
+def removed_error(path: str, seen: str = "") -> RunDirError:
+    """Return the error for a folder of a run that was removed at `path` while its fleet ran."""
+    return RunDirError(path, f"it was removed while the fleet ran{seen}", "start the fleet again")
+
+
 class DiskFullError(RunDirError):
     """A file at `path` cannot be written: the disk has no room left, or the user no quota."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,32 @@ def test_a_fleet_on_a_full_disk_ends_with_an_error_and_can_be_resumed(disk: Path
     )
     assert again.returncode == 0, again.stderr
     assert orjson.loads(again.stdout)["balanced"]
+
+
+@pytest.mark.thorough
+def test_a_fleet_whose_run_directory_is_removed_is_drained_and_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [
+        "--env",
+        "CartPole-v1",
+        "--workers",
+        "1",
+        "--set",
+        "learner.enabled=false",
+        "--set",
+        "fleet.timeout_s=200",
+    ]
+    command = [*UP, *settings, "--run-dir", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as fleet:
+        wait_until(lambda: list(run.glob("recorders/*.rec")), "a recorder")
+        shutil.rmtree(run)
+        said, _ = fleet.communicate(timeout=120)
+    assert fleet.returncode == ExitCode.RUN_DIR, said
+    error = said.splitlines()[-1]
+    assert error.startswith(f"error: run directory {run}"), said
+    assert error.endswith("start the fleet again")
+    assert "broker stopped with exit code 0" in said
+    assert "of yours" not in said
 
 
 def test_a_full_disk_is_named_by_recorder_checkpoint_and_exit_record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.goal import Goal
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.learner_stub.checkpoint import load_checkpoint
+from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config_loading import load_config
 from support.fleets.saved_runs import save_run
 from support.waiting import wait_until
@@ -83,6 +85,23 @@ def test_checkpoints_are_evaluated_as_steps_go_by_and_the_best_is_kept(tmp_path:
     last = lines(tmp_path)[-1]
     assert (last["update"], last["return"]) == (18, told[0]["return"]), "the same policy plays the same episodes"
     assert not last["best"]
+
+
+def test_a_run_directory_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(tmp_path)
+    config, _ = load_config(tmp_path / "config.json", {"learner.evaluate_every_steps": 1}, {})
+    (tmp_path / "evaluating.1.checkpoint").touch()
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for left in ([tmp_path / "evaluating.1.checkpoint"], []):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", read_only)
+            with pytest.raises(RunDirError, match="Read-only file system"):
+                watch(config, tmp_path, None, None, threading.Event())
+        for path in left:
+            path.unlink()
 
 
 def test_a_torn_line_is_left_out_and_the_next_line_is_whole(tmp_path: Path) -> None:

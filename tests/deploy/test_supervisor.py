@@ -111,6 +111,16 @@ signal.pause()""",
         assert "which it did not announce" in service.last_words
 
 
+def test_a_death_after_the_run_directory_was_removed_ends_the_fleet_and_says_so(nursery: Nursery) -> None:
+    run = nursery.logs.parent
+    service = nursery.start(f"import os, shutil; shutil.rmtree({str(nursery.logs)!r}); os._exit(7)")
+    nursery.until(lambda: service.state is ServiceState.FAILED)
+    assert str(nursery.supervisor.failure) == (
+        f"run directory {run} cannot be used: it was removed while the fleet ran (child ended with exit code 7 "
+        "(RUN_DIR)); start the fleet again"
+    )
+
+
 def test_a_taken_port_is_final_at_the_first_start_only(nursery: Nursery) -> None:
     nursery.start(PORT_TAKEN_ON_RETURN)
     nursery.until(lambda: nursery.says("child", "up"))

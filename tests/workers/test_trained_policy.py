@@ -327,6 +327,8 @@ def test_an_impossible_export_is_refused(settings: dict[str, Any], suffix: str, 
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ExportError, match=r"cannot be written"):
         policy_of(*trained(Walk)).export(tmp_path / "nowhere" / "policy.pt")
+    with pytest.raises(ExportError, match=r"/proc/policy\.pt: it cannot be written \(No such file"):
+        policy_of(*trained(Walk)).export("/proc/policy.pt")
 
 
 def test_an_observation_of_a_wrong_form_raises_policy_call_error() -> None:

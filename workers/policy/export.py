@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.schemas.basics.run_files import opener
 from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaves, nest
 from headrace.schemas.errors import ExportError
 from headrace.workers.connectors.vector_connectors import VectorConnectors
@@ -25,6 +27,8 @@ Run = Callable[..., Any]
 
 _TOLERANCE = 1e-4
 """Relative and absolute tolerance of real-valued actions: other programs may sum in another order."""
+_OVERHEAD = 1 << 16
+"""Bytes of a file beyond its tensors."""
 _ROWS = (1, 7)
 """Sizes of the batches with which a file is tried before it is kept."""
 
@@ -74,6 +78,7 @@ def export_policy(
     whole = _ActionsOfObservations(module, connectors, spaces).eval()
     aside = path.with_name(f".{path.stem}.new{path.suffix}")
     try:
+        _reserve(aside, whole)
         with _quiet_torch(), torch.no_grad():
             _check(path, write(whole, _random_leaves(spaces.observation, 2), aside), spaces, act)
         aside.replace(path)
@@ -85,8 +90,16 @@ def export_policy(
         reason = f"{type(module).__name__} does not consist of torch operations alone ({_brief(error)})"
         raise ExportError(str(path), f"{reason}; give it a method torch_inference(batch) that does") from error
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder cannot be written to
+            aside.unlink(missing_ok=True)
     return path
+
+
+def _reserve(path: Path, module: torch.nn.Module) -> None:
+    """Raise `OSError` unless a file of about the size of `module` can be written. Torch's own errors do not say why."""
+    size = sum(tensor.nbytes for tensor in module.state_dict().values())
+    with open(path, "wb", opener=opener) as file:
+        os.posix_fallocate(file.fileno(), 0, size + _OVERHEAD)
 
 
 @contextmanager
