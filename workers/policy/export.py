@@ -99,7 +99,8 @@ def _reserve(path: Path, module: torch.nn.Module) -> None:
     """Raise `OSError` unless a file of about the size of `module` can be written. Torch's own errors do not say why."""
     size = sum(tensor.nbytes for tensor in module.state_dict().values())
     with open(path, "wb", opener=opener) as file:
-        os.posix_fallocate(file.fileno(), 0, size + _OVERHEAD)
+        if hasattr(os, "posix_fallocate"):  # macOS lacks it
+            os.posix_fallocate(file.fileno(), 0, size + _OVERHEAD)
 
 
 @contextmanager
