@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.deploy.command import cli
 from headrace.deploy.command.option_table import TABLE
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
@@ -160,6 +161,19 @@ def test_up_without_an_answer_from_redis_ends_with_an_error(tmp_path: Path, free
     assert "secret" not in result.stderr
     found = orjson.loads(result.stdout)
     assert (found["exit_code"], found["goal_reached"]) == (ExitCode.REDIS_UNAVAILABLE, False)
+
+
+def test_a_lack_of_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        raise MemoryError("Unable to allocate 8 GiB")
+
+    monkeypatch.setattr(cli, "command_line", lambda: run)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == ExitCode.FAILURE
+    error = capsys.readouterr().err
+    assert error.startswith("error: this process can get no more memory (Unable to allocate 8 GiB); raise its limit")
+    assert error.count("\n") == 1
 
 
 def test_debug_shows_the_traceback_as_well(tmp_path: Path) -> None:
