@@ -1,7 +1,8 @@
 """The `headrace` command. Each function here only turns typed arguments into a call; other modules do the work.
 
 An error that Headrace raises on purpose ends a command with one sentence on stderr and the error's exit code
-(`schemas.errors.ExitCode`). Any other error is a bug of ours or of the user's code. It ends with a traceback and 1.
+(`schemas.errors.ExitCode`). A lack of memory ends it with a sentence and 1. Any other error is a bug of ours or of the
+user's code. It ends with a traceback and 1.
 """
 
 from __future__ import annotations
@@ -75,6 +76,14 @@ def main() -> None:
         say(printable(f"error: {error}"), sys.stderr)
         write_exit_record(exit_record_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
+    except MemoryError as error:
+        if wants_tracebacks():
+            traceback.print_exc()
+        what = f" ({error})" if str(error) else ""
+        sentence = f"this process can get no more memory{what}; raise its limit, or give it less to do: fewer envs, say"
+        say(printable(f"error: {sentence}"), sys.stderr)
+        write_exit_record(exit_record_at, ExitCode.FAILURE, sentence)
+        sys.exit(int(ExitCode.FAILURE))
     except SystemExit as end:  # typer raises it at the end of a command, also for wrong arguments
         if end.code in (ExitCode.OK, ExitCode.USAGE):
             write_exit_record(exit_record_at, int(end.code))

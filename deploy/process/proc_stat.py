@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 _STATE, _PARENT, _START = 0, 1, 19
@@ -29,6 +31,12 @@ def start_ticks(pid: int) -> int:
     The pid and the start time together identify a process. A pid is reused, and in a container most have pid 1.
     """
     return int(_field(pid, _START) or 0)
+
+
+def lived_s(pid: int) -> float | None:
+    """Return for how long the process of that pid has lived; None for none. Steps of the clock do not change it."""
+    ticks = start_ticks(pid)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
 def _field(pid: int, place: int) -> str:

@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from headrace.deploy.command import cli
 from headrace.deploy.command.option_table import TABLE
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
@@ -162,6 +164,19 @@ def test_up_without_an_answer_from_redis_ends_with_an_error(tmp_path: Path, free
     assert (found["exit_code"], found["goal_reached"]) == (ExitCode.REDIS_UNAVAILABLE, False)
 
 
+def test_a_lack_of_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        raise MemoryError("Unable to allocate 8 GiB")
+
+    monkeypatch.setattr(cli, "command_line", lambda: run)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == ExitCode.FAILURE
+    error = capsys.readouterr().err
+    assert error.startswith("error: this process can get no more memory (Unable to allocate 8 GiB); raise its limit")
+    assert error.count("\n") == 1
+
+
 def test_debug_shows_the_traceback_as_well(tmp_path: Path) -> None:
     for result in (
         headrace("ps", "--run-dir", str(tmp_path), "--debug"),
@@ -195,6 +210,7 @@ def test_ps_shows_which_processes_are_alive(tmp_path: Path) -> None:
         for row in orjson.loads(headrace("ps", "--json", "--run-dir", str(tmp_path)).stdout)["processes"]
     }
     assert (rows["broker"]["alive"], rows["worker-0"]["alive"]) == (True, False)
+    assert rows["broker"]["age_s"] < time.clock_gettime(time.CLOCK_BOOTTIME)  # whatever its clock says
     assert (rows["worker-0"]["slot"], rows["worker-0"]["incarnation"], rows["worker-0"]["restarts"]) == (0, 3, 2)
     title, columns, broker, worker = headrace("ps", "--run-dir", str(tmp_path), COLUMNS="40").stdout.splitlines()
     assert title == f"fleet f-1: running, supervisor pid {os.getpid()}"

@@ -14,6 +14,7 @@ import pytest
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
+from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.restarts import RestartBudget
 from support.envs.toy import Answer, Counting, Faulty, check_books, diverge, runner, with_fault
 from support.runners.comparing import assert_same
@@ -302,3 +303,14 @@ def test_close_that_fails_or_hangs_is_a_warning(caplog: pytest.LogCaptureFixture
     messages = [r.getMessage() for r in caplog.records]
     assert sum("no close" in m for m in messages) == 2
     assert sum("did not return within 0.05 s" in m for m in messages) == 2
+
+
+def test_without_memory_for_a_thread_an_env_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    close_envs([Counting()], 1.0)
+    assert caplog.messages == ["close-Counting failed (can't start new thread); the env is abandoned"]

@@ -102,16 +102,24 @@ class Lane:
 
 
 def close_envs(envs: Iterable[Any], timeout_s: float) -> None:
-    """Close each env in a thread of its own, all within `timeout_s` seconds. Log errors and timeouts as warnings."""
+    """Close each env in a thread of its own, all within `timeout_s` seconds. Log errors and timeouts as warnings.
+
+    Where no thread can be started, as without memory, abandon the env.
+    """
     threads = [
         threading.Thread(target=_close, args=(env,), name=f"close-{type(env).__name__}", daemon=True)
         for env in envs
         if env is not None
     ]
+    started = []
     for thread in threads:
-        thread.start()
+        try:
+            thread.start()
+            started.append(thread)
+        except (RuntimeError, MemoryError) as error:
+            logger.warning("%s failed (%s); the env is abandoned", thread.name, error)
     deadline = time.monotonic() + timeout_s
-    for thread in threads:
+    for thread in started:
         thread.join(max(deadline - time.monotonic(), 0.0))
         if thread.is_alive():
             logger.warning("%s did not return within %g s; the env is abandoned", thread.name, timeout_s)
