@@ -11,6 +11,7 @@ from headrace.learner_stub import connection
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.frames.wire import Buffer
+from headrace.schemas.messages import Reject
 from headrace.schemas.peers.fleet_place import FleetPlace
 
 
@@ -61,6 +62,10 @@ class BrokerLink:
         self.close(0.0)
         self._socket = connection.LearnerSocket(moved, self._keys)
         return True
+
+    def disowns(self, reject: Reject) -> bool:
+        """Return whether a refusal does not count, because it is not of this learner's own broker."""
+        return reject.fatal and self.place.disowns(reject.code, reject.detail)
 
     def why_silent(self, deadline_s: float) -> HeadraceError:
         """Return the error for a broker that has not answered within `deadline_s`."""

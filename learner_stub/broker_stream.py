@@ -20,6 +20,7 @@ from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import (
     LearnerFigures,
     LearnerWelcome,
+    Reject,
     Status,
     messages_to,
     read,
@@ -134,6 +135,8 @@ class BrokerStream:
                 message = read(_CONTROL[kind], header)
                 if isinstance(message, LearnerWelcome | Status):
                     connection.note_weight_shapes(self.link.token, message)
+                if isinstance(message, Reject) and self.link.disowns(message):
+                    return
                 self.session.receive(message, connection.now())
         except DecodeError as error:
             if error.reason == "version_mismatch":

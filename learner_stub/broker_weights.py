@@ -205,7 +205,7 @@ class BrokerWeights:
             self._on_ack(message)
         elif isinstance(message, Fenced):
             self.refusal = ("fenced", message.detail)
-        elif isinstance(message, Reject):
+        elif isinstance(message, Reject) and not self.link.disowns(message):
             self._on_reject(message)
 
     def _on_welcome(self, welcome: LearnerWelcome) -> None:

@@ -10,6 +10,8 @@ from headrace.schemas.peers.fleet_address import AddressSource
 
 log = logging.getLogger("headrace.fleet")
 
+_OF_ANOTHER = ("wrong_fleet", "other_broker")
+"""Codes by which a broker refuses peers of another fleet, or of another broker of this one."""
 _LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0
 """Seconds between two looks for the server, and the most of them. Each move since the server last answered doubles it,
 so a source that alternates between addresses leaves each one time to answer.
@@ -65,6 +67,8 @@ class FleetPlace:
         self._gone_since: float | None = None
         self._lost_since = 0.0
         """Time since which no server answers, wherever it moved."""
+        self._met_at = self._disowned = ""
+        """Addresses at which the server answered last, and at which another one refused this peer."""
         self._look_s = _LOOK_S
         self._look_at = self._look_if_stopped_at = 0.0
         self._say_at = 0.0
@@ -83,7 +87,7 @@ class FleetPlace:
             if self._has_said:
                 log.info("the %s at %s answers", self._server, self.endpoint)
             self._was_present, self._gone_since, self.ended, self._has_said = True, None, None, False
-            self._look_s = _LOOK_S
+            self._look_s, self._met_at, self._disowned = _LOOK_S, self.endpoint, ""
             return None
         if self._gone_since is None:
             self._gone_since = self._lost_since = self._look_at = now
@@ -100,6 +104,20 @@ class FleetPlace:
         self._look_at = now + self._look_s
         self._judge(now - self._gone_since, now)
         return moved if moves else None
+
+    def disowns(self, code: str, detail: str) -> bool:
+        """Return whether a refusal does not count, since the source led this peer from its server to another one.
+
+        The peer then goes on looking. A peer that has never met its server is told that its settings are wrong.
+        """
+        if code not in _OF_ANOTHER or not self._was_present or self.endpoint == self._met_at:
+            return False
+        if self._disowned != self.endpoint:
+            self._disowned = self.endpoint
+            log.warning(
+                "the %s at %s is another one: %s; looking for the right one", self._server, self.endpoint, detail
+            )
+        return True
 
     def move_to(self, endpoint: str, now: float) -> None:
         """Note that the peer leaves a server that answers for another one."""

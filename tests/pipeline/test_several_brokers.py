@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,13 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, DecodeError, RefusedError, UnreachableError, WrongFleetError
 from headrace.schemas.messages import Status, WorkerHello
 from headrace.schemas.messages.weights import Arrays, weights_digest
+from headrace.schemas.peers import fleet_place
+from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.rendezvous import Published
+from headrace.workers.fleet.link import BrokerLink
+from headrace.workers.fleet.session import SessionState, WorkerSession
+from headrace.workers.fleet.weights import WeightsReceiver
+from headrace.workers.fleet.window import SessionLimits
 from support.pipeline.delivery import SPACES, BrokerThread, Envs, StartBroker, StartFeeder, Witness, batches_of
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -32,10 +39,10 @@ def brokers(start_broker: StartBroker, tmp_path: Path) -> list[BrokerThread]:
     return [start_one(start_broker, tmp_path, index) for index in range(2)]
 
 
-def start_one(start_broker: StartBroker, folder: Path, index: int) -> BrokerThread:
+def start_one(start_broker: StartBroker, folder: Path, index: int, **settings: Any) -> BrokerThread:
     folder = folder / f"broker-{index}"
     folder.mkdir(exist_ok=True)
-    return start_broker(folder, FLEETS[index], count=2, index=index)
+    return start_broker(folder, FLEETS[index], count=2, index=index, **settings)
 
 
 def learners(brokers: Sequence[BrokerThread]) -> list[str]:
@@ -70,6 +77,56 @@ def test_batches_of_both_brokers_form_one_stream_with_one_position(
     for slot, broker in enumerate(brokers):
         assert list(broker.rows()) == [(slot, 1)]
         assert not list(broker.rows()[(slot, 1)].problems())
+
+
+class Entry:
+    """The entry of one broker, as the test says."""
+
+    problem = ""
+
+    def __init__(self, broker: BrokerThread) -> None:
+        self.names = broker
+
+    def find(self, role: str) -> str:
+        return str(getattr(self.names.endpoints, role))
+
+    def stopped(self) -> None:
+        return None
+
+
+def test_an_entry_that_names_the_other_broker_ends_neither_worker_nor_learner(
+    start_broker: StartBroker,
+    stack: ExitStack,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fleet_place, "_LOOK_S", 0.05)
+    quick = {"lease_s": 1.0, "heartbeat_interval_s": 0.1}
+    brokers = [start_one(start_broker, tmp_path, index, **quick) for index in range(2)]
+    entries = [Entry(broker) for broker in brokers]
+    hello = WorkerHello(fleet_id=FLEETS[0], token="t", slot=0, spaces=SPACES.model_dump(mode="json"))
+    session = WorkerSession(hello, SessionLimits(16))
+    place = FleetPlace(brokers[0].endpoints.worker, "worker", entries[0])
+    link = BrokerLink(place, session, WeightsReceiver(FLEETS[0]))
+    stack.callback(link.close)
+    stream = stack.enter_context(EpisodeStream(learners(brokers), rendezvous=entries, fleet_id="pair"))
+    weights = stack.enter_context(WeightPublisher(learners(brokers), rendezvous=entries, fleet_id="pair"))
+
+    def all_joined() -> bool:
+        link.pump()
+        stream.pump(0.01)
+        weights.pump()
+        active = session.state is SessionState.ACTIVE, all(broker.is_active for broker in stream._brokers)
+        return all(active) and all(broker.joined for broker in weights._brokers)
+
+    wait_until(all_joined, "all to join")
+    brokers[0].stop()
+    entries[0].names = brokers[1]
+    wait_until(lambda: not all_joined() and caplog.text.count(" is another one: ") >= 3, "all to be refused")
+    assert "slot 0 belongs to broker 0 of 2" in caplog.text
+    entries[0].names = start_one(start_broker, tmp_path, 0, **quick)
+    wait_until(all_joined, "all to be back")
 
 
 def test_a_version_of_the_weights_has_one_number_at_all_brokers(brokers: list[BrokerThread], stack: ExitStack) -> None:

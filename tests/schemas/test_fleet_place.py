@@ -110,6 +110,24 @@ def test_a_peer_whose_addresses_alternate_moves_ever_more_rarely_and_waits_no_lo
     assert place.ended is None, "it answered, so its patience begins again"
 
 
+def test_a_peer_that_has_met_its_server_is_not_ended_by_another_one_at_a_new_address(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place = FleetPlace("tcp://a:1", "worker", Alternating(), patience_s=60.0)
+    assert not place.disowns("wrong_fleet", "another fleet"), "its settings are wrong"
+    place.observe(True, 0.0)
+    assert not place.disowns("wrong_fleet", "another fleet")
+    assert place.observe(False, 1.0) == "tcp://node1:1"
+    assert place.disowns("wrong_fleet", "another fleet")
+    assert place.disowns("other_broker", "another slot")
+    assert not place.disowns("spaces_differ", "another env")
+    assert [message for message in caplog.messages if "is another one" in message] == [
+        "the broker at tcp://node1:1 is another one: another fleet; looking for the right one"
+    ]
+    place.observe(True, 2.0)
+    assert not place.disowns("wrong_fleet", "another fleet"), "it is the right one now"
+
+
 def test_a_peer_without_a_deadline_of_its_own_ends_when_no_server_has_ever_answered(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

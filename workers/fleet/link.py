@@ -16,7 +16,7 @@ from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, HeadraceError, refusal
 from headrace.schemas.frames.wire import MAGIC, MessageKind, WireLimits, WireMessage, decode
-from headrace.schemas.messages import WorkerWelcome, messages_to, read
+from headrace.schemas.messages import Reject, WorkerWelcome, messages_to, read
 from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import is_own_address
@@ -190,7 +190,10 @@ class BrokerLink:
         control = _CONTROL.get(message.kind)
         if control is None:
             return
-        self.session.receive(read(control, message.header), now)
+        told = read(control, message.header)
+        if isinstance(told, Reject) and told.fatal and self.place.disowns(told.code, told.detail):
+            return
+        self.session.receive(told, now)
         self.weights.hear_of(self.session.weights_known, now)
         welcome = self.session.welcome
         if self._subscriber is None and welcome is not None and self.session.state is not SessionState.JOINING:
