@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 _BUFFER_BYTES = 8 << 20
-_RECEIVED = struct.Struct("=Q")
-_RECEIVED_AT = 128
-"""The place of tcpi_bytes_received in Linux's `struct tcp_info`."""
+_BYTES = struct.Struct("=Q")
+_ACKED_AT, _RECEIVED_AT = 120, 128
+"""The places of tcpi_bytes_acked and tcpi_bytes_received in Linux's `struct tcp_info`."""
 _RESET = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
 _PEER, _PROCESS = struct.Struct("3i"), "process "
@@ -86,12 +86,21 @@ def peer_in_words(peer: tuple[str, int]) -> str:
 
 def bytes_received(fd: int) -> int:
     """Return how many bytes have come at a descriptor in all; 0 where the system does not tell."""
+    return _told(fd, _RECEIVED_AT)
+
+
+def bytes_taken(fd: int) -> int | None:
+    """Return how many bytes that were sent at a descriptor the peer's system has taken; None where it does not tell."""
+    return _told(fd, _ACKED_AT) or None
+
+
+def _told(fd: int, at: int) -> int:
     try:
         with _Borrowed(fd) as borrowed:
-            told = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + _RECEIVED.size)
-    except (OSError, AttributeError):
+            told = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + _BYTES.size)
+    except (OSError, AttributeError, ValueError):  # ValueError: -1, of `source_of`
         return 0
-    return int(_RECEIVED.unpack_from(told, _RECEIVED_AT)[0]) if len(told) >= _RECEIVED_AT + _RECEIVED.size else 0
+    return int(_BYTES.unpack_from(told, at)[0]) if len(told) >= at + _BYTES.size else 0
 
 
 def shut_down(fd: int, peer: tuple[str, int]) -> bool:

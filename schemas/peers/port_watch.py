@@ -33,6 +33,7 @@ from headrace.schemas.peers.admission import Admission
 from headrace.schemas.peers.descriptors import (
     TELLS_PEERS,
     bytes_received,
+    bytes_taken,
     peer_in_words,
     peer_of,
     resident_bytes,
@@ -71,6 +72,8 @@ STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
 """The most that one stranger may send in all, and hold at a time, and that all strangers together may hold. They have
 only a HELLO to say, and its header has 1 MiB at most.
 """
+MOST_UNREAD_BYTES = 4 << 20
+"""Bytes that a peer may leave unread, and still be sent a further message. A client reads each answer in time."""
 STRANGERS = 1024
 """Strangers at one port. Beyond that number the oldest is cut. A few may stay: a fleet's supervisor is silent until it
 has something to say.
@@ -131,6 +134,11 @@ class PortBounds:
     """True for a port whose peers send no messages: none is a stranger."""
 
 
+def idle_messages() -> MessageBudget:
+    """Return the budget of a new peer for messages that bring nothing new."""
+    return MessageBudget(KNOWN_BURST, KNOWN_PER_S, KNOWN_FIRST)
+
+
 @dataclass(slots=True, eq=False)
 class PeerAccount:
     """The messages of one connection, as the port's own thread has counted them."""
@@ -153,10 +161,16 @@ class PeerAccount:
     peer: else the descriptor may be another connection's by now.
     """
     refusals: MessageBudget = field(default_factory=lambda: MessageBudget(REFUSED_BURST, REFUSED_PER_S, REFUSED_BURST))
-    idle: MessageBudget = field(default_factory=lambda: MessageBudget(KNOWN_BURST, KNOWN_PER_S, KNOWN_FIRST))
+    idle: MessageBudget = field(default_factory=idle_messages)
     """The messages of a known peer that brought nothing new. All connections of a worker's slot share one such budget,
     so that a peer gains nothing by a new connection.
     """
+    fd: int = -1
+    """The descriptor on which its last message came."""
+    sent: int = 0
+    """Bytes that were sent to it, as `may_send` counts them."""
+    seen_taken: int = 0
+    """Bytes of them that its system had taken at the last look."""
     progress: int = 0
     """The number that grew with the last message of a learner that brought something new."""
 
@@ -243,6 +257,7 @@ class PortWatch:
             account = self._by_route[route] = PeerAccount(route)
             self._place(fd, account)
         account.taken += nbytes
+        account.fd = fd
         self._taken_in_all += nbytes
         if not account.known:
             account.peer = peer_of(fd)
@@ -327,6 +342,24 @@ class PortWatch:
         if not account.refusals.spend(cost) and account.peer is not None and account.route not in self.over:
             self._to_cut.append((fd, account.peer, "refused messages"))
             self.gone(account.route)
+
+    def may_send(self, route: bytes, nbytes: int) -> bool:
+        """Return whether to send so many bytes to a peer, and count them. It must not leave too much unread.
+
+        libzmq bounds the number of messages that wait for a peer, not their bytes. Encryption and frames add to what
+        the kernel counts, so what it has taken may be more than was sent.
+        """
+        account = self._by_route.get(route)
+        if account is None:
+            return True
+        if account.sent - account.seen_taken > MOST_UNREAD_BYTES:
+            taken = bytes_taken(account.fd)
+            account.seen_taken = account.sent if taken is None else taken
+            account.sent = max(account.sent, account.seen_taken)
+            if account.sent - account.seen_taken > MOST_UNREAD_BYTES:
+                return False
+        account.sent += nbytes
+        return True
 
     def gone(self, route: bytes) -> None:
         """Note that a connection has ended, of a stranger or one that was cut. What it had sent before is dropped."""

@@ -29,7 +29,7 @@ from support.pipeline.delivery import (
     batches_of,
     blocked,
 )
-from support.raw_zmtp import RawZmtp, frame
+from support.raw_zmtp import RawZmtp, frame, on_the_wire
 from support.simulation.even_batches import totals
 from support.waiting import wait_until
 
@@ -40,12 +40,7 @@ WINDOW = 1024
 
 def framed(message: Message) -> bytes:
     """The bytes of a message as a peer without libzmq sends it."""
-    return _on_the_wire(message.frames())
-
-
-def _on_the_wire(frames: Any) -> bytes:
-    *first, last = (bytes(part) for part in frames)
-    return b"".join(frame(part, more=True) for part in first) + frame(last, more=False)
+    return on_the_wire(message.frames())
 
 
 def hello(slot: int, **changes: Any) -> bytes:
@@ -59,12 +54,12 @@ def beat(slot: int) -> bytes:
 def large(slot: int) -> bytes:
     """A heartbeat of 0.9 MiB, most of it a field that this version does not know."""
     fields = Heartbeat(slot=slot, incarnation=1, totals=WorkerTotals()).model_dump(mode="json")
-    return _on_the_wire(encode(MessageKind.HEARTBEAT, fields | {"later": "x" * (900 << 10)}))
+    return on_the_wire(encode(MessageKind.HEARTBEAT, fields | {"later": "x" * (900 << 10)}))
 
 
 def tiny_batch(seq: int) -> bytes:
     header = BatchHeader(fleet_id=FLEET, slot=1, incarnation=1, seq=seq, steps=10, chunks=2, totals=totals(seq))
-    return _on_the_wire(encode(MessageKind.BATCH, header.model_dump(mode="json")))
+    return on_the_wire(encode(MessageKind.BATCH, header.model_dump(mode="json")))
 
 
 def tiny_skip(seq: int) -> bytes:

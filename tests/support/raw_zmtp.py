@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from support.waiting import TIMEOUT_S
 
@@ -24,6 +25,12 @@ def frame(payload: bytes, *, more: bool) -> bytes:
 def head(nbytes: int, *, more: bool) -> bytes:
     """The beginning of a frame that announces `nbytes`."""
     return struct.pack(">BQ", (MORE if more else 0) | 2, nbytes)
+
+
+def on_the_wire(frames: Iterable[Any]) -> bytes:
+    """The bytes of a whole message, as a peer without libzmq sends it."""
+    *first, last = (bytes(part) for part in frames)
+    return b"".join(frame(part, more=True) for part in first) + frame(last, more=False)
 
 
 def knock(endpoint: str, socket_type: bytes = b"DEALER") -> socket.socket:

@@ -32,6 +32,7 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeAbort,
     EpisodeStart,
 )
+from headrace.schemas.peers.message_budget import MessageBudget
 from headrace.workers.external.calls import Answer
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.open_episodes import OpenEpisodes
@@ -84,9 +85,17 @@ class ClientSessions:
         """Return the number of open sessions."""
         return len(self._sessions)
 
-    def __contains__(self, session: object) -> bool:
-        """Return whether a session of this name is open."""
-        return isinstance(session, str) and session in self._sessions
+    @property
+    def progress(self) -> int:
+        """The number of requests so far that began an episode, or passed a step on to the sampler."""
+        return self._episodes.taken
+
+    def budget_of(self, session: object, token: object) -> MessageBudget | None:
+        """Return the budget of the session of this name, if it is open, and this is its token."""
+        known = self._sessions.get(session) if isinstance(session, str) else None
+        if known is None or not isinstance(token, str) or not same_token(known.token, token):
+            return None
+        return known.idle
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of sessions, of their open episodes, and of finished episodes that are remembered."""

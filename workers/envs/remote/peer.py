@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.messages.env_messages import NO_SEED, EnvHostHello
+from headrace.schemas.peers.port_watch import idle_messages
 from headrace.workers.envs.process.control import Command
 
 LONGEST_NAME = 200
@@ -43,6 +44,8 @@ class EnvHostPeer:
         self.lanes: list[int | None] = [None] * hello.num_envs
         """The lane of each place."""
         self.under_way: dict[int, HostOrder] = {}
+        self.idle = idle_messages()
+        """Its budget for messages that bring nothing new."""
         self.cpu_s = 0.0
         """Seconds of processor time since its first heartbeat."""
         self.rss_bytes: int | None = None
@@ -111,7 +114,7 @@ class EnvHostPeer:
     @property
     def is_spare(self) -> bool:
         """Return whether the host has no lane."""
-        return all(lane is None for lane in self.lanes)
+        return self.lanes.count(None) == len(self.lanes)
 
     @property
     def is_busy(self) -> bool:
