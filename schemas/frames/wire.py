@@ -249,6 +249,15 @@ def _check_shape(header: dict[str, Any], limits: WireLimits) -> None:
     raise DecodeError("bad_header", f"header is nested deeper than {limits.header_depth} levels")
 
 
+def most_names(value: Any) -> int:
+    """Return how many names the largest object in a JSON value has. The value has an end: see `is_deeper`."""
+    most, level = 0, _containers_in([[value]])
+    while level:
+        most = max(most, *(len(each) if each.__class__ is dict else 0 for each in level), 0)
+        level = _containers_in(level)
+    return most
+
+
 def is_deeper(value: Any, depth: int) -> bool:
     """Return whether a JSON value is nested deeper than `depth`.
 

@@ -370,6 +370,24 @@ class PortWatch:
         account.sent += nbytes
         return True
 
+    def may_send(self, route: bytes, nbytes: int) -> bool:
+        """Return whether to send so many bytes to a peer, and count them. It must not leave too much unread.
+
+        libzmq bounds the number of messages that wait for a peer, not their bytes. Encryption and frames add to what
+        the kernel counts, so what it has taken may be more than was sent.
+        """
+        account = self._by_route.get(route)
+        if account is None:
+            return True
+        if account.sent - account.seen_taken > MOST_UNREAD_BYTES:
+            taken = bytes_taken(account.fd)
+            account.seen_taken = account.sent if taken is None else taken
+            account.sent = max(account.sent, account.seen_taken)
+            if account.sent - account.seen_taken > MOST_UNREAD_BYTES:
+                return False
+        account.sent += nbytes
+        return True
+
     def gone(self, route: bytes) -> None:
         """Note that a connection has ended, of a stranger or one that was cut. What it had sent before is dropped."""
         self.over[route] = None

@@ -48,6 +48,7 @@ def test_a_known_client_that_floods_its_port_is_cut_and_an_honest_one_goes_on(
     flood: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(port_watch, "KNOWN_FIRST", 100)
     monkeypatch.setattr(port_watch, "REFUSED_PER_S", 0.0)
     with a_server() as (server, play), RawZmtp(server.endpoint) as liar:
         liar.send(HELLO)

@@ -100,6 +100,20 @@ def test_an_answer_too_large_for_a_message_fails_that_env_alone() -> None:
     assert (other["stepped"], other["failures"]) == ([1], [])
 
 
+@pytest.mark.parametrize(("names", "fails"), [(8192, False), (8193, True)])
+def test_an_info_of_more_than_8192_names_fails_its_env_alone(envs: HostedEnvs, names: int, fails: bool) -> None:
+    """A worker refuses such a message before it reads the values."""
+    place = envs._places[0]
+    place.number, place.began = 1, ({"deep": {f"k{number}": 1 for number in range(names)}},)
+    envs._pool.first = {"obs": np.zeros((2, 4), np.float32)}
+    (frames,) = envs._compose([0])
+    told = decode(frames).header
+    assert bool(told["failures"]) == fails
+    assert len(told["began"]) == (not fails)
+    if fails:
+        assert "8,193 names" in told["failures"][0][3]["seen"]
+
+
 def test_an_env_rebuilt_after_a_hung_close_keeps_the_workers_env_index() -> None:
     """Place 0 of the host holds the worker's env 3, and only env 3 raises in its fifth step."""
     faults = {"lane": 3, "faults": {"step": "raises", "close": "hangs with the lock"}, "again": {"step": "raises"}}

@@ -13,7 +13,7 @@ import zmq
 
 from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
 from headrace.schemas.errors import DecodeError, EnvError
-from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, decode, encode
 from headrace.schemas.messages import Heartbeat
 from headrace.schemas.messages.env_messages import EnvAnswers, EnvHeartbeat, EnvHostHello
 from headrace.schemas.peers import port_watch
@@ -194,3 +194,17 @@ def test_a_known_host_that_floods_the_port_is_cut_and_the_other_stays(
         assert len(pool.hosts) == 2, "its life ends later, by its lease"
     refused = [record for record in caplog.records if "is refused" in record.getMessage()]
     assert bool(refused) == (lie == [b"garbage"])
+
+
+def test_infos_of_one_message_have_8192_names_at_most_in_one_object() -> None:
+    """An honest host fails its env instead (`test_hosted_envs.py`)."""
+    names = DEFAULT_LIMITS.names
+
+    def told(count: int) -> list[Any]:
+        info = {f"k{number}": 1 for number in range(count)}
+        return [bytes(part) for part in EnvAnswers(life="life", answers=[(0, 1)], infos=[(0, info)]).frames()]
+
+    assert names == 8192
+    assert len(decode(told(names)).header["infos"][0][1]) == names
+    with pytest.raises(DecodeError):
+        decode(told(names + 1))

@@ -237,7 +237,7 @@ class RouterPort:
         """Note that the last message was refused."""
         if self.speaker is not None and self._watch is not None:
             fd, account, header_bytes = self.speaker
-            self._watch.refused(fd, account, 1.0 + header_bytes / _HEADER_BYTES)
+            self._watch.refused(fd, account, 1.0 + header_bytes / _HEADER_BYTES * account.known)
 
     def charge(self, cost: float = 1.0, speaker: Speaker | None = None) -> None:
         """Charge the peer of a message that brought nothing new, in addition to its bytes. Cut one that cannot pay.

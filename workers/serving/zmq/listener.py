@@ -30,6 +30,10 @@ from headrace.workers.serving.space_codec import SpaceCodec, read_each
 log = logging.getLogger(__name__)
 
 _NO_HEADER: dict[str, Any] = {}
+_COST = 0.25
+"""Cost of a request that brings nothing new. A client that connects again repeats the steps of all its episodes, 1,024
+at most.
+"""
 
 
 class ZmqAddress:
@@ -113,7 +117,7 @@ class ZmqListener:
                     before = sessions.progress
                     self._deliver_other(kind, header, parts, address, sessions, now)
                     if sessions.progress == before:
-                        self._router_port.charge()
+                        self._router_port.charge(_COST)
                 if not self._router_port.knows:
                     self._introduce(header, sessions)
             except HeadraceError as error:
@@ -156,7 +160,7 @@ class ZmqListener:
             except Exception as error:  # noqa: BLE001  as in `deliver_to`
                 self._fail(step.address, step.request.request, error)
             if sessions.progress == before:
-                self._router_port.charge(speaker=step.address.speaker)
+                self._router_port.charge(_COST, step.address.speaker)
         steps.clear()
 
     def _read_packed(self, packed: list[Buffer]) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import DecodeError, EncodeError, EnvContractError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper, most_names
 from headrace.schemas.messages.env_messages import NO_SEED, EnvAnswers, EnvHostWelcome, EnvOrders
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
@@ -249,7 +249,12 @@ class HostedEnvs:
         size = sum(array.nbytes for array in rows.values())
         if size > DEFAULT_LIMITS.payload_bytes:
             raise EncodeError(f"arrays of ENV_ANSWERS have {size} bytes; {DEFAULT_LIMITS.payload_bytes} are allowed")
-        return encode(MessageKind.ENV_ANSWERS, header.model_dump(), rows)
+        frames = encode(MessageKind.ENV_ANSWERS, header.model_dump(), rows)
+        if len(frames[1]) > DEFAULT_LIMITS.names:  # shorter headers have fewer names
+            names = max((most_names(info) for _, info in (*header.infos, *header.began) if info), default=0)
+            if names > DEFAULT_LIMITS.names:
+                raise EncodeError(f"an info of ENV_ANSWERS has {names:,} names; {DEFAULT_LIMITS.names:,} are allowed")
+        return frames
 
     def _tell(self, error: BaseException) -> dict[str, Any]:
         """Return the error as JSON, with the worker's indices of envs."""
