@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 
-HOST = r"([A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\])"
+HOST = r"([A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
 """Pattern of a name or address of a machine, as a URL has it."""
+
+_LOCAL_HOST = r"\[[0-9A-Fa-f:.]+%[A-Za-z0-9_.-]+\]"
+"""Pattern of an address that is known to one network interface alone."""
 
 PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
 """Pattern of the number of a port."""
 
-_BROKER = re.compile(rf"tcp://{HOST}:{PORT}|ipc:///[^\s\x00]{{1,107}}", re.ASCII)
+_BROKER = re.compile(rf"tcp://({HOST}|{_LOCAL_HOST}):{PORT}|ipc:///[^\s\x00]{{1,107}}", re.ASCII)
 _LONGEST = 255
 
 

@@ -338,10 +338,19 @@ class PortWatch:
             self.gone(account.route)
 
     def refused(self, fd: int, account: PeerAccount, cost: float = 1.0) -> None:
-        """Count a message that was refused, and cost so much. A peer whose messages are refused too often is cut."""
-        if not account.refusals.spend(cost) and account.peer is not None and account.route not in self.over:
+        """Count a message that was refused, and cost so much. A peer whose messages are refused too often is cut.
+
+        A known peer is cut at once, since it has had many answers. A stranger is cut at the next look, so that its
+        answers leave before.
+        """
+        if account.refusals.spend(cost) or account.peer is None or account.route in self.over:
+            return
+        if account.known:
+            self.admission.be_wary()
+            self.end(fd, account.peer, "refused messages")
+        else:
             self._to_cut.append((fd, account.peer, "refused messages"))
-            self.gone(account.route)
+        self.gone(account.route)
 
     def may_send(self, route: bytes, nbytes: int) -> bool:
         """Return whether to send so many bytes to a peer, and count them. It must not leave too much unread.
