@@ -19,6 +19,8 @@ from headrace.schemas.peers.rendezvous import LIFETIME_S, Port, Published, Rende
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
+_CLOCKS_DIFFER_MS = 24 * 3600 * 1000
+"""A broker that began so much later than now is none: nobody could ever publish after it."""
 
 
 class RendezvousFile:
@@ -70,7 +72,7 @@ class RendezvousFile:
 
     def _try_to_write(self, state: str) -> None:
         other = self._other()
-        if other is not None and other.epoch > self._published.epoch:
+        if other is not None and self._published.epoch < other.epoch < time.time() * 1000 + _CLOCKS_DIFFER_MS:
             log.warning("%s is of a later broker now; this one publishes no more", self._path)
             self._closing.set()
             return
