@@ -249,7 +249,9 @@ def test_a_broker_takes_none_that_begins_in_years_for_its_successor(
     monkeypatch.setattr(rendezvous_file, "LIFETIME_S", 0.2)
     path = tmp_path / "meet.json"
     own = RendezvousFile(path, published(epoch=time.time_ns() // 1_000_000))
-    published(epoch=(1 << 63) - 1, endpoints={"worker": "tcp://node9:9"}).write(path)
+    forged = published(epoch=(1 << 63) - 1, endpoints={"worker": "tcp://node9:9"})
+    (tmp_path / "forged.json").write_bytes(forged.dump())  # `write` would share the name of its file with the broker
+    (tmp_path / "forged.json").replace(path)
     wait_until(lambda: Rendezvous(str(path)).find("worker") == AT["worker"], "the broker's own addresses again")
     own.close(stopped=True)
 
