@@ -26,6 +26,7 @@ import re
 import shutil
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.schemas.basics.bounds import Version
@@ -281,10 +282,10 @@ def _enter(root: Path, folder: Path) -> int:
     """Return a descriptor with a shared lock on the users of a folder. Raises `OSError`."""
     for _ in range(_TRIES):
         try:
-            root.mkdir(mode=0o700, exist_ok=True)
-            _check_own(root)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            _check_own(folder)
+            for made in (root, folder):
+                with suppress(FileExistsError):  # pathlib's exist_ok raises it for one that is removed meanwhile
+                    made.mkdir(mode=0o700)
+                _check_own(made)
             lock = open_own(folder / _USERS, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:  # another process has just removed it
             continue

@@ -488,6 +488,29 @@ def test_the_next_fleet_or_the_supervisor_removes_files_of_killed_processes(memo
         assert not left.exists()
 
 
+@pytest.mark.parametrize("level", ["root", "folder"])
+def test_a_folder_that_goes_while_a_process_enters_is_made_again(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    """Its last user removes it just after the kernel has said that it exists."""
+    shared = SharedWeights(FLEET)
+    place = {"root": shared._root, "folder": shared._folder}[level]
+    place.mkdir(mode=0o700, parents=True)
+    shared._root.chmod(0o700)
+    mkdir = os.mkdir
+
+    def remove_then_fail(path: Path, mode: int = 0o777) -> None:
+        if path == place and place.exists():
+            place.rmdir()
+            raise FileExistsError(17, "File exists")
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", remove_then_fail)
+    assert shared.claim()
+    assert shared._folder.exists()
+    shared.close()
+
+
 def test_a_folder_in_use_is_not_removed(memory: Path) -> None:
     shared = SharedWeights(FLEET)
     assert shared.write(*version_of(1, 1.0))
