@@ -1,4 +1,4 @@
-"""What lives that are older than this broker bring: their counters, which nothing here can prove.
+"""The counters of lives that are older than this broker. Nothing here can prove them.
 
 The fleet's totals must stay below 2^53, where Lua and JavaScript are exact. So all such lives together may bring 2^52.
 One peer that lies must not use up what others need, so the sum has parts:
@@ -27,7 +27,7 @@ class BroughtCounts:
         self._own_slots = range(workers)
         self._by_slot: Counter[int] = Counter()
         self._sure = self._beyond = 0
-        """What slots other than the config's own have brought."""
+        """Sums over the slots that are not the config's own: of the parts that are sure, and of the rest."""
 
     def has_room(self, slot: int | None, count: int) -> bool:
         """Return whether a life in a slot, None for a new one, may bring a counter of this size."""

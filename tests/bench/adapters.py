@@ -266,7 +266,10 @@ def arms() -> list[Arm]:
             train = partial(on_a_fleet, env, (*until[env], *SEPARATE), partial(learner, settings[env]), 10_000)
             found.append(Arm(name, env, needs, train, mark))
     for env, mark in time_to_return.GOALS.items():
-        found.append(Arm("RLlib PPO", env, "ray", partial(rllib_on_a_fleet, settings[env], env, until[env]), mark))
+        # Ray has tensorboardX with `ray[rllib]` alone, without which RLlib cannot be imported.
+        found.append(
+            Arm("RLlib PPO", env, "tensorboardX", partial(rllib_on_a_fleet, settings[env], env, until[env]), mark)
+        )
     for recipe, env, mark, options in (
         ("PPO", CARTPOLE, 475.0, ("--num-envs", "4", "--set", "sampling.rollout_fragment_length=32")),
         ("PPO", PENDULUM, -200.0, ("--num-envs", "2", "--set", "sampling.rollout_fragment_length=128")),

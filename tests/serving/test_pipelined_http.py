@@ -88,7 +88,7 @@ class NeverAnswers(AtOnce):
 
 
 async def wait_behind_one(server_end: socket.socket) -> tuple[NeverAnswers, int, int]:
-    """What a connection holds whose first request waits for its answer, and then its end."""
+    """Return the handler, and the requests and bytes that wait behind an unanswered one. End the connection."""
     place, loop = NeverAnswers(), asyncio.get_running_loop()
     transport, connection = await loop.connect_accepted_socket(lambda: HttpConnection(place), server_end)
     await asyncio.wait_for(place.holds.wait(), 20.0)

@@ -177,7 +177,7 @@ def a_pool() -> Iterator[RemotePool]:
 def test_a_known_host_that_floods_the_port_is_cut_and_the_other_stays(
     lie: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it had sent is dropped unread: a message that lost a part on the way would be refused."""
+    """The port drops the rest unread. If it read a message without its later frames, it would log a refusal."""
     monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
     monkeypatch.setattr(port_watch, "REFUSED_PER_S", 0.0)
     hello = EnvHostHello(life="liar", num_envs=1, spaces=SPACES.model_dump(mode="json"))
