@@ -421,6 +421,13 @@ def test_a_run_directory_tells_since_when_its_disk_is_full_and_redis_is_away() -
     assert [one.since_unix_s for one in find(away) if one.kind == "redis_away"] == [NOW - 70.0]
 
 
+def test_a_broker_has_time_to_report_once_redis_is_back() -> None:
+    facts, *_ = WRONG["no reports"]
+    assert not find(replace(facts, redis_back_s=2.0))
+    (found,) = find(replace(facts, redis_back_s=6.0))
+    assert (found.kind, found.since_unix_s) == ("broker_silent", NOW - 6.0)
+
+
 def test_refusals_last_since_the_newest_reading_without_one() -> None:
     recent = tuple((NOW - at, {"messages_refused": count}) for at, count in ((120.0, 2.0), (50.0, 2.0), (45.0, 5.0)))
     (found,) = find(told(healthy(recent=recent), {"messages_refused": 9.0}))
