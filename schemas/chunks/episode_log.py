@@ -8,7 +8,8 @@ One record for each batch, written before the batch is sent:
 
 A reader goes over the records in order, and so knows which episodes were open after each batch. It stops at the first
 that it cannot read. A torn last record is of a batch that was never sent. The file is rewritten when it has grown: what
-came before the settled batch is replaced by the episodes that were open then.
+came before the settled batch is replaced by the episodes that were open then. The writer keeps its records in memory
+for that, since reading them again takes longer than all else here.
 
 Without this file only the newest chunk of each episode is unknown, never a step. So a disk without room does not stop
 the worker. Records wait in memory until there is room; the log ends with a warning where too many wait.
@@ -47,8 +48,9 @@ from headrace.schemas.chunks.open_episodes import (
 log = logging.getLogger("headrace.worker")
 
 _HEAD = struct.Struct("<QIII")
+_SEQ = struct.Struct("<Q")
 _CHUNK_BYTES = CHUNK_TABLE.itemsize + 16
-_REWRITE_BYTES = 4 << 20
+_REWRITE_BYTES = 1 << 20
 _MOST_WAITING = 1 << 20
 """Bytes of records that wait for room on the disk: some hundred batches."""
 _MOST_BYTES = 1 << 28
@@ -90,7 +92,8 @@ class _Record:
 
     def encode(self) -> bytes:
         """Return the record as it stands in the file."""
-        return _encode(self.seq, _head(self.module, self.agents, self.columns), self.table, self.after, self.since)
+        head = _head(self.module, self.agents, self.columns)
+        return _encode(self.seq, head, self.table.tobytes(), self.after.tobytes(), self.since.tobytes())
 
 
 class EpisodeLog:
@@ -104,7 +107,9 @@ class EpisodeLog:
         self._rewrite_at = _REWRITE_BYTES
         self._waiting = b""
         """Records that are not in the file yet."""
-        self._heads: dict[tuple[str, tuple[str, ...]], bytes] = {}
+        self._records: list[_Record] = []
+        """The records of a rewritten file: those of the present one and the waiting ones, without what is settled."""
+        self._heads: dict[tuple[str, tuple[str, ...]], tuple[bytes, dict[str, Any]]] = {}
 
     def append(self, batch: ChunkBatch, seq: int, settled: int) -> None:
         """Write the chunks of batch `seq`, which is of one module. Batches up to `settled` need no record any more."""
@@ -114,9 +119,13 @@ class EpisodeLog:
         key = (module, tuple(batch.agents))
         if key not in self._heads:
             columns = {name: (column.dtype.str, column.shape[1:]) for name, column in batch.columns.items()}
-            self._heads[key] = _head(module, list(batch.agents), columns)
+            self._heads[key] = _head(module, list(batch.agents), columns), columns
+        head, columns = self._heads[key]
         after = stops(batch.table, batch.columns.get("env_t"))
-        self._write(_encode(seq, self._heads[key], batch.table, after, np.full(len(batch), seq, np.uint64)))
+        rows, numbers = batch.table.tobytes(), _SEQ.pack(seq) * len(batch)
+        table, since = np.frombuffer(rows, CHUNK_TABLE), np.frombuffer(numbers, np.uint64)
+        self._records.append(_Record(seq, module, list(batch.agents), columns, table, after, since))
+        self._write(_encode(seq, head, rows, after.tobytes(), numbers))
         if self._descriptor is not None and self._bytes > self._rewrite_at:
             self._rewrite(settled)
 
@@ -125,6 +134,7 @@ class EpisodeLog:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+        self._records = []
 
     def _write(self, record: bytes) -> None:
         """Write the waiting records, then this one. The next write overwrites a record that was written in part."""
@@ -133,7 +143,6 @@ class EpisodeLog:
         try:
             _write_all(self._descriptor, self._waiting, self._bytes)
             self._bytes += len(self._waiting)
-            self._waiting = b""
         except OSError as error:
             if not waited:
                 log.warning("%s: %s; the log of open episodes waits for room", self.path, error)
@@ -142,13 +151,19 @@ class EpisodeLog:
                 self.close()
                 self.path.unlink(missing_ok=True)
         else:
+            self._waiting = b""
             if waited:
-                log.info("%s: the log of open episodes has room again, and nothing is lost", self.path)
+                self._has_room_again()
+
+    def _has_room_again(self) -> None:
+        """Note that all waiting records are in the file."""
+        self._waiting = b""
+        log.info("%s: the log of open episodes has room again, and nothing is lost", self.path)
 
     def _rewrite(self, settled: int) -> None:
         """Replace the file by a shorter one. If the disk has no room for that, keep the old file and let it grow."""
-        records = list(_records(self.path))
-        content = b"".join(record.encode() for record in _from(records, settled))
+        self._records = _from(self._records, settled)
+        content = b"".join(record.encode() for record in self._records)
         aside = self.path.with_name(f".{self.path.name}")
         aside.unlink(missing_ok=True)
         descriptor = None
@@ -162,8 +177,11 @@ class EpisodeLog:
             aside.unlink(missing_ok=True)
             self._rewrite_at = 2 * self._bytes
             return
-        self.close()
+        assert self._descriptor is not None
+        os.close(self._descriptor)
         self._descriptor, self._bytes = descriptor, len(content)
+        if self._waiting:
+            self._has_room_again()
         self._rewrite_at = max(_REWRITE_BYTES, 4 * self._bytes)
 
 
@@ -219,18 +237,24 @@ def _opening(records: list[_Record], settled: int) -> Iterator[_Record]:
             by_module.setdefault(record.module, []).append(record)
     for module, own in by_module.items():
         agents: list[str] = []
-        for record in own:
-            names = [index_of(agent, agents) for agent in record.agents]
-            if names != list(range(len(names))):
-                record.table["agent"] = np.array(names, np.uint16)[record.table["agent"]]
-        orders = [in_order(record.table) for record in own]
-        tables = [record.table[order].view(np.uint8) for record, order in zip(own, orders, strict=True)]
-        table = np.concatenate(tables).view(CHUNK_TABLE)  # as bytes: numpy is slow to join structures
-        newest = _newest(table)
-        newest = newest[(table["length"][newest] > 0) & (table["end"][newest] == ChunkEnd.ONGOING)]
-        after = np.concatenate([record.after[order] for record, order in zip(own, orders, strict=True)])
-        since = np.concatenate([record.since[order] for record, order in zip(own, orders, strict=True)])
-        yield _Record(settled, module, agents, own[-1].columns, table[newest], after[newest], since[newest])
+        tables = [_renamed(record, agents).tobytes() for record in own]
+        table = np.frombuffer(b"".join(tables), CHUNK_TABLE)  # as bytes: numpy is slow to join structures
+        of = np.repeat(np.arange(len(own)), [len(record.table) for record in own])
+        order = np.lexsort((table["length"] > 0, of))  # that of `in_order` within each record
+        rows = order[_newest(table[order])]
+        rows = rows[(table["length"][rows] > 0) & (table["end"][rows] == ChunkEnd.ONGOING)]
+        after, since = (np.concatenate(parts)[rows] for parts in zip(*((r.after, r.since) for r in own), strict=True))
+        yield _Record(settled, module, agents, own[-1].columns, table[rows], after, since)
+
+
+def _renamed(record: _Record, agents: list[str]) -> NDArray[np.void]:
+    """Return the record's table with its agents as indices in `agents`, to which new ones are added."""
+    places = [index_of(agent, agents) for agent in record.agents]
+    if places == list(range(len(places))):
+        return record.table
+    table = record.table.copy()
+    table["agent"] = np.array(places, np.uint16)[table["agent"]]
+    return table
 
 
 def _newest(table: NDArray[np.void]) -> NDArray[np.intp]:
@@ -261,7 +285,7 @@ def _records(path: Path) -> Iterator[_Record]:
             return
         known[text] = head
         steps = count * CHUNK_TABLE.itemsize
-        table = np.frombuffer(chunks[:steps], CHUNK_TABLE).copy()
+        table = np.frombuffer(chunks[:steps], CHUNK_TABLE)
         after = np.frombuffer(chunks[steps : steps + 8 * count], np.int64)
         since = np.frombuffer(chunks[steps + 8 * count :], np.uint64)
         if count and int(table["agent"].max()) >= len(head.agents):
@@ -275,8 +299,6 @@ def _head(module: str, agents: list[str], columns: dict[str, Any]) -> bytes:
     return orjson.dumps({"module": module, "agents": agents, "columns": columns})
 
 
-def _encode(
-    seq: int, head: bytes, table: NDArray[np.void], after: NDArray[np.int64], since: NDArray[np.uint64]
-) -> bytes:
-    body = b"".join((head, table.tobytes(), after.tobytes(), since.tobytes()))
-    return _HEAD.pack(seq, len(head), len(table), zlib.crc32(body)) + body
+def _encode(seq: int, head: bytes, rows: bytes, after: bytes, since: bytes) -> bytes:
+    body = b"".join((head, rows, after, since))
+    return _HEAD.pack(seq, len(head), len(since) // _SEQ.size, zlib.crc32(body)) + body
