@@ -93,8 +93,8 @@ def test_a_fleet_whose_run_directory_is_removed_is_drained_and_says_so(tmp_path:
     error = said.splitlines()[-1]
     assert error.startswith(f"error: run directory {run}"), said
     assert error.endswith("start the fleet again")
-    assert "broker stopped with exit code 0" in said
-    assert "of yours" not in said
+    assert "broker stopped with exit code 0" in said, said
+    assert "of yours" not in said, said
 
 
 def test_a_full_disk_is_named_by_recorder_checkpoint_and_exit_record(
