@@ -13,7 +13,7 @@ from headrace.broker.source import Peer
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.peers.message_budget import MessageBudget
-from headrace.schemas.peers.port_watch import PeerAccount, PortWatch
+from headrace.schemas.peers.port_watch import PeerAccount, PortWatch, idle_messages
 
 COST_OF_SKIP, COST_OF_REPEAT = 0.25, 0.125
 """Costs of a SKIP and of a batch that is not accepted, in addition to their bytes. After a standstill of the broker an
@@ -24,7 +24,7 @@ _COST_OF_LIFE = 64.0
 _COST_OF_VERSION = 0.1
 """Cost of a new version of the weights. A learner may publish small ones as fast as it can."""
 _SUPERVISOR_SHARE = 0.1
-"""Part of its cost that a supervisor pays for a message: it tells of all its workers on one connection."""
+"""Part of its cost, apart from its bytes, that a supervisor pays for a message: it tells of all its workers."""
 _WORKER_BYTES, _LEARNER_BYTES = 4096, 512
 """Bytes of a header that cost as much as one message. A learner's HELLO of 1 MiB with 10,000 positions takes 0.2 s. The
 bytes of arrays cost nothing, since they are not parsed.
@@ -61,6 +61,8 @@ class Charges:
         self._core, self._relay = core, relay
         self._budgets: dict[int, MessageBudget] = {}
         """By slot, the budget of its worker, whatever the worker's connection."""
+        self._supervisors: dict[str | None, MessageBudget] = {}
+        """By group of keys, the budget of all its supervisors together; None without keys."""
         self._large = MessageBudget(_LARGE_BURST, _LARGE_PER_S, _LARGE_BURST)
         """The budget of all strangers at the workers' port for large messages."""
 
@@ -82,7 +84,6 @@ class Charges:
                 return True
             heard.watch.strange(heard.fd, heard.account, heard.nbytes)
             return False
-        bytes_cost *= self._share(heard.peer)
         if heard.account.idle.has(bytes_cost):
             return True
         heard.watch.spoke(heard.fd, heard.account, bytes_cost)
@@ -96,10 +97,11 @@ class Charges:
         if not heard.was_known:
             self._introduce(heard)
         elif cost:
-            share = self._share(heard.peer)
-            begun = share == 1.0 and len(self._core.sources) > heard.lives
-            cost = (cost + heard.header_bytes / _WORKER_BYTES) * share + _COST_OF_LIFE * begun
-            heard.watch.spoke(heard.fd, heard.account, cost)
+            if self._core.is_supervisor(heard.peer):
+                cost *= _SUPERVISOR_SHARE
+            elif len(self._core.sources) > heard.lives:
+                cost += _COST_OF_LIFE
+            heard.watch.spoke(heard.fd, heard.account, cost + heard.header_bytes / _WORKER_BYTES)
         elif heard.header_bytes > _BATCH_HEADER_BYTES:
             cost = (heard.header_bytes - _BATCH_HEADER_BYTES) / _WORKER_BYTES
             heard.watch.spoke(heard.fd, heard.account, cost)
@@ -122,11 +124,11 @@ class Charges:
         large = heard.header_bytes / _WORKER_BYTES if heard.account.known else 0.0
         heard.watch.refused(heard.fd, heard.account, 1.0 + large)
 
-    def _share(self, peer: Peer) -> float:
-        return _SUPERVISOR_SHARE if self._core.is_supervisor(peer) else 1.0
-
     def _introduce(self, heard: HeardMessage) -> None:
-        """Note whether the sender is known now. A worker goes on with the budget that its slot has left."""
+        """Note whether the sender is known now.
+
+        A worker goes on with the budget that its slot has left, and a supervisor with that of its group.
+        """
         account = heard.account
         account.known = self._core.knows(heard.peer)
         if not account.known:
@@ -134,3 +136,12 @@ class Charges:
             heard.watch.strange(heard.fd, account, heard.nbytes)
         elif (slot := self._core.slot_of(heard.peer)) is not None:
             account.idle = self._budgets.setdefault(slot, account.idle)
+        elif self._core.is_supervisor(heard.peer):
+            account.idle = self._of_supervisors(self._core.supervised_group(heard.peer))
+
+    def _of_supervisors(self, group: str | None) -> MessageBudget:
+        """Return the budget of a group's supervisors. It is full at first: a new one may have much to tell."""
+        if group not in self._supervisors:
+            budget = self._supervisors[group] = idle_messages()
+            budget.left = budget.most
+        return self._supervisors[group]

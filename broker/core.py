@@ -361,6 +361,10 @@ class BrokerCore:
         """Return whether this peer is a supervisor, and no worker."""
         return peer in self._workers.supervisors and peer not in self._workers.peers
 
+    def supervised_group(self, peer: Peer) -> str | None:
+        """Return the group of keys for which this supervisor speaks; None without keys."""
+        return self._workers.supervisors[peer].group
+
     def slot_of(self, peer: Peer) -> int | None:
         """Return the slot of the worker that this peer is; None for any other."""
         source = self._workers.peers.get(peer)

@@ -15,7 +15,7 @@ from headrace.deploy.run.several_brokers import at_broker
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.config_loading import Origins, load_config
+from headrace.schemas.settings.config_loading import Origins, load_config, take_stream
 from headrace.schemas.settings.redis_url import read_redis_url
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -30,10 +30,12 @@ def recipes() -> list[str]:
 def config_file(path: Path | None) -> Path | None:
     """Return the file that `--config` means: the one at `path`, else the recipe of that name.
 
-    Raises `ConfigError` when there is neither.
+    A pipe, such as `/dev/stdin`, is read here. Raises `ConfigError` when there is neither, or the pipe does not end.
     """
     try:
         if path is None or (path.exists() and not path.is_dir()):
+            if path is not None and not path.is_file():
+                take_stream(path)
             return path
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", key="--config") from error

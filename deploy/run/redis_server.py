@@ -9,9 +9,11 @@ RUN_DIR/redis/appendonlydir, the append-only file, synced every second
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import time
@@ -34,6 +36,7 @@ READY_S = 10.0
 CHECK_TIMEOUT_S = 2.0
 _POLL_S = 0.02
 _HOST = "127.0.0.1"
+_NO_WRITES = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 _CONFIG = """\
 bind 127.0.0.1
@@ -153,19 +156,36 @@ def _lacks_rights(url: str, lacking: Lacking, fleet_id: str) -> RedisUnavailable
 def serving(run_dir: Path, url: str) -> Iterator[None]:
     """Keep the server at `url` answering within the block, so that the books of a finished fleet can be read.
 
-    If the fleet has stopped, start its own server within the block. Leave a server elsewhere alone.
+    If the fleet has stopped, start its own server within the block. Leave a server elsewhere alone. Raises
+    `RunDirError` for a directory that this user may not write: the server does.
     """
     known = _read_private(run_dir / "redis" / "server.json")
     if known is None or _url(*known) != url or not is_free(_HOST, known[0], "redis.url"):
         yield
         return
-    server = subprocess.Popen(prepare_redis(run_dir).argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        launch = prepare_redis(run_dir)
+    except RunDirError as error:
+        raise _only_readable(run_dir, error) or error from error.__cause__
+    server = subprocess.Popen(launch.argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         wait_ready(url)
         yield
     finally:
         server.terminate()
         server.wait()
+
+
+def _only_readable(run_dir: Path, error: RunDirError) -> RunDirError | None:
+    """Return the error for books in a directory that this user may not write; None for any other error."""
+    cause = error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in _NO_WRITES:
+        return None
+    return RunDirError(
+        str(run_dir),
+        f"its Redis server has the books, and to be read it must write there ({cause.strerror})",
+        f"copy the run and name the copy: cp -r {shlex.quote(str(run_dir))} COPY",
+    )
 
 
 def _port_and_password(path: Path) -> tuple[int, str]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ RENDEZVOUS_FILE = "rendezvous.json"
 """Name of the file in the run directory where the broker publishes its addresses, unless another is named."""
 
 _LARGEST_FILE = 16 << 20
+_PART = 1 << 16
 
 
 def user_state_folder() -> Path | None:
@@ -65,6 +68,29 @@ def read_regular(path: Path, most: int = -1) -> bytes:
     """Return the content of a file, its first `most` bytes if that is given. Raises `OSError` as `regular` does."""
     with open(path, "rb", opener=regular) as file:
         return file.read(most)
+
+
+def read_stream(path: Path, most: int, deadline_s: float) -> bytes:
+    """Return what a pipe or a device gives until its end, and its first `most` bytes if it gives more.
+
+    A named pipe ends once a writer came and closed it. Raises `OSError`, also after `deadline_s` without an end.
+    """
+    deadline, content = time.monotonic() + deadline_s, bytearray()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        ready = select.poll()
+        ready.register(descriptor, select.POLLIN)
+        while len(content) < most:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not ready.poll(1000 * left_s):
+                raise OSError(errno.ETIMEDOUT, f"it came to no end within {deadline_s:g} s")
+            part = os.read(descriptor, min(_PART, most - len(content)))
+            if not part:
+                break
+            content += part
+        return bytes(content)
+    finally:
+        os.close(descriptor)
 
 
 def replace_private(path: Path, content: bytes, mode: int = 0o600) -> None:

@@ -36,14 +36,14 @@ class KeysError(HeadraceError):
 
 
 class UnreachableError(HeadraceError):
-    """`endpoint` did not answer within `deadline_s` seconds."""
+    """`endpoint` did not answer within `deadline_s` seconds. `seen` says what it did instead, and what to do."""
 
     exit_code = ExitCode.UNREACHABLE
 
-    def __init__(self, what: str, endpoint: str, deadline_s: float) -> None:
+    def __init__(self, what: str, endpoint: str, deadline_s: float, seen: str = "") -> None:
         self.endpoint, self.deadline_s = endpoint, deadline_s
         where = " on this machine" if endpoint.startswith("ipc:") else ""
-        advice = f"check that it runs{where} and the address is right"
+        advice = seen or f"check that it runs{where} and the address is right"
         super().__init__(f"no {what} answers at {endpoint} after {deadline_s:g} s; {advice}")
 
 

@@ -36,7 +36,10 @@ WRONG_BROKER_KEY, OTHER_MECHANISM = 0x11000001, 0x11000002
 """Values of PROTOCOL: ZMTP_CRYPTOGRAPHIC and ZMTP_MECHANISM_MISMATCH."""
 
 _EVENT = struct.Struct("=HI")
-_SAY_AFTER = 3
+_SAY_AFTER, _SAY_AGAIN = 3, 16
+"""Broken-off handshakes in a row after which the log says so, and how many times as many until it says so again. A
+client that waits tries about twenty times a second.
+"""
 _OTHERWISE_AFTER = 2
 """Broken-off handshakes after which a client with a token tries without it: a server that asks for no token may break
 off too.
@@ -84,6 +87,7 @@ class Handshakes:
         self.server = server or server_of(role)
         self.broken_off = 0
         """Number of handshakes in a row that the other side broke off."""
+        self._say_at = _SAY_AFTER
         self.connected = False
         """True if the last observed event was a successful handshake."""
         self._agreed = agreed
@@ -106,6 +110,7 @@ class Handshakes:
         self.connected = event == SUCCEEDED
         if event == SUCCEEDED:
             self.broken_off, self._attempts, self._agreed = 0, 0, True
+            self._say_at = _SAY_AFTER
         elif event == AUTH:
             if not self._finds_another():
                 raise self._refused(self._not_let_in())
@@ -118,7 +123,8 @@ class Handshakes:
             self.broken_off += 1
             if self._finds_another() or (self.broken_off % _OTHERWISE_AFTER == 0 and self._tries_otherwise()):
                 return True
-            if self.broken_off == _SAY_AFTER:
+            if self.broken_off >= self._say_at:
+                self._say_at *= _SAY_AGAIN
                 log.warning("%s", self._refused(self._breaks_off()))
         return False
 
@@ -141,7 +147,8 @@ class Handshakes:
             return self._refused(self._other_mechanism())
         if self.broken_off and not self._agreed:
             return self._refused(self._breaks_off())
-        return UnreachableError(self.server, self.endpoint, deadline_s)
+        why = f"it {self._breaks_off()}" if self.broken_off >= _SAY_AFTER else ""
+        return UnreachableError(self.server, self.endpoint, deadline_s, why)
 
     # -- the token ----------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class PeerAccount:
     refusals: MessageBudget = field(default_factory=lambda: MessageBudget(REFUSED_BURST, REFUSED_PER_S, REFUSED_BURST))
     idle: MessageBudget = field(default_factory=idle_messages)
     """The messages of a known peer that brought nothing new. All connections of a worker's slot share one such budget,
-    so that a peer gains nothing by a new connection.
+    and all supervisors of a group, so that a peer gains nothing by a new connection.
     """
     fd: int = -1
     """The descriptor on which its last message came."""

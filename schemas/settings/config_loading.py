@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from headrace.schemas.basics.run_files import read_regular
+from headrace.schemas.basics.run_files import read_regular, read_stream
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
@@ -29,6 +29,10 @@ _AS_JSON = {
 """Form of a value that text cannot give, by pydantic's name of the error."""
 
 _LARGEST_FILE = 16 << 20
+
+_STREAM_S = 10.0
+_STREAMS: dict[Path, bytes] = {}
+"""Contents of the pipes that `take_stream` has read. A pipe gives its content once."""
 
 Origins = dict[str, str]
 """Dotted key -> origin of its value, for keys that are not at their default."""
@@ -51,6 +55,18 @@ def load_config(
         if value is not None:
             _set(values, origins, key, value, "flag")
     return build_config(values, origins), origins
+
+
+def take_stream(path: Path) -> None:
+    """Read the pipe or device at `path` to its end, for `load_config` to take it as a file. Read it once.
+
+    Call it only for a path that the user names: another one may hold the reader for 10 s. Raises `ConfigError`.
+    """
+    try:
+        if path not in _STREAMS:
+            _STREAMS[path] = read_stream(path, _LARGEST_FILE + 1, _STREAM_S)
+    except OSError as error:
+        raise ConfigError(f"the pipe cannot be read: {error.strerror}", source=str(path)) from error
 
 
 def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> FleetConfig:
@@ -134,7 +150,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     `up` gives its children the resolved configuration as JSON, which has null.
     """
     try:
-        content = read_regular(path, _LARGEST_FILE + 1)
+        content = _STREAMS[path] if path in _STREAMS else read_regular(path, _LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
             raise ConfigError(f"the file has more than {_LARGEST_FILE >> 20} MiB", source=str(path))
         text = content.decode("utf-8-sig")

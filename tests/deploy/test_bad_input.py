@@ -19,12 +19,13 @@ import orjson
 import pytest
 import zmq
 
-from headrace.deploy.run.options import Asked
+from headrace.deploy.run.options import Asked, config_file
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.frames.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR, MessageKind, decode_header
 from headrace.schemas.messages import Reject, SupervisorHello, read
 from headrace.schemas.peers.handshakes import Handshakes
 from headrace.schemas.peers.ports import ephemeral_range
+from headrace.schemas.settings import config_loading
 from support.waiting import TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.processes
@@ -142,6 +143,31 @@ def test_a_bad_config_file_is_refused(tmp_path: Path, content: str, parts: tuple
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_bytes(b"\xef\xbb\xbf[fleet]\nworkers = 7\n")
     assert Asked(tmp_path / "fleet.toml").resolve()[0].fleet.workers == 7
+
+
+def test_settings_may_come_from_a_pipe_that_the_user_names() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"[fleet]\nworkers = 7\n")
+    os.close(writer)
+    named = config_file(Path(f"/dev/fd/{reader}"))
+    os.close(reader)
+    for _ in range(2):
+        assert Asked(named).resolve()[0].fleet.workers == 7
+
+
+def test_a_pipe_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_loading, "_STREAM_S", 0.02)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"came to no end within 0.02 s \(from .*/pipe\)"):
+        config_file(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is no regular file"):
+        Asked(tmp_path / "pipe").resolve()
+
+
+def test_a_device_without_end_is_read_up_to_a_bound() -> None:
+    with pytest.raises(ConfigError, match="more than 16 MiB"):
+        Asked(config_file(Path("/dev/zero"))).resolve()
+    assert "/dev/null" not in Asked(config_file(Path("/dev/null"))).resolve()[1].values()
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])

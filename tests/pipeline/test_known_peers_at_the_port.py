@@ -175,6 +175,25 @@ def test_a_new_connection_goes_on_with_what_its_slot_may_still_send(
     assert 20 < kinds.count(Heartbeat) <= 30 + 5
 
 
+@pytest.mark.parametrize(("nbytes", "most"), [(0, 300), (8 << 10, 15)])
+def test_a_groups_supervisors_share_what_they_may_send(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, nbytes: int, most: int
+) -> None:
+    """They pay a tenth for a message, and all of its bytes."""
+    monkeypatch.setattr(port_watch, "KNOWN_BURST", 30)
+    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
+    broker = start_broker(allow_insecure=True)
+    fields = Obituary(slot=1, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed")
+    obituary = on_the_wire(encode(MessageKind.OBITUARY, fields.model_dump(mode="json") | {"later": "x" * nbytes}))
+    with heard(broker) as kinds:
+        for _ in range(4):
+            with connected(broker.endpoints.worker) as peer:
+                read = len(kinds) + 101
+                peer.send(framed(SupervisorHello(fleet_id=FLEET, token="s")) + obituary * 100)
+                wait_until(lambda peer=peer, read=read: peer.is_cut() or len(kinds) == read, "the broker to read them")  # type: ignore[misc]
+    assert most / 2 < kinds.count(Obituary) <= most
+
+
 def test_what_ended_connections_leave_is_read_only_in_part(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

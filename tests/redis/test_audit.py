@@ -24,6 +24,7 @@ from headrace.broker.metrics import FleetMetrics
 from headrace.broker.report import MergeScript, Part, Report
 from headrace.broker.reporter import RedisReporter
 from headrace.deploy.report.audit import audit, equation, find_books, render, warnings
+from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
 from headrace.schemas.accounts.folded_lives import fold
@@ -315,6 +316,22 @@ def test_the_audit_fails_balanced_books_that_the_run_directory_contradicts(
     returncode, said = run.audit("--strict", "--run-dir")
     assert (returncode != 0) == bool(words), said
     assert words in said
+
+
+def test_an_audit_between_the_brokers_two_writes_waits_for_the_second(
+    tmp_path: Path, make_row: Callable[..., LedgerRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker writes books.json, and then the sum of the same lives to lifetime.json."""
+    ended = EndedLives(rows=[make_row(closed=True)], counters=[{}])
+    BooksFile(tmp_path, "f").write(ended)
+    witness = LifetimeFile(tmp_path, "f")
+
+    def writes(seconds: float) -> None:
+        witness.add_ended(ended)
+        witness.write({}, {}, {}, last=True)
+
+    monkeypatch.setattr(time, "sleep", writes)
+    assert read_evidence(tmp_path, "f").damage == ()
 
 
 def log_another_end(run: Run, client: Any, fleet_id: str) -> None:

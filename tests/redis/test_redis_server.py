@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import re
 import shutil
@@ -168,6 +169,18 @@ def test_the_books_of_a_stopped_fleet_can_be_opened(make_server: MakeServer, tmp
         assert client.get("kept") == b"2"
     with pytest.raises(redis.exceptions.ConnectionError), server.client() as client:
         client.ping()
+
+
+def test_books_where_this_user_may_not_write_are_to_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = prepare_redis(tmp_path).url
+
+    def refused(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(redis_server, "replace_private", refused)
+    told = rf"must write there \(Read-only file system\); copy the run and name the copy: cp -r {tmp_path} COPY"
+    with pytest.raises(RunDirError, match=told), serving(tmp_path, url):
+        pass
 
 
 def test_opening_the_books_of_a_running_fleet_starts_nothing(make_server: MakeServer, tmp_path: Path) -> None:

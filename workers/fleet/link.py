@@ -100,7 +100,7 @@ class BrokerLink:
         stopping = stopping or threading.Event()
         while waited_s < timeout_s and self.session.state is SessionState.JOINING:
             if waited_s:
-                log.info("no broker answers at %s for %.0f s (at most %.0f s)", self.endpoint, waited_s, timeout_s)
+                log.info("%s (waits for at most %.0f s)", self._handshakes.why_silent(waited_s), timeout_s)
             slice_s = min(_SAY_WAITING_S, timeout_s - waited_s)
             self.wait_until(lambda: self.session.state is SessionState.ACTIVE or stopping.is_set(), slice_s)
             if stopping.is_set() and self.session.state is SessionState.JOINING:
