@@ -64,6 +64,7 @@ def test_the_page_has_strict_headers_and_other_paths_methods_and_hosts_fail(dash
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert ask(dashboard.address, method=method).status == 405
     assert ask(dashboard.address, "/worker/3", "HEAD").body == b""
+    assert ask(dashboard.address, f"/worker/{'1' * 5000}").status == 200, "more digits than int() reads"
     for host, status in (("evil.example", 421), ("127.0.0.1.evil.example", 421), ("", 421), ("localhost:80", 200)):
         assert ask(dashboard.address, headers={"Host": host}).status == status, host
 
