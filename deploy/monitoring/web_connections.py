@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
@@ -82,12 +83,26 @@ class WebConnections:
         connection.transport.abort()
 
 
+class _NoBodies(h11.Connection):
+    """Reads requests without a body. A body of tiny chunks would take the event loop a second for each 256 KiB."""
+
+    def next_event(self) -> Any:
+        """Return the next event. Raises `h11.RemoteProtocolError` for the head of a request that has a body."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            fields = dict(event.headers)
+            if b"transfer-encoding" in fields or int(fields.get(b"content-length", b"0")):
+                raise h11.RemoteProtocolError("this server reads no bodies")
+        return event
+
+
 class WebConnection(H11Protocol):
     """A connection of uvicorn that asks for its place."""
 
     def __init__(self, places: WebConnections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._places = places
+        self.conn = _NoBodies(h11.SERVER, self.config.h11_max_incomplete_event_size or 0)
 
     def connection_made(self, transport: Any) -> None:
         """Take a place."""

@@ -148,6 +148,17 @@ def test_unread_answers_of_all_clients_are_bounded(monkeypatch: pytest.MonkeyPat
         assert is_open(follows)
 
 
+@pytest.mark.parametrize("framing", [b"Content-Length: 9000000", b"Transfer-Encoding: chunked"])
+def test_no_body_is_read(framing: bytes) -> None:
+    with WebPort("127.0.0.1:0", None) as port, port.serving(app), ExitStack() as stack:
+        client = connected(port.url, GET[:-2] + framing + b"\r\n\r\n", stack)
+        answer = client.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 400"), "and the connection ends"
+        assert b"told" not in answer
+        empty = connected(port.url, GET[:-2] + b"Content-Length: 0\r\n\r\n", stack)
+        assert b"200 OK" in empty.recv(1 << 16)
+
+
 def test_requests_that_cannot_be_read_are_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with WebPort("127.0.0.1:0", None) as port, port.serving(app), ExitStack() as stack:
         for say in (b"garbage\r\n\r\n", GET.replace(b"/ ", b"/fails ", 1)) * 5:

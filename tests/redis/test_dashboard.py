@@ -143,6 +143,16 @@ def test_a_viewer_gets_the_last_state_although_the_end_comes_while_it_is_sent_th
     assert end.startswith(b"event: end")
 
 
+def test_viewers_share_the_memory_of_a_state() -> None:
+    async def look() -> tuple[bytes, bytes]:
+        hub = Hub()
+        hub.publish("the first")
+        return await anext(states_of(hub)), await anext(states_of(hub))
+
+    one, other = asyncio.run(look())
+    assert one is other
+
+
 def test_the_dashboard_requires_its_token_and_swaps_it_for_a_cookie(tmp_path: Path, url: str, fleet_id: str) -> None:
     file = tmp_path / "token"
     file.touch(0o600)

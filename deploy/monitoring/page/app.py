@@ -141,7 +141,7 @@ async def states_of(hub: Hub) -> AsyncIterator[bytes]:
         shown = 0
         while True:
             number = await hub.newer_than(shown, _ALIVE_S)
-            yield b": alive\n\n" if number == shown else b"data: " + hub.newest + b"\n\n"
+            yield b": alive\n\n" if number == shown else hub.newest_event
             shown = number
             if hub.has_ended and shown == hub.number:
                 yield b"event: end\ndata:\n\n"
