@@ -7,15 +7,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from headrace.deploy.monitoring.access import Guard
+from headrace.deploy.monitoring.web_connections import MOST_CONNECTIONS, CountedLines, WebConnections
 from headrace.deploy.process.service_manager import service_manager
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, PortInUseError
@@ -23,11 +24,8 @@ from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.settings.config import is_loopback
 
 log = logging.getLogger(__name__)
+_of_uvicorn = logging.getLogger("uvicorn.error")
 
-MOST_CONNECTIONS = 256
-"""At once. A browser has six, of which one follows a page."""
-SILENT_S = 10.0
-"""A connection may take so many seconds for a request, and from an answer to the next request."""
 _HEAD_BYTES = 1 << 16
 """The longest request line and headers together."""
 _ANSWERS_S, _CLOSE_S = 3, 5.0
@@ -72,28 +70,31 @@ class WebPort:
 
         If no client is connected, the block does not wait for the thread, which may live 0.2 s longer.
         """
-        silences = _Silences()
+        connections = WebConnections()
         config = uvicorn.Config(
             Guard(app, self._token, self._socket.getsockname()[1], public),
             log_config=None,
             access_log=False,
             server_header=False,
             lifespan="off",
-            http="h11",  # the other implementation, httptools, bounds neither request line nor headers
+            http=cast(Any, connections.protocol),  # h11; httptools bounds neither request line nor headers
             h11_max_incomplete_event_size=_HEAD_BYTES,
             ws="none",
-            limit_concurrency=MOST_CONNECTIONS,
+            limit_concurrency=MOST_CONNECTIONS + 1,  # counts requests too, whose clients may be gone
             timeout_graceful_shutdown=_ANSWERS_S,
-            callback_notify=lambda: _on_turn(server, silences),
+            callback_notify=lambda: _on_turn(connections),
             timeout_notify=0,
         )
         server = uvicorn.Server(config)
+        lines = CountedLines(log)
+        _of_uvicorn.addFilter(lines)
         self._thread = thread = threading.Thread(target=server.run, args=([self._socket],), name="http", daemon=True)
         thread.start()
         try:
             yield thread
         finally:
             server.should_exit = True
+            _of_uvicorn.removeFilter(lines)
             if server.server_state.connections:
                 thread.join(_CLOSE_S)
 
@@ -105,28 +106,10 @@ class WebPort:
             self._socket.close()
 
 
-async def _on_turn(server: uvicorn.Server, silences: _Silences) -> None:
-    """Give a sign of life from the event loop that answers requests, once a second. Close silent connections."""
+async def _on_turn(connections: WebConnections) -> None:
+    """Give a sign of life from the event loop that answers requests, once a second. End silent connections."""
     service_manager().turn()
-    silences.end(server.server_state.connections, time.monotonic())
-
-
-class _Silences:
-    """Closes connections on which no request comes. uvicorn itself closes those that have been answered before."""
-
-    def __init__(self) -> None:
-        self._since: dict[Any, tuple[object, float]] = {}
-        """By connection: the request that was answered last, or None, and since when no other one has come."""
-
-    def end(self, connections: Iterable[Any], now: float) -> None:
-        """Close the connections of uvicorn that wait for a request for longer than `SILENT_S`."""
-        waiting = {each: each.cycle for each in connections if each.cycle is None or each.cycle.response_complete}
-        before, self._since = self._since, {}
-        for connection, answered in waiting.items():
-            last, since = before.get(connection, (answered, now))
-            self._since[connection] = answered, since if last is answered else now
-            if now - self._since[connection][1] > SILENT_S and connection.transport is not None:
-                connection.transport.close()
+    connections.end_silent(time.monotonic())
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from functools import lru_cache
-from urllib.parse import urlsplit
 
 BY_PROGRAM = "Sec-Headrace"
 """A header that programs send, with any value, where a Host header may name anything.
@@ -13,17 +13,29 @@ A web page cannot set it: browsers reserve all names that begin with "Sec-" (Fet
 """
 
 
-@lru_cache(64)
+_HOST = re.compile(rb"(?:\[([\dA-Fa-f:.]{2,45})\]|([\w.-]{1,254}?)\.?)(?::\d{1,5})?")
+"""host or host:port, without the dot at the end of a name. An IPv6 address stands in brackets."""
+
+
 def is_known_host(value: bytes, hosts: frozenset[str]) -> bool:
-    """Return whether a Host header names an address, localhost or one of `hosts`.
+    """Return whether a Host header is an address, localhost or one of `hosts`, alone or with a port.
 
     A web page of a stranger can have its own name mean 127.0.0.1 (DNS rebinding). Its browser then sends that name.
     """
+    found = _HOST.fullmatch(value)
+    if found is None:
+        return False
+    address, name = found.groups()
+    return _is_ip(address.decode(), 6) if address else _is_known_name(name.decode().lower(), hosts)
+
+
+def _is_known_name(name: str, hosts: frozenset[str]) -> bool:
+    return name == "localhost" or name in hosts or _is_ip(name, 4)
+
+
+@lru_cache(64)
+def _is_ip(text: str, version: int) -> bool:
     try:
-        host = (urlsplit(f"//{value.decode('ascii')}").hostname or "").rstrip(".")
-        if host == "localhost" or host in hosts:
-            return True
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(text).version == version
     except ValueError:
         return False
-    return True

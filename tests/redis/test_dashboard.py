@@ -64,6 +64,7 @@ def test_the_page_has_strict_headers_and_other_paths_methods_and_hosts_fail(dash
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert ask(dashboard.address, method=method).status == 405
     assert ask(dashboard.address, "/worker/3", "HEAD").body == b""
+    assert ask(dashboard.address, f"/worker/{'1' * 5000}").status == 200, "more digits than int() reads"
     for host, status in (("evil.example", 421), ("127.0.0.1.evil.example", 421), ("", 421), ("localhost:80", 200)):
         assert ask(dashboard.address, headers={"Host": host}).status == status, host
 
@@ -140,6 +141,16 @@ def test_a_viewer_gets_the_last_state_although_the_end_comes_while_it_is_sent_th
     assert b"the last" in last
     assert not between
     assert end.startswith(b"event: end")
+
+
+def test_viewers_share_the_memory_of_a_state() -> None:
+    async def look() -> tuple[bytes, bytes]:
+        hub = Hub()
+        hub.publish("the first")
+        return await anext(states_of(hub)), await anext(states_of(hub))
+
+    one, other = asyncio.run(look())
+    assert one is other
 
 
 def test_the_dashboard_requires_its_token_and_swaps_it_for_a_cookie(tmp_path: Path, url: str, fleet_id: str) -> None:

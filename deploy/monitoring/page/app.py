@@ -58,6 +58,10 @@ def make_app(hub: Hub) -> Starlette:
     async def page(_: Request) -> Response:
         return Response(files["index.html"], media_type="text/html")
 
+    async def worker(request: Request) -> Response:
+        slot = request.path_params["slot"]  # of any length: int() refuses 5,000 digits
+        return await page(request) if slot.isascii() and slot.isdigit() else PlainTextResponse("no such slot\n", 404)
+
     async def asset(request: Request) -> Response:
         name = request.path_params["name"]
         kind = _TYPES.get(Path(name).suffix)
@@ -105,7 +109,7 @@ def make_app(hub: Hub) -> Starlette:
     return Starlette(
         routes=[
             Route("/", page),
-            Route("/worker/{slot:int}", page),
+            Route("/worker/{slot}", worker),
             Route("/state.json", state),
             Route("/series.json", series),
             Route("/events", events),
@@ -137,7 +141,7 @@ async def states_of(hub: Hub) -> AsyncIterator[bytes]:
         shown = 0
         while True:
             number = await hub.newer_than(shown, _ALIVE_S)
-            yield b": alive\n\n" if number == shown else b"data: " + hub.newest + b"\n\n"
+            yield b": alive\n\n" if number == shown else hub.newest_event
             shown = number
             if hub.has_ended and shown == hub.number:
                 yield b"event: end\ndata:\n\n"

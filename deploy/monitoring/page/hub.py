@@ -32,6 +32,8 @@ class Hub:
         self.number = 0
         """Number of the newest state; 0 before the first."""
         self.newest = b"{}"
+        self.newest_event = b""
+        """The newest state as a server-sent event. All viewers share it: copies for slow ones would fill memory."""
         self.facts: Facts | None = None
         """The facts of the newest state."""
         self.has_ended = False
@@ -82,7 +84,7 @@ class Hub:
         self._wakes.put(None)
 
     def _tell(self, text: bytes) -> None:
-        self.newest, self.number = text, self.number + 1
+        self.newest, self.newest_event, self.number = text, b"data: " + text + b"\n\n", self.number + 1
         if self._loop is not None and self._news is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 

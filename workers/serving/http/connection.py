@@ -241,9 +241,12 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Collect a header."""
         self._head_bytes += len(name) + len(value) + 4  # the colon, the blank and the line's end
-        if len(self._headers) < MOST_HEADERS:
-            self._headers[name.lower()] = value
-        elif name.lower() not in self._headers:
+        name = name.lower()
+        if name == b"host" and name in self._headers:
+            self._refuse(BadRequestError("two Host headers; send one"))
+        elif len(self._headers) < MOST_HEADERS:
+            self._headers[name] = value
+        elif name not in self._headers:
             self._refuse(MessageTooLargeError(f"more than {MOST_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
