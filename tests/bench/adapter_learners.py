@@ -126,28 +126,36 @@ class TorchRLPPO:
                 nn.utils.clip_grad_norm_(module.parameters(), s.max_grad_norm)
                 optimizer.step()
 
+    def actor(self, module: Any) -> Any:
+        """Return the policy of `module`, with the column "logp", for TorchRL's loss and collectors."""
+        from tensordict.nn import TensorDictModule
+        from torchrl.modules import ProbabilisticActor
+
+        is_gaussian = bool(module.log_std.numel())
+        outputs = ["loc", "scale"] if is_gaussian else ["logits"]
+        return ProbabilisticActor(
+            TensorDictModule(_Part(module, is_gaussian), in_keys=["observation"], out_keys=outputs),
+            in_keys=outputs,
+            distribution_class=_Normal if is_gaussian else torch.distributions.Categorical,
+            return_log_prob=True,
+            log_prob_key="logp",
+        )
+
     def _build(self, module: Any) -> tuple[Any, Any, Any, Any]:
         from tensordict.nn import TensorDictModule
         from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
-        from torchrl.modules import ProbabilisticActor
         from torchrl.objectives import ClipPPOLoss
         from torchrl.objectives.value import GAE
 
-        s, is_gaussian = self._settings, bool(module.log_std.numel())
-        actor = TensorDictModule(
-            _Part(module, is_gaussian),
-            in_keys=["observation"],
-            out_keys=["loc", "scale"] if is_gaussian else ["logits"],
-        )
+        s = self._settings
         critic = TensorDictModule(_Part(module, None), in_keys=["observation"], out_keys=["state_value"])
-        policy = ProbabilisticActor(
-            actor,
-            in_keys=actor.out_keys,
-            distribution_class=_Normal if is_gaussian else torch.distributions.Categorical,
-            return_log_prob=True,
-        )
         loss = ClipPPOLoss(
-            policy, critic, clip_epsilon=s.clip, entropy_bonus=False, loss_critic_type="l2", normalize_advantage=True
+            self.actor(module),
+            critic,
+            clip_epsilon=s.clip,
+            entropy_bonus=False,
+            loss_critic_type="l2",
+            normalize_advantage=True,
         )
         loss.set_keys(sample_log_prob="logp")
         estimator = GAE(gamma=s.gamma, lmbda=s.gae_lambda, value_network=critic)
@@ -208,6 +216,7 @@ class RLlibLearner:
         config = config.training(use_kl_loss=False, entropy_coeff=0.0)
         self._settings, self._file = settings, file
         self._spaces = spaces_of(made)
+        self.config = config
         self._learner = config.build_learner(env=made)
         self.weights: Any = None
         self.watch: Watch | None = None
@@ -216,11 +225,19 @@ class RLlibLearner:
     def update(self, *, episodes: list[Any]) -> None:
         """Train on some episodes, and publish."""
         if episodes:
-            s = self._settings
-            assert self.watch is not None
-            self.watch.add(sum(map(len, episodes)))
-            self._learner.update(episodes=episodes, minibatch_size=s.minibatch_size, num_epochs=s.epochs)
+            self.train(episodes)
             self.publish()
+
+    def train(self, episodes: list[Any]) -> None:
+        """Train on some episodes."""
+        s = self._settings
+        assert self.watch is not None
+        self.watch.add(sum(map(len, episodes)))
+        self._learner.update(episodes=episodes, minibatch_size=s.minibatch_size, num_epochs=s.epochs)
+
+    def state(self) -> Any:
+        """Return the state of RLlib's module."""
+        return self._learner.module["default_policy"].get_state()
 
     def publish(self) -> None:
         """Publish the weights by the names of Headrace's module."""
@@ -228,5 +245,4 @@ class RLlibLearner:
         self.weights.publish(rllib_policy.build(self._spaces, weights=str(self._file)).state_dict())
 
     def _save(self) -> None:
-        state = self._learner.module["default_policy"].get_state()
-        rllib_policy.save_weights(state, self._file)
+        rllib_policy.save_weights(self.state(), self._file)

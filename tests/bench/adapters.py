@@ -33,7 +33,7 @@ import torch
 from documentation.blocks import Page
 from documentation.test_adapters import PAGE, changed_program, env_process_of
 
-from bench import adapter_learners, time_to_return
+from bench import adapter_collectors, adapter_learners, time_to_return
 from bench.adapter_learners import Watch
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.adapters.torch_dataset import EpisodeDataset
@@ -252,6 +252,18 @@ def cleanrl_alone(seed: int, mark: float) -> Found:
     return Found(run.env_steps, run.mean_return)
 
 
+def own_loop(
+    train: Callable[[adapter_collectors.Loop], tuple[int, float]],
+    env: str,
+    size: tuple[int, int],
+    seed: int,
+    mark: float,
+) -> Found:
+    """Train by a library's own loop over its envs; `size` is how many, and the steps of each in an update."""
+    settings = {CARTPOLE: adapter_learners.CARTPOLE, PENDULUM: adapter_learners.PENDULUM}[env]
+    return Found(*train(adapter_collectors.Loop(env, *size, settings, seed, mark)))
+
+
 def arms() -> list[Arm]:
     """Return all arms, each beside its library alone."""
     sampled = {
@@ -270,6 +282,14 @@ def arms() -> list[Arm]:
         found.append(
             Arm("RLlib PPO", env, "tensorboardX", partial(rllib_on_a_fleet, settings[env], env, until[env]), mark)
         )
+    for name, needs, loop in (
+        ("torch DataLoader", "torch", adapter_collectors.torch_loop),
+        ("TorchRL PPO", "torchrl", adapter_collectors.torchrl_collector),
+        ("RLlib PPO", "tensorboardX", adapter_collectors.rllib_runner),
+    ):
+        for env, size in ((CARTPOLE, (8, 64)), (PENDULUM, (4, 512))):
+            alone = partial(own_loop, loop, env, size)
+            found.append(Arm(f"{name} alone", env, needs, alone, time_to_return.GOALS[env]))
     for recipe, env, mark, options in (
         ("PPO", CARTPOLE, 475.0, ("--num-envs", "4", "--set", "sampling.rollout_fragment_length=32")),
         ("PPO", PENDULUM, -200.0, ("--num-envs", "2", "--set", "sampling.rollout_fragment_length=128")),
