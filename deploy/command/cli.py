@@ -61,6 +61,10 @@ app.add_typer(policy_commands.app)
 app.add_typer(monitoring_commands.app)
 
 
+_NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memory", "cannot allocate memory")
+"""What the dynamic loader says of a library, such as torch's, for which a limit leaves no memory."""
+
+
 def main() -> None:
     """Run the command line: the entry point of the console script and of `python -m headrace.deploy`."""
     open_std_streams()
@@ -76,7 +80,9 @@ def main() -> None:
         say(printable(f"error: {error}"), sys.stderr)
         write_exit_record(exit_record_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
-    except MemoryError as error:
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and not any(words in str(error) for words in _NO_MEMORY):
+            raise
         if wants_tracebacks():
             traceback.print_exc()
         what = f" ({error})" if str(error) else ""

@@ -164,17 +164,35 @@ def test_up_without_an_answer_from_redis_ends_with_an_error(tmp_path: Path, free
     assert (found["exit_code"], found["goal_reached"]) == (ExitCode.REDIS_UNAVAILABLE, False)
 
 
-def test_a_lack_of_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "cause",
+    [
+        MemoryError("Unable to allocate 8 GiB"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
+def test_a_lack_of_memory_is_one_sentence(
+    cause: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run() -> None:
-        raise MemoryError("Unable to allocate 8 GiB")
+        raise cause
 
     monkeypatch.setattr(cli, "command_line", lambda: run)
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == ExitCode.FAILURE
     error = capsys.readouterr().err
-    assert error.startswith("error: this process can get no more memory (Unable to allocate 8 GiB); raise its limit")
+    assert error.startswith(f"error: this process can get no more memory ({cause}); raise its limit")
     assert error.count("\n") == 1
+
+
+def test_another_failure_of_an_import_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        raise ImportError("no such name")
+
+    monkeypatch.setattr(cli, "command_line", lambda: run)
+    with pytest.raises(ImportError, match="no such name"):
+        cli.main()
 
 
 def test_debug_shows_the_traceback_as_well(tmp_path: Path) -> None:
