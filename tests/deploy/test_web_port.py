@@ -119,6 +119,7 @@ def test_a_new_connection_gets_the_place_of_one_that_is_idle(monkeypatch: pytest
             assert b"200 OK" in each.recv(1 << 16)
         silent = [connected(port.url, say, stack) for say in (b"", GET[:20], b"", b"")]
         assert silent[0].recv(1) == b"", "the end of the first silent one"
+        assert is_open(between)
         assert status(port.url) == b"200"
         late = connected(port.url, SLOW, stack)
         assert b"200 OK" in late.recv(1 << 16)
@@ -140,6 +141,7 @@ def test_a_client_that_reads_nothing_of_its_answer_is_disconnected(
 
 def test_unread_answers_of_all_clients_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_connections, "MOST_UNREAD_BYTES", 2 * len(LARGE))
+    monkeypatch.setattr(web_connections, "SILENT_S", 10 * TIMEOUT_S)
     with WebPort("127.0.0.1:0", None) as port, port.serving(app), ExitStack() as stack:
         follows = connected(port.url, SLOW, stack)
         clients = [connected(port.url, GET.replace(b"/ ", b"/large ", 1), stack) for _ in range(4)]
