@@ -1,6 +1,8 @@
 """The connections of a read-only HTTP port: how many there are, how long they are silent, and what they leave unread.
 
-uvicorn accepts every connection, and waits without an end for a client that does not read its answer.
+uvicorn accepts every connection, and waits without an end for a client that does not read its answer. Its options
+and an ASGI application see neither a connection without a request nor a transport. So `WebConnection`
+extends its protocol.
 """
 
 from __future__ import annotations
@@ -121,18 +123,18 @@ class WebConnection(H11Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """The bytes of answers that wait in this process."""
+        """Return the bytes of answers that wait in this process."""
         return self.transport.get_write_buffer_size()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way, and all answers have left."""
+        """Return whether no request is under way, and all answers have left."""
         answered = cast(Any, self.cycle) is None or self.cycle.response_complete
         return answered and not self.unread_bytes
 
     @property
     def waits_for_client(self) -> object | None:
-        """A mark that changes when the client does something; None while it waits for an answer of ours."""
+        """Return a mark that changes when the client does something; None while it waits for an answer of ours."""
         unread = self.unread_bytes
         return (self.cycle, unread) if unread or self.is_idle else None
 

@@ -23,6 +23,11 @@ MOST_WAITING = 1 << 16
 Later ones are dropped.
 """
 
+MOST_UNREAD = 512
+"""Messages of one peer that libzmq holds until a server's port reads them. One of 100 bytes takes about 450 there. A
+port that stands still for longer than HEARTBEAT_TIMEOUT loses a peer that has sent more; the peer connects again.
+"""
+
 COMMON: dict[str, int] = {
     "LINGER": 0,
     "HEARTBEAT_IVL": 5_000,
@@ -47,8 +52,10 @@ once, and does not fill a queue of old messages for a later peer. IPV6 allows bo
 for IPv6 hosts only, or IPv4 endpoints would be written in IPv6 form.
 """
 
-ROUTER: dict[str, int] = _SERVER | {"SNDHWM": 0, "RCVHWM": 0, "ROUTER_MANDATORY": 1}
-"""MANDATORY: a message for a peer that has gone raises an error and is not dropped silently."""
+ROUTER: dict[str, int] = _SERVER | {"SNDHWM": 0, "RCVHWM": MOST_UNREAD, "ROUTER_MANDATORY": 1}
+"""MANDATORY: a message for a peer that has gone raises an error and is not dropped silently. RCVHWM: beyond it libzmq
+leaves what the peer sends in the kernel, until the port has read half. TCP then stops the peer, and nothing is lost.
+"""
 
 XPUB: dict[str, int] = _SERVER | {"SNDHWM": 4, "XPUB_VERBOSE": 1}
 """A slow subscriber misses versions and delays no other. Heartbeats tell it of the newest version, which it pulls.

@@ -122,7 +122,7 @@ def adapters() -> dict[str, Convert]:
         from headrace.learner_stub.adapters.tensor_dicts import to_tensordict
 
         arms["TorchRL"] = partial(_each, to_tensordict)
-    if importlib.util.find_spec("ray"):
+    if importlib.util.find_spec("tensorboardX"):  # Ray has it with `ray[rllib]` alone
         arms["RLlib"] = partial(_each, to_episodes)
     if missing := {"TorchRL", "RLlib"} - arms.keys():
         print(f"without {', '.join(sorted(missing))}: not installed", file=sys.stderr)

@@ -170,7 +170,7 @@ def test_building_an_lstm_neither_uses_nor_changes_global_random_state() -> None
 
 def test_an_lstm_refuses_a_zero_size_and_batches_without_sequences() -> None:
     with runner(Counting) as sampler:
-        with pytest.raises(ModuleError, match="has a layer of 0 units; give positive integers"):
+        with pytest.raises(ModuleError, match="cell_size = 0: give positive sizes"):
             lstm_actor_critic(sampler.spaces, cell_size=0)
         with pytest.raises(ModuleError, match="learns from sequences"):
             lstm_actor_critic(sampler.spaces).forward_train({"obs": torch.zeros(3, 2)})

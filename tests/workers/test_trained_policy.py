@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from golden_envs import Choices, Nested, Picture, Push, Walk
 
 from headrace.schemas.chunks.spaces import Spaces, leaves
-from headrace.schemas.errors import ExportError, PolicyCallError, WhichModuleError
+from headrace.schemas.errors import ExportError, ModuleError, PolicyCallError, WhichModuleError
 from headrace.workers import EnvRunner, EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.examples import TwoCarts, two_carts
 from headrace.workers.connectors import (
@@ -27,6 +28,7 @@ from headrace.workers.connectors import (
 from headrace.workers.connectors.vector_connectors import join_states
 from headrace.workers.envs.spaces import convert
 from headrace.workers.policy.trained_policy import TrainedPolicy
+from support.raw_zmtp import memory_of
 from support.runners.recurrent import LSTM, REMEMBERING
 
 AGENT, FLAT = (f"headrace.workers.connectors:{name}" for name in ("AgentOneHot", "FlattenObservations"))
@@ -346,3 +348,32 @@ def test_an_observation_of_a_wrong_form_raises_policy_call_error() -> None:
     with pytest.raises(PolicyCallError, match=r"should have the parts \['arm', 'bits', 'pair'\]"):
         policy.act(np.zeros(3))
     assert Nested.action_space.contains(policy.act(good))
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "told"),
+    [
+        ("actor_critic", {"hidden": [1] * 1_000_000}, r"4,097 arrays of 0 MiB with 'weight' \[1, 1\] of a BlankLinear"),
+        ("actor_critic", {"hidden": [10**8]}, r"2 arrays of 1,525 MiB|'weight' \[100000000, 4\]"),
+        ("actor_critic", {"hidden": [10**14]}, "could not be built .RuntimeError"),
+        ("q_network", {"hidden": [30_000, 30_000]}, "a version of weights has 4,096 of 256 MiB at most"),
+        ("lstm_actor_critic", {"cell_size": 20_000}, "'weight_ih_l0'|'weight_hh_l0'"),
+        ("sb3:build", {"policy_kwargs": {"net_arch": {"pi": [1] * 1_000_000}}}, "4,097 arrays of 0 MiB"),
+        ("sb3:build", {"policy_kwargs": {"net_arch": {"vf": [10**8]}}}, r"'weight' \[100000000, 4\] of a Linear"),
+    ],
+    ids=["many", "wide", "wider", "squares", "cells", "many_sb3", "wide_sb3"],
+)
+def test_more_weights_than_a_worker_could_get_are_refused_before_they_take_memory(
+    module: str, config: dict[str, Any], told: str
+) -> None:
+    """A stranger's settings beside a checkpoint may name layers of any size."""
+    build = f"headrace.workers.modules{'.' if ':' in module else ':'}{module}"
+    settings = EnvRunnerConfig(env="CartPole-v1", module=build, module_config=config)
+    spaces = Spaces(
+        observation=convert(gym.spaces.Box(-1, 1, (4,)), "seen"), action=convert(gym.spaces.Discrete(2), "done")
+    )
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    before = memory_of(os.getpid())
+    with pytest.raises(ModuleError, match=told):
+        TrainedPolicy(settings, {"default_policy": spaces}, {})
+    assert memory_of(os.getpid(), "VmHWM") < before + (150 << 20)

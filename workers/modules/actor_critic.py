@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from headrace.workers.modules.distributions import ActionDistribution, Gaussian
 from headrace.workers.modules.encoders import Encoder, is_flat, is_plain_vector
 from headrace.workers.modules.gaussian_act import GaussianAct
 from headrace.workers.modules.kept_layers import KeptLayers
-from headrace.workers.modules.layers import layer_sizes, linear
+from headrace.workers.modules.layers import linear
 from headrace.workers.modules.protocol import NumpyAct
 
 _ILLEGAL = -1e9
@@ -41,10 +42,12 @@ def actor_critic(
     """Build an `ActorCritic`.
 
     `seed` alone decides its initial weights; `log_std` is the initial log standard deviation of a Gaussian. Raises
-    `ModuleError` for an unknown activation, and for sizes that `layer_sizes` refuses.
+    `ModuleError` for an unknown activation or a layer without units.
     """
     if activation not in _ACTIVATIONS:
         raise ModuleError(f"activation {activation!r} is unknown; choose one of {', '.join(_ACTIVATIONS)}")
+    if any(size < 1 for size in hidden):
+        raise ModuleError(f"hidden = {tuple(hidden)} has a layer without units; give positive sizes")
     return ActorCritic(spaces, tuple(hidden), activation, vf_share_layers, log_std, seed)
 
 
@@ -87,8 +90,9 @@ class ActorCritic(nn.Module):
         self.register_buffer("_order", torch.tensor(np.argsort(order)), persistent=False)
 
     def _mlp(self, hidden: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
+        sizes = (self.encoder.size, *hidden)
         layers: list[nn.Module] = []
-        for inputs, outputs in layer_sizes(self.encoder.size, hidden):
+        for inputs, outputs in pairwise(sizes):
             layers += [linear(inputs, outputs, 2**0.5, generator), _ACTIVATIONS[self._activation]()]
         return nn.Sequential(*layers)
 

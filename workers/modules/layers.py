@@ -5,38 +5,8 @@ torch can leave a layer blank by the device "meta". The device makes a process i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import torch
 from torch import nn
-
-from headrace.schemas.errors import ModuleError
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
-
-_MOST_LAYERS = DEFAULT_LIMITS.arrays // 2
-_BYTES_OF_WEIGHT = 4
-
-
-def layer_sizes(inputs: int, hidden: Sequence[int], name: str = "hidden") -> list[tuple[int, int]]:
-    """Return the (inputs, outputs) of each layer of `hidden` units.
-
-    Raises `ModuleError` for a layer without units, and for weights that no message to workers could hold. The sizes may
-    come from a stranger's file, so judge them before a layer takes memory.
-    """
-    if len(hidden) > _MOST_LAYERS:
-        raise ModuleError(f"{name} has {len(hidden):,} layers; give {_MOST_LAYERS:,} at most")
-    if wrong := [size for size in hidden if type(size) is not int or size < 1]:
-        raise ModuleError(
-            f"{name} = {list(hidden)!r:.200} has a layer of {wrong[0]!r:.40} units; give positive integers"
-        )
-    sizes = list(pairwise((inputs, *hidden)))
-    if (nbytes := _BYTES_OF_WEIGHT * sum(a * b for a, b in sizes)) > DEFAULT_LIMITS.payload_bytes:
-        raise ModuleError(
-            f"{name} = {list(hidden)!r:.200} makes weights of {nbytes >> 20:,} MiB; a version of weights has "
-            f"{DEFAULT_LIMITS.payload_bytes >> 20} MiB at most, so give fewer or smaller layers"
-        )
-    return sizes
 
 
 class BlankLinear(nn.Linear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from headrace.schemas.chunks.spaces import Box, Spaces
 from headrace.schemas.errors import ModuleError
 from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.modules.encoders import Encoder
-from headrace.workers.modules.layers import BlankLSTM, layer_sizes, linear, orthogonal
+from headrace.workers.modules.layers import BlankLSTM, linear, orthogonal
 
 
 def lstm_actor_critic(
@@ -22,8 +23,10 @@ def lstm_actor_critic(
 ) -> LstmActorCritic:
     """Build an `LstmActorCritic`: tanh layers of `hidden` units, then an LSTM of `cell_size`.
 
-    `log_std` and `seed` are as in `actor_critic`. Raises `ModuleError` for sizes that `layer_sizes` refuses.
+    `log_std` and `seed` are as in `actor_critic`. Raises `ModuleError` for sizes below 1.
     """
+    if any(size < 1 for size in (*hidden, cell_size)):
+        raise ModuleError(f"hidden = {tuple(hidden)}, cell_size = {cell_size}: give positive sizes")
     return LstmActorCritic(spaces, tuple(hidden), cell_size, log_std, seed)
 
 
@@ -35,12 +38,10 @@ class LstmActorCritic(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.encoder = Encoder(spaces.observation, generator)
         layers: list[nn.Module] = []
-        for inputs, outputs in layer_sizes(self.encoder.size, hidden):
+        for inputs, outputs in pairwise((self.encoder.size, *hidden)):
             layers += [linear(inputs, outputs, 2**0.5, generator), nn.Tanh()]
         self.trunk = nn.Sequential(*layers)
-        width = hidden[-1] if hidden else self.encoder.size
-        layer_sizes(4 * width, [cell_size, 4 * cell_size], "the LSTM of cell_size and four gates")
-        self.lstm = _lstm(width, cell_size, generator)
+        self.lstm = _lstm(hidden[-1] if hidden else self.encoder.size, cell_size, generator)
         remembered = Spaces(observation=Box(shape=(cell_size,), dtype="<f4"), action=spaces.action)
         self.heads = ActorCritic(remembered, (), "tanh", True, log_std, seed)
         self.noise_size: int = self.heads.noise_size

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
+from threading import get_ident
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from numpy.typing import NDArray
+from torch.nn.modules import module as module_hooks
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, HeadraceError, ModuleError
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS, WireLimits
 
 NumpyAct = Callable[[Mapping[str, NDArray[Any]], "NDArray[Any] | None"], dict[str, NDArray[Any]]]
 """(observation columns, noise or None for the mode) -> step columns by name, all (rows, ...)."""
@@ -113,6 +117,38 @@ def build_module(module: str | Callable[..., Any], spaces: Spaces, module_config
             "noise_kind, forward_exploration and forward_inference"
         )
     return built
+
+
+@contextmanager
+def weights_bounded(limits: WireLimits = DEFAULT_LIMITS) -> Iterator[None]:
+    """Bound the parameters and buffers of each module that this thread builds: no message holds more of them.
+
+    Raises `ModuleError` as soon as there is an array too many or bytes too many. torch has then reserved memory for the
+    array and written nothing to it. Use it for settings from a file that is not the user's own.
+    """
+    thread, arrays, nbytes = get_ident(), 0, 0
+
+    def count(module: torch.nn.Module, name: str, array: torch.Tensor | None) -> None:
+        nonlocal arrays, nbytes
+        if array is None or get_ident() != thread:
+            return
+        arrays, nbytes = arrays + 1, nbytes + array.numel() * array.element_size()
+        if arrays > limits.arrays or nbytes > limits.payload_bytes:
+            raise ModuleError(
+                f"the module has {arrays:,} arrays of {nbytes >> 20:,} MiB with {name!r} {list(array.shape)} of a "
+                f"{type(module).__name__}, and a version of weights has {limits.arrays:,} of "
+                f"{limits.payload_bytes >> 20} MiB at most"
+            )
+
+    hooks = [
+        module_hooks.register_module_parameter_registration_hook(count),
+        module_hooks.register_module_buffer_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _find(path: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from headrace.schemas.chunks.spaces import Discrete, Spaces
 from headrace.schemas.errors import ModuleError
 from headrace.workers.modules.action_masks import MASK, has_action_mask
 from headrace.workers.modules.encoders import Encoder
-from headrace.workers.modules.layers import layer_sizes, linear
+from headrace.workers.modules.layers import linear
 
 _ILLEGAL = -1e9
 """Value of an action that the observation's "action_mask" forbids: finite, so that 0 times it is 0."""
@@ -21,13 +22,15 @@ _ILLEGAL = -1e9
 def q_network(spaces: Spaces, *, hidden: Sequence[int] = (128, 128), seed: int = 0) -> QNetwork:
     """Build a `QNetwork`. `seed` alone decides its initial weights.
 
-    Raises `ModuleError` for an action space other than Discrete, and for sizes that `layer_sizes` refuses.
+    Raises `ModuleError` for an action space other than Discrete, and for a layer without units.
     """
     if not isinstance(spaces.action, Discrete):
         raise ModuleError(
             f"a Q-network has a value for each action of a Discrete space, and this space is {spaces.action!r:.200}; "
             'take learner.algorithm = "ppo" or "impala", whose module is actor_critic'
         )
+    if any(size < 1 for size in hidden):
+        raise ModuleError(f"hidden = {tuple(hidden)} has a layer without units; give positive sizes")
     return QNetwork(spaces, spaces.action, tuple(hidden), seed)
 
 
@@ -48,7 +51,7 @@ class QNetwork(nn.Module):
         self._masked = has_action_mask(spaces)
         self.encoder: Encoder = Encoder(spaces.observation, generator)
         layers: list[nn.Module] = []
-        for inputs, outputs in layer_sizes(self.encoder.size, hidden):
+        for inputs, outputs in pairwise((self.encoder.size, *hidden)):
             layers += [linear(inputs, outputs, 2**0.5, generator), nn.ReLU()]
         self.layers = nn.Sequential(
             *layers, linear(hidden[-1] if hidden else self.encoder.size, action.n, 1.0, generator)

@@ -36,17 +36,10 @@ from stable_baselines3.dqn.policies import DQNPolicy
 from stable_baselines3.sac.policies import SACPolicy
 from torch import Tensor, nn
 
-from headrace.schemas.chunks.spaces import Spaces, leaf_size, leaves
+from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
-from headrace.workers.modules.layers import layer_sizes
 
 _KINDS = (BernoulliDistribution, CategoricalDistribution, DiagGaussianDistribution, MultiCategoricalDistribution)
-
-_IMAGE_FEATURES = 512
-"""Inputs of the first layer where observations are images, unless `policy_kwargs` says otherwise."""
-_MOST_OF_ANY = DEFAULT_LIMITS.arrays
-"""The largest number in `policy_kwargs` outside a list of layers, such as the features of an image's encoder."""
 
 
 def build(
@@ -58,8 +51,7 @@ def build(
 ) -> nn.Module:
     """Build the policy that `algorithm` of SB3 builds for these arguments, as a module.
 
-    Raises `ModuleError` for an algorithm or a policy that SB3 does not have, and for sizes too large to build, and the
-    errors of `as_module`.
+    Raises `ModuleError` for an algorithm or a policy that SB3 does not have, and the errors of `as_module`.
     """
     aliases = getattr(getattr(stable_baselines3, algorithm, None), "policy_aliases", {})
     if policy not in aliases:
@@ -67,24 +59,8 @@ def build(
             f"Stable-Baselines3 {stable_baselines3.__version__} has no policy {policy!r:.80} of {algorithm!r:.80}; "
             f"it has {sorted(aliases) or 'no such algorithm'}"
         )
-    inputs = sum(leaf_size(leaf) for _, leaf in leaves(spaces.observation, "obs"))
-    _check_sizes(policy_kwargs or {}, min(inputs, _IMAGE_FEATURES))
     made = aliases[policy](*spaces.to_gymnasium(), lambda _: 0.0, **(policy_kwargs or {}))
     return as_module(made, spaces)
-
-
-def _check_sizes(told: Any, inputs: int, name: str = "policy_kwargs") -> None:
-    """Raise `ModuleError` for layers or numbers too large to build. They may come from a stranger's file."""
-    if isinstance(told, dict):
-        for key, value in told.items():
-            _check_sizes(value, inputs, f"{name}.{key}")
-    elif isinstance(told, list) and all(isinstance(size, int) for size in told):
-        layer_sizes(inputs, told, name)
-    elif isinstance(told, list):
-        for value in told:
-            _check_sizes(value, inputs, name)
-    elif isinstance(told, int) and told > _MOST_OF_ANY:
-        raise ModuleError(f"{name} is {told!s:.40}; give {_MOST_OF_ANY:,} at most")
 
 
 def as_module(policy: BasePolicy, spaces: Spaces) -> nn.Module:

@@ -18,7 +18,7 @@ from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors, split_states
 from headrace.workers.envs.actions import RandomActions, action_root, to_env_form
 from headrace.workers.envs.observations import Observations
-from headrace.workers.modules.protocol import build_module
+from headrace.workers.modules.protocol import build_module, weights_bounded
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.export import export_policy
 from headrace.workers.policy.module_weights import weights_by_module, write_weights
@@ -86,7 +86,8 @@ class TrainedPolicy:
     def _build(self, module_id: str, weights: State) -> torch.nn.Module:
         spec, connectors = self._policies.specs[module_id], self._connectors(module_id)
         try:
-            module: torch.nn.Module = build_module(spec.module, connectors.spaces, spec.module_config).eval()
+            with weights_bounded():  # a stranger's settings may name layers of any size
+                module: torch.nn.Module = build_module(spec.module, connectors.spaces, spec.module_config).eval()
         except NotImplementedError:
             raise ModuleError(f"the builder of module {module_id!r} gives none, so there is nothing to act") from None
         if weights:
