@@ -423,9 +423,9 @@ class EpisodeStream:
                     raise self._brokers[0].link.why_silent(timeout_s)
                 if not had_first and (now := connection.now()) > say_at:
                     say_at += SAY_WAITING_S
-                    log.info(
-                        "no broker answers at %s for %.0f s (at most %.0f s)", self.endpoint, now - began, timeout_s
-                    )
+                    for broker in self._brokers:
+                        why = broker.link.why_silent(round(now - began))
+                        log.info("%s (waits for at most %.0f s)", why, timeout_s)
                 self.pump(0.05)
         except BaseException:
             self.close()

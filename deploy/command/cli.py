@@ -30,6 +30,7 @@ from headrace.deploy.command import (
     role_commands,
     slurm_command,
 )
+from headrace.deploy.command.entry import lacks_memory
 from headrace.deploy.command.option_table import command
 from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.process.service_manager import service_manager
@@ -61,10 +62,6 @@ app.add_typer(policy_commands.app)
 app.add_typer(monitoring_commands.app)
 
 
-_NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memory", "cannot allocate memory")
-"""What the dynamic loader says of a library, such as torch's, for which a limit leaves no memory."""
-
-
 def main() -> None:
     """Run the command line: the entry point of the console script and of `python -m headrace.deploy`."""
     open_std_streams()
@@ -81,7 +78,7 @@ def main() -> None:
         write_exit_record(exit_record_at, error.exit_code, str(error))
         sys.exit(int(error.exit_code))
     except (MemoryError, ImportError) as error:
-        if isinstance(error, ImportError) and not any(words in str(error) for words in _NO_MEMORY):
+        if not lacks_memory(error):
             raise
         if wants_tracebacks():
             traceback.print_exc()

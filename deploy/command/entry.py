@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 UNHEALTHY = 21
@@ -19,6 +20,9 @@ UNHEALTHY = 21
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells have it."""
+
+_NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memory", "cannot allocate memory")
+"""What the dynamic loader and the kernel say where a limit leaves no memory."""
 
 _START_NOTHING = frozenset(("--help", "--print-config"))
 """Options with which a command starts nothing."""
@@ -38,8 +42,7 @@ def main() -> None:
         if _starts_processes(sys.argv[1:]):
             _start_fork_server()
         gc.disable()  # garbage collection of lasting objects takes a seventh of the import time
-        from headrace.deploy.command.cli import main as run_command
-
+        run_command = _import_command_line()
         gc.enable()
         run_command()
     except KeyboardInterrupt:
@@ -49,6 +52,23 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     end_process(status)
     sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return whether the error says that a limit leaves no memory, for example for a library such as torch's."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
+
+
+def _import_command_line() -> Callable[[], None]:
+    """Return the command line. Where a limit leaves no memory for its imports, end with a sentence."""
+    try:
+        from headrace.deploy.command.cli import main as run_command
+    except (ImportError, MemoryError, OSError) as error:
+        if not lacks_memory(error):
+            raise
+        seen = str(error).strip().rpartition("\n")[2] or "MemoryError"
+        sys.exit(f"error: a limit leaves this process no memory to start ({seen}); raise it (ulimit -v)")
+    return run_command
 
 
 def _starts_processes(words: list[str]) -> bool:

@@ -122,7 +122,7 @@ class FactsReader:
             written_unix_s=last_write(self._run_dir) if self._run_dir is not None else None,
             redis_away_unix_s=fleet.redis_away_unix_s if fleet is not None else None,
             redis_back_s=self._back_s(fleet) if not error else None,
-            failure=_failure(self._run_dir) if fleet is not None and fleet.state == STOPPED and self._run_dir else "",
+            failure=_failure(self._run_dir) if self._run_dir is not None and _has_ended(fleet, supervisor) else "",
             learner_row=self._learner_row,
         )
 
@@ -221,6 +221,11 @@ def _failure(run_dir: Path) -> str:
     """Return the error that ended a run; "" where it ended in order, or nothing could be written."""
     error = read_run_facts(run_dir).get("error")
     return error if isinstance(error, str) else ""
+
+
+def _has_ended(fleet: FleetFile | None, supervisor: ProcessState | None) -> bool:
+    """Return whether the run has ended. Redis, which was read later than fleet.json, may be the first to tell it."""
+    return STOPPED in (fleet and fleet.state, supervisor and supervisor.state)
 
 
 def _lives(fleet: FleetFile) -> bool:

@@ -11,6 +11,7 @@ import orjson
 
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
+from headrace.deploy.monitoring.processes import SUPERVISOR
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.basics.printable import printable
 
@@ -20,13 +21,16 @@ WATCH_S = 1.0
 def why(reader: FactsReader, *, as_json: bool, watch: bool, stream: TextIO = sys.stdout) -> list[Finding]:
     """Print the verdict and each finding. With `watch` print them at each change until the fleet has ended.
 
-    Return the findings that were printed last.
+    A watch waits for the error of a run that ends. Return the findings that were printed last.
     """
     shown: object = None
     while True:
         facts = reader.read()
         findings = find(facts)
         line = verdict(facts, findings)
+        if watch and line.startswith("Ended") and _drains_here(facts):
+            time.sleep(WATCH_S)
+            continue
         now = ([(one.kind, one.whom) for one in findings], line.partition(" ")[0])
         if now != shown:
             shown = now
@@ -36,6 +40,12 @@ def why(reader: FactsReader, *, as_json: bool, watch: bool, stream: TextIO = sys
         if not watch or line.startswith("Ended"):
             return findings
         time.sleep(WATCH_S)
+
+
+def _drains_here(facts: Facts) -> bool:
+    """Return whether the supervisor may still write to the run directory why the run ends."""
+    supervisor = facts.processes.get(SUPERVISOR)
+    return facts.run_dir is not None and supervisor is not None and supervisor.state == "draining"
 
 
 def _as_text(facts: Facts, line: str, findings: list[Finding]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.command import cli
+from headrace.deploy.command import cli, entry
 from headrace.deploy.command.option_table import TABLE
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
@@ -184,6 +184,28 @@ def test_a_lack_of_memory_is_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith(f"error: this process can get no more memory ({cause}); raise its limit")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (MemoryError(), "MemoryError"),
+        (OSError(12, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory"),
+        (ImportError("long\ntext\na.so: failed to map segment from shared object"), "a.so: failed to map segment"),
+    ],
+)
+def test_a_lack_of_memory_for_the_imports_is_one_sentence(
+    cause: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoRoom:
+        def __getattr__(self, name: str) -> object:
+            raise cause
+
+    monkeypatch.setitem(sys.modules, "headrace.deploy.command.cli", NoRoom())  # type: ignore[arg-type]
+    with pytest.raises(SystemExit) as caught:
+        entry._import_command_line()
+    assert str(caught.value.code).startswith(f"error: a limit leaves this process no memory to start ({said}")
+    assert "\n" not in str(caught.value.code)
 
 
 def test_another_failure_of_an_import_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

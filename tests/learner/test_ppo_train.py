@@ -294,4 +294,5 @@ def test_the_learner_waits_for_its_first_broker_as_long_as_the_setting_says(
     endpoint, config = f"tcp://127.0.0.1:{free_port()}", FleetConfig(worker=WorkerSection(connect_timeout_s=1.0))
     with pytest.raises(UnreachableError, match=f"no broker answers at {endpoint} after 1 s"):
         run_learner(config, endpoint=endpoint, run_dir=tmp_path)
-    assert re.search(rf"no broker answers at {re.escape(endpoint)} for [01] s \(at most 1 s\)", caplog.text)
+    said = rf"no broker answers at {re.escape(endpoint)} after [01] s; check that it runs .* \(waits for at most 1 s\)"
+    assert re.search(said, caplog.text)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,11 +23,13 @@ from headrace.broker.reporter import RedisReporter
 from headrace.deploy.monitoring import fleet_state as fleet_state_module
 from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import Facts, FactsReader
-from headrace.deploy.monitoring.findings import find
+from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.monitoring.fleet_state import SlowFacts, StateReader, cpu_shares, fleet_state, ledger
 from headrace.deploy.monitoring.losses import LOSSES
 from headrace.deploy.monitoring.process_reporter import ProcessReporter
 from headrace.deploy.monitoring.series import SeriesReader
+from headrace.deploy.report.run_facts import SUMMARY_FILE
+from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorGroup
@@ -143,6 +148,21 @@ def test_a_machine_with_redis_alone_finds_what_settings_and_the_disk_tell(
             "sampling.env_hosts_timeout_s = 300",
         ),
     }
+
+
+def test_an_end_that_redis_tells_before_fleet_json_is_told_with_its_error(
+    url: str, client: Any, fleet_id: str, tmp_path: Path
+) -> None:
+    drains = FleetFile(fleet_id=fleet_id, redis_url=url, state="draining", supervisor_pid=os.getpid())
+    drains.write(tmp_path / "fleet.json")
+    (tmp_path / SUMMARY_FILE).write_bytes(orjson.dumps({"error": "the goal was not reached"}))
+    MergeScript(client, fleet_id)(Part(Report(ended_unix_s=time.time())), [], 0)
+    with FactsReader(tmp_path) as reader:
+        assert reader.read().failure == ""
+        ended = ProcessState(name="supervisor", role="supervisor", host=platform.node(), state="stopped")
+        client.hset(keys.key_name(fleet_id, keys.PROCESSES), "supervisor", ended.model_dump_json())
+        last = reader.read()
+        assert verdict(last, find(last)).startswith("Ended with an error: the goal was not reached.")
 
 
 @pytest.mark.parametrize("told", ["[]", '{"broker.lease_s": [1]}', "{", '{"broker.lease_s": {}}'])

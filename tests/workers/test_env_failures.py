@@ -14,8 +14,13 @@ import pytest
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
-from headrace.workers.envs.lane import close_envs
+from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.lane import Lane, close_envs
+from headrace.workers.envs.lane_table import LaneTable
+from headrace.workers.envs.recovery import LaneRecovery
 from headrace.workers.envs.restarts import RestartBudget
+from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.randomness.seeds import SeedTree
 from support.envs.toy import Answer, Counting, Faulty, check_books, diverge, runner, with_fault
 from support.runners.comparing import assert_same
 
@@ -161,6 +166,37 @@ def test_restart_waits_double_up_to_a_maximum_and_a_delivery_resets_them() -> No
     assert [budget.spend(error, 0.0) for _ in range(6)] == [0.0, 0.05, 0.1, 0.2, 0.3, 0.3]
     budget.delivered()
     assert budget.spend(error, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("is_bad", [True, False])
+def test_an_env_whose_attempts_are_used_up_leaves_a_bad_host_and_else_ends_the_worker(is_bad: bool) -> None:
+    table = LaneTable(
+        runner(env_restart_attempts=2, env_restart_backoff_s=0.0).config, 0, SeedTree(0, 0, 0, 1), RunnerTotals()
+    )
+    (lane,), left, rebuilt = table.lanes, [], []
+
+    def leave_host(leaving: Lane, why: str) -> bool:
+        left.append((leaving.index, why))
+        return is_bad
+
+    recovery = LaneRecovery(table, rebuilt.append, lambda lane: None, leave_host)
+
+    def fail() -> None:
+        table.failed.append(Failure(0, RuntimeError("no licence")))
+        recovery.revive(None)
+
+    fail()
+    fail()
+    assert not left
+    if is_bad:
+        fail()
+        assert len(rebuilt) == table.totals.env_rebuilds
+        assert lane.budget.in_a_row == 0, "its failures say nothing about the next host"
+    else:
+        with pytest.raises(EnvRestartBudgetError, match="env_restart_attempts"):
+            fail()
+    assert left == [(0, "env_exception in env 0 at reset: RuntimeError: no licence")]
+    assert table.totals.env_failures == 3
 
 
 def test_other_envs_sample_and_on_poll_is_called_while_an_env_waits() -> None:

@@ -128,12 +128,58 @@ def test_lives_without_a_connection_keep_no_host_out_and_take_little_memory() ->
         life = f"life-{number}"
         places.hosts[life] = a_host(life, 1, host="h" * 100_000, env="e" * 100_000)
         places.hosts[life].heard_at = float(number)
-        places.settle_in()
+        places.settle_in(0.0)
     assert len(places.hosts) <= 1024
     assert {"life-0", "life-1", "life-1099"} <= places.hosts.keys(), "those with envs, and the newest"
     assert "life-2" not in places.hosts
     assert len(places.hosts["life-1099"].name) < 1000
     assert "places are taken" in places.make_room(1 << 17)
+
+
+def two_hosts(bad_places: int = 2) -> HostPlaces:
+    """Lanes 0 and 1 on the host "bad", the others on "good", whose envs have stepped."""
+    places = HostPlaces(bad_places + 1, lambda lane, again: NO_SEED)
+    for life, num_envs in (("bad", bad_places), ("good", 4)):
+        places.hosts[life] = a_host(life, num_envs, host=life)
+    places.settle_in(0.0)
+    places.hosts["good"].has_stepped = True
+    return places
+
+
+def test_a_host_whose_envs_only_fail_gets_none_for_a_growing_time_while_another_works() -> None:
+    places = two_hosts()
+    assert places.refuse(0, {0, 1}, "no licence", 0.0)
+    assert places.refuse(1, {0, 1}, "no licence", 0.0), "its host was parted from already"
+    assert places.bury() == [], "both lanes have failed already"
+    for rests_until, again_at in ((10.0, 10.0), (30.0, 10.0)):
+        places.hosts["bad"] = a_host("bad", 2, host="bad")
+        for host in places.hosts.values():
+            host.lanes = [lane if lane is not None else 9 for lane in host.lanes] if host.life == "good" else host.lanes
+        places.restart(0)
+        places.settle_in(rests_until - 0.1)
+        assert places.hosts["bad"].is_spare
+        places.settle_in(rests_until)
+        assert places.hosts["bad"].taken() == [0]
+        assert places.refuse(0, {0, 1}, "no licence", again_at)
+
+
+@pytest.mark.parametrize(("failing", "has_stepped"), [({0, 1, 2}, True), ({0}, True), ({0, 1}, False)])
+def test_a_host_is_kept_where_no_other_works_or_one_of_its_own_envs_does(failing: set[int], has_stepped: bool) -> None:
+    places = two_hosts()
+    places.hosts["good"].has_stepped = has_stepped
+    assert not places.refuse(0, failing, "diverged", 0.0)
+    assert places.hosts.keys() == {"bad", "good"}
+
+
+def test_a_host_that_rests_is_used_where_no_other_is_left() -> None:
+    places = two_hosts()
+    assert places.refuse(0, {0, 1}, "no licence", 0.0)
+    places.part(places.hosts["good"], "has left")
+    places.bury()
+    places.hosts["bad"] = a_host("bad", 2, host="bad")
+    places.restart(0)
+    places.settle_in(1.0)
+    assert places.hosts["bad"].taken() == [0]
 
 
 @contextmanager

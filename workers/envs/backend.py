@@ -8,7 +8,7 @@ A vector never waits for one particular env. It asks lanes to step, to reset and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -126,6 +126,13 @@ class EnvBackend(Protocol):
 
     def close_env(self, lane: int) -> None:
         """Close the env of a lane that has failed, if it is still there."""
+
+    def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
+        """Return whether `lane`, which has failed too often, now waits for another host, because its own one is bad.
+
+        That is so if all lanes there are in `failing`, while lanes of other hosts work. The host then loses its other
+        lanes too. `why` tells of the newest failure.
+        """
 
     def render(self, lane: int) -> None:
         """Render the lane's idle env. The reply is in `pictures`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -253,6 +253,10 @@ class InlineEnvs:
     def close_env(self, lane: int) -> None:
         """Close the lane's env, within `env_close_timeout_s`."""
         self._envs.close_env(lane)
+
+    def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
+        """Return False: there is no other host."""
+        return False
 
     def render(self, lane: int) -> None:
         """Have the lane's env show itself now."""

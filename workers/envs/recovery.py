@@ -8,12 +8,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.errors import EnvRestartBudgetError
 from headrace.workers.envs.driver import StartEpisodes
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
 
 OnFailure = Callable[[Lane, Failure], None]
+LeaveHost = Callable[[Lane, str], bool]
+"""Has a lane that has failed too often wait for another host, and returns whether that helps. The text says why."""
+
+
+def stay(_: Lane, __: str) -> bool:
+    """Return False: the env has no host to leave."""
+    return False
 
 
 def wait_for_one(
@@ -42,7 +50,13 @@ class LaneRecovery:
     `table.failed`. `take_down` closes a lane's env and clears its observation.
     """
 
-    def __init__(self, table: LaneTable, rebuild: Callable[[Lane], None], take_down: Callable[[Lane], None]) -> None:
+    def __init__(
+        self,
+        table: LaneTable,
+        rebuild: Callable[[Lane], None],
+        take_down: Callable[[Lane], None],
+        leave_host: LeaveHost = stay,
+    ) -> None:
         self.up: list[Lane] = []
         """Lanes with an episode."""
         self.are_all_up = False
@@ -51,6 +65,7 @@ class LaneRecovery:
         self._table = table
         self._rebuild = rebuild
         self._take_down = take_down
+        self._leave_host = leave_host
 
     def refresh(self) -> None:
         """Update the list of lanes with an episode."""
@@ -95,7 +110,7 @@ class LaneRecovery:
             self._take_down(lane)
             self.refresh()
             del table.failed[0]
-            if _is_mended_at_once(table, lane, failure, now):
+            if _is_mended_at_once(table, lane, failure, now, self._leave_host):
                 self._rebuild_now(lane)
 
     def revive(self, on_failure: OnFailure | None) -> None:
@@ -152,7 +167,9 @@ class SharedRecovery:
         self._rebuild()
 
 
-def _is_mended_at_once(table: LaneTable, lane: Lane, failure: Failure, now: float) -> bool:
+def _is_mended_at_once(
+    table: LaneTable, lane: Lane, failure: Failure, now: float, leave_host: LeaveHost = stay
+) -> bool:
     """Count the failure. Return True to rebuild the lane now, False to leave it to a `revive` after its wait.
 
     Only the first failure in a row is rebuilt without a wait. So the worker can stop between two calls of `revive`,
@@ -166,7 +183,17 @@ def _is_mended_at_once(table: LaneTable, lane: Lane, failure: Failure, now: floa
         lane.failures += 1
     if not table.config.restart_failed_sub_environments:
         raise failure.error
-    wait = 0.0 if failure.is_of_host else lane.budget.spend(failure.error, now)
+    wait = 0.0
+    if failure.is_of_host:
+        lane.budget.change_host()
+    else:
+        try:
+            wait = lane.budget.spend(failure.error, now)
+        except EnvRestartBudgetError:
+            if not leave_host(lane, failure.in_words()):
+                raise
+            lane.budget.change_host()
+            return True
     attempt, attempts = lane.budget.in_a_row, table.config.env_restart_attempts
     failure.report(wait, attempt, attempts, with_traceback=lane.failures == 1)
     lane.due_at = now + wait

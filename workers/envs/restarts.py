@@ -25,6 +25,10 @@ class RestartBudget:
         """Note that the env has delivered data since it last failed."""
         self.in_a_row = 0
 
+    def change_host(self) -> None:
+        """Note that the env is built on another host next. Its failures so far say nothing about that one."""
+        self.in_a_row = 0
+
     def spend(self, error: BaseException, now: float) -> float:
         """Count one failure, and return the seconds to wait. Raises `EnvRestartBudgetError` if it was one too many."""
         config = self._config

@@ -78,7 +78,7 @@ class EnvVector:
         self._placement = placement
         self._episode_kind = episode_kind
         self._facade = facade
-        self._recovery = LaneRecovery(table, self._rebuild, self._take_down)
+        self._recovery = LaneRecovery(table, self._rebuild, self._take_down, self._leave_host)
         self._backend: EnvBackend | None = None
         self.build(table.config)
 
@@ -273,6 +273,10 @@ class EnvVector:
         self._running.rebuild(lane.index)
         while self.replies_at_once and lane.index in self._aside.coming:
             self._settle(self._running.step_wait())
+
+    def _leave_host(self, lane: Lane, why: str) -> bool:
+        failing = {other.index for other in self.lanes if other.budget.in_a_row}
+        return self._running.leave_host(lane.index, failing, why)
 
     def wait_for_one(self, start_episodes: StartEpisodes, on_wait: Callable[[], None] | None) -> None:
         """Rebuild the lanes whose wait is over. While no lane is up, sleep until the first is up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, Self
 
@@ -167,6 +167,10 @@ class EnvProcessPool:
 
     def close_env(self, lane: int) -> None:
         """Do nothing: a failed lane lost its env when it failed, or loses it when `rebuild` builds another."""
+
+    def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
+        """Return False: there is no other host."""
+        return False
 
     def render(self, lane: int) -> None:
         """Render the lane's env, which must be idle. The reply is in `pictures`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 
 from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
 from headrace.schemas.basics.process_usage import Usage
@@ -10,6 +11,7 @@ from headrace.schemas.errors import EnvHostLostError
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.lane_homes import SeedFor
+from headrace.workers.envs.remote.host_rests import HostRests
 from headrace.workers.envs.remote.peer import EnvHostPeer
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ class HostPlaces:
         self.hosts: dict[str, EnvHostPeer] = {}
         """Hosts by their life, in the order in which they came."""
         self._seed_for = seed_for
+        self._rests = HostRests()
         self._cpu_s_before = 0.0
         """Processor time of the hosts that were parted from."""
         self._gone: list[tuple[EnvHostPeer, str]] = []
@@ -99,10 +102,14 @@ class HostPlaces:
         else:
             self._wanting[lane] = Command.REBUILD
 
-    def settle_in(self) -> None:
-        """Give free places to lanes that wait for one."""
-        for lane in sorted(self._wanting) if self.hosts else ():
-            home = next(((h, place) for h in self.hosts.values() if (place := h.free_place()) is not None), None)
+    def settle_in(self, now: float) -> None:
+        """Give free places to lanes that wait for one. A host that rests gets none, unless all hosts rest."""
+        if not self._wanting:
+            return
+        awake = [host for host in self.hosts.values() if not self._rests.is_resting(host.name, now)]
+        hosts = awake or list(self.hosts.values())
+        for lane in sorted(self._wanting) if hosts else ():
+            home = next(((h, place) for h in hosts if (place := h.free_place()) is not None), None)
             if home is None:
                 return
             host, place = self._homes[lane] = home
@@ -128,11 +135,38 @@ class HostPlaces:
 
     def part(self, host: EnvHostPeer, reason: str) -> None:
         """Forget the host. Its later messages belong to a life that is over."""
-        held = [lane for lane in host.lanes if lane is not None]
+        held = host.taken()
         log.log(logging.WARNING if held else logging.DEBUG, "env host %s %s; it held envs %s", host.name, reason, held)
         del self.hosts[host.life]
         self._cpu_s_before += host.cpu_s
         self._gone.append((host, reason))
+
+    def host_of(self, lane: int) -> EnvHostPeer | None:
+        """Return the host on which the lane has a place, or None."""
+        home = self._homes[lane]
+        return home[0] if home is not None else None
+
+    def refuse(self, lane: int, failing: Set[int], why: str, now: float) -> bool:
+        """Part from the host of `lane`, which has failed too often, and have it rest. The lane has no place then.
+
+        Return False, and do nothing, unless all lanes of the host are in `failing` while those of another host work: an
+        env that fails on every host is not the fault of one.
+        """
+        home = self._homes[lane]
+        if home is None:
+            return True
+        host, place = home
+        if host.life in self.hosts:  # else it was parted from a moment ago, and `bury` has not told of its lanes
+            if not self._fails_alone(host, failing):
+                return False
+            number, rest_s = self._rests.begin(host.name, now)
+            self.part(host, f"gets no envs for {rest_s:g} s (rest {number} in a row), as its envs only fail: {why}")
+        self._homes[lane] = host.lanes[place] = None  # `bury` must not tell of a lane that has failed already
+        return True
+
+    def _fails_alone(self, host: EnvHostPeer, failing: Set[int]) -> bool:
+        others = [other for other in self.hosts.values() if other is not host and other.has_stepped]
+        return failing >= set(host.taken()) and any(set(other.taken()) - failing for other in others)
 
     def bury(self) -> list[Failure]:
         """Return one failure for each lane that has lost its place since the last call."""

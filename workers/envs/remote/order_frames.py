@@ -122,6 +122,7 @@ def take_replies(
     _check_results(told, commands, {place for place, *_ in errors})
     columns.write(rows, lanes)
     failed = {place for place, at, _, _ in errors if at == "step"}
+    host.has_stepped = host.has_stepped or not failed.issuperset(told.stepped)
     replies.stepped += [lanes[place] for place in told.stepped if place in lanes and place not in failed]
     replies.infos += [(lanes[place], info) for place, info in told.infos if place in lanes and place not in failed]
     replies.ended += [(lanes[place], ChunkEnd(end)) for place, end in told.ended if place in lanes]

@@ -50,6 +50,8 @@ class EnvHostPeer:
         """Seconds of processor time since its first heartbeat."""
         self.rss_bytes: int | None = None
         """Resident bytes; None before it has told them."""
+        self.has_stepped = False
+        """Whether an env has taken a step."""
         self._cpu_s_at_first: float | None = None
         self._queue: dict[int, tuple[Command, int]] = {}
         self._numbers = [0] * hello.num_envs
@@ -57,6 +59,10 @@ class EnvHostPeer:
     def free_place(self) -> int | None:
         """Return a place without a lane, or None."""
         return self.lanes.index(None) if None in self.lanes else None
+
+    def taken(self) -> list[int]:
+        """Return the lanes that have a place."""
+        return [lane for lane in self.lanes if lane is not None]
 
     def ask(self, place: int, command: Command, seed: int = NO_SEED) -> None:
         """Queue `command` for the place. It is sent once the place has answered its current order."""

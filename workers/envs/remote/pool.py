@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -193,6 +193,15 @@ class RemotePool:
     def close_env(self, lane: int) -> None:
         """Do nothing: a failed lane lost its env when it failed, or loses it when `rebuild` builds another."""
 
+    def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
+        """Give the lane up for another host, as `EnvBackend` says. The host begins again, and rests."""
+        host = self._places.host_of(lane)
+        if not self._places.refuse(lane, failing, why, time.monotonic()):
+            return False
+        if host is not None:
+            self._say(host.route, Fenced(detail=f"envs of this env host only fail, and those of others work: {why}"))
+        return True
+
     def render(self, lane: int) -> None:
         """Raise NotImplementedError: pictures do not travel between hosts."""
         raise NotImplementedError
@@ -214,7 +223,7 @@ class RemotePool:
         if now - self._polled_at > self._interval_s:  # no call has listened; read waiting messages before judging
             self._judge_at = now + self._interval_s
         while True:
-            self._places.settle_in()
+            self._places.settle_in(now)
             self._flush()
             busy = self._places.is_busy
             self._listen(replies, min(until, now + self._interval_s) - now if busy else 0.0)
@@ -225,7 +234,7 @@ class RemotePool:
             elif not self._places.has_losses:
                 self._host_wait.look(bool(self._places.hosts), now)
             if not busy or now >= until:
-                self._places.settle_in()
+                self._places.settle_in(now)
                 self._flush()
                 return replies
 

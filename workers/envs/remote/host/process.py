@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 
 from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import usage_with_children
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
-from headrace.schemas.messages import Reject, read
+from headrace.schemas.messages import Fenced, Reject, read
 from headrace.schemas.messages.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.workers.config import EnvRunnerConfig
@@ -197,7 +198,10 @@ class EnvHost:
                 if orders.life == self._life:
                     self._answer(self._envs.obey(orders, message.arrays))
             case MessageKind.FENCED if self._envs is not None:
-                log.warning("the worker at %s has ended this life of the envs; restarting them", self._endpoint)
+                why = one_line(read(Fenced, message.header).detail)
+                log.warning(
+                    "the worker at %s has ended this life of the envs (%s); restarting them", self._endpoint, why
+                )
                 self._end_life()
             case MessageKind.REJECT:
                 reject = read(Reject, message.header)
