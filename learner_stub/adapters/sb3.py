@@ -209,9 +209,19 @@ def _check(model: Any, stream: EpisodeStream) -> None:
             f"this {type(model).__name__} must be built with one env, without action_noise and optimize_memory_usage: "
             "the envs and the exploration are the fleet's, and its chunks do not follow one another"
         )
+    if model.use_sde or ("Replay" in name and not _acts_in_workers(model)):
+        raise ModuleError(
+            f"the policy of this {type(model).__name__} cannot act in workers: they take those of PPO, A2C, DQN and "
+            "SAC, without gSDE (use_sde)"
+        )
     if model.get_vec_normalize_env() is not None:
         raise ModuleError("the model's VecNormalize sees no step of the fleet; use the connector MeanStd in its place")
     stream.spaces().check_gymnasium(model.observation_space, model.action_space, f"this {type(model).__name__}")
+
+
+def _acts_in_workers(model: Any) -> bool:
+    """Return whether an off-policy model explores by what workers have of it: a Q-network, or SAC's distribution."""
+    return hasattr(model, "q_net") or hasattr(getattr(model, "actor", None), "get_action_dist_params")
 
 
 def _count(model: Any, batch: ChunkBatch, total_timesteps: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from stable_baselines3 import A2C, DQN, PPO, SAC
+from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
@@ -454,3 +454,19 @@ def test_a_model_whose_buffer_is_not_sb3s_own_or_that_normalises_by_itself_is_re
     normalised = PPO("MlpPolicy", VecNormalize(DummyVecEnv([make_cart])), n_steps=8, batch_size=8, device="cpu")
     with pytest.raises(ModuleError, match="MeanStd"):
         sb3._check(normalised, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (TD3, {"buffer_size": 40}),
+        (DDPG, {"buffer_size": 40}),
+        (SAC, {"buffer_size": 40, "use_sde": True}),
+        (PPO, {"n_steps": 8, "batch_size": 8, "use_sde": True}),
+    ],
+    ids=["td3", "ddpg", "sac-gsde", "ppo-gsde"],
+)
+def test_a_model_that_explores_in_a_way_that_workers_lack_is_refused(algorithm: Any, options: dict[str, Any]) -> None:
+    model = algorithm("MlpPolicy", make_pendulum(), device="cpu", **options)
+    with pytest.raises(ModuleError, match=f"this {algorithm.__name__} cannot act in workers: .* without gSDE"):
+        sb3._check(model, None)  # type: ignore[arg-type]
