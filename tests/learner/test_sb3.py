@@ -25,7 +25,7 @@ from headrace.learner_stub.adapters import sb3
 from headrace.learner_stub.rollout import map_nested
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules.sb3 import as_module, build
 from headrace.workers.policy.module_weights import write_weights
@@ -406,8 +406,7 @@ def test_dqn_trains_all_at_once_after_as_many_steps_as_by_itself(options: dict[s
     models["alone"].learn(128)
     with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=1, seed=0)) as runner:
         batches = Recorded(runner.sample(num_timesteps=8) for _ in range(16))
-    steps: Any = sb3.updates(models["fleet"], cast(Any, batches), cast(Any, NoFleet()), 128)
-    assert list(steps) == list(range(8, 129, 8))
+    assert trained_on(models["fleet"], batches, 128) == list(range(8, 129, 8))
     assert trained["fleet"] == trained["alone"]
 
 
@@ -470,3 +469,31 @@ def test_a_model_that_explores_in_a_way_that_workers_lack_is_refused(algorithm: 
     model = algorithm("MlpPolicy", make_pendulum(), device="cpu", **options)
     with pytest.raises(ModuleError, match=f"this {algorithm.__name__} cannot act in workers: .* without gSDE"):
         sb3._check(model, None)  # type: ignore[arg-type]
+
+
+def recorded(env: str, **options: Any) -> Recorded:
+    """Sixteen batches of 8 steps, by a policy of SB3."""
+    module = partial(build, **options)
+    with SingleAgentEnvRunner(EnvRunnerConfig(env=env, num_envs=1, seed=0, module=module)) as runner:
+        return Recorded(runner.sample(num_timesteps=8) for _ in range(16))
+
+
+def test_no_step_is_taken_for_a_model_that_has_had_them_all() -> None:
+    batches, model = recorded("CartPole-v1"), PPO("MlpPolicy", make_cart(), n_steps=8, batch_size=8, device="cpu")
+    [*_, last] = trained_on(model, batches, 64)
+    assert last == model.num_timesteps == 64
+    assert trained_on(model, batches, 64) == []
+    assert model.num_timesteps == 64
+    with pytest.raises(ConfigError, match="0 is no number of steps to train on"):
+        trained_on(model, batches, 0)
+
+
+def test_a_model_that_a_fleet_has_trained_goes_on_by_itself() -> None:
+    model = PPO("MlpPolicy", make_cart(), n_steps=8, batch_size=8, n_epochs=1, device="cpu")
+    trained_on(model, recorded("CartPole-v1"), 64)
+    model.learn(32, reset_num_timesteps=False)
+    assert model.num_timesteps == 96
+
+
+def trained_on(model: Any, batches: Recorded, total_timesteps: int) -> list[int]:
+    return list(sb3.updates(model, cast(Any, batches), cast(Any, NoFleet()), total_timesteps))
