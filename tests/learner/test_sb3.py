@@ -24,7 +24,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from headrace.learner_stub.adapters import sb3
 from headrace.learner_stub.rollout import map_nested
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
 from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules.sb3 import as_module, build
@@ -432,8 +432,16 @@ def test_a_policy_that_cannot_act_in_workers_is_refused() -> None:
     with pytest.raises(ModuleError, match=r"has the action space Discrete\(3\), and the fleet's is Box"):
         as_module(made("discrete")[0], box)
     from_one = Spaces(observation=OBS, action=Discrete(n=3, start=1))
-    with pytest.raises(ModuleError, match="counts actions from 0"):
+    with pytest.raises(ModuleError, match=r"counts actions from 0, and actions of the env are Discrete\(3, start=1\)"):
         build(from_one)
+    seen = Dict(spaces={"at": OBS, "place": Discrete(n=7, start=2)})
+    with pytest.raises(ModuleError, match="counts observations from 0, and observations/place of the env"):
+        build(Spaces(observation=seen, action=Discrete(n=3)), policy="MultiInputPolicy")
+    image = Box(shape=(40, 40, 3), dtype="|u1", low=0.0, high=255.0)
+    with pytest.raises(
+        ModuleError, match=r"the channels first, and observations of the env are of shape \(40, 40, 3\)"
+    ):
+        build(Spaces(observation=image, action=Discrete(n=3)), policy="CnnPolicy")
 
 
 class OwnBuffer(RolloutBuffer):
