@@ -250,13 +250,16 @@ class EpisodeStream:
     def module_spaces(self, *, timeout_s: float = 300.0) -> dict[str, Spaces]:
         """Return module id -> the spaces of its chunks. Waits for the first worker to tell them.
 
-        Raises `UnreachableError` when none does in time.
+        Raises `UnreachableError` when none does in time, or the fleet has ended.
         """
-        deadline = connection.now() + timeout_s
+        began = connection.now()
         while not self._telling:
-            if connection.now() > deadline:
+            waited_s = connection.now() - began
+            if waited_s > timeout_s:
                 raise UnreachableError("worker", self.endpoint, timeout_s)
-            self.pump(0.1)
+            self.pump(0.1)  # a fleet that is back is not ended any more
+            if self.ended and not self._telling:
+                raise UnreachableError("worker", self.endpoint, round(waited_s), f"the fleet has ended: {self.ended}")
         modules = self._telling[0].ready.modules
         modules.learn(self._telling[0].session.spaces)
         return dict(modules.spaces)

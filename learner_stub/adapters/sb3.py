@@ -28,7 +28,7 @@ from headrace.learner_stub.tensors import to_torch
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.episodes import episodes_of
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.errors import ConfigError, ModuleError
 
 _BUFFERS = ("RolloutBuffer", "DictRolloutBuffer", "ReplayBuffer", "DictReplayBuffer")
 
@@ -42,21 +42,27 @@ def updates(model: Any, stream: EpisodeStream, weights: WeightPublisher, total_t
       batches, follow as many gradient steps as `gradient_steps` and `learning_starts` ask for. Workers explore with
       DQN's exploration rate; SAC's actor explores from the start.
 
-    It ends after `total_timesteps`, those of an earlier life of the model included, or when the stream does.
+    It ends after `total_timesteps`, those of an earlier life of the model included, or when the stream does. A model
+    that has had them is published, and trains no more.
     `model.ep_info_buffer` has returns and lengths of the newest episodes. What SB3 records goes to `weights.log`.
 
-    Raises `ModuleError` for a model that does not fit, before anything is published, and the errors of `stream` and
-    `weights`: a `WeightsMismatchError` where the workers' module is another one.
+    Raises `ConfigError` for a `total_timesteps` below 1, and `ModuleError` for a model that does not fit, both before
+    anything is published; and the errors of `stream` and `weights`: a `WeightsMismatchError` where the workers' module
+    is another one.
     """
+    if total_timesteps < 1:
+        raise ConfigError(f"{total_timesteps} is no number of steps to train on; give 1 or more", key="total_timesteps")
     _check(model, stream)
     if not hasattr(model, "_logger"):  # else the user's own
         model.set_logger(_Figures())
-    if model.ep_info_buffer is None:
-        model.ep_info_buffer = deque(maxlen=model._stats_window_size)
+    if model.ep_info_buffer is None:  # SB3 makes both or none
+        model.ep_info_buffer, model.ep_success_buffer = (deque(maxlen=model._stats_window_size) for _ in range(2))
     model._update_current_progress_remaining(min(model.num_timesteps, total_timesteps), total_timesteps)
     if hasattr(model, "exploration_schedule"):
         model.exploration_rate = model.exploration_schedule(model._current_progress_remaining)
     weights.publish(_acting(model))
+    if model.num_timesteps >= total_timesteps:
+        return
     yield from (_on_policy if hasattr(model, "rollout_buffer") else _off_policy)(
         model, stream, weights, total_timesteps
     )
@@ -209,9 +215,19 @@ def _check(model: Any, stream: EpisodeStream) -> None:
             f"this {type(model).__name__} must be built with one env, without action_noise and optimize_memory_usage: "
             "the envs and the exploration are the fleet's, and its chunks do not follow one another"
         )
+    if model.use_sde or ("Replay" in name and not _acts_in_workers(model)):
+        raise ModuleError(
+            f"the policy of this {type(model).__name__} cannot act in workers: they take those of PPO, A2C, DQN and "
+            "SAC, without gSDE (use_sde)"
+        )
     if model.get_vec_normalize_env() is not None:
         raise ModuleError("the model's VecNormalize sees no step of the fleet; use the connector MeanStd in its place")
     stream.spaces().check_gymnasium(model.observation_space, model.action_space, f"this {type(model).__name__}")
+
+
+def _acts_in_workers(model: Any) -> bool:
+    """Return whether an off-policy model explores by what workers have of it: a Q-network, or SAC's distribution."""
+    return hasattr(model, "q_net") or hasattr(getattr(model, "actor", None), "get_action_dist_params")
 
 
 def _count(model: Any, batch: ChunkBatch, total_timesteps: int) -> int:

@@ -43,13 +43,16 @@ def to_gym(space: Space) -> gym.Space[Any]:
             return gym.spaces.Tuple([to_gym(sub) for sub in space.spaces])
 
 
-def is_alike(one: gym.Space[Any], other: gym.Space[Any]) -> bool:
-    """Return whether arrays of both spaces have the same form. Bounds of floats may differ."""
+def is_alike(one: gym.Space[Any], other: gym.Space[Any], *, any_bounds: bool) -> bool:
+    """Return whether both spaces hold the same values; with `any_bounds`, bounds of floats may differ."""
     match one, other:
         case gym.spaces.Dict(), gym.spaces.Dict():
-            return one.keys() == other.keys() and all(is_alike(one[key], other[key]) for key in one)
+            return one.keys() == other.keys() and all(is_alike(one[k], other[k], any_bounds=any_bounds) for k in one)
         case gym.spaces.Tuple(), gym.spaces.Tuple():
-            return len(one) == len(other) and all(map(is_alike, one, other))
-        case gym.spaces.Box(), gym.spaces.Box() if one.dtype.kind == "f":
+            pairs = zip(one, other, strict=False)
+            return len(one) == len(other) and all(is_alike(*pair, any_bounds=any_bounds) for pair in pairs)
+        case gym.spaces.MultiBinary(), gym.spaces.MultiBinary():
+            return one.shape == other.shape
+        case gym.spaces.Box(), gym.spaces.Box() if any_bounds and one.dtype.kind == "f":
             return one.shape == other.shape and one.dtype == other.dtype
     return one == other

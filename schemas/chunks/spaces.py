@@ -162,7 +162,7 @@ class Spaces(BaseModel):
         from headrace.schemas.chunks.gymnasium_spaces import is_alike
 
         for kind, own, its in zip(("observation", "action"), self.to_gymnasium(), (observation, action), strict=True):
-            if not (own == its or (kind == "observation" and is_alike(own, its))):
+            if not is_alike(own, its, any_bounds=kind == "observation"):
                 raise ModuleError(
                     f"{owner} has the {kind} space {its!s:.200}, and the fleet's is {own!s:.200}; build it for the env "
                     "and the connectors of the fleet"

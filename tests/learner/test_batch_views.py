@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -15,8 +16,9 @@ from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.schemas.chunks.chunk import EpisodeChunk
-from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Spaces
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, Spaces
 from headrace.schemas.chunks.spaces import Tuple as TupleSpace
+from headrace.schemas.errors import ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
 from support.pipeline.delivery import SPACES, Envs
@@ -129,3 +131,21 @@ def test_spaces_convert_to_gymnasium_spaces_and_back() -> None:
     observation, action = spaces.to_gymnasium()
     assert (convert(observation, "obs"), convert(action, "action")) == (spaces.observation, spaces.action)
     assert action.contains(action.sample())
+
+
+def test_a_model_fits_a_fleet_however_gymnasium_writes_its_spaces() -> None:
+    spaces = Spaces(observation=Dict(spaces={"on": MultiBinary(shape=(3,))}), action=MultiBinary(shape=(3,)))
+    for form in (3, (3,), [3]):
+        own = gym.spaces.MultiBinary(form)
+        spaces.check_gymnasium(gym.spaces.Dict({"on": own}), own, "this model")
+    with pytest.raises(ModuleError, match=r"this model has the action space MultiBinary\(4\)"):
+        spaces.check_gymnasium(gym.spaces.Dict({"on": own}), gym.spaces.MultiBinary(4), "this model")
+
+
+def test_the_bounds_of_a_model_may_differ_for_observations_of_floats_alone() -> None:
+    box = Box(shape=(2,), dtype="<f4", low=-1.0, high=1.0)
+    spaces = Spaces(observation=TupleSpace(spaces=(box,)), action=box)
+    one, two = gym.spaces.Box(-1.0, 1.0, (2,)), gym.spaces.Box(-2.0, 2.0, (2,))
+    spaces.check_gymnasium(gym.spaces.Tuple([two]), one, "this model")
+    with pytest.raises(ModuleError, match="this model has the action space"):
+        spaces.check_gymnasium(gym.spaces.Tuple([two]), two, "this model")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from stable_baselines3 import A2C, DQN, PPO, SAC
+from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
@@ -24,8 +24,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from headrace.learner_stub.adapters import sb3
 from headrace.learner_stub.rollout import map_nested
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
+from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules.sb3 import as_module, build
 from headrace.workers.policy.module_weights import write_weights
@@ -406,8 +406,7 @@ def test_dqn_trains_all_at_once_after_as_many_steps_as_by_itself(options: dict[s
     models["alone"].learn(128)
     with SingleAgentEnvRunner(EnvRunnerConfig(env="CartPole-v1", num_envs=1, seed=0)) as runner:
         batches = Recorded(runner.sample(num_timesteps=8) for _ in range(16))
-    steps: Any = sb3.updates(models["fleet"], cast(Any, batches), cast(Any, NoFleet()), 128)
-    assert list(steps) == list(range(8, 129, 8))
+    assert trained_on(models["fleet"], batches, 128) == list(range(8, 129, 8))
     assert trained["fleet"] == trained["alone"]
 
 
@@ -433,8 +432,16 @@ def test_a_policy_that_cannot_act_in_workers_is_refused() -> None:
     with pytest.raises(ModuleError, match=r"has the action space Discrete\(3\), and the fleet's is Box"):
         as_module(made("discrete")[0], box)
     from_one = Spaces(observation=OBS, action=Discrete(n=3, start=1))
-    with pytest.raises(ModuleError, match="counts actions from 0"):
+    with pytest.raises(ModuleError, match=r"counts actions from 0, and actions of the env are Discrete\(3, start=1\)"):
         build(from_one)
+    seen = Dict(spaces={"at": OBS, "place": Discrete(n=7, start=2)})
+    with pytest.raises(ModuleError, match="counts observations from 0, and observations/place of the env"):
+        build(Spaces(observation=seen, action=Discrete(n=3)), policy="MultiInputPolicy")
+    image = Box(shape=(40, 40, 3), dtype="|u1", low=0.0, high=255.0)
+    with pytest.raises(
+        ModuleError, match=r"the channels first, and observations of the env are of shape \(40, 40, 3\)"
+    ):
+        build(Spaces(observation=image, action=Discrete(n=3)), policy="CnnPolicy")
 
 
 class OwnBuffer(RolloutBuffer):
@@ -454,3 +461,47 @@ def test_a_model_whose_buffer_is_not_sb3s_own_or_that_normalises_by_itself_is_re
     normalised = PPO("MlpPolicy", VecNormalize(DummyVecEnv([make_cart])), n_steps=8, batch_size=8, device="cpu")
     with pytest.raises(ModuleError, match="MeanStd"):
         sb3._check(normalised, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        (TD3, {"buffer_size": 40}),
+        (DDPG, {"buffer_size": 40}),
+        (SAC, {"buffer_size": 40, "use_sde": True}),
+        (PPO, {"n_steps": 8, "batch_size": 8, "use_sde": True}),
+    ],
+    ids=["td3", "ddpg", "sac-gsde", "ppo-gsde"],
+)
+def test_a_model_that_explores_in_a_way_that_workers_lack_is_refused(algorithm: Any, options: dict[str, Any]) -> None:
+    model = algorithm("MlpPolicy", make_pendulum(), device="cpu", **options)
+    with pytest.raises(ModuleError, match=f"this {algorithm.__name__} cannot act in workers: .* without gSDE"):
+        sb3._check(model, None)  # type: ignore[arg-type]
+
+
+def recorded(env: str, **options: Any) -> Recorded:
+    """Sixteen batches of 8 steps, by a policy of SB3."""
+    module = partial(build, **options)
+    with SingleAgentEnvRunner(EnvRunnerConfig(env=env, num_envs=1, seed=0, module=module)) as runner:
+        return Recorded(runner.sample(num_timesteps=8) for _ in range(16))
+
+
+def test_no_step_is_taken_for_a_model_that_has_had_them_all() -> None:
+    batches, model = recorded("CartPole-v1"), PPO("MlpPolicy", make_cart(), n_steps=8, batch_size=8, device="cpu")
+    [*_, last] = trained_on(model, batches, 64)
+    assert last == model.num_timesteps == 64
+    assert trained_on(model, batches, 64) == []
+    assert model.num_timesteps == 64
+    with pytest.raises(ConfigError, match="0 is no number of steps to train on"):
+        trained_on(model, batches, 0)
+
+
+def test_a_model_that_a_fleet_has_trained_goes_on_by_itself() -> None:
+    model = PPO("MlpPolicy", make_cart(), n_steps=8, batch_size=8, n_epochs=1, device="cpu")
+    trained_on(model, recorded("CartPole-v1"), 64)
+    model.learn(32, reset_num_timesteps=False)
+    assert model.num_timesteps == 96
+
+
+def trained_on(model: Any, batches: Recorded, total_timesteps: int) -> list[int]:
+    return list(sb3.updates(model, cast(Any, batches), cast(Any, NoFleet()), total_timesteps))

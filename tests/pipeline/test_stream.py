@@ -352,6 +352,13 @@ def test_a_loop_with_batch_timeout_s_ends_with_a_logged_reason(
     assert "no batch for batch_timeout_s = 0.5 s" in caplog.text
 
 
+def test_the_wait_for_a_worker_ends_with_the_fleet(open_stream: OpenStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = open_stream()
+    monkeypatch.setattr(EpisodeStream, "ended", "it was stopped")
+    with pytest.raises(UnreachableError, match=r"no worker answers .* the fleet has ended: it was stopped"):
+        stream.spaces(timeout_s=TIMEOUT_S)
+
+
 def test_a_message_that_is_cut_off_by_the_brokers_death_is_left_out() -> None:
     """libzmq drops what a connection has left when it ends, also in the midst of a message that is being read."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"

@@ -32,11 +32,13 @@ from stable_baselines3.common.distributions import (
     MultiCategoricalDistribution,
 )
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
 from stable_baselines3.dqn.policies import DQNPolicy
 from stable_baselines3.sac.policies import SACPolicy
 from torch import Tensor, nn
 
-from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
+from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ModuleError
 
 _KINDS = (BernoulliDistribution, CategoricalDistribution, DiagGaussianDistribution, MultiCategoricalDistribution)
@@ -59,6 +61,7 @@ def build(
             f"Stable-Baselines3 {stable_baselines3.__version__} has no policy {policy!r:.80} of {algorithm!r:.80}; "
             f"it has {sorted(aliases) or 'no such algorithm'}"
         )
+    _check_channels(spaces)
     made = aliases[policy](*spaces.to_gymnasium(), lambda _: 0.0, **(policy_kwargs or {}))
     return as_module(made, spaces)
 
@@ -69,8 +72,7 @@ def as_module(policy: BasePolicy, spaces: Spaces) -> nn.Module:
     Raises `ModuleError` where the policy is for other spaces, or of a kind that cannot act on numbers it is given.
     """
     spaces.check_gymnasium(policy.observation_space, policy.action_space, "the policy of Stable-Baselines3")
-    if np.any(getattr(policy.action_space, "start", 0)):
-        raise ModuleError(f"Stable-Baselines3 counts actions from 0, and those of the env are {policy.action_space}")
+    _check_counting(spaces)
     policy.set_training_mode(False)
     if isinstance(policy, ActorCriticPolicy) and type(policy.action_dist) in _KINDS:
         return Sb3ActorCritic(policy)
@@ -82,6 +84,25 @@ def as_module(policy: BasePolicy, spaces: Spaces) -> nn.Module:
         f"{type(policy).__name__} of Stable-Baselines3 cannot act in workers: they take those of PPO, A2C, DQN and "
         "SAC, without gSDE (use_sde) or memory; write a module for it: see docs/guides/policy.md"
     )
+
+
+def _check_counting(spaces: Spaces) -> None:
+    """Raise `ModuleError` for numbers that do not start at 0."""
+    for kind, space in (("actions", spaces.action), ("observations", spaces.observation)):
+        for name, leaf in leaves(space, kind):
+            if np.any(getattr(leaf, "start", 0)):
+                raise ModuleError(f"Stable-Baselines3 counts {kind} from 0, and {name} of the env are {to_gym(leaf)}")
+
+
+def _check_channels(spaces: Spaces) -> None:
+    """Raise `ModuleError` for images whose channels come last. A model of SB3 turns them round in its own env."""
+    for name, leaf in leaves(spaces.observation, "observations"):
+        image: Any = to_gym(leaf)
+        if is_image_space(image) and not is_image_space_channels_first(image):
+            raise ModuleError(
+                f"Stable-Baselines3's policies take images with the channels first, and {name} of the env are of shape "
+                f"{image.shape}; move the channels in the env, as by gymnasium's TransformObservation"
+            )
 
 
 class Sb3ActorCritic(nn.Module):
