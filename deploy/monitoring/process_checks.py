@@ -81,7 +81,8 @@ def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
     )
     for state in unknown:
         sentence = f"waiting for {state.name} (pid {state.pid}) to join the broker"
-        yield observe(facts, "worker_not_joined", state.name, sentence, facts.unix_s - state.started_unix_s)
+        for_s = facts.unix_s - max(state.started_unix_s, facts.snapshot.started_unix_s or 0.0)
+        yield observe(facts, "worker_not_joined", state.name, sentence, for_s)
 
 
 def lost_elsewhere(facts: Facts) -> Iterator[Observation]:

@@ -493,6 +493,10 @@ FINE = {
         told(having("learner", **AFRESH), {**STILL, "weights_seq": 0.0}, workers=NO_WEIGHTS, lease={"connected": 0.0}),
         r"Starting: waiting for first weights from the learner \(5 s so far\)",
     ),
+    "has a new broker, which workers join again": (
+        told(workers={0: WORKER}, started_unix_s=NOW - 5),
+        "Learning. Nothing lost.",
+    ),
     "aborts episodes like any": (
         told(gauges=ABORTED, workers={0: FAILED_ONCE, 1: WORKER}),
         "Learning. Nothing lost.",
