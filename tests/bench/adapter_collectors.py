@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,11 @@ def made(env: str) -> Any:
     return own
 
 
+def made_of(env_config: Mapping[str, Any]) -> Any:
+    """Make the env of this configuration's `env`, in a process of envs."""
+    return made(env_config["env"])
+
+
 class Newest:
     """Returns of the newest 100 episodes."""
 
@@ -68,14 +74,19 @@ class Newest:
         return float(np.mean(self._returns)) if len(self._returns) == 100 else -np.inf
 
 
-def torch_loop(loop: Loop) -> tuple[int, float]:
-    """Train `TorchPPO` on gymnasium's own vector."""
-    envs = gym.vector.SyncVectorEnv(
+def own_vector(loop: Loop) -> Any:
+    """Make gymnasium's own vector."""
+    return gym.vector.SyncVectorEnv(
         [lambda: made(loop.env)] * loop.num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
     )
+
+
+def torch_loop(loop: Loop, vector: Callable[[Loop], Any] = own_vector, watch: Watch = UNWATCHED) -> tuple[int, float]:
+    """Train `TorchPPO` on a vector of gymnasium's kind."""
+    envs = vector(loop)
     module = actor_critic(spaces_of(gym.make(loop.env)), vf_share_layers=False, seed=loop.seed)
     noise = torch.randn if module.noise_kind == "normal" else torch.rand
-    update, newest = TorchPPO(loop.settings, UNWATCHED), Newest()
+    update, newest = TorchPPO(loop.settings, watch), Newest()
     obs, _ = envs.reset(seed=loop.seed)
     for steps in itertools.count(loop.batch, loop.batch):
         rows: dict[str, list[Any]] = defaultdict(list)
@@ -86,7 +97,9 @@ def torch_loop(loop: Loop) -> tuple[int, float]:
             ends, after = terminated | truncated, obs.copy()
             for i in np.flatnonzero(ends):
                 after[i] = infos["final_obs"][i]
-                newest.add([infos["final_info"]["episode"]["r"][i]])
+            told = infos.get("final_info", {})
+            for i in np.flatnonzero(told.get("_episode", ())):  # a lost env tells no return
+                newest.add([told["episode"]["r"][i]])
             last = ends | (step == loop.length - 1)
             values = seen["obs"], answer["actions"], answer["logp"], after, rewards, terminated, last
             for name, value in zip(_COLUMNS, values, strict=True):
@@ -95,6 +108,7 @@ def torch_loop(loop: Loop) -> tuple[int, float]:
         whole = {name: torch.stack(parts, 1).flatten(0, 1) for name, parts in rows.items()}
         update(module, _Steps(**whole, columns={"logp": whole["logp"]}))
         if newest.mean >= loop.mark or steps >= MOST_STEPS:
+            envs.close()
             return steps, newest.mean
     raise AssertionError
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ from bench import adapter_collectors, adapter_learners, time_to_return
 from bench.adapter_learners import Watch
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.adapters.torch_dataset import EpisodeDataset
-from headrace.workers import EnvRunnerConfig
+from headrace.workers import EnvRunnerConfig, GymVectorEnv
 from headrace.workers.modules import actor_critic
 from support.fleets.running_fleet import RunningFleet
 
 CARTPOLE, PENDULUM = "CartPole-v1", "Pendulum-v1"
 LIMIT_S = 1500.0
+SIZES = {CARTPOLE: (8, 64), PENDULUM: (4, 512)}
+"""The envs of a loop without a fleet, and the steps of each in an update."""
 SEPARATE = ("--set", "module.config.vf_share_layers=false")
 UNSQUASHED = ("--set", 'sampling.module_to_env=["headrace.workers.connectors:UnsquashActions"]')
 SB3 = ("--set", "module.build=headrace.workers.modules.sb3:build")
@@ -264,6 +266,19 @@ def own_loop(
     return Found(*train(adapter_collectors.Loop(env, *size, settings, seed, mark)))
 
 
+def vector_loop(env: str, size: tuple[int, int], seed: int, mark: float) -> Found:
+    """Train by the loop of torch alone on a `GymVectorEnv` in its place, and kill its process of envs."""
+    watch = Watch(lambda: os.kill(env_process_of(os.getpid()), signal.SIGKILL), 10_000)
+
+    def vector(loop: adapter_collectors.Loop) -> GymVectorEnv:
+        own = {"env": "bench.adapter_collectors:made_of", "env_config": {"env": loop.env}}
+        return GymVectorEnv(EnvRunnerConfig(**own, num_envs=loop.num_envs, env_placement="process"))
+
+    found = own_loop(partial(adapter_collectors.torch_loop, vector=vector, watch=watch), env, size, seed, mark)
+    assert watch.killed, "the run ended before a process of envs was killed"
+    return replace(found, killed=1)
+
+
 def arms() -> list[Arm]:
     """Return all arms, each beside its library alone."""
     sampled = {
@@ -287,7 +302,7 @@ def arms() -> list[Arm]:
         ("TorchRL PPO", "torchrl", adapter_collectors.torchrl_collector),
         ("RLlib PPO", "tensorboardX", adapter_collectors.rllib_runner),
     ):
-        for env, size in ((CARTPOLE, (8, 64)), (PENDULUM, (4, 512))):
+        for env, size in SIZES.items():
             alone = partial(own_loop, loop, env, size)
             found.append(Arm(f"{name} alone", env, needs, alone, time_to_return.GOALS[env]))
     for recipe, env, mark, options in (
@@ -302,6 +317,8 @@ def arms() -> list[Arm]:
         found.append(Arm(f"SB3 {recipe} alone", env, "stable_baselines3", partial(sb3_alone, key), mark))
         if recipe == "PPO":
             found.append(Arm("SB3VecEnv", env, "stable_baselines3", partial(sb3_vec_env, key), mark))
+    for env, size in SIZES.items():
+        found.append(Arm("GymVectorEnv", env, "torch", partial(vector_loop, env, size), time_to_return.GOALS[env]))
     found.append(Arm("CleanRL's form", CARTPOLE, "torch", cleanrl, 475.0))
     found.append(Arm("CleanRL's form alone", CARTPOLE, "torch", cleanrl_alone, 475.0))
     return found
@@ -325,7 +342,7 @@ def table(runs: Sequence[Run]) -> str:
         "|---|---|---|---|---|",
     ]
     for arm, env in dict.fromkeys((run.arm, run.env) for run in runs if not run.arm.endswith(" alone")):
-        library = {"SB3VecEnv": "SB3 PPO"}.get(arm, arm)
+        library = {"SB3VecEnv": "SB3 PPO", "GymVectorEnv": "torch DataLoader"}.get(arm, arm)
         own, alone = (_of(runs, name, env) for name in (arm, f"{library} alone"))
         cpu = ", ".join(f"{run.cpu_s:,.0f}" for run in own) + " s"
         lines.append(f"| {arm} | {env} | {_steps(own)} | {_steps(alone)} | {cpu} |")
