@@ -22,7 +22,7 @@ INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells have it."""
 
 _NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memory", "cannot allocate memory")
-"""What the dynamic loader and the kernel say where a limit leaves no memory."""
+"""Words of the dynamic loader and the kernel. They say that a limit leaves no memory."""
 
 _START_NOTHING = frozenset(("--help", "--print-config"))
 """Options with which a command starts nothing."""

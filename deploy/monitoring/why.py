@@ -16,19 +16,23 @@ from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.basics.printable import printable
 
 WATCH_S = 1.0
+_LOOKS_FOR_ERROR = 30
+"""Looks of a watch for the error of a run that ends. A supervisor that is stopped or out of reach never writes it."""
 
 
 def why(reader: FactsReader, *, as_json: bool, watch: bool, stream: TextIO = sys.stdout) -> list[Finding]:
     """Print the verdict and each finding. With `watch` print them at each change until the fleet has ended.
 
-    A watch waits for the error of a run that ends. Return the findings that were printed last.
+    A watch waits half a minute for the error of a run that ends. Return the findings that were printed last.
     """
     shown: object = None
+    looks_left = _LOOKS_FOR_ERROR if watch else 0
     while True:
         facts = reader.read()
         findings = find(facts)
         line = verdict(facts, findings)
-        if watch and line.startswith("Ended") and _drains_here(facts):
+        if looks_left and line.startswith("Ended") and _drains_here(facts):
+            looks_left -= 1
             time.sleep(WATCH_S)
             continue
         now = ([(one.kind, one.whom) for one in findings], line.partition(" ")[0])

@@ -125,3 +125,13 @@ def test_a_watch_says_nothing_of_an_end_before_its_supervisor_has_written_the_er
     failed, text = replace(drains, processes=stopped, failure="the goal was not reached"), StringIO()
     why_module.why(Looks(drains, drains, failed), as_json=False, watch=True, stream=text)  # type: ignore[arg-type]
     assert text.getvalue().startswith("Ended with an error: the goal was not reached.")
+
+
+def test_a_watch_ends_though_its_supervisor_never_writes_the_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(why_module, "WATCH_S", 0.0)
+    supervisor = ProcessState(name="supervisor", role="supervisor", state="draining")
+    drains, text = Facts(0.0, Snapshot(ended_unix_s=1.0), {"supervisor": supervisor}, run_dir=tmp_path), StringIO()
+    why_module.why(Looks(*[drains] * 31), as_json=False, watch=True, stream=text)  # type: ignore[arg-type]
+    assert text.getvalue().startswith("Ended.")

@@ -1,4 +1,4 @@
-"""What one peer sends, and a ROUTER port has not read yet, waits in the peer beyond a bound. Nothing of it is lost."""
+"""A ROUTER port holds so many unread messages of one peer. The peer keeps further ones, and none is lost."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class EnvHostPeer:
         self.rss_bytes: int | None = None
         """Resident bytes; None before it has told them."""
         self.has_stepped = False
-        """Whether an env has taken a step."""
+        """True once one of its envs has taken a step."""
         self._cpu_s_at_first: float | None = None
         self._queue: dict[int, tuple[Command, int]] = {}
         self._numbers = [0] * hello.num_envs
