@@ -37,7 +37,7 @@ second. A HELLO is larger where spaces and weights have thousands of parts.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeardMessage:
     """A message that has come at a port, before it is handled."""
 

@@ -99,7 +99,8 @@ class BrokerSockets:
 
         Return whether some still wait. Does not block.
         """
-        self.auth.judge()
+        if any(socket in ready for socket in self.auth.sockets):
+            self.auth.judge()
         for role, socket in (("worker", self.workers), ("learner", self.learners), ("weights", self.weights)):
             if self.auth.waiting(role):
                 self.auth.admit(role, self.watches[socket].admission.places(waits=socket in ready))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS
 from headrace.schemas.chunks.batch import ChunkBatch
@@ -43,14 +45,22 @@ class LagMonitor:
         counts: list[int] = self._counts.tolist()
         return counts
 
+    def _count(self, lag: NDArray[np.int64]) -> int:
+        """Count the steps by their lag, and return the sum. Most batches have one lag, and are counted at once."""
+        lowest = int(lag.min())
+        if lowest == int(lag.max()):
+            self._counts[bisect_left(LAG_BOUNDS, lowest)] += len(lag)
+            return lowest * len(lag)
+        self._counts += np.bincount(np.searchsorted(_BOUNDS, lag), minlength=LAG_BUCKETS)
+        return int(lag.sum())
+
     def observe(self, batch: ChunkBatch, update_steps: int) -> None:
         """Count a batch that is handed out. Log a warning for the first late one, which names `update_steps`."""
         if not batch.steps:
             return
-        self._counts += np.bincount(np.searchsorted(_BOUNDS, batch.lag), minlength=LAG_BUCKETS)
+        total = self._count(batch.lag)
         if batch.learner_epoch != batch.newest[0]:
             return
-        total = int(batch.lag.sum())
         self._recent.append((total, batch.steps))
         if self._warn_lag is None or total <= self._warn_lag * batch.steps:
             return

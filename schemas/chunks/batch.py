@@ -101,13 +101,15 @@ class BatchHeader(BaseModel):
     reasons: ListOf[str] = [""]
     episodes: ListOf[Annotated[tuple[float, Natural], Strict(False)]] = []
     """(return, length) of each episode that ended in this batch."""
-    agent_returns: ListOf[float] = []
+    agent_returns: ListOf[float] = Field(default_factory=list)  # pydantic deep-copies a default of []
     """The return of each agent whose episode ended in this batch, which is of one module; empty in an env of one agent,
     where it would be that of the episode.
     """
-    agent_lengths: ListOf[Natural] = []
+    agent_lengths: ListOf[Natural] = Field(default_factory=list)
     """The agent steps of the same episodes, in the same order; empty from a worker that does not tell them."""
-    aborted: Annotated[ListOf[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)] = []
+    aborted: Annotated[ListOf[Annotated[tuple[float, Natural], Strict(False)]], Field(max_length=MOST_ABORTED)] = Field(
+        default_factory=list
+    )
     """(return, length) of episodes that ended before their end since the last batch: their env failed, the client was
     lost, or the worker leaves.
     """
@@ -175,10 +177,15 @@ class ChunkBatch(Sequence[EpisodeChunk]):
             return self.lookback_offsets
         return self.state_offsets if name.startswith(STATE_IN) else self.offsets
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Return the number of steps in all chunks together."""
         return int(self.offsets[-1])
+
+    @property
+    def has_markers(self) -> bool:
+        """Return whether a chunk of no steps is among them: the end marker of an episode of an earlier batch."""
+        return int(self.obs_offsets[-1]) - self.steps < len(self)
 
     @cached_property
     def lag(self) -> NDArray[np.int64]:
@@ -318,9 +325,9 @@ def _further(views: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 def _running(counts: NDArray[Any]) -> NDArray[np.int64]:
     """Return 0 and then the running sum of `counts`."""
-    sums = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=sums[1:])
-    return sums
+    steps = np.zeros(len(counts) + 1, np.int64)
+    steps[1:] = counts
+    return steps.cumsum()
 
 
 _OFTEN_EMPTY = ("agent_returns", "agent_lengths", "aborted")

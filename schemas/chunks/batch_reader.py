@@ -18,6 +18,7 @@ from headrace.schemas.chunks.batch import (
     ChunkBatch,
     Infos,
     belongs_to_space,
+    is_obs_column,
     read_batch_header,
 )
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
@@ -27,16 +28,20 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireLimits, decode_arrays, decode_header
 
 _INDICES = ("agent", "module", "reason")
-_INDEX_LAYOUT: Any = {
-    "names": ["indices"],
-    "formats": [("<u2", (len(_INDICES),))],
-    "offsets": [CHUNK_TABLE.fields["agent"][1]],  # type: ignore[index]
-    "itemsize": CHUNK_TABLE.itemsize,
-}
-_INDEX_TABLE: np.dtype[Any] = np.dtype(_INDEX_LAYOUT)
-"""The three neighbouring uint16 fields of the chunk table as one array: numpy costs time by call, not by row."""
+_SIGN_BITS = 0xC0
+"""The two highest bits of the last byte of an int64: both are 0 from 0 to 2^62 - 1."""
 
-_Rows = tuple[np.dtype[Any], tuple[int, ...]]
+
+def _bytes_of(name: str) -> slice:
+    """Return where a field's bytes lie in a row of the chunk table."""
+    dtype, start = CHUNK_TABLE.fields[name][:2]  # type: ignore[index]
+    return slice(start, start + dtype.itemsize)
+
+
+_AT = {name: _bytes_of(name) for name in (*_INDICES, "t_start", "episode_length", "end", "lookback")}
+
+_Rows = tuple[np.dtype[Any], tuple[int, ...], bool]
+"""Dtype and shape of a column's rows, and whether it is of observations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,11 @@ class BatchReader:
         self._action_space = action_space
         self._limits = limits
         both = (*leaves(observation_space, "obs"), *leaves(action_space, "actions"))
-        self._required: dict[str, _Rows] = {name: (column_dtype(leaf), leaf_shape(leaf)) for name, leaf in both}
-        self._required |= {"rewards": (np.dtype("<f8"), ()), "weights_seq": (np.dtype("<i8"), ())}
-        self._known = self._required | {"env_t": (np.dtype("<i8"), ())}
+        self._required: dict[str, _Rows] = {
+            name: (column_dtype(leaf), leaf_shape(leaf), is_obs_column(name)) for name, leaf in both
+        }
+        self._required |= {"rewards": (np.dtype("<f8"), (), False), "weights_seq": (np.dtype("<i8"), (), False)}
+        self._known = self._required | {"env_t": (np.dtype("<i8"), (), False)}
 
     def read(self, unread: UnreadBatch, newest: Version = (0, 0)) -> ChunkBatch:
         """Read the whole batch; its columns are views of the frames. `newest` is the version from which lag counts.
@@ -68,8 +75,8 @@ class BatchReader:
         """
         header = unread.header
         arrays = decode_arrays(unread.raw_header, unread.frames, self._limits)
-        table, columns = _split(arrays)
-        _check_table(table, header)
+        table, columns, further = _split(arrays)
+        looks_back = _check_table(table, header)
         batch = ChunkBatch(
             table=table,
             columns=columns,
@@ -78,7 +85,7 @@ class BatchReader:
             agents=header.agents,
             modules=header.modules,
             reasons=header.reasons,
-            infos=_load_infos(arrays.get("_infos"), table, self._limits),
+            infos=_load_infos(further.get("_infos"), table, self._limits),
             slot=header.slot,
             incarnation=header.incarnation,
             seq=header.seq,
@@ -86,7 +93,7 @@ class BatchReader:
             weights_digest=header.weights_digest,
             connector_update={
                 name.removeprefix(CONNECTOR_UPDATE): a
-                for name, a in arrays.items()
+                for name, a in further.items()
                 if name.startswith(CONNECTOR_UPDATE)
             },
             newest=newest,
@@ -94,23 +101,22 @@ class BatchReader:
         if (batch.steps, len(batch)) != (header.steps, header.chunks):
             counts, told = (batch.steps, len(batch)), (header.steps, header.chunks)
             raise DecodeError("bad_table", f"{counts} steps and chunks; header says {told}")
+        if batch.has_markers and bool((table["end"][table["length"] == 0] != ChunkEnd.ABORTED).any()):
+            raise DecodeError("bad_table", "a chunk of no steps that is no end marker")
         self._check_columns(batch)
-        _check_lookback(batch)
+        _check_lookback(batch, looks_back=looks_back)
         return batch
 
     def _check_columns(self, batch: ChunkBatch) -> None:
         if missing := self._required.keys() - batch.columns.keys():
             raise DecodeError("missing_column", f"column {min(missing)!r:.80} is missing")
-        ends: dict[int, int] = {}  # by offsets: there are few kinds of columns, so each is computed once
+        obs_rows = int(batch.obs_offsets[-1])
         for name, column in batch.columns.items():
-            offsets = batch.offsets_of(name)
-            rows = ends.get(id(offsets))
-            if rows is None:
-                rows = ends[id(offsets)] = int(offsets[-1])
+            known = self._known.get(name)
+            rows = int(batch.offsets_of(name)[-1]) if known is None else (batch.steps, obs_rows)[known[2]]
             shape = column.shape
             if not shape or shape[0] != rows:
                 raise DecodeError("bad_column", f"column {name!r:.80} has shape {shape}, not {rows} rows")
-            known = self._known.get(name)
             if known is None:
                 if belongs_to_space(name):
                     raise DecodeError("bad_column", f"column {name!r:.80} is no leaf of its space")
@@ -130,39 +136,49 @@ def decode_batch(
     return unread.header, BatchReader(observation_space, action_space, limits).read(unread)
 
 
-def _split(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.void], dict[str, NDArray[Any]]]:
+def _split(
+    arrays: dict[str, NDArray[Any]],
+) -> tuple[NDArray[np.void], dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    """Return the chunk table, the columns, and the codec's own arrays beside them."""
     raw = arrays.get("_table")
     if raw is None or raw.dtype != np.uint8 or raw.ndim != 1 or raw.size % CHUNK_TABLE.itemsize:
         raise DecodeError("bad_table", f"no chunk table of {CHUNK_TABLE.itemsize}-byte rows")
-    columns = {name: array for name, array in arrays.items() if not name.startswith("_")}
-    return raw.view(CHUNK_TABLE), columns
+    columns: dict[str, NDArray[Any]] = {}
+    further: dict[str, NDArray[Any]] = {}
+    for name, array in arrays.items():
+        (further if name.startswith("_") else columns)[name] = array
+    return raw.view(CHUNK_TABLE), columns, further
 
 
-def _check_table(table: NDArray[np.void], header: BatchHeader) -> None:
+def _check_table(table: NDArray[np.void], header: BatchHeader) -> bool:
+    """Raise `DecodeError` for a value that no worker writes. Return whether any chunk looks back.
+
+    numpy costs time by call, not by row. So the largest of all rows is taken once, byte by byte, for all fields.
+    """
     if not len(table):
-        return
-    highest = table.view(_INDEX_TABLE)["indices"].max(0).tolist()
-    for name, index, names in zip(_INDICES, highest, (header.agents, header.modules, header.reasons), strict=True):
-        if index >= len(names):
-            raise DecodeError("bad_table", f"{name} {index} of {len(names)}")
-    end, length = table["end"], table["length"]
-    if int(end.max()) > ChunkEnd.ABORTED:
-        raise DecodeError("bad_table", f"chunk end {int(end.max())} is unknown")
-    if not length.all() and bool((end[length == 0] != ChunkEnd.ABORTED).any()):
-        raise DecodeError("bad_table", "a chunk of no steps that is no end marker")
+        return False
+    largest = table.view(np.uint8).reshape(len(table), CHUNK_TABLE.itemsize).max(0).tobytes()
+    for name, names in zip(_INDICES, (header.agents, header.modules, header.reasons), strict=True):
+        if int.from_bytes(largest[_AT[name]], "little") >= len(names):  # the bytes may be of two rows
+            index = int(table[name].max())
+            if index >= len(names):
+                raise DecodeError("bad_table", f"{name} {index} of {len(names)}")
+    if (end := largest[_AT["end"]][0]) > ChunkEnd.ABORTED:
+        raise DecodeError("bad_table", f"chunk end {end} is unknown")
     for name in ("t_start", "episode_length"):
-        if int(table[name].view("<u8").max()) >= 1 << 62:  # read as unsigned, a negative number is huge
+        if largest[_AT[name]][-1] & _SIGN_BITS:
             raise DecodeError("bad_table", f"a chunk's {name} is out of range")
+    return any(largest[_AT["lookback"]])
 
 
-def _check_lookback(batch: ChunkBatch) -> None:
+def _check_lookback(batch: ChunkBatch, *, looks_back: bool) -> None:
     """Raise `DecodeError` unless all step and observation columns look back or none does.
 
     Raise it also for a chunk that looks back beyond the first step of its episode.
     """
     back = {name.removeprefix(LOOKBACK): c for name, c in batch.columns.items() if name.startswith(LOOKBACK)}
     table = batch.table
-    if not back and not table["lookback"].any():
+    if not back and not looks_back:
         return
     if bool((table["lookback"] > np.where(table["length"], table["episode_length"] - table["length"], 0)).any()):
         raise DecodeError("bad_table", "a chunk looks back on more steps than lie before it")

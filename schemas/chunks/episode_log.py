@@ -241,7 +241,7 @@ def _opening(records: list[_Record], settled: int) -> Iterator[_Record]:
         table = np.frombuffer(b"".join(tables), CHUNK_TABLE)  # as bytes: numpy is slow to join structures
         of = np.repeat(np.arange(len(own)), [len(record.table) for record in own])
         order = np.lexsort((table["length"] > 0, of))  # that of `in_order` within each record
-        rows = order[_newest(table[order])]
+        rows = order[_newest(_places(table)[order])]
         rows = rows[(table["length"][rows] > 0) & (table["end"][rows] == ChunkEnd.ONGOING)]
         after, since = (np.concatenate(parts)[rows] for parts in zip(*((r.after, r.since) for r in own), strict=True))
         yield _Record(settled, module, agents, own[-1].columns, table[rows], after, since)
@@ -257,11 +257,16 @@ def _renamed(record: _Record, agents: list[str]) -> NDArray[np.void]:
     return table
 
 
-def _newest(table: NDArray[np.void]) -> NDArray[np.intp]:
-    """Return the index of the last row of each env and agent."""
-    places = (table["env_index"].astype(np.uint64) << np.uint64(16)) | table["agent"]
+def _places(table: NDArray[np.void]) -> NDArray[np.uint64]:
+    """Return a number for the env and agent of each row."""
+    places: NDArray[np.uint64] = (table["env_index"].astype(np.uint64) << np.uint64(16)) | table["agent"]
+    return places
+
+
+def _newest(places: NDArray[np.uint64]) -> NDArray[np.intp]:
+    """Return the index of the last of each number."""
     _, from_end = np.unique(places[::-1], return_index=True)
-    return len(table) - 1 - from_end
+    return len(places) - 1 - from_end
 
 
 def _records(path: Path) -> Iterator[_Record]:

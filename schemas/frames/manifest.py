@@ -19,6 +19,8 @@ OWN_FRAME_BYTES = 64 * 1024
 ALLOWED_DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
 _DTYPES: dict[str, np.dtype[Any]] = {dtype: np.dtype(dtype) for dtype in ALLOWED_DTYPES}
 
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
 _OWN_FRAMES = DEFAULT_LIMITS.frames - 3
 """Large arrays beyond this number join the small ones, at the price of a copy: `WireLimits` bounds the frames."""
 
@@ -54,13 +56,13 @@ def _raw(name: str, array: NDArray[Any]) -> tuple[Buffer, str]:
 
     A large one is not copied if it is contiguous and little-endian.
     """
-    dtype = array.dtype
-    if dtype.byteorder == ">":
-        dtype = dtype.newbyteorder("<")
+    code = _CODES.get(array.dtype)
+    if code is None:
+        dtype = array.dtype.newbyteorder("<")
+        code = _CODES.get(dtype)
+        if code is None:
+            raise EncodeError(f"array {name!r} has dtype {array.dtype}, which may not go on the wire")
         array = array.astype(dtype)
-    code = dtype.str
-    if code not in ALLOWED_DTYPES:
-        raise EncodeError(f"array {name!r} has dtype {dtype}, which may not go on the wire")
     if array.ndim > DEFAULT_LIMITS.dims:
         raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_LIMITS.dims} are allowed")
     if array.nbytes < OWN_FRAME_BYTES:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from golden_samples import SPACES, encoded, header_of, make_batch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.schemas.chunks.batch import ChunkBatch, encode_batch, is_obs_column
@@ -216,6 +217,43 @@ def test_a_batch_that_contradicts_itself_is_refused(change: Callable[[ChunkBatch
     with pytest.raises(DecodeError) as caught:
         decode_batch(encode_batch(batch, header), *BOX)
     assert caught.value.reason == reason
+
+
+INDICES = (0, 1, 255, 256, 257, 299, 300, 511, 65535)
+TIMES = (0, 1, 2**62 - 1, 2**62, 2**63 - 1, -1, -(2**63))
+TABLE_VALUES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("agent", "module", "reason"), INDICES),
+    **dict.fromkeys(("t_start", "episode_length"), TIMES),
+    "end": (0, 1, 3, 4, 255),
+}
+
+
+CHANGE = st.sampled_from(sorted(TABLE_VALUES)).flatmap(
+    lambda name: st.tuples(st.just(name), st.integers(0, 2), st.sampled_from(TABLE_VALUES[name]))
+)
+
+
+@given(st.lists(CHANGE, min_size=1, max_size=3), st.sampled_from((1, 2, 256, 257, 300, 600)))
+@example([("agent", 0, 255), ("agent", 1, 256)], 300)
+@example([("t_start", 0, 2**62 - 1), ("episode_length", 1, 2**62 - 1)], 1)
+@example([("t_start", 2, -(2**63))], 1)
+def test_a_table_is_judged_as_it_would_be_field_by_field(changes: list[tuple[str, int, int]], names: int) -> None:
+    batch = make_batch(BOX, (2, 1, 3), (ChunkEnd.ONGOING,) * 3)
+    header = header_of(batch)
+    values = {name: [0, 0, 0] for name in TABLE_VALUES}
+    for name, row, value in changes:
+        values[name][row] = value
+    for name, three in values.items():
+        batch.table[name] = three
+    told = [str(i) for i in range(names)]
+    header = header.model_copy(update={"agents": told, "modules": told, "reasons": told})
+    is_valid = (
+        all(max(values[name]) < names for name in ("agent", "module", "reason"))
+        and all(0 <= value < 2**62 for name in ("t_start", "episode_length") for value in values[name])
+        and max(values["end"]) <= ChunkEnd.ABORTED
+    )
+    with nullcontext() if is_valid else pytest.raises(DecodeError, match="bad_table"):
+        decode_batch(encode_batch(batch, header), *BOX)
 
 
 @pytest.mark.parametrize("changes", [{"steps": 7}, {"chunks": 3}, {"agents": []}])

@@ -58,6 +58,8 @@ def test_a_message_that_does_not_compress_is_sent_plain() -> None:
     assert encode(MessageKind.BATCH, {}, {"noise": NOISE}, compressed=True) == plain
     assert not is_compressed(decode_header(plain)[1])
     assert decompressed(plain) == plain
+    unreadable = [*plain[:1], b"no JSON", *plain[2:]]
+    assert decompressed(unreadable) == unreadable, "the header of a plain batch is not read again"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9000)), min_size=1, max_size=5))

@@ -84,6 +84,8 @@ class Window:
         if limits.follows_learner and self.learner_steps:
             awaited = [s.batch.steps for s in self._shipments if not s.dropped]
             return not awaited or (self._fits_learner(awaited, batches) and self._nbytes < limits.window_bytes)
+        if len(self._shipments) + batches <= limits.window_batches and self._nbytes < limits.window_bytes:
+            return True
         keeps_all = limits.ack == "learner"
         kept = [s.batch.steps for s in self._shipments if not s.dropped and (keeps_all or s.frames is not None)]
         fits = len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
