@@ -31,7 +31,7 @@ from headrace.broker.rendezvous_file import RendezvousFile
 from headrace.broker.report import LIVE_S
 from headrace.broker.reporter import RedisReporter
 from headrace.broker.slot_owners import revocation
-from headrace.broker.sockets import BrokerSockets, Socket, receive, send
+from headrace.broker.sockets import BrokerSockets, Socket, receive
 from headrace.broker.source import Source
 from headrace.broker.state_file import read_broker_file, write_broker_file
 from headrace.broker.weights_relay import WeightsRelay
@@ -62,6 +62,7 @@ from headrace.schemas.messages.message_base import MOST_DETAIL
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import read_weights
 from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
+from headrace.schemas.peers import sockets
 from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.descriptors import source_of
@@ -519,7 +520,7 @@ class Broker:
     def _send(self, socket: Socket, peer: bytes, frames: list[Any]) -> None:
         """Send frames without a copy. Drop a message to a peer that is gone: it sends a HELLO when it reconnects."""
         try:
-            send(socket, [peer, *frames])
+            sockets.send(socket, [peer, *frames])
         except zmq.ZMQError as error:
             log.debug("peer %s has gone: %s", peer.hex(), error)
             if error.errno == errno.EHOSTUNREACH:

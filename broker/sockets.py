@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -144,13 +143,6 @@ def receive(socket: Socket, drops: Callable[[bytes], bool]) -> list[zmq.Frame] |
     except zmq.Again:
         return None
     return frames if most else []
-
-
-def send(socket: Socket, frames: list[Any]) -> None:
-    """Send one message without waiting. Frames that were received go out again without a copy."""
-    for frame in frames[:-1]:
-        socket.send(frame, sockets.MORE | sockets.DONTWAIT, copy=False)
-    socket.send(frames[-1], sockets.DONTWAIT, copy=False)
 
 
 def _bind_in_folder(socket: Socket, folder: Path, role: str) -> None:

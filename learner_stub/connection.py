@@ -157,7 +157,7 @@ class LearnerSocket:
     def send(self, frames: list[Buffer]) -> bool:
         """Send one message. Return False without a connection."""
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            sockets.send(self.socket, frames)
         except zmq.Again:
             return False
         return True

@@ -163,7 +163,7 @@ class BrokerLink:
     def _try_send(self, frames: list[bytes | bytearray | memoryview]) -> bool:
         """Send one message; return False without a connection. Large frames are not copied, so they must not change."""
         try:
-            self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            sockets.send(self._dealer, frames)
         except zmq.Again:
             return False
         return True

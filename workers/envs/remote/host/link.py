@@ -91,7 +91,7 @@ class WorkerLink:
         Then the message is lost, and the worker repeats its order.
         """
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            sockets.send(self._socket, frames)
         except zmq.Again:
             return False
         return True
