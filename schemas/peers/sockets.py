@@ -24,11 +24,6 @@ MOST_WAITING = 1 << 16
 Later ones are dropped.
 """
 
-MOST_UNREAD = 512
-"""Messages of one peer that libzmq holds until a server's port reads them. One of 100 bytes takes about 450 there. A
-port that stands still for longer than HEARTBEAT_TIMEOUT loses a peer that has sent more; the peer connects again.
-"""
-
 COMMON: dict[str, int] = {
     "LINGER": 0,
     "HEARTBEAT_IVL": 5_000,
@@ -53,17 +48,30 @@ once, and does not fill a queue of old messages for a later peer. IPV6 allows bo
 for IPv6 hosts only, or IPv4 endpoints would be written in IPv6 form.
 """
 
-ROUTER: dict[str, int] = _SERVER | {"SNDHWM": 0, "RCVHWM": MOST_UNREAD, "ROUTER_MANDATORY": 1}
-"""MANDATORY: a message for a peer that has gone raises an error and is not dropped silently. RCVHWM: beyond it libzmq
-leaves what the peer sends in the kernel, until the port has read half. TCP then stops the peer, and nothing is lost.
+ROUTER: dict[str, int] = _SERVER | {"SNDHWM": 0, "RCVHWM": 0, "ROUTER_MANDATORY": 1}
+"""MANDATORY: a message for a peer that has gone raises an error and is not dropped silently.
+
+RCVHWM 0: at a bound libzmq 4.3.5 stops to read from a peer, and its connection may be reset meanwhile. A ping that is
+then due, or among what the peer has sent, ends the process ("Assertion failed: !_io_error").
 """
 
-XPUB: dict[str, int] = _SERVER | {"SNDHWM": 4, "XPUB_VERBOSE": 1}
+_KEEPALIVE: dict[str, int] = {
+    "HEARTBEAT_IVL": 0,
+    "TCP_KEEPALIVE": 1,
+    "TCP_KEEPALIVE_IDLE": 20,
+    "TCP_KEEPALIVE_INTVL": 5,
+    "TCP_KEEPALIVE_CNT": 3,
+}
+"""The kernel looks for a dead peer (times in seconds). A SUB stops to read at its RCVHWM, where a ping may end its
+process.
+"""
+
+XPUB: dict[str, int] = _SERVER | _KEEPALIVE | {"SNDHWM": 4, "RCVHWM": 0, "XPUB_VERBOSE": 1}
 """A slow subscriber misses versions and delays no other. Heartbeats tell it of the newest version, which it pulls.
 VERBOSE: the broker learns of every new subscriber and sends the last version again.
 """
 
-SUB: dict[str, int] = COMMON | {"HEARTBEAT_IVL": 20_000, "RCVHWM": 4, "IPV6": 1}
+SUB: dict[str, int] = COMMON | _KEEPALIVE | {"RCVHWM": 4, "IPV6": 1}
 """Few versions wait: each is applied between two steps or replaced by a newer one. Where its connection is lost without
 a sign, a worker learns of new versions by its session, and pulls them.
 """
