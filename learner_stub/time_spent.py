@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 
 TRAIN = "train"
-
-
-class _Part:
-    """One block of a part. A function with `contextmanager` would take three times as long."""
-
-    __slots__ = ("_before", "_name", "_spent")
-
-    def __init__(self, spent: TimeSpent, name: str) -> None:
-        self._spent, self._name = spent, name
-
-    def __enter__(self) -> None:
-        self._before = self._spent.begin(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._spent.go_back(self._before)
 
 
 class TimeSpent:
@@ -57,20 +43,19 @@ class TimeSpent:
             self._switch(TRAIN)
             self._thread = threading.get_ident()
 
-    def part(self, name: str) -> _Part:
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
         """Count the time of the block as this part, if this thread is measured.
 
         The time of a nested part does not count for the outer one.
         """
-        return _Part(self, name)
-
-    def begin(self, name: str) -> str:
-        """Begin a part, and return the one before; "" if this thread is not measured."""
-        return self._switch(name) if self._thread == threading.get_ident() else ""
-
-    def go_back(self, before: str) -> None:
-        """End a part that `begin` began: go on with the one that it returned."""
-        if before:
+        if self._thread != threading.get_ident():
+            yield
+            return
+        before = self._switch(name)
+        try:
+            yield
+        finally:
             self._switch(before)
 
     def seconds(self) -> dict[str, float]:

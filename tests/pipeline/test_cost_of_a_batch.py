@@ -1,4 +1,4 @@
-"""What one small batch costs, in counts that no busy machine changes: calls of the system, messages, and bytes."""
+"""Counts of what a small batch costs: calls of the system, messages and bytes. A busy machine does not change them."""
 
 from __future__ import annotations
 
