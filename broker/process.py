@@ -45,7 +45,15 @@ from headrace.schemas.credentials.key_files import fingerprint
 from headrace.schemas.credentials.keys import BROKER, BrokerKeys, read_broker_keys
 from headrace.schemas.credentials.loopback_token import ServerToken, server_token
 from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError
-from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode, decode_header
+from headrace.schemas.frames.wire import (
+    Buffer,
+    MessageKind,
+    WireLimits,
+    WireMessage,
+    decode,
+    decode_arrays,
+    decode_header,
+)
 from headrace.schemas.messages import (
     LearnerHello,
     LearnerRows,
@@ -382,7 +390,7 @@ class Broker:
         if kind is MessageKind.BATCH and socket is self.sockets.workers:
             return 0.0 if self._take_batch(peer, header, frames, now) else COST_OF_REPEAT
         if kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
-            self._take_weights(peer, frames)
+            self._take_weights(peer, header, frames)
         elif kind is MessageKind.LEARNER_ROWS and socket is self.sockets.learners:
             self._take_rows(peer, read(LearnerRows, header))
         elif kind is MessageKind.WEIGHTS_PULL:
@@ -420,19 +428,21 @@ class Broker:
                 self.log.append(typed, [frame.buffer for frame in frames], nbytes)
         return accepted
 
-    def _take_weights(self, peer: bytes, frames: list[zmq.Frame]) -> None:
+    def _take_weights(self, peer: bytes, told: dict[str, Any], frames: list[zmq.Frame]) -> None:
         """Keep a version from the publisher, broadcast it, and acknowledge it. An older one is only acknowledged.
 
         An announced version is mapped from this machine's memory, if it is there.
         """
         message: list[Buffer] = [frame.buffer for frame in frames]
-        header, arrays = read_weights(decode(message))
+        header, arrays = read_weights(WireMessage(MessageKind.WEIGHTS, told, decode_arrays(told, message)))
         if not self.core.may_publish(_LEARNER + peer, header.version):
             return
-        is_known = header.version <= self.relay.version
-        whole = message if arrays or is_known else self._mapped(header)
-        if whole is not None and self._keep_weights(header, whole):
+        is_mapped = not arrays and header.version > self.relay.version
+        whole = self._mapped(header) if is_mapped else message
+        if whole is not None and self._keep_weights(header, whole, is_mapped=is_mapped):
             self._broadcast()
+            if is_mapped:
+                self._shared.remove_older(header.version)
             if self.reporter is not None:
                 self.reporter.offer_weights(header.version, self.relay.frames)
         ack = WeightsAck(version=header.version, is_held=whole is not None)
@@ -443,13 +453,17 @@ class Broker:
 
         Version and digest are claims. They name a file of this user's, and its header must say the same.
         """
-        return self._shared.frames(header.version, header.digest)
+        found = self._shared.read(header.version, header.digest)
+        return found[0] if found is not None else None
 
-    def _keep_weights(self, header: WeightsHeader, frames: list[Buffer]) -> bool:
-        """Keep a checked version if it is newer. Write all but a small one also to memory that workers here map."""
+    def _keep_weights(self, header: WeightsHeader, frames: list[Buffer], *, is_mapped: bool = False) -> bool:
+        """Keep a checked version if it is newer. Write all but a small one also to memory that workers here map.
+
+        `is_mapped`: it lies there.
+        """
         if not self.relay.offer(header, frames):
             return False
-        if self.relay.is_to_be_mapped and self._shared.write(header, frames):
+        if is_mapped or (self.relay.is_to_be_mapped and self._shared.write(header, frames)):
             self.relay.announce(header)
         self.core.published(header.version, time.monotonic())
         return True
@@ -541,8 +555,8 @@ class Broker:
 
     def _broadcast(self) -> None:
         if self.relay.broadcast:
-            self.sockets.weights.send_multipart([MAPPING_TOPIC, *self.relay.to_mappers], zmq.NOBLOCK)
-            self.sockets.weights.send_multipart(self.relay.broadcast, zmq.NOBLOCK)
+            sockets.send(self.sockets.weights, [MAPPING_TOPIC, *self.relay.to_mappers])
+            sockets.send(self.sockets.weights, self.relay.broadcast)
 
     # -- what outlives the process ------------------------------------------------------------------------------------
 

@@ -85,6 +85,8 @@ class BrokerSockets:
         limits = waiting | {"MAXMSGSIZE": bounds.message_bytes} | family
         for name, value in (options | limits).items():
             socket.setsockopt(getattr(zmq, name), value)
+        if role == "weights":
+            socket.copy_threshold = sockets.COPY_BELOW_BYTES
         on_failure = self.auth.guard(socket, role)
         self.watches[socket] = PortWatch(role, socket.get_monitor_socket(WATCH_EVENTS), bounds, on_failure)
         if self._folder is not None:

@@ -78,9 +78,11 @@ class BrokerWeights:
         if memory is None:
             return None
         before, self._written = self._written, (self.epoch, seq)
-        written = memory.write_arrays(self._written, arrays, before)
+        if self.acknowledged < before:  # else the broker has removed the versions before it
+            memory.remove_older(before)
+        written = memory.write_arrays(self._written, arrays)
         self._is_written = written is not None
-        return (written[1], written[0].digest) if written is not None else None
+        return written
 
     def publish(self, seq: int, arrays: Arrays, digest: str) -> None:
         """Make these the newest weights at this broker. `digest` is that of `arrays`."""

@@ -168,17 +168,12 @@ class LearnerSocket:
         Frames are read-only views that keep the message's memory. What the broker has sent and nobody has read is lost
         when its connection ends.
         """
-        if not sockets.has_message(self.socket):
-            self._observe_handshakes()
-            return None
         try:
-            frame = self.socket.recv(sockets.DONTWAIT, copy=False)
-            frames = [frame.buffer]
-            while frame.more:
-                frame = self.socket.recv(sockets.DONTWAIT, copy=False)
-                frames.append(frame.buffer)
+            frames = sockets.receive(self.socket)
         except zmq.Again:  # the connection has ended in the midst of the message
             return None
+        if frames is None:
+            self._observe_handshakes()
         return frames
 
     def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:

@@ -35,7 +35,7 @@ def user_state_folder() -> Path | None:
     return path if path.is_absolute() else None
 
 
-def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_own(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Open the file at `path`, by the flags of `os.open`, and return its descriptor.
 
     Raises `OSError` for a symbolic link, and for any other file that is not regular.
@@ -43,13 +43,13 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(None, f"{path.name} is no regular file")
+        raise OSError(None, f"{Path(path).name} is no regular file")
     return descriptor
 
 
 def opener(name: str, flags: int) -> int:
     """Open a file as `open_own` does, for `open(..., opener=opener)`."""
-    return open_own(Path(name), flags)
+    return open_own(name, flags)
 
 
 def regular(name: str, flags: int) -> int:

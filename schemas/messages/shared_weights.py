@@ -33,9 +33,9 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode
-from headrace.schemas.messages import WeightsHeader, read
+from headrace.schemas.messages import WeightsHeader
 from headrace.schemas.messages.weights import Arrays
-from headrace.schemas.messages.weights_file import ArrivingFile, map_frames, write_arrays, write_frames
+from headrace.schemas.messages.weights_file import NewFile, map_frames, write_arrays, write_frames
 
 log = logging.getLogger(__name__)
 
@@ -74,69 +74,73 @@ class SharedWeights:
         name = _name_of(header.version, header.digest)
         if not name or not self._enter():
             return False
-        aside = self._aside(header.version)
+        aside, path = self._aside(header.version), self._folder / name
+        self.remove_older(header.version)
         try:
-            self._remove_older(header.version)
-            if not (self._folder / name).exists():
+            if not path.exists():
                 _check_room(self._folder, sum(map(len, frames)))
                 write_frames(aside, frames)
-                aside.replace(self._folder / name)
+                aside.replace(path)
         except OSError as error:
             aside.unlink(missing_ok=True)
             self._warn(error)
             return False
         return True
 
-    def write_arrays(self, version: Version, arrays: Arrays, kept: Version) -> tuple[WeightsHeader, Arrays] | None:
-        """Write a version, and return its header with its arrays as views of the file, which they keep.
+    def write_arrays(self, version: Version, arrays: Arrays) -> tuple[Arrays, str] | None:
+        """Write a version, and return its arrays as views of the file, which they keep, and their digest.
 
-        None where it cannot be written. Versions from `kept` on stay: the broker may not have read them yet. Raises
-        `EncodeError` for arrays that may not go on the wire.
+        None where it cannot be written. Older versions stay: the broker may not have read them yet.
+
+        Raises `EncodeError` for arrays that may not go on the wire.
         """
         if not self._enter():
             return None
         aside = self._aside(version)
         try:
-            self._remove_older(kept)
             _check_room(self._folder, sum(array.nbytes for array in arrays.values()))
-            header, views = write_arrays(aside, self._fleet_id, version, arrays)
-            aside.replace(self._folder / _name_of(version, header.digest))
-        except (OSError, ValueError) as error:
-            self._warn(error)
-            return None
-        finally:
+            views, digest = write_arrays(aside, self._fleet_id, version, arrays)
+            aside.replace(self._folder / _name_of(version, digest))
+        except BaseException as error:
             aside.unlink(missing_ok=True)
-        return header, views
+            if isinstance(error, OSError | ValueError):
+                self._warn(error)
+                return None
+            raise
+        return views, digest
 
-    def read(self, version: Version, digest: str) -> Arrays | None:
-        """Return the arrays of a version as views of the file's memory, which they keep. None where it is not there.
+    def remove_older(self, version: Version) -> None:
+        """Remove the files of versions before `version`, written whole or not."""
+        if not self._enter():
+            return
+        try:
+            for path in self._folder.iterdir():
+                known = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
+                if known is not None and (int(known[1]), int(known[2])) < version:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            self._warn(error)
 
-        The checksums of the message are checked over all bytes. The digest is not: the writer has taken it of these
-        bytes, or its caller has checked it.
+    def read(self, version: Version, digest: str) -> tuple[list[Buffer], Arrays] | None:
+        """Return the frames of a version's WEIGHTS message, and its arrays. None where it is not there.
+
+        They are views of the file's memory, which they keep. The checksums of the message are checked over all bytes.
+        The digest is not: the writer has taken it of these bytes, or its caller has checked it.
         """
-        found = self._read(version, digest)
-        return found[1] if found is not None else None
-
-    def frames(self, version: Version, digest: str) -> list[Buffer] | None:
-        """Return the frames of a version's WEIGHTS message, checked as `read` does. None where it is not there."""
-        found = self._read(version, digest)
-        return found[0] if found is not None else None
-
-    def _read(self, version: Version, digest: str) -> tuple[list[Buffer], Arrays] | None:
         name = _name_of(version, digest)
         if not name or not self._enter():
             return None
         try:
-            frames = map_frames(self._folder / name)
+            frames = map_frames(f"{self._folder}/{name}")  # pathlib takes as long as to open the file
             message = decode(frames)
-            header = read(WeightsHeader, message.header)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, DecodeError) as error:
             self._warn(error)
             return None
-        told = (header.fleet_id, header.version, header.digest) == (self._fleet_id, version, digest)
-        return (frames, message.arrays) if told and message.kind is MessageKind.WEIGHTS else None
+        told = [message.kind, *map(message.header.get, ("fleet_id", "version", "digest"))]
+        is_that = told == [MessageKind.WEIGHTS, self._fleet_id, list(version), digest]
+        return (frames, message.arrays) if is_that else None
 
     def claim(self) -> bool:
         """Become the process that pulls the next version for this machine. Return False while another has the claim.
@@ -158,18 +162,18 @@ class SharedWeights:
         self._claim = claim
         return True
 
-    def arriving(self, version: Version, sizes: Sequence[int]) -> ArrivingFile | None:
+    def arriving(self, version: Version, sizes: Sequence[int]) -> NewFile | None:
         """Return a file for the frames of a version that this process pulls for all. None without the claim.
 
         `arrived` gives it to other processes. None also where it cannot be written.
         """
         if self._claim is None:
             return None
+        self.remove_older(version)
         try:
-            self._remove_older(version)
             _check_room(self._folder, sum(sizes))
             self._arriving = self._aside(version)
-            return ArrivingFile(self._arriving, sizes)
+            return NewFile(self._arriving, sizes)
         except (OSError, ValueError) as error:
             self.give_up(error)
             return None
@@ -222,12 +226,6 @@ class SharedWeights:
 
     def _aside(self, version: Version) -> Path:
         return self._folder / f".{version[0]}-{version[1]}.{os.getpid()}"
-
-    def _remove_older(self, version: Version) -> None:
-        for path in self._folder.iterdir():
-            known = _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
-            if known is not None and (int(known[1]), int(known[2])) < version:
-                path.unlink(missing_ok=True)
 
     def _warn(self, error: Exception) -> None:
         log.log(

@@ -27,14 +27,13 @@ _MOST_DIGITS = 21
 
 def write_frames(path: Path, frames: Sequence[Buffer]) -> None:
     """Write the frames of a WEIGHTS message to a new file, which this user alone can read. Raises `OSError`."""
-    with os.fdopen(_create(path), "wb") as file:
-        for part in (_head([len(frame) for frame in frames]), *frames):
-            file.write(part)
-            file.write(bytes(-len(part) % _ALIGN))
+    with NewFile(path, [len(frame) for frame in frames]) as file:
+        for number, frame in enumerate(frames):
+            file.put(number, 0, frame)
 
 
-def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) -> tuple[WeightsHeader, Arrays]:
-    """Write the WEIGHTS message of `arrays` to a new file. Return its header, and its arrays as views of the file.
+def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) -> tuple[Arrays, str]:
+    """Write the WEIGHTS message of `arrays` to a new file. Return its arrays as views of the file, and their digest.
 
     The file is their one copy: each byte of `arrays` is read once. Digest and checksum are taken of the file's bytes,
     so they match even where another thread writes to `arrays` meanwhile.
@@ -42,44 +41,40 @@ def write_arrays(path: Path, fleet_id: str, version: Version, arrays: Arrays) ->
     Raises `OSError`, and `EncodeError` for arrays that may not go on the wire.
     """
     payload, manifest = pack(in_order(arrays))
-    blank = WeightsHeader(fleet_id=fleet_id, version=version, digest="0" * 32)
-    draft = encode_packed(MessageKind.WEIGHTS, blank.model_dump(), [], manifest)
+    header = WeightsHeader(fleet_id=fleet_id, version=version, digest="0" * 32).model_dump()
+    draft = encode_packed(MessageKind.WEIGHTS, header, [], manifest)
     header_bytes = len(draft[1]) + _MOST_DIGITS * (1 + len(payload))
-    write_frames(path, [bytes(_TAG_BYTES), bytes(header_bytes), *payload])
-    frames = map_frames(path)
-    views = [view([name, dtype, list(shape), *at], frames, DEFAULT_LIMITS) for name, dtype, shape, *at in manifest]
-    header = blank.model_copy(update={"digest": weights_digest(dict(views))})
-    message = encode_packed(MessageKind.WEIGHTS, header.model_dump(), frames[2:], manifest, header_bytes=header_bytes)
-    descriptor = open_own(path, os.O_WRONLY)
-    try:
-        start = _aligned(8 * (1 + len(frames)))
-        os.pwrite(descriptor, message[0], start)
-        os.pwrite(descriptor, message[1], _aligned(start + _TAG_BYTES))
-    finally:
-        os.close(descriptor)
-    return header, dict(views)
+    with NewFile(path, [_TAG_BYTES, header_bytes, *map(len, payload)]) as file:
+        for number, part in enumerate(payload, 2):
+            file.put(number, 0, part)
+        views = dict(view([*row[:2], list(row[2]), *row[3:]], file.frames, DEFAULT_LIMITS) for row in manifest)
+        header["digest"] = weights_digest(views)
+        message = encode_packed(MessageKind.WEIGHTS, header, file.frames[2:], manifest, header_bytes=header_bytes)
+        for number in (0, 1):
+            file.put(number, 0, message[number])
+    return views, header["digest"]
 
 
-class ArrivingFile:
-    """A new file of a version whose frames come piece by piece. Close it when the last one has come.
+class NewFile:
+    """A new file for the frames of one version, which come whole or piece by piece. Close it after the last one.
 
     A piece is copied once, and no process can read the file by its name until it has its final one.
     """
 
     def __init__(self, path: Path, sizes: Sequence[int]) -> None:
         """`sizes`: those of all frames. Raises `OSError`, as `put` does where memory has no room."""
-        head = _head(sizes)
-        ends = accumulate(map(_aligned, sizes), initial=_aligned(len(head)))
+        head = struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
+        *self._starts, end = accumulate(map(_aligned, sizes), initial=_aligned(len(head)))
         self._descriptor = _create(path)
         try:
-            *self._starts, end = ends
             os.ftruncate(self._descriptor, end)
             _write_at(self._descriptor, head, 0)
-            self.frames = map_frames(path)
-            """All frames, as views of the file: zeros where nothing has come."""
+            whole = memoryview(mmap.mmap(self._descriptor, end, prot=mmap.PROT_READ))
         except BaseException:
             self.close()
             raise
+        self.frames: list[Buffer] = [whole[at : at + size] for at, size in zip(self._starts, sizes, strict=True)]
+        """All frames, as views of the file: zeros where nothing has come."""
 
     def put(self, frame: int, offset: int, part: Buffer) -> None:
         """Write bytes of one frame."""
@@ -89,8 +84,14 @@ class ArrivingFile:
         """Close the file. Its views stay."""
         os.close(self._descriptor)
 
+    def __enter__(self) -> NewFile:
+        return self
 
-def map_frames(path: Path) -> list[Buffer]:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def map_frames(path: str) -> list[Buffer]:
     """Return the frames in a file, as views of its memory. Raises `OSError` and `ValueError` for any other file.
 
     Its numbers are claims: nothing beyond the file's own bytes is touched.
@@ -102,13 +103,14 @@ def map_frames(path: Path) -> list[Buffer]:
             raise PermissionError(f"{path} is not this user's alone")
         if not 8 <= about.st_size <= MOST_WEIGHTS_BYTES:
             raise ValueError(f"{path} has {about.st_size} bytes")
-        whole = memoryview(mmap.mmap(descriptor, about.st_size, prot=mmap.PROT_READ))
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it is read at once, for its checksum
+        whole = memoryview(mmap.mmap(descriptor, about.st_size, flags, mmap.PROT_READ))
     finally:
         os.close(descriptor)
     return _frames_in(whole, path)
 
 
-def _frames_in(whole: memoryview, path: Path) -> list[Buffer]:
+def _frames_in(whole: memoryview, path: str) -> list[Buffer]:
     (count,) = struct.unpack_from("<Q", whole)
     if count > DEFAULT_LIMITS.frames or 8 * (1 + count) > len(whole):
         raise ValueError(f"{path} tells of {count} frames")
@@ -121,10 +123,6 @@ def _frames_in(whole: memoryview, path: Path) -> list[Buffer]:
     return frames
 
 
-def _head(sizes: Sequence[int]) -> bytes:
-    return struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes)
-
-
 def _write_at(descriptor: int, part: Buffer, start: int) -> None:
     """Write all of a part. The system may take less of it at a time."""
     left = memoryview(part)
@@ -134,8 +132,12 @@ def _write_at(descriptor: int, part: Buffer, start: int) -> None:
 
 
 def _create(path: Path) -> int:
-    path.unlink(missing_ok=True)  # left by a process of the same number that was killed
-    return open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    try:
+        return open_own(path, flags, 0o600)
+    except FileExistsError:  # left by a process of the same number that was killed
+        path.unlink()
+        return open_own(path, flags, 0o600)
 
 
 def _aligned(nbytes: int) -> int:

@@ -87,6 +87,22 @@ def send(socket: Any, frames: Sequence[Any]) -> None:
     socket.send(frames[-1], DONTWAIT, copy=False)
 
 
+def receive(dealer: Any) -> list[memoryview] | None:
+    """Return the frames of a DEALER's next message, or a SUB's; None if there is none, or if its connection ended.
+
+    They are read-only views that keep the message's memory. Raises pyzmq's errors, `zmq.Again` among them where the
+    connection ends in the midst of the message.
+    """
+    if not has_message(dealer):
+        return None
+    frame = dealer.recv(DONTWAIT, copy=False)
+    frames = [frame.buffer]
+    while frame.more:
+        frame = dealer.recv(DONTWAIT, copy=False)
+        frames.append(frame.buffer)
+    return frames
+
+
 def has_message(dealer: Any) -> bool:
     """Return whether a message waits in a DEALER with IMMEDIATE. Ask before each message that is read.
 

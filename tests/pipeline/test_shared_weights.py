@@ -394,10 +394,10 @@ def test_weights_of_another_fleet_are_not_found() -> None:
 def test_mapped_weights_stay_unchanged_when_a_newer_version_replaces_them() -> None:
     shared = SharedWeights(FLEET)
     assert shared.write(*version_of(1, 1.0))
-    arrays = shared.read((1, 1), digest_of(1.0))
+    found = shared.read((1, 1), digest_of(1.0))
     assert shared.write(*version_of(2, 2.0))
-    assert arrays is not None
-    assert same(dict(arrays), 1.0)
+    assert found is not None
+    assert same(dict(found[1]), 1.0)
     assert shared.read((1, 1), digest_of(1.0)) is None
 
 
@@ -443,8 +443,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from headrace.schemas.messages import shared_weights
-from headrace.schemas.messages import WeightsHeader, read
+from headrace.schemas.messages import WeightsHeader, read, shared_weights, weights_file
 from headrace.schemas.messages.weights import encode_weights
 from headrace.schemas.frames.wire import decode
 shared_weights.MEMORY = Path(sys.argv[1])
@@ -452,15 +451,11 @@ shared = shared_weights.SharedWeights("fleet")
 for seq in (1, 2):
     frames = encode_weights("fleet", (1, seq), {"w": np.full(700_000, seq, np.float32)})
     if seq == 2:
-        write = os.fdopen
-        class Cut:
-            def __init__(self, file): self.file = file
-            def __enter__(self): return self
-            def __exit__(self, *error): pass
-            def write(self, part):
-                self.file.write(part); self.file.flush()
-                if len(part) > 1_000_000: os.kill(os.getpid(), signal.SIGKILL)
-        os.fdopen = lambda *args: Cut(write(*args))
+        put = weights_file.NewFile.put
+        def cut(file, frame, offset, part):
+            put(file, frame, offset, part)
+            if len(part) > 1_000_000: os.kill(os.getpid(), signal.SIGKILL)
+        weights_file.NewFile.put = cut
     assert shared.write(read(WeightsHeader, decode(frames).header), frames)
 """
 
@@ -473,7 +468,9 @@ def test_a_killed_writer_blocks_no_other_writer_and_its_partial_file_is_removed(
     shared = SharedWeights(FLEET)
     assert shared.write(*version_of(3, 3.0))
     assert half[0] not in files_in(memory)
-    assert same(dict(shared.read((1, 3), digest_of(3.0)) or {}), 3.0)
+    found = shared.read((1, 3), digest_of(3.0))
+    assert found is not None
+    assert same(dict(found[1]), 3.0)
     shared.close()
     assert list(memory.iterdir()) == []
 
@@ -673,25 +670,50 @@ def test_a_written_version_is_the_message_that_would_be_sent() -> None:
     shared = SharedWeights(FLEET)
     given = {"z": np.ones((300, 300)), "a": np.array(1.5), "empty": np.zeros((0, 3)), "t": np.ones((200, 200)).T}
     given["big"] = np.arange(20_000, dtype=">f4")
-    written = shared.write_arrays((1, 1), given, (0, 0))
+    written = shared.write_arrays((1, 1), given)
     assert written is not None
-    header, views = written
+    views, digest = written
     little = {**given, "big": given["big"].astype("<f4")}
-    assert header.digest == weights_digest(little)
-    for arrays in (views, shared.read((1, 1), header.digest)):
-        assert arrays is not None
+    assert digest == weights_digest(little)
+    found = shared.read((1, 1), digest)
+    assert found is not None
+    for arrays in (views, found[1]):
         assert {n: (a.dtype.str, a.shape, a.tobytes()) for n, a in arrays.items()} == {
             n: (a.dtype.str, a.shape, a.tobytes()) for n, a in little.items()
         }
     shared.close()
 
 
-def test_versions_that_the_broker_may_not_have_read_stay(memory: Path) -> None:
-    shared = SharedWeights(FLEET)
-    for seq in (1, 2, 3):
-        assert shared.write_arrays((1, seq), state(float(seq)), (1, seq - 1)) is not None
-    assert [name[:3] for name in files_in(memory)] == ["1-2", "1-3", "use"]
-    shared.close()
+def test_versions_that_the_broker_may_not_have_read_stay(
+    broker: BrokerThread, publisher: WeightPublisher, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publisher removes what is older than the last two, where the broker does not."""
+    monkeypatch.setattr(SharedWeights, "read", lambda *_: None)
+    monkeypatch.setattr(BrokerWeights, "_on_ack", lambda *_: None)
+    for seq in (1, 2, 3, 4):
+        publisher.publish(state(float(seq)))
+    assert [name[:3] for name in files_in(memory)] == ["1-3", "1-4", "use"]
+
+
+def test_the_broker_removes_the_versions_before_the_one_that_it_has_read(
+    broker: BrokerThread, publisher: WeightPublisher, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a publisher looks into the folder only if an acknowledgement is missing."""
+    publisher.publish(state(1.0))
+    arrived(publisher)
+    removed: list[Version] = []
+    remove = SharedWeights.remove_older
+
+    def noted(shared: SharedWeights, version: Version) -> None:
+        removed.append(version)
+        remove(shared, version)
+
+    monkeypatch.setattr(SharedWeights, "remove_older", noted)
+    for seq in (2, 3):
+        publisher.publish(state(float(seq)))
+        arrived(publisher)
+        assert files_in(memory) == [f"1-{seq}-{digest_of(float(seq))}", "users"]
+    assert removed == [(1, 2), (1, 3)], "once a version"
 
 
 def test_weights_that_may_not_go_on_the_wire_leave_no_file(
@@ -747,7 +769,7 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
     nbytes = given["w"].nbytes
     before = publisher.publish(state(0.0, size))
     arrived(publisher)
-    checksum, blake2b, write = wire._checksum, hashlib.blake2b, weights_file.write_frames
+    checksum, blake2b, write = wire._checksum, hashlib.blake2b, weights_file.NewFile.put
 
     def checked(payload: Sequence[Buffer]) -> int:
         counts["checked"] += sum(map(len, payload)) // nbytes
@@ -762,9 +784,9 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
             counts["digested"] += len(part) // nbytes
             self._hasher.update(part)
 
-    def written(path: Path, frames: Sequence[Buffer]) -> None:
-        counts["written"] += sum(map(len, frames)) // nbytes
-        write(path, frames)
+    def written(file: weights_file.NewFile, frame: int, offset: int, part: Buffer) -> None:
+        counts["written"] += len(part) // nbytes
+        write(file, frame, offset, part)
 
     def sent(link: BrokerLink, frames: list[Buffer]) -> bool:
         counts["sent"] += sum(map(len, frames)) // 10_000
@@ -773,7 +795,7 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
     send = BrokerLink.send
     monkeypatch.setattr(wire, "_checksum", checked)
     monkeypatch.setattr(hashlib, "blake2b", Digest)
-    monkeypatch.setattr(weights_file, "write_frames", written)
+    monkeypatch.setattr(weights_file.NewFile, "put", written)
     monkeypatch.setattr(BrokerLink, "send", sent)
     worker, module = SharedWeights(FLEET), torch.nn.Module()
     for name, array in given.items():
@@ -784,7 +806,7 @@ def test_a_version_is_copied_digested_and_sent_once_and_checked_once_by_each_pro
         arrived(publisher)
         weights = worker.read((1, 2), digest)
         assert weights is not None
-        write_weights(module, weights)
+        write_weights(module, weights[1])
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

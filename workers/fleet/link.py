@@ -169,10 +169,12 @@ class BrokerLink:
         return True
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        while sockets.has_message(socket):
+        while True:
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+                frames = sockets.receive(socket)
+            except zmq.Again:  # the connection has ended in the midst of the message
+                return
+            if frames is None:
                 return
             if frames[0] == MAPPING_TOPIC:
                 del frames[0]

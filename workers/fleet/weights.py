@@ -146,12 +146,12 @@ class WeightsReceiver:
         If the other worker ends without writing the version, this worker pulls it.
         """
         shared = self._shared
-        arrays = shared.read(header.version, header.digest) if shared is not None else None
-        may_pull = shared is None or (arrays is None and shared.claim())
+        found = shared.read(header.version, header.digest) if shared is not None else None
+        may_pull = shared is None or (found is None and shared.claim())
         if may_pull and shared is not None:
-            arrays = shared.read(header.version, header.digest)  # another may have written it before it ended
-        if arrays is not None:
-            self._take_arrays(header, arrays, now)
+            found = shared.read(header.version, header.digest)  # another may have written it before it ended
+        if found is not None:
+            self._take_arrays(header, found[1], now)
         elif may_pull:
             self._sought = None
             self._expect(header.version, now)
