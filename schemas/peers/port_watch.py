@@ -72,6 +72,10 @@ STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
 """The most that one stranger may send in all, and hold at a time, and that all strangers together may hold. They have
 only a HELLO to say, and its header has 1 MiB at most.
 """
+FEW_MESSAGES, COUNTED_MESSAGES = 64, 1024
+"""A port with `unread_messages` compares what has come from a peer with what it took after so many messages taken, over
+as many as the second at most.
+"""
 MOST_UNREAD_BYTES = 4 << 20
 """Bytes that a peer may leave unread, and still be sent a further message. A client reads each answer in time."""
 STRANGERS = 1024
@@ -130,6 +134,8 @@ class PortBounds:
     """The largest message: more must not be held by one connection as an unfinished message, or by all strangers."""
     held_bytes: int = 1 << 30
     """The most that all connections hold together."""
+    unread_messages: int = 0
+    """The most messages that may wait of one peer; 0 for a port whose peers may send many without an answer."""
     admits_all: bool = False
     """True for a port whose peers send no messages: none is a stranger."""
 
@@ -147,6 +153,14 @@ class PeerAccount:
     """The ROUTER's name for the connection. It gives each name once, while descriptors are used again."""
     taken: int = 0
     """Bytes of its whole messages."""
+    messages: int = 0
+    """Number of them."""
+    base: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Its messages, the bytes that had come and those taken, and how often the port had been empty, at an earlier time
+    from which its unread messages are counted.
+    """
+    is_ahead: bool = False
+    """True if they were too many at the last count."""
     known: bool = False
     was_known: bool = False
     """True for a learner that has lost the lease."""
@@ -254,16 +268,35 @@ class PortWatch:
         account = self._by_route.get(route)
         if account is None:
             self._note_disconnected()
-            account = self._by_route[route] = PeerAccount(route)
+            account = self._by_route[route] = PeerAccount(route, base=(0, 0, 0, self._emptied))
             self._place(fd, account)
         account.taken += nbytes
+        account.messages += 1
         account.fd = fd
         self._taken_in_all += nbytes
         if not account.known:
             account.peer = peer_of(fd)
             if account.peer is None and TELLS_PEERS:
                 self.left(route)
+        elif self._bounds.unread_messages and account.messages % FEW_MESSAGES == 0:
+            self._count_unread(fd, account, self._bounds.unread_messages)
         return account
+
+    def _count_unread(self, fd: int, account: PeerAccount, most: int) -> None:
+        """Cut a peer of which more than `most` messages wait, though the port takes them.
+
+        The kernel counts bytes. What has come and is unread is divided by the mean size of what was taken meanwhile.
+        One large message that is under way looks the same once, but not after further messages before it.
+        """
+        received = bytes_received(fd)
+        messages, came, taken, emptied = account.base
+        count, nbytes = account.messages - messages, account.taken - taken
+        if emptied != self._emptied or count > COUNTED_MESSAGES:
+            account.base, account.is_ahead = (account.messages, received, account.taken, self._emptied), False
+            return
+        was_ahead, account.is_ahead = account.is_ahead, (received - came - nbytes) * count > most * nbytes
+        if was_ahead and account.is_ahead:
+            self._cut_at_once(fd, account, f"more than {most} messages at a time")
 
     def _place(self, fd: int, account: PeerAccount) -> None:
         """Give the descriptor to a route's account, unless a newer connection has it. libzmq counts routes upwards.
@@ -332,9 +365,14 @@ class PortWatch:
 
     def spoke(self, fd: int, account: PeerAccount, cost: float) -> None:
         """Count a message of a known peer that cost so much and brought nothing new. Cut one that sends too many."""
-        if not account.idle.spend(cost) and account.peer is not None and account.route not in self.over:
+        if not account.idle.spend(cost):
+            self._cut_at_once(fd, account, "too many messages that bring nothing new")
+
+    def _cut_at_once(self, fd: int, account: PeerAccount, why: str) -> None:
+        """Cut a known peer that floods the port. For a while the port admits few new peers."""
+        if account.peer is not None and account.route not in self.over:
             self.admission.be_wary()
-            self.end(fd, account.peer, "too many messages that bring nothing new")
+            self.end(fd, account.peer, why)
             self.gone(account.route)
 
     def refused(self, fd: int, account: PeerAccount, cost: float = 1.0) -> None:

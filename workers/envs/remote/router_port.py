@@ -1,7 +1,8 @@
 """The port of a worker to which env hosts, or clients, connect: one ROUTER socket, with keys, with a token, or without.
 
 The worker answers libzmq's question whether to admit a peer (`schemas/peers/zap.py`) when it next looks at the port. So
-a handshake takes until the next poll of the envs. A peer retries a handshake that takes too long.
+a handshake takes until the next poll of the envs. A peer retries a handshake that takes too long. Soon after a flood
+few peers are admitted at a time (`schemas/peers/admission.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import errno
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
+from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.descriptors import source_of
 from headrace.schemas.peers.message_budget import MessageBudget
@@ -50,9 +53,15 @@ _SMALL, _LARGE_BURST, _LARGE_PER_S = 64.0, 4096, 256.0
 second. A HELLO is larger where spaces have thousands of parts.
 """
 _MOST_FRAMES = DEFAULT_LIMITS.frames
+_MOST_WAITING = 4096
+"""Peers that wait in their handshakes, at most. Later ones push out the first, which try again."""
 
 Speaker = tuple[int, PeerAccount, int]
 """The connection of a message: its descriptor and its account; and the bytes of the message's header."""
+_UNREAD_MESSAGES = 2048
+"""The most messages that may wait of one host or client, which send most of theirs in answer to one. A client that
+connects again repeats the steps of all its episodes, 1,024 at most.
+"""
 _MESSAGES_HELD = 4
 """How many of the largest messages all connections together may hold unfinished."""
 
@@ -97,6 +106,8 @@ class RouterPort:
         self._warnings = CountedWarnings(log)
         self._large = MessageBudget(_LARGE_BURST, _LARGE_PER_S, _LARGE_BURST)
         self._watch: PortWatch | None = None
+        self._waiting: deque[list[bytes]] = deque(maxlen=_MOST_WAITING)
+        """The answers that admit the peers that wait in their handshakes, the oldest first."""
         self.speaker: Speaker | None = None
         """The connection of the message that `receive` yielded last."""
         self._context = zmq.Context()
@@ -112,7 +123,8 @@ class RouterPort:
             self._listing = PortListing([self.endpoint], self._keys.word)
 
     def _open_zap(self) -> zmq.Socket[bytes]:
-        zap: zmq.Socket[bytes] = self._context.socket(zmq.REP)
+        zap: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        zap.router_mandatory = True  # tells whether the handshake that asked has ended
         zap.bind(ENDPOINT)
         self._poller.register(zap, zmq.POLLIN)
         return zap
@@ -125,7 +137,8 @@ class RouterPort:
         for name, value in (options | keys).items():
             socket.setsockopt(getattr(zmq, name), value)
         most = settings.largest_message
-        bounds = PortBounds(connection_limit(settings.connections, ports=2), most, _MESSAGES_HELD * most)
+        places = connection_limit(settings.connections, ports=2)
+        bounds = PortBounds(places, most, _MESSAGES_HELD * most, unread_messages=_UNREAD_MESSAGES)
         self._socket = socket  # before the watch begins: `_end` must find it
         self._watch = PortWatch(settings.who, socket.get_monitor_socket(WATCH_EVENTS), bounds)
         for candidate in ports_to_try(settings.port):
@@ -156,27 +169,55 @@ class RouterPort:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something comes, at most `timeout_s`. Return whether it is a message. Admit new connections."""
         speaking = False
+        if self._waiting:
+            timeout_s = min(timeout_s, ADMISSION_S)
         for socket, _ in self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)):
             if self._zap is not None and socket is self._zap:
-                self._admit(self._zap)
+                self._judge(self._zap)
             else:
                 speaking = True
+        if not speaking and self._watch is not None:
+            self._watch.emptied()
+        if self._waiting:
+            self._admit(waits=speaking)
         return speaking
 
-    def _admit(self, zap: zmq.Socket[bytes]) -> None:
+    def _judge(self, zap: zmq.Socket[bytes]) -> None:
+        """Take requests of handshakes. Refuse those of peers that may not connect; let the others wait."""
         assert self._keys is not None
         for _ in range(_BURST):
             try:
-                request = zap.recv_multipart(sockets.DONTWAIT)
+                route, empty, *request = zap.recv_multipart(sockets.DONTWAIT)
             except zmq.Again:
                 return
             if isinstance(self._keys, BrokerKeys):
                 self._keys.known.look()
             verdict = judge(request, self._keys)
+            answer = [route, empty, *verdict.frames]
             if verdict.why:
                 text = f"refused at the port for {self._who}: {verdict.why} ({verdict.seen})"
                 self._warnings.warn(b"", "key", text)
-            zap.send_multipart(verdict.frames)
+                self._answer(answer)
+            else:
+                self._waiting.append(answer)
+
+    def _admit(self, *, waits: bool) -> None:
+        """Admit the peers that have waited longest, as many as the port may now. `waits`: a message waits at it."""
+        assert self._watch is not None
+        places = self._watch.admission.places(waits=waits)
+        while self._waiting and places:
+            places -= self._answer(self._waiting.popleft())
+
+    def _answer(self, answer: list[bytes]) -> bool:
+        """Answer one handshake. Return whether it still went on."""
+        assert self._zap is not None
+        try:
+            self._zap.send_multipart(answer, sockets.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def receive(
         self, most: int = _BURST, has_news: Callable[[], bool] = lambda: False
@@ -188,24 +229,26 @@ class RouterPort:
         """
         watch, began = self._watch, time.monotonic()
         assert watch is not None
-        for _ in range(min(most, _BURST)):
+        left = min(most, _BURST)
+        while left:
             message = _receive(self._socket, watch.drops)
             if message is None:
                 watch.emptied()
                 return
             route, frames, fd = message
-            if not frames:
-                continue
-            nbytes = sum(map(len, frames))
-            account = watch.heard(fd, route, nbytes)
-            header_bytes = len(frames[1]) if len(frames) > 1 else 0  # a message in a single frame is small
-            self.speaker = fd, account, header_bytes
-            if header_bytes <= _HEADER_BYTES or self._reads(account, header_bytes / _HEADER_BYTES):
-                yield route, frames
-            if not account.known:
-                watch.strange(fd, account, nbytes)
+            if frames:
+                left -= 1
+                nbytes = sum(map(len, frames))
+                account = watch.heard(fd, route, nbytes)
+                header_bytes = len(frames[1]) if len(frames) > 1 else 0  # a message in a single frame is small
+                self.speaker = fd, account, header_bytes
+                if header_bytes <= _HEADER_BYTES or self._reads(account, header_bytes / _HEADER_BYTES):
+                    yield route, frames
+                if not account.known:
+                    watch.strange(fd, account, nbytes)
             took = time.monotonic() - began
             if took > _TURN_S or (took > _SHORT_TURN_S and has_news()):
+                watch.behind()
                 return
 
     def _reads(self, account: PeerAccount, cost: float) -> bool:
