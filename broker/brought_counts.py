@@ -1,6 +1,7 @@
 """The counters of lives that are older than this broker. Nothing here can prove them.
 
 The fleet's totals must stay below 2^53, where Lua and JavaScript are exact. So all such lives together may bring 2^52.
+Finished lives that Redis or the run directory remembers are among them: otherwise each broker would begin anew.
 One peer that lies must not use up what others need, so the sum has parts:
 
     half       the slots of the config's own workers, an equal share each
@@ -21,7 +22,10 @@ SURE_IN_OTHER_SLOT = MOST_BROUGHT_IN_ALL // 4 // MOST_SLOTS
 
 
 class BroughtCounts:
-    """The sums of the largest counters that lives brought here, by slot. `workers`: number of the config's own."""
+    """The sums of the largest counters of lives that are older than this broker, by slot.
+
+    workers: number of the config's own.
+    """
 
     def __init__(self, workers: int) -> None:
         self._own_slots = range(workers)

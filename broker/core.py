@@ -214,6 +214,7 @@ class BrokerCore:
             self.store.merge_settled(source, row.settled)
             if row.closed and row.held == (0, 0) and not source.closed and not source.held:
                 source.totals, source.closed, source.restored = row.totals, True, row
+                self.store.brought.add(row.slot, row.totals.largest)
                 source.end_reason, source.end_taken = source.end_reason or Discard.WORKER_KILLED, row.end_taken
             elif source.restored is not None and row.closed and row.settled.seq > source.restored.settled.seq:
                 source.restored = row  # Redis knows more than the file

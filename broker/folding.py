@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from headrace.broker.batch_store import BatchStore
 from headrace.broker.source import Source
 from headrace.schemas.accounts.folded_lives import FoldedLives, fold
-from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.ledger import LedgerRow, WorkerTotals
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +106,9 @@ class Folding:
                 continue
             self._store.folded[slot] = theirs
             self._news.add(slot)
-            before = ours.row.totals.steps_of_envs if ours is not None else 0
-            self._store.steps += theirs.row.totals.steps_of_envs - before
+            before = ours.row.totals if ours is not None else WorkerTotals()
+            self._store.steps += theirs.row.totals.steps_of_envs - before.steps_of_envs
+            self._store.brought.add(slot, max(0, theirs.row.totals.largest - before.largest))
             for source in list(self._store.by_slot.get(slot, {}).values()):
                 if source.incarnation in theirs:
                     self._store.steps -= source.counted

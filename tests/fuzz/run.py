@@ -9,6 +9,7 @@ target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TA
     env-port   a worker's port for env hosts, from hosts that lie beside an honest one
     env-host   an env host, from a worker that lies
     serving    a policy server, from clients by ZeroMQ and by HTTP
+    raw        a broker's ports and a policy server's, from peers that speak ZMTP by hand
     files      the files of a run directory
     redis      the values in Redis
     fleet      a whole fleet of real processes, from liars at its ports
@@ -63,6 +64,7 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Play]]] = {
     "env-port": _in("fuzz.env_port", "env_port"),
     "env-host": _in("fuzz.env_host", "env_host"),
     "serving": _in("fuzz.serving", "serving"),
+    "raw": _in("fuzz.raw_peers", "raw_peers"),
     "files": _in("fuzz.run_files", "files"),
     "redis": _in("fuzz.redis_values", "redis_values"),
     "fleet": _in("fuzz.fleet", "fleet"),

@@ -53,11 +53,9 @@ from support.pipeline.delivery import (
     blocked,
     broker_process,
 )
-from support.raw_zmtp import RawZmtp, frame, head, memory_of
+from support.raw_zmtp import PING, RawZmtp, frame, head, memory_of
 from support.waiting import TIMEOUT_S, wait_until
 
-PING = b"\4\7\4PING\0\0"
-"""A command of ZMTP: it asks for a PONG."""
 BATCH_BYTES = 4 << 20
 LARGEST = BATCH_BYTES + (1 << 20)
 """The most bytes that strangers together may hold at the worker port."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.broker.claims import MOST_BROUGHT
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits, BrokerState
 from headrace.broker.new_lives import LIVES_PER_S
+from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.chunks.batch import BatchHeader
@@ -258,6 +260,20 @@ def test_what_all_lives_bring_stays_below_what_lua_can_count() -> None:
         tell_of_deaths(broker, lives, brings(steps))
         steps //= 2
     assert MOST_BROUGHT_IN_ALL // 2 < brought(broker) <= MOST_BROUGHT_IN_ALL
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_what_lives_brought_to_an_earlier_broker_leaves_less_room_at_the_next(*, folds: bool) -> None:
+    first, next_one, lives = Broker(workers=2), Broker(workers=2), [(0, number) for number in range(1, 100)]
+    assert len(tell_of_deaths(first, lives, brings(MOST_BROUGHT))) == 99 - MOST_BROUGHT_IN_ALL // 4 // MOST_BROUGHT
+    rows = [row for source in first.core.sources.values() if (row := source.ledger_row()) is not None]
+    folded = reduce(fold, rows, None) if folds else None
+    if folded is not None:
+        next_one.core.restore([], {0: 99}, 0, folded={0: folded})
+    else:
+        next_one.core.restore(rows, {0: 99}, 0)
+    assert tell_of_deaths(next_one, [(0, 100), (0, 101)], brings(MOST_BROUGHT)) == ["implausible"] * 2
+    assert isinstance(next_one.hello(b"own", 1, totals=brings(MOST_BROUGHT)), WorkerWelcome)
 
 
 def test_a_repeated_hello_brings_nothing_more() -> None:

@@ -13,6 +13,13 @@ from support.waiting import TIMEOUT_S
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE = 1
+PING = b"\4\7\4PING\0\0"
+"""A command of ZMTP: it asks for a PONG."""
+
+
+def command(name: bytes, content: bytes) -> bytes:
+    """One command of ZMTP."""
+    return bytes([4, 1 + len(name) + len(content), len(name)]) + name + content
 
 
 def frame(payload: bytes, *, more: bool) -> bytes:
