@@ -6,7 +6,6 @@ thread to stop at the end. It refuses a peer at once. The others wait for the ad
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
@@ -105,13 +104,7 @@ class ZapAuthenticator:
         The answer sets the user id that `key_of` reads from messages.
         """
         assert self._zap is not None
-        try:
-            self._zap.send_multipart(answer, sockets.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        return sockets.reaches(self._zap, answer)
 
     def key_of(self, frame: zmq.Frame) -> PeerKey | None:
         """Return the key of the connection on which a frame came, as it stands now; None without keys.

@@ -53,7 +53,7 @@ from support.pipeline.delivery import (
     blocked,
     broker_process,
 )
-from support.raw_zmtp import PING, RawZmtp, frame, head, memory_of
+from support.raw_zmtp import PING, RawZmtp, frame, head, memory_of, on_the_wire
 from support.waiting import TIMEOUT_S, wait_until
 
 BATCH_BYTES = 4 << 20
@@ -267,6 +267,7 @@ def test_a_known_peer_that_floods_the_port_is_cut(served: tuple[Process, Endpoin
     process, endpoints = served
     with RawZmtp(endpoints.worker) as flooder:
         flooder.send(_framed(WorkerHello(fleet_id=FLEET, token="f", slot=7, incarnation=1)))
+        assert flooder.sock.recv(1), "the WELCOME; a broker that is behind would cut a stranger for what it holds"
         beats = _framed(Heartbeat(slot=7, incarnation=1, totals=WorkerTotals())) * 100
         wait_until(lambda: not flooder.send(beats), "the end of the connection")
     told = "too many messages that bring nothing new"
@@ -358,8 +359,7 @@ def test_a_peer_that_the_port_defers_is_admitted_later_and_wakes_nothing_meanwhi
 
 def _framed(message: Message) -> bytes:
     """Return the bytes of a message as a peer without libzmq sends it."""
-    *first, last = (bytes(part) for part in message.frames())
-    return b"".join(frame(part, more=True) for part in first) + frame(last, more=False)
+    return on_the_wire(message.frames())
 
 
 def _connects(endpoint: str, into: list[RawZmtp]) -> bool:

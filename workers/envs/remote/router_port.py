@@ -197,27 +197,19 @@ class RouterPort:
             if verdict.why:
                 text = f"refused at the port for {self._who}: {verdict.why} ({verdict.seen})"
                 self._warnings.warn(b"", "key", text)
-                self._answer(answer)
+                sockets.reaches(zap, answer)
             else:
                 self._waiting.append(answer)
 
     def _admit(self, *, waits: bool) -> None:
-        """Admit the peers that have waited longest, as many as the port may now. `waits`: a message waits at it."""
+        """Admit the peers that have waited longest, as many as the port may now. `waits`: a message waits at it.
+
+        A handshake that has ended meanwhile takes no place.
+        """
         assert self._watch is not None
         places = self._watch.admission.places(waits=waits)
         while self._waiting and places:
-            places -= self._answer(self._waiting.popleft())
-
-    def _answer(self, answer: list[bytes]) -> bool:
-        """Answer one handshake. Return whether it still went on."""
-        assert self._zap is not None
-        try:
-            self._zap.send_multipart(answer, sockets.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            return False
-        return True
+            places -= sockets.reaches(self._zap, self._waiting.popleft())
 
     def receive(
         self, most: int = _BURST, has_news: Callable[[], bool] = lambda: False
