@@ -97,6 +97,8 @@ class Charges:
         if not heard.was_known:
             self._introduce(heard)
         elif cost:
+            if cost >= 1.0:  # a worker may send a thousand SKIPs or repeated batches, and larger ones after them
+                heard.watch.count_unread(heard.fd, heard.account)
             if self._core.is_supervisor(heard.peer):
                 cost *= _SUPERVISOR_SHARE
             elif len(self._core.sources) > heard.lives:
@@ -112,6 +114,7 @@ class Charges:
         account, progress = heard.account, self._core.learner_progress
         if not (heard.was_known and account.known):
             return
+        heard.watch.count_unread(heard.fd, account)
         if progress > account.progress:
             account.progress = progress
         else:

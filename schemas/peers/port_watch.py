@@ -72,10 +72,12 @@ STRANGER_BYTES, STRANGERS_BYTES = 2 << 20, 16 << 20
 """The most that one stranger may send in all, and hold at a time, and that all strangers together may hold. They have
 only a HELLO to say, and its header has 1 MiB at most.
 """
-FEW_MESSAGES, COUNTED_MESSAGES = 64, 1024
-"""A port with `unread_messages` compares what has come from a peer with what it took after so many messages taken, over
-as many as the second at most.
+UNREAD_MESSAGES = 2048
+"""The most small messages that may wait of one peer, at a port whose peers send most of theirs in answer to one. A
+client that connects again repeats the steps of all its episodes, 1,024 at most.
 """
+FEW_MESSAGES, COUNTED_MESSAGES = 64, 1024
+"""What waits of a peer is counted after so many of its messages, over as many as the second at most."""
 MOST_UNREAD_BYTES = 4 << 20
 """Bytes that a peer may leave unread, and still be sent a further message. A client reads each answer in time."""
 STRANGERS = 1024
@@ -134,8 +136,6 @@ class PortBounds:
     """The largest message: more must not be held by one connection as an unfinished message, or by all strangers."""
     held_bytes: int = 1 << 30
     """The most that all connections hold together."""
-    unread_messages: int = 0
-    """The most messages that may wait of one peer; 0 for a port whose peers may send many without an answer."""
     admits_all: bool = False
     """True for a port whose peers send no messages: none is a stranger."""
 
@@ -159,8 +159,10 @@ class PeerAccount:
     """Its messages, the bytes that had come and those taken, and how often the port had been empty, at an earlier time
     from which its unread messages are counted.
     """
+    counted: int = 0
+    """Its messages at the last count of them."""
     is_ahead: bool = False
-    """True if they were too many at the last count."""
+    """True if too many were unread then."""
     known: bool = False
     was_known: bool = False
     """True for a learner that has lost the lease."""
@@ -212,8 +214,8 @@ class _Connection:
 class PortWatch:
     """Watches one bound socket, which the caller has given a monitor, from a thread of its own until `close`.
 
-    `heard`, `strange`, `spoke`, `refused`, `gone`, `left`, `drops` and `emptied` are called by the thread that receives
-    from the socket. `on_failed_handshake` is called with (event, value) in the watch's thread.
+    `heard`, `count_unread`, `strange`, `spoke`, `refused`, `gone`, `left`, `drops` and `emptied` are called by the
+    thread that receives from the socket. `on_failed_handshake` is called with (event, value) in the watch's thread.
     """
 
     def __init__(
@@ -278,25 +280,27 @@ class PortWatch:
             account.peer = peer_of(fd)
             if account.peer is None and TELLS_PEERS:
                 self.left(route)
-        elif self._bounds.unread_messages and account.messages % FEW_MESSAGES == 0:
-            self._count_unread(fd, account, self._bounds.unread_messages)
         return account
 
-    def _count_unread(self, fd: int, account: PeerAccount, most: int) -> None:
-        """Cut a peer of which more than `most` messages wait, though the port takes them.
+    def count_unread(self, fd: int, account: PeerAccount) -> None:
+        """Cut a known peer of which more than `UNREAD_MESSAGES` wait, though the port takes them.
 
-        The kernel counts bytes. What has come and is unread is divided by the mean size of what was taken meanwhile.
-        One large message that is under way looks the same once, but not after further messages before it.
+        Call it after a message of a kind of which an honest peer sends few without an answer. The kernel counts bytes:
+        what has come and is unread is divided by the mean size of what was taken meanwhile. One large message that is
+        under way looks the same once, but not after further messages before it.
         """
+        if account.messages - account.counted < FEW_MESSAGES:
+            return
+        account.counted = account.messages
         received = bytes_received(fd)
         messages, came, taken, emptied = account.base
         count, nbytes = account.messages - messages, account.taken - taken
         if emptied != self._emptied or count > COUNTED_MESSAGES:
             account.base, account.is_ahead = (account.messages, received, account.taken, self._emptied), False
             return
-        was_ahead, account.is_ahead = account.is_ahead, (received - came - nbytes) * count > most * nbytes
+        was_ahead, account.is_ahead = account.is_ahead, (received - came - nbytes) * count > UNREAD_MESSAGES * nbytes
         if was_ahead and account.is_ahead:
-            self._cut_at_once(fd, account, f"more than {most} messages at a time")
+            self._cut_at_once(fd, account, f"more than {UNREAD_MESSAGES} messages at a time")
 
     def _place(self, fd: int, account: PeerAccount) -> None:
         """Give the descriptor to a route's account, unless a newer connection has it. libzmq counts routes upwards.

@@ -18,6 +18,7 @@ from headrace.schemas.frames.wire import MessageKind, encode
 from headrace.schemas.messages import Heartbeat, Message, Obituary, Skip, SupervisorHello, WorkerHello
 from headrace.schemas.peers import port_watch
 from headrace.schemas.peers.admission import ADMITTED_AT_ONCE
+from headrace.schemas.peers.descriptors import TELLS_PEERS
 from headrace.schemas.peers.message_budget import MessageBudget
 from headrace.schemas.peers.port_watch import PortWatch
 from support.pipeline.delivery import (
@@ -139,6 +140,54 @@ def test_refused_messages_of_a_megabyte_end_a_connection_soon(start_broker: Star
         wait_until(lambda: not peer.send(garbage), "the end of the connection")
     assert broker.ask(lambda asked: asked.core.refusals.total) <= 6
     assert watch_of(broker).admission.places(waits=False) <= ADMITTED_AT_ONCE, "the next may be like it"
+
+
+def rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let peers pay for all that they say."""
+    for name in ("KNOWN_FIRST", "KNOWN_BURST", "KNOWN_PER_S"):
+        monkeypatch.setattr(port_watch, name, 1e9)
+
+
+@pytest.mark.skipif(not TELLS_PEERS, reason="this system does not count a connection's bytes")
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(hello(1), beat(1)), (framed(SupervisorHello(fleet_id=FLEET, token="s")),) * 2],
+    ids=["heartbeats", "hellos"],
+)
+def test_a_peer_is_cut_once_thousands_of_its_messages_wait(
+    first: bytes, then: bytes, start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rich(monkeypatch)
+    broker = start_broker(allow_insecure=True)
+    with heard(broker) as kinds, RawZmtp(broker.endpoints.worker) as peer:
+        peer.send(first + then * 50_000)
+        wait_until(peer.is_cut, "the end of the connection")
+    wait_until(lambda: dict(watch_of(broker).cuts) == {"more than 2048 messages at a time": 1}, "the reason")
+    assert len(kinds) < 3000, "the rest is dropped"
+
+
+def test_large_messages_behind_hundreds_of_skips_are_no_flood(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits then is as much as thousands of SKIPs."""
+    rich(monkeypatch)
+    broker = start_broker(allow_insecure=True, max_batch_bytes=1 << 16)
+    large_ones = (frame(b"not", more=True) + frame(b"headrace", more=True) + frame(bytes(MIB), more=False)) * 8
+    with heard(broker) as kinds, RawZmtp(broker.endpoints.worker) as peer:
+        peer.send(hello(1))
+        assert peer.sock.recv(1)
+        hear = broker.broker.core.receive
+
+        def receive(*told: Any) -> None:
+            hear(*told)
+            if kinds.count(Skip) == 100:
+                peer.send(large_ones)
+
+        broker.broker.core.receive = receive  # type: ignore[method-assign]
+        with blocked(broker):
+            peer.send(b"".join(map(tiny_skip, range(1, 601))))
+        wait_until(lambda: broker.ask(lambda asked: asked.core.refusals.total) == 8, "the broker to read all of it")
+        assert not peer.is_cut()
 
 
 def test_large_messages_of_strangers_are_read_a_few_at_a_time(

@@ -22,6 +22,7 @@ from headrace.schemas.messages import (
 from headrace.schemas.messages.learner_messages import MOST_ROWS
 from headrace.schemas.peers import port_watch
 from headrace.schemas.peers.admission import ADMITTED_AT_ONCE
+from headrace.schemas.peers.descriptors import TELLS_PEERS
 from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, PortWatch
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, StartBroker, StartFeeder, batches_of
 from support.raw_zmtp import RawZmtp, frame
@@ -66,8 +67,9 @@ def large_rows() -> bytes:
     ids=["commits", "hellos", "hellos of new learners", "pulls", "large messages", "repeated rows", "new rows"],
 )
 def test_a_learner_that_floods_its_port_is_cut(
-    start_broker: StartBroker, channel: str, flood: Callable[[int], bytes]
+    start_broker: StartBroker, channel: str, flood: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(port_watch, "UNREAD_MESSAGES", 1_000_000)
     broker = start_broker(allow_insecure=True)
     watch = watch_of(broker)
     with RawZmtp(broker.endpoints.learner) as learner:
@@ -76,6 +78,23 @@ def test_a_learner_that_floods_its_port_is_cut(
         sent = b"".join(map(flood, range(500)))
         wait_until(lambda: learner.is_cut() or not learner.send(sent), "the end of the connection")
     wait_until(lambda: watch.cuts["too many messages that bring nothing new"] == 1, "the reason")
+
+
+@pytest.mark.skipif(not TELLS_PEERS, reason="this system does not count a connection's bytes")
+@pytest.mark.parametrize("flood", [hello("a"), framed(Commit(epoch=1))], ids=["hellos", "commits"])
+def test_a_learner_is_cut_once_thousands_of_its_messages_wait(
+    flood: bytes, start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KNOWN_FIRST", "KNOWN_BURST", "KNOWN_PER_S"):
+        monkeypatch.setattr(port_watch, name, 1e9)
+    broker = start_broker(allow_insecure=True)
+    watch = watch_of(broker)
+    with RawZmtp(broker.endpoints.learner) as learner:
+        learner.send(hello("a"))
+        assert learner.sock.recv(1)
+        learner.send(flood * 50_000)
+        wait_until(learner.is_cut, "the end of the connection")
+    wait_until(lambda: dict(watch.cuts) == {"more than 2048 messages at a time": 1}, "the reason")
 
 
 def test_a_learner_that_has_lost_the_lease_is_a_stranger_again(start_broker: StartBroker) -> None:

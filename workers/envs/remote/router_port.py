@@ -58,10 +58,6 @@ _MOST_WAITING = 4096
 
 Speaker = tuple[int, PeerAccount, int]
 """The connection of a message: its descriptor and its account; and the bytes of the message's header."""
-_UNREAD_MESSAGES = 2048
-"""The most messages that may wait of one host or client, which send most of theirs in answer to one. A client that
-connects again repeats the steps of all its episodes, 1,024 at most.
-"""
 _MESSAGES_HELD = 4
 """How many of the largest messages all connections together may hold unfinished."""
 
@@ -138,7 +134,7 @@ class RouterPort:
             socket.setsockopt(getattr(zmq, name), value)
         most = settings.largest_message
         places = connection_limit(settings.connections, ports=2)
-        bounds = PortBounds(places, most, _MESSAGES_HELD * most, unread_messages=_UNREAD_MESSAGES)
+        bounds = PortBounds(places, most, _MESSAGES_HELD * most)
         self._socket = socket  # before the watch begins: `_end` must find it
         self._watch = PortWatch(settings.who, socket.get_monitor_socket(WATCH_EVENTS), bounds)
         for candidate in ports_to_try(settings.port):
@@ -232,6 +228,8 @@ class RouterPort:
                 left -= 1
                 nbytes = sum(map(len, frames))
                 account = watch.heard(fd, route, nbytes)
+                if account.known:
+                    watch.count_unread(fd, account)
                 header_bytes = len(frames[1]) if len(frames) > 1 else 0  # a message in a single frame is small
                 self.speaker = fd, account, header_bytes
                 if header_bytes <= _HEADER_BYTES or self._reads(account, header_bytes / _HEADER_BYTES):
