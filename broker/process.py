@@ -46,6 +46,7 @@ from headrace.schemas.credentials.keys import BROKER, BrokerKeys, read_broker_ke
 from headrace.schemas.credentials.loopback_token import ServerToken, server_token
 from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError
 from headrace.schemas.frames.wire import (
+    DEFAULT_LIMITS,
     Buffer,
     MessageKind,
     WireLimits,
@@ -386,7 +387,8 @@ class Broker:
     def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> float:
         """Handle a message. Return how many messages it counts for, apart from its bytes; 0 for an accepted batch."""
         now = time.monotonic()
-        kind, header = decode_header([frame.buffer for frame in frames], self._limits)
+        limits = self._limits if socket is self.sockets.workers else DEFAULT_LIMITS  # a learner's weights
+        kind, header = decode_header([frame.buffer for frame in frames], limits)
         if kind is MessageKind.BATCH and socket is self.sockets.workers:
             return 0.0 if self._take_batch(peer, header, frames, now) else COST_OF_REPEAT
         if kind is MessageKind.WEIGHTS and socket is self.sockets.learners:

@@ -9,7 +9,7 @@ from headrace.learner_stub.broker_link import BrokerLink, await_message
 from headrace.learner_stub.row_queue import RowQueue
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.headrace_version import headrace_version
-from headrace.schemas.errors import DecodeError, HeadraceError, RefusedWeightsError, refusal
+from headrace.schemas.errors import DecodeError, EncodeError, HeadraceError, RefusedWeightsError, refusal
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode
 from headrace.schemas.messages import (
     Fenced,
@@ -85,10 +85,18 @@ class BrokerWeights:
         return written
 
     def publish(self, seq: int, arrays: Arrays, digest: str) -> None:
-        """Make these the newest weights at this broker. `digest` is that of `arrays`."""
+        """Make these the newest weights at this broker. `digest` is that of `arrays`.
+
+        Raises `EncodeError` for arrays that may not go on the wire. The newest weights are the ones before then.
+        """
+        before = self.seq, self._arrays, self._digest
         self.seq, self._arrays, self._digest = seq, arrays, digest
-        if self.epoch:  # else after the first WELCOME
-            self._send_weights()
+        try:
+            if self.epoch:  # else after the first WELCOME
+                self._send_weights()
+        except EncodeError:
+            self.seq, self._arrays, self._digest = before
+            raise
 
     def take_refused(self) -> RefusedWeightsError | None:
         """Return the error for a version that a worker refused, and forget it; None if there is none."""
@@ -135,7 +143,7 @@ class BrokerWeights:
                 self._await_mapped()
         self.link.close()
         if self._shared is not None:
-            self._shared.close()
+            self._shared.close(remove=not self._waits_for_broker())
 
     def _say_hello(self) -> None:
         self._next_send = connection.now() + _RETRY_S
@@ -181,12 +189,16 @@ class BrokerWeights:
     def _await_mapped(self) -> None:
         """Wait until the broker has mapped the announced version, or asked for all of it and got it."""
         deadline = connection.now() + _CLOSING_S
-        while self._is_written and self.acknowledged < self._written and self.refusal is None:
+        while self._waits_for_broker():
             await_message([self.link], _CLOSING_S / 10)
             self.pump()
             self.tick(connection.now())
             if connection.now() > deadline:
                 return
+
+    def _waits_for_broker(self) -> bool:
+        """Return whether the broker may still map the newest version."""
+        return self._is_written and self.acknowledged < self._written and self.refusal is None
 
     def _send_rows(self, now: float, *, at_once: bool = False) -> bool:
         rows = self.rows.due(now, at_once=at_once)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -24,6 +25,8 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import PeerKeys, client_keys
 from headrace.schemas.errors import EncodeError, refusal
+from headrace.schemas.frames.manifest import as_sent
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
 from headrace.schemas.messages.weights import Arrays, check_published, join_modules, weights_digest
 from headrace.schemas.peers.fleet_address import AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace, broker_fleet_id
@@ -105,14 +108,15 @@ class WeightPublisher:
         weights that they have for it, and those that start later use the ones it was built with. Arrays named
         "connectors/..." beside a module's tensors are state of its connectors.
 
-        Raises `EncodeError` for a tensor whose dtype has no place on the wire, and for an invalid module id;
+        Raises `EncodeError` for weights that may not go on the wire: more than 256 MiB or 4,096 arrays, a value that is
+        no tensor or array, a dtype without a place there, a name that is no text, an invalid module id. Raises
         `WeightsMismatchError` and `WhichModuleError` for weights that do not fit the workers' modules, as soon as a
         worker has told their shapes. `RefusedWeightsError` says that a worker could not load an earlier version. This
         method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
         they have.
         """
         with connection.time_spent(self.token).part("publish"):
-            arrays, seq = _views(state_dict), self.seq + 1
+            arrays, seq = _as_sent(_views(state_dict)), self.seq + 1
             if shapes := connection.weight_shapes(self.token):
                 check_published(arrays, shapes)
             connection.note_published(self.token, [(broker.epoch, seq) for broker in self._brokers])
@@ -209,6 +213,17 @@ def _views(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, NDArray
     return arrays
 
 
+def _as_sent(arrays: Arrays) -> Arrays:
+    """Return arrays with the bytes that go on the wire. Raises `EncodeError` for those that may not."""
+    nbytes = sum(array.nbytes for array in arrays.values())
+    if nbytes > DEFAULT_LIMITS.payload_bytes:
+        allowed = f"{DEFAULT_LIMITS.payload_bytes >> 20} MiB are allowed"
+        raise EncodeError(
+            f"weights of {nbytes >> 20} MiB cannot be published; {allowed}; publish fewer or smaller ones"
+        )
+    return {name: as_sent(name, array) for name, array in arrays.items()}
+
+
 def _flat(state_dict: StateDict | Mapping[str, StateDict]) -> StateDict:
     """Return one state dict as it is, those of several modules under joined names."""
     by_module: dict[str, StateDict] = {k: value for k, value in state_dict.items() if isinstance(value, Mapping)}
@@ -225,13 +240,19 @@ def _flat(state_dict: StateDict | Mapping[str, StateDict]) -> StateDict:
 
 
 def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
-    """Return a tensor as a numpy array; bfloat16, which numpy lacks, becomes float32."""
+    """Return a tensor as a numpy array; bfloat16, which numpy lacks, becomes float32.
+
+    Raises `EncodeError` for anything else than a tensor or an array, and for a name that is no text.
+    """
+    if not isinstance(name, str) or not name.isprintable():
+        raise EncodeError(f"{name!r:.80} cannot be the name of a tensor: it is no printable text")
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
     if not isinstance(value, torch.Tensor):
-        return value
-    tensor = value.detach().cpu()
-    if tensor.dtype is torch.bfloat16:
-        tensor = tensor.float()
+        kind = type(value).__name__
+        raise EncodeError(f"{name!r} is of type {kind}; only tensors and arrays can be published or saved")
     try:
-        return tensor.numpy(force=True)
-    except TypeError as error:
+        tensor = value.detach().cpu()
+        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
+    except (TypeError, RuntimeError) as error:  # a sparse tensor, or one on the device "meta"
         raise EncodeError(f"tensor {name!r} of dtype {value.dtype} cannot be published: {error}") from error

@@ -51,20 +51,30 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Buffer], list[list[An
     return [*first, *own], manifest
 
 
+def as_sent(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array with the bytes that go on the wire: itself if it is little-endian, else a copy.
+
+    Raises `EncodeError` for a dtype, or a number of axes, that may not go on the wire.
+    """
+    if array.dtype not in _CODES:
+        dtype = array.dtype.newbyteorder("<")
+        if dtype not in _CODES:
+            raise EncodeError(f"array {name!r} has dtype {array.dtype}, which may not go on the wire")
+        array = array.astype(dtype)
+    if array.ndim > DEFAULT_LIMITS.dims:
+        raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_LIMITS.dims} are allowed")
+    return array
+
+
 def _raw(name: str, array: NDArray[Any]) -> tuple[Buffer, str]:
     """Return (bytes, dtype on the wire) of one array.
 
     A large one is not copied if it is contiguous and little-endian.
     """
     code = _CODES.get(array.dtype)
-    if code is None:
-        dtype = array.dtype.newbyteorder("<")
-        code = _CODES.get(dtype)
-        if code is None:
-            raise EncodeError(f"array {name!r} has dtype {array.dtype}, which may not go on the wire")
-        array = array.astype(dtype)
-    if array.ndim > DEFAULT_LIMITS.dims:
-        raise EncodeError(f"array {name!r} has {array.ndim} axes; {DEFAULT_LIMITS.dims} are allowed")
+    if code is None or array.ndim > DEFAULT_LIMITS.dims:
+        array = as_sent(name, array)
+        code = _CODES[array.dtype]
     if array.nbytes < OWN_FRAME_BYTES:
         return array.tobytes(), code  # cheaper than a view of its bytes, which are copied into a joint frame anyway
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, code

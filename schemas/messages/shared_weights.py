@@ -203,11 +203,12 @@ class SharedWeights:
             os.close(self._claim)
             self._claim = None
 
-    def close(self) -> None:
-        """Leave the folder, and remove it if no process uses it."""
+    def close(self, *, remove: bool = True) -> None:
+        """Leave the folder, and `remove` it if no process uses it. Else the next one that leaves it does."""
         self.release()
         if self._lock is not None:
-            _remove_unused(self._folder, self._lock)
+            if remove:
+                _remove_unused(self._folder, self._lock)
             os.close(self._lock)
             self._lock = None
 
@@ -269,7 +270,11 @@ def _remove_unused(folder: Path, lock: int) -> None:
     except OSError:
         return
     if _is_current(folder, lock):
-        shutil.rmtree(folder, ignore_errors=True)
+        # At once, since large files take long to remove, and another process may want to enter the folder meanwhile.
+        aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+        with suppress(OSError):
+            folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         try:
             folder.parent.rmdir()
         except OSError:

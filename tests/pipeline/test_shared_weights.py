@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from headrace.schemas.messages.shared_weights import SharedWeights, remove_unuse
 from headrace.schemas.messages.weights import encode_weights, weights_digest
 from headrace.workers.fleet.weights import OTHERS_PULL_S, WeightsReceiver
 from headrace.workers.policy.module_weights import write_weights
-from support.pipeline.delivery import FLEET, BrokerThread, Feeder, StartBroker, StartFeeder
+from support.pipeline.delivery import FLEET, BrokerThread, Feeder, StartBroker, StartFeeder, blocked
 from support.waiting import TIMEOUT_S, wait_until
 
 LARGE = 700_000
@@ -291,6 +292,32 @@ def test_a_worker_stops_waiting_for_a_stalled_puller_and_pulls_itself() -> None:
     assert [pull.offset for pull in receiver.requests(0.1 + OTHERS_PULL_S)] == [0]
 
 
+def test_a_worker_stops_waiting_for_a_stalled_puller_although_newer_versions_are_announced() -> None:
+    still = SharedWeights(FLEET)
+    assert still.claim()
+    receiver = WeightsReceiver(FLEET, SharedWeights(FLEET))
+    asked, now = list[int](), 0.0
+    for seq in range(1, 10):
+        header = WeightsHeader(fleet_id=FLEET, version=(1, seq), digest=digest_of(1.0))
+        receiver.receive(decode(encode(MessageKind.WEIGHTS, header.model_dump())), now)
+        asked += [pull.offset for pull in receiver.requests(now)]
+        now += OTHERS_PULL_S * 0.4
+    assert asked[:1] == [0]
+
+
+def test_a_worker_that_pulls_to_its_own_memory_lets_the_others_pull_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1_000, f_frsize=4_096))
+    relay, receiver, other = WeightsRelay(), WeightsReceiver(FLEET, SharedWeights(FLEET)), SharedWeights(FLEET)
+    frames = encode_weights(FLEET, (1, 1), state(1.0), digest_of(1.0))
+    relay.offer(read(WeightsHeader, decode(frames).header), frames)
+    receiver.receive(decode(relay.broadcast), 0.0)
+    assert not other.claim()
+    (first,) = receiver.requests(0.0)
+    receiver.receive(decode(relay.part(first)), 0.0)
+    assert receiver.pulling
+    assert other.claim()
+
+
 def test_a_released_claim_is_free_even_if_a_forked_child_has_a_copy() -> None:
     first, second = SharedWeights(FLEET), SharedWeights(FLEET)
     assert first.claim()
@@ -508,6 +535,26 @@ def test_a_folder_that_goes_while_a_process_enters_is_made_again(
     shared.close()
 
 
+def test_a_folder_that_is_being_removed_keeps_no_process_from_sharing(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal of a gigabyte takes a fifth of a second."""
+    old, new, remove = SharedWeights(FLEET), SharedWeights(FLEET), shutil.rmtree
+    entered: list[bool] = []
+
+    def slow(path: Path, **options: Any) -> None:
+        entered.append(new.write(*version_of(2, 2.0)))
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    assert old.write(*version_of(1, 1.0))
+    old.close()
+    assert entered == [True]
+    assert new.read((1, 2), digest_of(2.0)) is not None
+    monkeypatch.undo()
+    new.close()
+
+
 def test_a_folder_in_use_is_not_removed(memory: Path) -> None:
     shared = SharedWeights(FLEET)
     assert shared.write(*version_of(1, 1.0))
@@ -629,6 +676,19 @@ def test_a_publisher_that_closes_at_once_loses_no_version(
         with WeightPublisher(broker.endpoints.learner) as publisher:
             publisher.publish(state(float(seq)))
         wait_until(lambda s=seq: broker.ask(lambda own: own.relay.version)[1] == s, "the version")  # type: ignore[misc]
+
+
+def test_a_publisher_that_closes_while_the_broker_is_busy_loses_no_version(
+    start_broker: StartBroker, memory: Path
+) -> None:
+    broker = start_broker()
+    publisher = WeightPublisher(broker.endpoints.learner)
+    with blocked(broker):
+        publisher.publish(state(1.0))
+        publisher.close()
+    wait_until(lambda: broker.ask(lambda own: own.relay.version)[1] == 1, "the version")
+    broker.stop()
+    assert list(memory.iterdir()) == [], "the broker leaves last"
 
 
 def test_a_restarted_broker_maps_the_version_of_before(start_broker: StartBroker, announced: list[bool]) -> None:

@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from headrace.broker.weights_relay import WeightsRelay
+from headrace.broker.weights_relay import PULLED_S, WeightsRelay
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import EncodeError, FencedError
 from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode
 from headrace.schemas.messages import Reject, WeightsHeader, WeightsPart, WeightsPull, WorkerHello, read
+from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import encode_weights
 from headrace.workers.fleet.weights import BROADCAST_S, PIECES_IN_FLIGHT, PULL_RETRY_S, WeightsReceiver
 from support.pipeline.delivery import (
@@ -199,6 +201,62 @@ def test_weights_without_tensors_or_with_complex_numbers_are_refused(publisher: 
         publisher.publish({"w": np.zeros(3, complex)})
 
 
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ({"w": b"extra state"}, "'w' is of type bytes"),
+        ({"w": [1.0]}, "'w' is of type list"),
+        ({3: np.zeros(3)}, "3 cannot be the name"),
+        ({"\udc80": np.zeros(3)}, "cannot be the name"),
+        ({"w": np.array([None])}, "dtype object"),
+        ({"w": np.array(["text"])}, "dtype <U4"),
+        ({"w": torch.zeros(3, device="meta")}, "'w' of dtype torch.float32 cannot be published"),
+        ({"w": np.zeros((1,) * 9)}, "9 axes"),
+        ({f"w{n}": np.zeros(1) for n in range(4097)}, "4097 arrays"),
+        ({f"w{n}": np.zeros(10) for n in range(4097)}, "4097 arrays"),
+        ({f"{n}" + "n" * 400: np.zeros(1) for n in range(4000)}, "header of WEIGHTS"),
+        ({f"{n}" + "n" * 400: np.zeros(10) for n in range(4000)}, "header of WEIGHTS"),
+        ({"w": np.broadcast_to(np.zeros(1, np.float32), (65 << 20,))}, "weights of 260 MiB"),
+    ],
+)
+def test_weights_that_cannot_be_sent_are_refused_and_the_ones_before_stay(
+    weights: Any, told: str, start_broker: StartBroker
+) -> None:
+    broker = start_broker()
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        publisher.publish(state(1.0))
+        acknowledge(publisher)
+        with pytest.raises(EncodeError, match=told):
+            publisher.publish(weights)
+        publisher.pump()
+        publisher._brokers[0]._lacks((0, 0))  # as from a broker that has lost them
+        wait_until(lambda: publisher.pump(0.01) or publisher.acknowledged == (1, 1), "the weights before to be sent")
+        assert publisher.publish(state(2.0)) == 2
+        acknowledge(publisher)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_big_endian_weights_arrive(size: int, start_broker: StartBroker, start_feeder: StartFeeder) -> None:
+    broker = start_broker()
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        publisher.publish(
+            {name: array.astype(array.dtype.newbyteorder(">")) for name, array in state(1.0, size).items()}
+        )
+        Applied(start_feeder(broker.endpoints.worker)).wait((1, 1), 1.0, size)
+
+
+def test_weights_larger_than_the_largest_batch_are_taken_whole(
+    start_broker: StartBroker, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a learner on another machine, or where memory has no room."""
+    monkeypatch.setattr(SharedWeights, "_enter", lambda self: False)
+    broker = start_broker(max_batch_bytes=1 << 20)
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        publisher.publish(state(1.0, LARGE))
+        acknowledge(publisher)
+        Applied(start_feeder(broker.endpoints.worker)).wait((1, 1), 1.0, LARGE)
+
+
 def test_damaged_weights_are_refused_by_the_broker(
     broker: BrokerThread, publisher: WeightPublisher, start_feeder: StartFeeder
 ) -> None:
@@ -329,6 +387,30 @@ def pieces_of(version: Version, value: float, size: int) -> tuple[WeightsRelay, 
     relay.offer(read(WeightsHeader, decode(frames).header), frames)
     receiver.hear_of(version, 0.0)
     return relay, receiver
+
+
+def test_a_pull_ends_although_newer_versions_come_before_its_end() -> None:
+    """Each version is there for one piece of four. The relay keeps the one that is pulled, and no other."""
+    now = [0.0]
+    relay, receiver = WeightsRelay(clock=lambda: now[0]), WeightsReceiver(FLEET)
+    taken, kept, asked = list[Version](), list[Version](), list[WeightsPull]()
+    for seq in range(1, 31):
+        now[0] += 1.0
+        frames = encode_weights(FLEET, (1, seq), state(seq, 900_000))
+        relay.offer(read(WeightsHeader, decode(frames).header), frames)
+        receiver.hear_of((1, seq), now[0] - 1.0)
+        asked += receiver.requests(now[0])
+        if asked:
+            receiver.receive(decode(relay.part(asked.pop(0))), now[0])
+        if (found := receiver.take()) is not None:
+            assert found.arrays["w"][0] == found.version[1]
+            taken.append(found.version)
+        kept.append(relay._pulled.version if relay._pulled is not None else (0, 0))
+    assert len(taken) >= 5
+    assert all(seq - older <= 5 for seq, (_, older) in enumerate(kept, 1) if older)
+    now[0] += PULLED_S + 1
+    relay.offer(read(WeightsHeader, message((1, 99), 1.0).header), encode_weights(FLEET, (1, 99), state(1.0)))
+    assert relay._pulled is None, "nobody pulls any more"
 
 
 def test_a_pull_keeps_several_pieces_in_flight() -> None:

@@ -52,6 +52,8 @@ class WeightsReceiver:
         self._ask_at: float | None = None
         self._sought: WeightsHeader | None = None
         """An announced version that another worker of this machine pulls."""
+        self._others_until = 0.0
+        """The time until which it, or a newer one, is left to that worker."""
 
     def receive(self, message: WireMessage, now: float) -> None:
         """Handle a WEIGHTS or WEIGHTS_PART message. One that fails its checksums is dropped and logged."""
@@ -156,8 +158,10 @@ class WeightsReceiver:
             self._sought = None
             self._expect(header.version, now)
         elif self._sought != header:
+            if self._sought is None:
+                self._others_until = now + OTHERS_PULL_S
             self._sought = header
-            self._expect(header.version, now + OTHERS_PULL_S)
+            self._expect(header.version, self._others_until)
 
     def _take_part(self, message: WireMessage, now: float) -> None:
         part = read(WeightsPart, message.header)
@@ -200,6 +204,8 @@ class WeightsReceiver:
             raise DecodeError("payload_sizes", f"weights {version} of {size} bytes in {len(sizes)} frames; {allowed}")
         self._stop()
         room = self._shared.arriving(version, sizes) if self._shared is not None else None
+        if room is None and self._shared is not None:
+            self._shared.release()  # nobody has to wait for what comes to memory of this process
         self._arriving = ArrivingWeights(version, sizes, room or OwnMemory(sizes))
         return self._arriving
 
