@@ -93,7 +93,7 @@ def go_on(run_dir: Path, *options: str) -> tuple[str, dict[tuple[int, int], Ledg
     with RunningFleet(run_dir, *SMALL, *options, "--until-steps", "5000") as fleet:
         result = fleet.finish()
     said = result["stderr"]
-    assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), said
+    assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), f"{said}\n{result}"
     assert result["ledger"]["queued"] == 0, said
     books = fleet.audited()  # folded lives stand as incarnation 0
     told = [*books["rows"], *(lives["row"] for lives in books["folded"])]
@@ -276,6 +276,7 @@ def test_a_learner_of_ones_own_goes_on_and_gets_the_end_of_each_open_episode(tmp
             fleet.send(signal.SIGKILL, "worker", slot=0)
             before = steps_of(run)
             fleet.wait_until(lambda: steps_of(run) > before + 4_000, "it trains on")
+            fleet.wait_until(lambda: sum(trained_by_copy(first).values()) > 6_000, "a copy of that")
             learner.kill()
             fleet.kill_everything()
         if lost == "Redis":

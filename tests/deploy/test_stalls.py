@@ -252,6 +252,7 @@ def test_all_env_hosts_are_gone(tmp_path: Path) -> None:
     env = ("--env", "CartPole-v1", "--workers", "1", "--num-envs", "2")
     remote = sets("sampling.env_placement=remote", "sampling.env_hosts_lease_s=2")
     with stalls_of(tmp_path, *env, *remote) as stalls:
+        until_joined(stalls.fleet, 1)
         found = stalls.until(("no_env_hosts", "worker-0"))["no_env_hosts"]
         for _ in range(2):
             assert since(found, 10)
