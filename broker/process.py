@@ -387,7 +387,8 @@ class Broker:
     def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> float:
         """Handle a message. Return how many messages it counts for, apart from its bytes; 0 for an accepted batch."""
         now = time.monotonic()
-        limits = self._limits if socket is self.sockets.workers else DEFAULT_LIMITS  # a learner's weights
+        # A learner's weights may be larger than the largest batch.
+        limits = self._limits if socket is self.sockets.workers else DEFAULT_LIMITS
         kind, header = decode_header([frame.buffer for frame in frames], limits)
         if kind is MessageKind.BATCH and socket is self.sockets.workers:
             return 0.0 if self._take_batch(peer, header, frames, now) else COST_OF_REPEAT

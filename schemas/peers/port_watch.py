@@ -77,7 +77,7 @@ UNREAD_MESSAGES = 2048
 client that connects again repeats the steps of all its episodes, 1,024 at most.
 """
 FEW_MESSAGES, COUNTED_MESSAGES = 64, 1024
-"""What waits of a peer is counted after so many of its messages, over as many as the second at most."""
+"""A port counts what waits of a peer after so many of its messages, and looks back over so many at most."""
 MOST_UNREAD_BYTES = 4 << 20
 """Bytes that a peer may leave unread, and still be sent a further message. A client reads each answer in time."""
 STRANGERS = 1024

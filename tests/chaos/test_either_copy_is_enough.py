@@ -65,6 +65,15 @@ def told_by(run_dir: Path) -> dict[str, Any]:
     return told
 
 
+def until_copied(fleet: RunningFleet, run_dir: Path, url: str) -> dict[str, Any]:
+    """Wait until Redis has a copy of the newest checkpoint, or of a newer one. Return the header of that checkpoint."""
+    known = told_by(run_dir)
+    with connect(url) as client:
+        copies = copies_in(client, FLEET)
+        fleet.wait_until(lambda: (copies.version() or ()) >= (known["epoch"], known["saves"]), "a copy of it")
+    return known
+
+
 def trained_by_copy(url: str) -> dict[tuple[int, int], int]:
     """Return the steps of each life that the checkpoint in Redis was trained on."""
     with connect(url, TIMEOUT_S) as client:
@@ -204,11 +213,7 @@ def test_the_run_directory_then_redis_then_the_places_of_both_may_be_lost_in_one
             fleet.wait_until(lambda: steps_of(run) > before, "a new update")
             print(f"{what}: {time.monotonic() - began:.1f} s from the start of `up` to the first new update")  # noqa: T201
             fleet.wait_until(lambda: steps_of(run) > before + 6_000, "it trains on")
-            known = told_by(run)
-            with connect(url) as client:
-                copies = copies_in(client, FLEET)
-                fleet.wait_until(lambda: (copies.version() or ()) >= (known["epoch"], known["saves"]), "a copy of it")
-            copied = known["state"]["steps"]
+            copied = until_copied(fleet, run, url)["state"]["steps"]
             fleet.kill_everything()
             lost.append(fleet.said())
 
@@ -276,7 +281,7 @@ def test_a_learner_of_ones_own_goes_on_and_gets_the_end_of_each_open_episode(tmp
             fleet.send(signal.SIGKILL, "worker", slot=0)
             before = steps_of(run)
             fleet.wait_until(lambda: steps_of(run) > before + 4_000, "it trains on")
-            fleet.wait_until(lambda: sum(trained_by_copy(first).values()) > 6_000, "a copy of that")
+            until_copied(fleet, run, first)
             learner.kill()
             fleet.kill_everything()
         if lost == "Redis":

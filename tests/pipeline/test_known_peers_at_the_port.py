@@ -169,7 +169,7 @@ def test_a_peer_is_cut_once_thousands_of_its_messages_wait(
 def test_large_messages_behind_hundreds_of_skips_are_no_flood(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits then is as much as thousands of SKIPs."""
+    """They weigh as much as thousands of SKIPs."""
     rich(monkeypatch)
     broker = start_broker(allow_insecure=True, max_batch_bytes=1 << 16)
     large_ones = (frame(b"not", more=True) + frame(b"headrace", more=True) + frame(bytes(MIB), more=False)) * 8

@@ -192,6 +192,17 @@ def test_small_chunks_of_a_body_take_little_more_memory_than_the_body() -> None:
             tracemalloc.stop()
 
 
+def test_the_bound_of_a_chunked_body_is_exact() -> None:
+    most = 1 << 20
+    with Served(replace(LIMITS, max_message_bytes=most)) as server, RawHttp(server.url) as client:
+        chunks, rest = divmod(most, 1000)
+        said = head(STEP, "Transfer-Encoding: chunked") + (b"3e8\r\n" + b"x" * 1000 + b"\r\n") * chunks
+        client.say(said + b"%x\r\n" % rest + b"x" * rest + b"\r\n0\r\n\r\n")
+        assert "the body is not JSON" in client.hear().body["message"]
+        client.say(said + b"%x\r\n" % (rest + 1) + b"x" * (rest + 1) + b"\r\n0\r\n\r\n")
+        assert f"of more than {most} bytes" in client.hear_refusal(413, "too_large")
+
+
 def test_the_info_of_a_step_has_the_size_limit_that_it_has_over_zeromq() -> None:
     with Served(replace(LIMITS, max_message_bytes=1 << 22)) as server, RawHttp(server.url) as client:
         for path in (STEP[:14], STEP[:25]):

@@ -272,8 +272,8 @@ class HttpConnection(asyncio.Protocol):
         """Collect a piece of the body."""
         self._block += part  # a list would have 35 bytes more for each part, and one of a chunked body may be a byte
         if len(self._block) >= BLOCK_BYTES:
-            self._blocks.append(bytes(self._block))
-            self._block.clear()
+            self._blocks.append(bytes(self._block[:BLOCK_BYTES]))
+            del self._block[:BLOCK_BYTES]
         if len(self._blocks) * BLOCK_BYTES + len(self._block) > self._limits.body_bytes:
             self._refuse_body()
 
