@@ -13,7 +13,8 @@ from headrace.broker.source import Peer
 from headrace.broker.weights_relay import WeightsRelay
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.peers.message_budget import MessageBudget
-from headrace.schemas.peers.port_watch import PeerAccount, PortWatch, idle_messages
+from headrace.schemas.peers.peer_account import PeerAccount, idle_messages
+from headrace.schemas.peers.port_watch import PortWatch
 
 COST_OF_SKIP, COST_OF_REPEAT = 0.25, 0.125
 """Costs of a SKIP and of a batch that is not accepted, in addition to their bytes. After a standstill of the broker an

@@ -18,8 +18,9 @@ from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderErr
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import in_url
+from headrace.schemas.peers.connection_limit import connection_limit
 from headrace.schemas.peers.port_listing import PortListing
-from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortBounds, PortWatch, connection_limit
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortBounds, PortWatch
 from headrace.schemas.peers.ports import ports_to_try
 from headrace.schemas.peers.socket_folder import endpoint_of, lock_socket_folder, make_socket_folder
 from headrace.schemas.settings.config import BrokerSection, is_loopback

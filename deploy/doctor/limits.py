@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.deploy.doctor.cgroup import Limit, Limits, machine_memory, read_limits
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.schemas.peers.port_watch import files_for
+from headrace.schemas.peers.connection_limit import files_for
 from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.deploy")

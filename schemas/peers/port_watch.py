@@ -17,14 +17,13 @@ looked at every 4 s, or as soon as this process grows: a thousand of them would 
 from __future__ import annotations
 
 import logging
-import resource
 import select
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
@@ -41,6 +40,7 @@ from headrace.schemas.peers.descriptors import (
 )
 from headrace.schemas.peers.handshakes import BROKEN_OFF, DISCONNECTED, PROTOCOL, read_event
 from headrace.schemas.peers.message_budget import MessageBudget
+from headrace.schemas.peers.peer_account import PeerAccount
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,6 @@ STRANGE_MESSAGES = 64
 EMPTY_MESSAGES = 4
 """Empty messages of a stranger after which its connection ends at once. No peer of any version sends one, and libzmq
 reads zeros as such messages, 131,072 in 256 KiB.
-"""
-REFUSED_BURST, REFUSED_PER_S = 1000, 50.0
-"""The most that refused messages of one connection may cost at once, and in each second after that."""
-KNOWN_FIRST, KNOWN_BURST, KNOWN_PER_S = 512, 2000, 1000.0
-"""The most that messages of a known peer which bring nothing new may cost: at once on a new connection, at once after
-a silence, and in each second after that. A heartbeat costs about 1 a second, and a HELLO of the largest size 257. A
-worker that pulls 100 MB of weights asks a hundred times.
 """
 LEFT_BURST, LEFT_PER_S = 4096, 500.0
 """Messages of connections that have ended which are still read: at once, and in each second. Further ones are dropped
@@ -107,8 +100,6 @@ _MOST_ROUTES = 1 << 14
 _BURST = 512
 _FD = 14
 """libzmq's option of a socket: a descriptor that is readable when the socket has news."""
-_OWN_FILES = 256
-"""Descriptors that a process needs in addition to connections."""
 
 
 class Monitor(Protocol):
@@ -138,57 +129,6 @@ class PortBounds:
     """The most that all connections hold together."""
     admits_all: bool = False
     """True for a port whose peers send no messages: none is a stranger."""
-
-
-def idle_messages() -> MessageBudget:
-    """Return the budget of a new peer for messages that bring nothing new."""
-    return MessageBudget(KNOWN_BURST, KNOWN_PER_S, KNOWN_FIRST)
-
-
-@dataclass(slots=True, eq=False)
-class PeerAccount:
-    """The messages of one connection, as the port's own thread has counted them."""
-
-    route: bytes = b""
-    """The ROUTER's name for the connection. It gives each name once, while descriptors are used again."""
-    taken: int = 0
-    """Bytes of its whole messages."""
-    messages: int = 0
-    """Number of them."""
-    base: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Its messages, the bytes that had come and those taken, and how often the port had been empty, at an earlier time
-    from which its unread messages are counted.
-    """
-    counted: int = 0
-    """Its messages at the last count of them."""
-    is_ahead: bool = False
-    """True if too many were unread then."""
-    known: bool = False
-    was_known: bool = False
-    """True for a learner that has lost the lease."""
-    strange: int = 0
-    """Number of its messages that a stranger sent."""
-    strange_bytes: int = 0
-    """Bytes of them."""
-    empty: int = 0
-    """Number of them that were empty."""
-    peer: tuple[str, int] | None = None
-    """A stranger's address, read before its last message was answered. If the answer found the route, it is the route's
-    peer: else the descriptor may be another connection's by now.
-    """
-    refusals: MessageBudget = field(default_factory=lambda: MessageBudget(REFUSED_BURST, REFUSED_PER_S, REFUSED_BURST))
-    idle: MessageBudget = field(default_factory=idle_messages)
-    """The messages of a known peer that brought nothing new. All connections of a worker's slot share one such budget,
-    and all supervisors of a group, so that a peer gains nothing by a new connection.
-    """
-    fd: int = -1
-    """The descriptor on which its last message came."""
-    sent: int = 0
-    """Bytes that were sent to it, as `may_send` counts them."""
-    seen_taken: int = 0
-    """Bytes of them that its system had taken at the last look."""
-    progress: int = 0
-    """The number that grew with the last message of a learner that brought something new."""
 
 
 @dataclass(slots=True, eq=False)
@@ -617,25 +557,3 @@ class PortWatch:
             f"closed a connection of {peer_in_words(peer)} at the {self._name} port: {why}; {self.cuts[why]:,} so far"
         )
         self._warnings.warn(b"", why, text)
-
-
-def connection_limit(most: int, ports: int = 1) -> int:
-    """Return how many connections each of `ports` ports may have: `most`, if this process may open so many files.
-
-    Raise the soft limit of open files for that as far as the system lets this process. Without descriptors left a
-    process can neither write its state nor accept peers.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = files_for(most, ports)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    places = most if soft == resource.RLIM_INFINITY else min(most, max(soft - _OWN_FILES, soft // 2) // ports)
-    if places < most:
-        log.warning("at most %d connections at a port, not %d: this process may open only %d files", places, most, soft)
-    return places
-
-
-def files_for(connections: int, ports: int) -> int:
-    """Return how many files a process opens that has so many connections at each of `ports` ports."""
-    return connections * ports + _OWN_FILES

@@ -16,7 +16,7 @@ from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.frames.wire import MessageKind, encode
 from headrace.schemas.messages import Heartbeat, Message, Obituary, Skip, SupervisorHello, WorkerHello
-from headrace.schemas.peers import port_watch
+from headrace.schemas.peers import peer_account, port_watch
 from headrace.schemas.peers.admission import ADMITTED_AT_ONCE
 from headrace.schemas.peers.descriptors import TELLS_PEERS
 from headrace.schemas.peers.message_budget import MessageBudget
@@ -103,7 +103,7 @@ def test_a_message_that_its_sender_cannot_pay_for_is_not_read(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of 0.9 MiB cost what 450 small ones do. A new connection of the slot pays for no third."""
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
     broker = start_broker(allow_insecure=True)
     with heard(broker) as kinds:
         for _ in range(5):
@@ -118,7 +118,7 @@ def test_accepted_batches_with_headers_of_a_megabyte_end_a_connection_soon(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes about 10 ms of the broker's loop. Headers of a usual size cost nothing."""
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
     broker = start_broker(allow_insecure=True)
     with RawZmtp(broker.endpoints.worker) as peer:
         peer.send(hello(1))
@@ -145,7 +145,7 @@ def test_refused_messages_of_a_megabyte_end_a_connection_soon(start_broker: Star
 def rich(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let peers pay for all that they say."""
     for name in ("KNOWN_FIRST", "KNOWN_BURST", "KNOWN_PER_S"):
-        monkeypatch.setattr(port_watch, name, 1e9)
+        monkeypatch.setattr(peer_account, name, 1e9)
 
 
 @pytest.mark.skipif(not TELLS_PEERS, reason="this system does not count a connection's bytes")
@@ -210,9 +210,9 @@ def test_large_messages_of_strangers_are_read_a_few_at_a_time(
 def test_a_new_connection_goes_on_with_what_its_slot_may_still_send(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_watch, "KNOWN_FIRST", 30)
-    monkeypatch.setattr(port_watch, "KNOWN_BURST", 30)
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_FIRST", 30)
+    monkeypatch.setattr(peer_account, "KNOWN_BURST", 30)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
     broker = start_broker(allow_insecure=True)
     with heard(broker) as kinds:
         for _ in range(5):
@@ -229,8 +229,8 @@ def test_a_groups_supervisors_share_what_they_may_send(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, nbytes: int, most: int
 ) -> None:
     """They pay a tenth for a message, and all of its bytes."""
-    monkeypatch.setattr(port_watch, "KNOWN_BURST", 30)
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_BURST", 30)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
     broker = start_broker(allow_insecure=True)
     fields = Obituary(slot=1, incarnation=1, totals=WorkerTotals(), settled=Settled(), reason="worker_killed")
     obituary = on_the_wire(encode(MessageKind.OBITUARY, fields.model_dump(mode="json") | {"later": "x" * nbytes}))

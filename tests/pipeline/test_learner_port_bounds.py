@@ -20,7 +20,7 @@ from headrace.schemas.messages import (
     WeightsPull,
 )
 from headrace.schemas.messages.learner_messages import MOST_ROWS
-from headrace.schemas.peers import port_watch
+from headrace.schemas.peers import peer_account, port_watch
 from headrace.schemas.peers.admission import ADMITTED_AT_ONCE
 from headrace.schemas.peers.descriptors import TELLS_PEERS
 from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, PortWatch
@@ -86,7 +86,7 @@ def test_a_learner_is_cut_once_thousands_of_its_messages_wait(
     flood: bytes, start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("KNOWN_FIRST", "KNOWN_BURST", "KNOWN_PER_S"):
-        monkeypatch.setattr(port_watch, name, 1e9)
+        monkeypatch.setattr(peer_account, name, 1e9)
     broker = start_broker(allow_insecure=True)
     watch = watch_of(broker)
     with RawZmtp(broker.endpoints.learner) as learner:
@@ -143,9 +143,9 @@ def test_a_lost_lease_makes_a_connections_unfinished_bytes_those_of_a_stranger(
 def test_commits_of_batches_and_new_versions_do_not_count_as_a_flood(
     start_broker: StartBroker, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_watch, "KNOWN_FIRST", 12)
-    monkeypatch.setattr(port_watch, "KNOWN_BURST", 12)
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 5.0)
+    monkeypatch.setattr(peer_account, "KNOWN_FIRST", 12)
+    monkeypatch.setattr(peer_account, "KNOWN_BURST", 12)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 5.0)
     broker = start_broker()
     feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(60))
     weights = {"w": np.zeros(4, np.float32)}

@@ -24,20 +24,16 @@ from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Heartbeat, Message, Obituary, SupervisorHello, WorkerHello
-from headrace.schemas.peers import port_watch
+from headrace.schemas.peers import peer_account, port_watch
 from headrace.schemas.peers.admission import ADMISSION_S, ADMITTED_AT_ONCE, MOST_ADMITTED, WARY_S, Admission
 from headrace.schemas.peers.descriptors import source_of
 from headrace.schemas.peers.message_budget import MessageBudget
+from headrace.schemas.peers.peer_account import KNOWN_BURST, KNOWN_FIRST, KNOWN_PER_S, REFUSED_BURST, PeerAccount
 from headrace.schemas.peers.port_watch import (
     EMPTY_MESSAGES,
-    KNOWN_BURST,
-    KNOWN_FIRST,
-    KNOWN_PER_S,
-    REFUSED_BURST,
     STRANGE_MESSAGES,
     STRANGERS_BYTES,
     WATCH_EVENTS,
-    PeerAccount,
     PortBounds,
     PortWatch,
 )
@@ -290,9 +286,9 @@ def test_a_supervisor_that_tells_of_a_thousand_dead_workers_is_no_flood(start_br
 def test_batches_do_not_count_as_a_flood(
     start_broker: StartBroker, start_feeder: StartFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_watch, "KNOWN_FIRST", 4)
-    monkeypatch.setattr(port_watch, "KNOWN_BURST", 4)
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 5.0)
+    monkeypatch.setattr(peer_account, "KNOWN_FIRST", 4)
+    monkeypatch.setattr(peer_account, "KNOWN_BURST", 4)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 5.0)
     broker = start_broker()
     feeder = start_feeder(broker.endpoints.worker, Envs(1).fragments(100))
     with EpisodeStream(broker.endpoints.learner) as stream:

@@ -12,7 +12,7 @@ import zmq
 from headrace.schemas.frames.single_frame import split_frame
 from headrace.schemas.frames.wire import MessageKind, decode, encode
 from headrace.schemas.messages.serving_messages import ClientHeartbeat, ClientHello
-from headrace.schemas.peers import port_watch
+from headrace.schemas.peers import peer_account, port_watch
 from headrace.workers.serving.client import PolicyClient
 from support.raw_zmtp import RawZmtp, on_the_wire
 from support.serving.plain_episodes import rule
@@ -47,9 +47,9 @@ def another_step(request: int, step: int) -> bytes:
 def test_a_known_client_that_floods_its_port_is_cut_and_an_honest_one_goes_on(
     flood: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
-    monkeypatch.setattr(port_watch, "KNOWN_FIRST", 100)
-    monkeypatch.setattr(port_watch, "REFUSED_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_FIRST", 100)
+    monkeypatch.setattr(peer_account, "REFUSED_PER_S", 0.0)
     with a_server() as (server, play), RawZmtp(server.endpoint) as liar:
         liar.send(HELLO)
         for _ in range(20):
@@ -61,7 +61,7 @@ def test_a_known_client_that_floods_its_port_is_cut_and_an_honest_one_goes_on(
 def test_large_messages_of_a_known_client_cost_more_and_are_not_read_once_it_cannot_pay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
     with a_server() as (server, play), RawZmtp(server.endpoint) as liar:
         liar.send(HELLO)
         before = server.dispatcher.figures().requests
@@ -74,9 +74,9 @@ def test_large_messages_of_a_known_client_cost_more_and_are_not_read_once_it_can
 
 def test_steps_and_episodes_cost_a_client_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each episode of one step is three requests; only those that bring nothing new are charged."""
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
-    monkeypatch.setattr(port_watch, "KNOWN_FIRST", 5)
-    monkeypatch.setattr(port_watch, "KNOWN_BURST", 5)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_FIRST", 5)
+    monkeypatch.setattr(peer_account, "KNOWN_BURST", 5)
     with a_server() as (_, play):
         for _ in range(20):
             play()

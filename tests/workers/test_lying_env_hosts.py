@@ -16,7 +16,7 @@ from headrace.schemas.errors import DecodeError, EnvError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, decode, encode
 from headrace.schemas.messages import Heartbeat
 from headrace.schemas.messages.env_messages import EnvAnswers, EnvHeartbeat, EnvHostHello
-from headrace.schemas.peers import port_watch
+from headrace.schemas.peers import peer_account
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.process.control import NO_SEED, Command
@@ -224,8 +224,8 @@ def test_a_known_host_that_floods_the_port_is_cut_and_the_other_stays(
     lie: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The port drops the rest unread. If it read a message without its later frames, it would log a refusal."""
-    monkeypatch.setattr(port_watch, "KNOWN_PER_S", 0.0)
-    monkeypatch.setattr(port_watch, "REFUSED_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
+    monkeypatch.setattr(peer_account, "REFUSED_PER_S", 0.0)
     hello = EnvHostHello(life="liar", num_envs=1, spaces=SPACES.model_dump(mode="json"))
     with a_pool() as pool, RawZmtp(pool.endpoint) as liar:
         liar.send(on_the_wire(hello.frames()))

@@ -21,7 +21,7 @@ from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
 from headrace.schemas.messages.serving_messages import MOST_WAITING_FOR, ClientReject
 from headrace.schemas.peers.message_budget import MessageBudget
-from headrace.schemas.peers.port_watch import idle_messages
+from headrace.schemas.peers.peer_account import idle_messages
 
 
 class Address(Protocol):

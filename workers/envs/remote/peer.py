@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.messages.env_messages import NO_SEED, EnvHostHello
-from headrace.schemas.peers.port_watch import idle_messages
+from headrace.schemas.peers.peer_account import idle_messages
 from headrace.workers.envs.process.control import Command
 
 LONGEST_NAME = 200

@@ -25,16 +25,12 @@ from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import in_url
+from headrace.schemas.peers.connection_limit import connection_limit
 from headrace.schemas.peers.descriptors import source_of
 from headrace.schemas.peers.message_budget import MessageBudget
+from headrace.schemas.peers.peer_account import PeerAccount
 from headrace.schemas.peers.port_listing import PortListing
-from headrace.schemas.peers.port_watch import (
-    WATCH_EVENTS,
-    PeerAccount,
-    PortBounds,
-    PortWatch,
-    connection_limit,
-)
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortBounds, PortWatch
 from headrace.schemas.peers.ports import ports_to_try
 from headrace.schemas.peers.zap import ENDPOINT, judge
 from headrace.schemas.settings.config import is_loopback
