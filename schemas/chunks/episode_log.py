@@ -4,12 +4,12 @@ One record for each batch, written before the batch is sent:
 
     seq u64 | bytes of the head u32 | chunks u32 | crc32 of what follows u32
     head: JSON with the batch's module, agents and columns (`EpisodeLogHead`)
-    for each chunk: its CHUNK_TABLE row; then the env step after each, i64; then the batch of each, u64
+    for each chunk: its CHUNK_TABLE row, whose `t_start` is the env step after its last one
 
 A reader goes over the records in order, and so knows which episodes were open after each batch. It stops at the first
-that it cannot read. A torn last record is of a batch that was never sent. The file is rewritten when it has grown: what
-came before the settled batch is replaced by the episodes that were open then. The writer keeps its records in memory
-for that, since reading them again takes longer than all else here.
+that it cannot read. A torn last record is of a batch that was never sent. The file is rewritten when it has grown:
+records up to the settled batch keep only the chunks of episodes that were open then. The writer keeps its records in
+memory for that, since reading them again takes longer than all else here.
 
 Without this file only the newest chunk of each episode is unknown, never a step. So a disk without room does not stop
 the worker. Records wait in memory until there is room; the log ends with a warning where too many wait.
@@ -22,7 +22,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,6 @@ from headrace.schemas.chunks.open_episodes import (
 log = logging.getLogger("headrace.worker")
 
 _HEAD = struct.Struct("<QIII")
-_SEQ = struct.Struct("<Q")
-_CHUNK_BYTES = CHUNK_TABLE.itemsize + 16
 _REWRITE_BYTES = 1 << 20
 _MOST_WAITING = 1 << 20
 """Bytes of records that wait for room on the disk: some hundred batches."""
@@ -69,31 +67,48 @@ class EpisodeLogHead(BaseModel):
     columns: dict[str, ColumnForm]
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A head, as it stands in the file, and its crc32."""
+
+    told: EpisodeLogHead
+    text: bytes
+    crc: int
+
+    @classmethod
+    def of(cls, batch: ChunkBatch, module: str) -> _Head:
+        columns = {name: (column.dtype.str, list(column.shape[1:])) for name, column in batch.columns.items()}
+        told = EpisodeLogHead(module=module, agents=list(batch.agents), columns=columns)
+        text = orjson.dumps(told.model_dump())
+        return cls(told, text, zlib.crc32(text))
+
+
 @dataclass(slots=True)
 class _Record:
-    """The chunks of one batch, or the newest ones of several; each with its batch, and the env step after it."""
+    """The chunks of one batch, or those of its open episodes. Their `t_start` is the env step after the last one."""
 
     seq: int
-    module: str
-    agents: list[str]
-    columns: dict[str, Any]
-    table: NDArray[np.void]
-    after: NDArray[np.int64]
-    since: NDArray[np.uint64]
+    head: _Head
+    rows: bytes | bytearray
+    """The rows as bytes: numpy is slow to copy and to join rows with fields."""
 
-    def by_place(self) -> dict[_Place, tuple[np.void, int, int]]:
-        """Return (chunk, env step after it, batch) of the newest chunk in each place."""
-        found = {}
-        for i in in_order(self.table).tolist():
-            row = self.table[i]
-            place = int(row["env_index"]), self.agents[row["agent"]], self.module
-            found[place] = row, int(self.after[i]), int(self.since[i])
-        return found
+    @property
+    def table(self) -> NDArray[np.void]:
+        """Return the rows as `CHUNK_TABLE`."""
+        return np.frombuffer(self.rows, CHUNK_TABLE)
+
+    def by_place(self) -> dict[_Place, np.void]:
+        """Return the newest chunk in each place."""
+        agents, module = self.head.told.agents, self.head.told.module
+        table = self.table
+        rows = (table[i] for i in in_order(table).tolist())
+        return {(int(row["env_index"]), agents[row["agent"]], module): row for row in rows}
 
     def encode(self) -> bytes:
         """Return the record as it stands in the file."""
-        head = _head(self.module, self.agents, self.columns)
-        return _encode(self.seq, head, self.table.tobytes(), self.after.tobytes(), self.since.tobytes())
+        rows, text = self.rows, self.head.text
+        crc, count = zlib.crc32(rows, self.head.crc), len(rows) // CHUNK_TABLE.itemsize
+        return b"".join((_HEAD.pack(self.seq, len(text), count, crc), text, rows))
 
 
 class EpisodeLog:
@@ -109,7 +124,7 @@ class EpisodeLog:
         """Records that are not in the file yet."""
         self._records: list[_Record] = []
         """The records of a rewritten file: those of the present one and the waiting ones, without what is settled."""
-        self._heads: dict[tuple[str, tuple[str, ...]], tuple[bytes, dict[str, Any]]] = {}
+        self._heads: dict[tuple[str, tuple[str, ...]], _Head] = {}
 
     def append(self, batch: ChunkBatch, seq: int, settled: int) -> None:
         """Write the chunks of batch `seq`, which is of one module. Batches up to `settled` need no record any more."""
@@ -117,15 +132,13 @@ class EpisodeLog:
             return
         (module,) = batch.modules
         key = (module, tuple(batch.agents))
-        if key not in self._heads:
-            columns = {name: (column.dtype.str, column.shape[1:]) for name, column in batch.columns.items()}
-            self._heads[key] = _head(module, list(batch.agents), columns), columns
-        head, columns = self._heads[key]
-        after = stops(batch.table, batch.columns.get("env_t"))
-        rows, numbers = batch.table.tobytes(), _SEQ.pack(seq) * len(batch)
-        table, since = np.frombuffer(rows, CHUNK_TABLE), np.frombuffer(numbers, np.uint64)
-        self._records.append(_Record(seq, module, list(batch.agents), columns, table, after, since))
-        self._write(_encode(seq, head, rows, after.tobytes(), numbers))
+        head = self._heads.get(key)
+        if head is None:
+            head = self._heads[key] = _Head.of(batch, module)
+        record = _Record(seq, head, bytearray(batch.table.tobytes()))
+        record.table["t_start"] = stops(batch.table, batch.columns.get("env_t"))
+        self._records.append(record)
+        self._write(record.encode())
         if self._descriptor is not None and self._bytes > self._rewrite_at:
             self._rewrite(settled)
 
@@ -201,60 +214,65 @@ def read_open_episodes(path: Path, settled: int) -> OpenEpisodes | None:
     Batches up to `settled` are settled, as the worker has heard. Which of the later ones reach a learner is not known
     here: a broker that accepted them may be gone. Raises nothing but OSError for a file it may not read.
     """
-    state: dict[_Place, tuple[np.void, int, int]] = {}
-    found: list[tuple[_Place, tuple[np.void, int, int], int]] = []
+    state: dict[_Place, tuple[np.void, int]] = {}
+    found: list[tuple[_Place, tuple[np.void, int], int]] = []
     columns: dict[str, Any] = {}
     for record in _from(list(_records(path)), settled):
-        columns[record.module] = record.columns
-        for place, newest in record.by_place().items():
+        columns[record.head.told.module] = record.head.told.columns
+        for place, row in record.by_place().items():
             before = state.get(place)
             if before is not None and is_open(before[0]) and record.seq > settled:
                 found.append((place, before, record.seq))
-            state[place] = newest
+            state[place] = row, record.seq
     found += [(place, newest, 0) for place, newest in state.items() if is_open(newest[0])]
     if not columns:
         return None
     agents: list[str] = []
     modules: list[str] = []
     rows = np.zeros(len(found), OPEN_EPISODE)
-    for i, ((_, agent, module), (chunk, after, since), until) in enumerate(found):
+    for i, ((_, agent, module), (chunk, since), until) in enumerate(found):
         rows[i] = chunk, since, until
         kept = rows["chunk"][i]
-        kept["t_start"], kept["agent"], kept["module"] = after, index_of(agent, agents), index_of(module, modules)
+        kept["agent"], kept["module"] = index_of(agent, agents), index_of(module, modules)
     return open_episodes(rows, agents, modules, columns)
 
 
 def _from(records: list[_Record], settled: int) -> list[_Record]:
-    """Return records of the episodes that were open after batch `settled`, then the records after that batch."""
-    return [*_opening(records, settled), *(record for record in records if record.seq > settled)]
+    """Return the records, those up to batch `settled` with no chunks but of episodes that were open after it."""
+    return [*_still_open(records, settled), *(record for record in records if record.seq > settled)]
 
 
-def _opening(records: list[_Record], settled: int) -> Iterator[_Record]:
-    """Yield one record for each module with the episodes that were open after batch `settled`."""
+def _still_open(records: list[_Record], settled: int) -> Iterator[_Record]:
+    """Yield the records up to batch `settled`, with the chunks of episodes that were open after it, if they have any.
+
+    The last one of each module comes also without any: it has the columns.
+    """
     by_module: dict[str, list[_Record]] = {}
     for record in records:
         if record.seq <= settled:
-            by_module.setdefault(record.module, []).append(record)
-    for module, own in by_module.items():
+            by_module.setdefault(record.head.told.module, []).append(record)
+    for own in by_module.values():
         agents: list[str] = []
-        tables = [_renamed(record, agents).tobytes() for record in own]
-        table = np.frombuffer(b"".join(tables), CHUNK_TABLE)  # as bytes: numpy is slow to join structures
-        of = np.repeat(np.arange(len(own)), [len(record.table) for record in own])
+        table = np.frombuffer(b"".join(_renamed(record, agents) for record in own), CHUNK_TABLE)
+        ends = np.cumsum([len(record.rows) for record in own]) // CHUNK_TABLE.itemsize
+        of = np.repeat(np.arange(len(own)), np.diff(ends, prepend=0))
         order = np.lexsort((table["length"] > 0, of))  # that of `in_order` within each record
-        rows = order[_newest(_places(table)[order])]
+        rows = np.sort(order[_newest(_places(table)[order])])
         rows = rows[(table["length"][rows] > 0) & (table["end"][rows] == ChunkEnd.ONGOING)]
-        after, since = (np.concatenate(parts)[rows] for parts in zip(*((r.after, r.since) for r in own), strict=True))
-        yield _Record(settled, module, agents, own[-1].columns, table[rows], after, since)
+        for number in np.union1d(of[rows], len(own) - 1).tolist():
+            first, last = np.searchsorted(of[rows], (number, number + 1))
+            kept = rows[first:last] - ends[number]  # counted from the record's end
+            yield replace(own[number], rows=own[number].table[kept].tobytes())
 
 
-def _renamed(record: _Record, agents: list[str]) -> NDArray[np.void]:
-    """Return the record's table with its agents as indices in `agents`, to which new ones are added."""
-    places = [index_of(agent, agents) for agent in record.agents]
+def _renamed(record: _Record, agents: list[str]) -> bytes | bytearray:
+    """Return the record's rows with its agents as indices in `agents`, to which new ones are added."""
+    places = [index_of(agent, agents) for agent in record.head.told.agents]
     if places == list(range(len(places))):
-        return record.table
+        return record.rows
     table = record.table.copy()
     table["agent"] = np.array(places, np.uint16)[table["agent"]]
-    return table
+    return table.tobytes()
 
 
 def _places(table: NDArray[np.void]) -> NDArray[np.uint64]:
@@ -276,34 +294,23 @@ def _records(path: Path) -> Iterator[_Record]:
             content = memoryview(file.read(_MOST_BYTES))
     except FileNotFoundError:
         return
-    at, known = 0, dict[bytes, EpisodeLogHead]()
+    at, known = 0, dict[bytes, _Head]()
     while len(content) - at >= _HEAD.size:
         seq, head_bytes, count, crc = _HEAD.unpack_from(content, at)
-        body = content[at + _HEAD.size :][: head_bytes + count * _CHUNK_BYTES]
-        if len(body) < head_bytes + count * _CHUNK_BYTES or zlib.crc32(body) != crc:
+        size = head_bytes + count * CHUNK_TABLE.itemsize
+        body = content[at + _HEAD.size :][:size]
+        if len(body) < size or zlib.crc32(body) != crc:
             return
-        text, chunks = bytes(body[:head_bytes]), body[head_bytes:]
+        text = bytes(body[:head_bytes])
         try:
-            head = known.get(text) or EpisodeLogHead.model_validate_json(text)
+            head = known.get(text) or _Head(EpisodeLogHead.model_validate_json(text), text, zlib.crc32(text))
         except ValidationError as error:
             log.warning("%s: the record at byte %d has no head that a worker writes: %s", path, at, error.errors()[0])
             return
         known[text] = head
-        steps = count * CHUNK_TABLE.itemsize
-        table = np.frombuffer(chunks[:steps], CHUNK_TABLE)
-        after = np.frombuffer(chunks[steps : steps + 8 * count], np.int64)
-        since = np.frombuffer(chunks[steps + 8 * count :], np.uint64)
-        if count and int(table["agent"].max()) >= len(head.agents):
+        record = _Record(seq, head, bytes(body[head_bytes:]))
+        if count and int(record.table["agent"].max()) >= len(head.told.agents):
             log.warning("%s: the record at byte %d has an agent without a name", path, at)
             return
-        yield _Record(seq, head.module, head.agents, head.columns, table, after, since)
-        at += _HEAD.size + len(body)
-
-
-def _head(module: str, agents: list[str], columns: dict[str, Any]) -> bytes:
-    return orjson.dumps({"module": module, "agents": agents, "columns": columns})
-
-
-def _encode(seq: int, head: bytes, rows: bytes, after: bytes, since: bytes) -> bytes:
-    body = b"".join((head, rows, after, since))
-    return _HEAD.pack(seq, len(head), len(since) // _SEQ.size, zlib.crc32(body)) + body
+        yield record
+        at += _HEAD.size + size

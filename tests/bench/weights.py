@@ -71,7 +71,7 @@ def measure_sampling(seconds: float, rounds: int) -> list[Row]:
     """Measure a worker's sampling with and without large weights that arrive."""
     with Processes() as processes, Fleet(WIDTH, processes, workers=1, module="bench.weights:heavy_policy") as fleet:
         arms = {"without": Sampling(fleet, math.inf), "arriving": Sampling(fleet, INTERVAL_S)}
-        turns = in_turns(arms, seconds, rounds)
+        turns = in_turns(arms, seconds, 3 * rounds)  # two or three versions arrive in a turn
     return rows_of("weights", f"{WIDTH} envs, 20 MB a second", "env steps/s", turns, "without", {"arriving": 0.97})
 
 
