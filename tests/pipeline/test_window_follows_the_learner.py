@@ -191,7 +191,8 @@ def test_a_learner_with_small_updates_trains_on_fresh_data(
 ) -> None:
     """Its training takes longer than sampling: when it publishes, all windows are full.
 
-    Windows of 16 batches, which workers have while they know nothing of the learner, would be 16 versions.
+    Windows of 16 batches, which workers have while they know nothing of the learner, would be 16 versions. A worker
+    that gets no processor for a while may fall some versions behind with one batch.
     """
     caplog.set_level(logging.WARNING, "headrace.learner")
     sampling = {"env": "CartPole-v1", "num_envs": 4, "rollout_fragment_length": 64, "seed": 1}
@@ -205,18 +206,16 @@ def test_a_learner_with_small_updates_trains_on_fresh_data(
     with (
         worker_process(tmp_path, at.worker, 0, 1, sections),
         worker_process(tmp_path, at.worker, 1, 1, sections),
-        EpisodeStream(at.learner, warn_lag=4.0) as stream,
+        EpisodeStream(at.learner, warn_lag=8.0) as stream,
         WeightPublisher(at.learner) as weights,
     ):
         arrays = constant_value(stream.spaces(timeout_s=TIMEOUT_S), 1.0)
         weights.publish(arrays)
-        worst = 0.0
         for _ in range(8):
-            batches = gather(stream, 512, NEVER)
+            gather(stream, 512, NEVER)
             wait_until(all_wait, "full windows")
-            worst = max(worst, *(float(batch.lag.mean()) for batch in batches))
             weights.publish(arrays)
-        assert 0 < stream.lag <= worst <= 3
+        assert 0 < stream.lag <= 2, "two updates are under way at most, in the mean of all batches"
         assert stream.late_batches == 0
         for _ in range(12):
             weights.publish(arrays)
