@@ -22,7 +22,7 @@ from headrace.broker.batch_store import BatchStore
 from headrace.broker.claims import Claims
 from headrace.broker.folding import Folding
 from headrace.broker.learner_sessions import LearnerSessions
-from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.limits import RECONCILE_WAIT_S, BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox, Send
 from headrace.broker.slot_owners import SlotOwners
 from headrace.broker.source import Peer, Source, StoredBatch
@@ -49,11 +49,6 @@ from headrace.schemas.messages import (
     SupervisorHello,
     WorkerHello,
 )
-
-RECONCILE_WAIT_S = 30.0
-"""Seconds that a new broker waits to hear which batches the learner has. Until then it counts none as lost and drops
-none.
-"""
 
 
 class BrokerCore:

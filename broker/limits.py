@@ -11,6 +11,11 @@ from headrace.schemas.peers.heartbeat_interval import heartbeat_interval
 
 Overflow = Literal["block", "drop_oldest", "drop_stale"]
 
+RECONCILE_WAIT_S = 30.0
+"""Seconds that a new broker waits to hear which batches the learner has. Until then it counts none as lost and drops
+none, and closes no books of dead workers.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class BrokerLimits:

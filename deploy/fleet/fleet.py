@@ -13,7 +13,7 @@ import orjson
 
 from headrace.broker.books_file import BooksFile, EndedLives
 from headrace.broker.learner_rows_file import LearnerRowsFile
-from headrace.broker.limits import BrokerState
+from headrace.broker.limits import RECONCILE_WAIT_S, BrokerState
 from headrace.broker.rendezvous_file import note_stopped
 from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
@@ -83,6 +83,7 @@ REPORT_S = 5.0
 """Seconds that the broker, at most, takes to hear of a worker's end and to report it."""
 LOOPBACK = "127.0.0.1"
 _TELLING = "the broker to acknowledge the ends of workers"
+_HEARING = "a learner to say which batches of earlier workers it has; without one their books close all the same"
 HELD_STILL_S = 2.0
 """Seconds without a commit after which the drain stops waiting for the learner."""
 
@@ -420,9 +421,7 @@ class Fleet:
         self._stop(Role.RAY)
         self._stop(Role.ENV_HOST)
         if (sender := self._obituary_sender) is not None:
-            self._turn_until(
-                lambda: sender.all_acknowledged() or self.supervisor.gone(Role.BROKER), OBITUARY_DEADLINE_S, _TELLING
-            )
+            self._await_ends(sender)
         if self.config.worker.ends_with_fleet:
             limit_s = self.config.worker.drain_timeout_s + REPORT_S
             self._turn_until(self._workers_have_left, limit_s, "workers elsewhere to leave")
@@ -446,6 +445,19 @@ class Fleet:
         self.supervisor.end_fork_server()
         self._turn_until(lambda: self.supervisor.gone(Role.DASHBOARD), COPY_DEADLINE_S, "the dashboard to stop")
         self._stop(Role.REDIS)
+
+    def _await_ends(self, sender: ObituarySender) -> None:
+        """Wait until the broker has acknowledged the ends of workers.
+
+        A new broker closes no books of earlier lives before it has heard a learner, or has waited for one.
+        """
+
+        def told() -> bool:
+            return sender.all_acknowledged() or self.supervisor.gone(Role.BROKER)
+
+        self._turn_until(told, OBITUARY_DEADLINE_S, _TELLING)
+        if self.learner_has_left():
+            self._turn_until(told, RECONCILE_WAIT_S, _HEARING)
 
     def _close_poller(self) -> None:
         if self._poller is not None:

@@ -242,10 +242,12 @@ def test_the_run_directory_then_redis_then_the_places_of_both_may_be_lost_in_one
 
 OWN_LEARNER = """
 import sys
+import time
 import torch
 from headrace.learner_stub import EpisodeStream, LearnerState
 
 run, seen = sys.argv[1], open(sys.argv[2], "a", buffering=1)
+time.sleep(float(sys.argv[3]))
 state = LearnerState.of(run, connect_timeout_s=150.0)
 saved = state.load()
 steps, position = (saved.steps, saved.position) if saved is not None else (0, None)
@@ -261,8 +263,8 @@ with EpisodeStream.of(run, auto_commit=False, position=position, connect_timeout
 
 
 @contextmanager
-def own_learner(run_dir: Path, seen: Path) -> Iterator[subprocess.Popen[bytes]]:
-    learner = subprocess.Popen([sys.executable, "-c", OWN_LEARNER, str(run_dir), str(seen)])
+def own_learner(run_dir: Path, seen: Path, late_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
+    learner = subprocess.Popen([sys.executable, "-c", OWN_LEARNER, str(run_dir), str(seen), str(late_s)])
     try:
         yield learner
     finally:
@@ -271,8 +273,11 @@ def own_learner(run_dir: Path, seen: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("lost", ["the run directory", "Redis"])
-def test_a_learner_of_ones_own_goes_on_and_gets_the_end_of_each_open_episode(tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize(("lost", "late_s"), [("the run directory", 0.0), ("Redis", 0.0), ("the run directory", 12.0)])
+def test_a_learner_of_ones_own_goes_on_and_gets_the_end_of_each_open_episode(
+    tmp_path: Path, lost: str, late_s: float
+) -> None:
+    """A learner may also come once the fleet has reached its goal, and is being drained."""
     run, seen = tmp_path / "run", tmp_path / "seen"
     own = ("--set", "learner.enabled=false", "--set", "worker.random_actions_before_weights=true")
     with redis_in(tmp_path / "first") as (first, _), redis_in(tmp_path / "second") as (second, _):
@@ -288,7 +293,7 @@ def test_a_learner_of_ones_own_goes_on_and_gets_the_end_of_each_open_episode(tmp
             first = second
         else:
             shutil.rmtree(run)
-        with own_learner(run, seen) as learner:
+        with own_learner(run, seen, late_s) as learner:
             said, rows = go_on(run, *own, "--redis-url", first)
             learner.wait(TIMEOUT_S)
     lives: list[tuple[int, list[list[str]]]] = []
