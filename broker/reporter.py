@@ -367,7 +367,6 @@ class RedisReporter:
             log.error("%s in Redis is no string: the weights are not kept there; delete that key", name)
 
     def _note_absence(self, error: BaseException) -> None:
-        self._mirror.forget_confirmed()
         with self._news:
             self._failures += 1
             first = self._away_since is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,12 @@ def test_a_port_that_one_fleet_has_found_is_free_for_its_server_and_for_no_other
     assert port_of(first) == free_port != port_of(second)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.bind(first)
+
+
+def test_a_large_fleet_holds_the_first_of_its_ports_with_few_descriptors() -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with_client_ports(config(200))
+    assert len([*Path("/proc/self/fd").iterdir()]) == before + 32
 
 
 def test_an_address_of_another_machine_cannot_be_bound() -> None:

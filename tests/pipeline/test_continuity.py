@@ -108,3 +108,16 @@ def test_a_gap_with_several_reasons_reports_the_reason_with_the_most_steps(caplo
     assert [record.getMessage() for record in caplog.records] == [
         "worker 2 (incarnation 3): 44 steps will not come: 40 overflow, 4 stale"
     ]
+
+
+def test_a_source_that_starts_again_where_the_learner_is_leaves_no_gap() -> None:
+    session = LearnerSession("token", StreamLimits())
+    session.receive(LearnerWelcome(fleet_id="f", epoch=1), 0.0)
+    start = SourceStart(slot=2, incarnation=3, settled=Settled(seq=5))
+    session.receive(start, 0.0)
+    first = session.take()
+    session.receive(start, 0.0)
+    assert session.take() is None
+    session.receive(SourceStart(slot=2, incarnation=3, settled=Settled(seq=6)), 0.0)
+    later = session.take()
+    assert (first, later is not None and later.reason) == (None, "gap")

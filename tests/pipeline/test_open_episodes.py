@@ -179,6 +179,19 @@ def test_the_episode_log_stays_small(tmp_path: Path) -> None:
     assert log.path.stat().st_size < 6 << 20
 
 
+def test_a_log_that_waited_says_once_that_it_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace.worker")
+    log, batch, whole = EpisodeLog(tmp_path / "a.episodes"), Envs().fragment(), os.pwrite
+    for seq, is_full in enumerate([False, True, True, False, False], start=1):
+        monkeypatch.setattr("os.pwrite", partial(_write_some, whole, is_full, False))
+        log.append(batch, seq, 0)
+    log.close()
+    assert ["waits for room" in caplog.messages[0], "has room again" in caplog.messages[1]] == [True, True]
+    assert len(caplog.messages) == 2
+
+
 def _write_some(whole: Any, is_full: bool, is_full_for_new_files: bool, file: int, content: bytes, at: int) -> int:
     written: int = whole(file, content[:9] if is_full or (is_full_for_new_files and at == 0) else content, at)
     return written

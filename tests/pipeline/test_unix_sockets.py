@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import zmq
 
+from headrace.broker.sockets import BrokerSockets
 from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError, UnreachableError
 from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
+from headrace.schemas.settings.config import BrokerSection
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder, batches_of, broker_process
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -222,3 +224,12 @@ def test_a_learner_waits_for_a_missing_folder_only_where_others_cannot_make_it(t
     server_token(tmp_path, asked=True)
     with pytest.raises(UnreachableError, match=r"no broker answers at .* check that it runs on this machine"):
         EpisodeStream(f"ipc://{tmp_path}/ipc/learner", connect_timeout_s=0.2, run_dir=tmp_path)
+
+
+def test_a_broker_ends_although_one_of_its_sockets_was_removed(tmp_path: Path) -> None:
+    sockets = BrokerSockets(BrokerSection(transport="ipc"), tmp_path, None, None)
+    folder = folder_of(sockets.endpoints)
+    (folder / "worker").unlink()
+    sockets.close()
+    assert not {"worker", "learner", "weights"} & {file.name for file in folder.iterdir()}
+    BrokerSockets(BrokerSection(transport="ipc"), tmp_path, None, None).close()

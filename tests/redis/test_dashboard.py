@@ -90,6 +90,8 @@ def test_states_follow_redis_and_curves_are_served_incrementally(
     merge = MergeScript(client, fleet)
     merge(Part(Report(rows=[make_row(0, 1, 5, 5)], gauges={"held_batches": 1.0})), [], 0)
     with contextlib.closing(States(dashboard.address)) as states:
+        assert states.headers["content-type"].startswith("text/event-stream")
+        assert states.headers["x-accel-buffering"] == "no", "a proxy would hold the states back"
         for batches in (10, 20):
             merge(Part(Report(rows=[make_row(0, 1, batches, batches)], gauges={"held_batches": 2.0})), [], 0)
             wanted = int(client.hget(keys.key_name(fleet, keys.TOTALS), "agent_steps_total"))

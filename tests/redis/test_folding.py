@@ -120,12 +120,28 @@ class Reports:
                 self.mirror.is_whole = False
                 return
             newer = self.merge(part, [], 0, after_last=not (self.mirror.is_whole and part.is_first))
-            if newer is None or lost():
+            if newer is None:
                 self.mirror.forget_confirmed()
+                continue
+            if lost():  # Redis has the part, and the next call finds that it knows more than was confirmed
                 continue
             self.mirror.confirm(part)
             closed = {(row.slot, row.incarnation): row for row in part.report.rows if row.closed}
             self.closed |= {life: row for life, row in closed.items() if not self.is_folded(life)}
+
+
+def test_a_life_that_is_folded_before_its_row_was_written_is_sent_as_folded_alone(make_row: MakeRow) -> None:
+    mirror, row = Mirror(), make_row(0, 1, 5, 5, closed=True)
+    mirror.take(Report(rows=[row]))
+    lives = fold(None, row)
+    assert lives is not None
+    mirror.take(Report(folded={0: lives}))
+    mirror.ends_written()
+    parts: list[Part] = []
+    while (part := mirror.next_part()) is not None:
+        parts.append(part)
+        mirror.confirm(part)
+    assert [(part.report.rows, part.report.folded) for part in parts] == [([], {0: lives})]
 
 
 def read(url: str, fleet_id: str) -> Snapshot:

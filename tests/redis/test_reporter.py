@@ -199,6 +199,23 @@ def test_three_kill_9_without_persistence_leave_totals_exact(
     assert snapshot.gauges["redis_failures"] >= 3
 
 
+def test_a_redis_that_comes_back_empty_is_told_all_lives_again(
+    fleet_id: str, make_server: MakeServer, make_row: MakeRow
+) -> None:
+    server = make_server("--appendonly", "no").start()
+    reporter = RedisReporter(server.url, fleet_id)
+    reporter.offer(fleet_report(make_row, 20))
+    wait_until(lambda: _accepted(server.url, fleet_id))
+    server.kill()
+    reporter.offer(Report())
+    wait_until(lambda: reporter.failures)
+    server.start()
+    wait_until(lambda: reporter.available)
+    reporter.offer(Report())
+    assert reporter.close(30.0)
+    assert read(server.url, fleet_id).totals["accepted_agent_steps_total"] == 32 * (20 + 20 + 5)
+
+
 def test_lost_replies_leave_totals_exact(
     shared_server: Any, fleet_id: str, make_proxy: Callable[[int], Any], make_row: MakeRow
 ) -> None:

@@ -73,6 +73,7 @@ class States:
         self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
         self._connection.request("GET", "/events")
         self._response = self._connection.getresponse()
+        self.headers = {name.lower(): value for name, value in self._response.getheaders()}
 
     def next(self) -> Any:
         """Return the next state; None after the last one."""

@@ -61,6 +61,24 @@ def test_a_repeated_order_gets_the_same_answer_and_is_not_obeyed_twice(envs: Hos
     assert envs.obey(orders((0, 2, Command.RESET, 7)), {}) == [], "what is older than the newest is over"
 
 
+def test_each_place_takes_the_step_with_its_own_row_of_the_actions() -> None:
+    config = EnvRunnerConfig(env="CartPole-v1", num_envs=3, envs_per_process=3, env_placement="process")
+    welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=3, lease_s=10.0, heartbeat_interval_s=1.0)
+    hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))
+    try:
+        for number, (command, seed) in enumerate([(Command.BUILD, NO_SEED), (Command.RESET, 7)], start=1):
+            hosted.obey(orders(*((place, number, command, seed) for place in range(3))), {})
+            wait_until(lambda: hosted.poll() and not hosted.under_way(), what="the answers of all places")
+        steps = orders(*((place, 3, Command.STEP, NO_SEED) for place in range(3)))
+        hosted.obey(steps, {"actions": np.array([0, 0, 1])})
+        wait_until(lambda: hosted.poll() is not None and not hosted.under_way(), what="three steps")
+        (again,) = hosted.obey(steps, {"actions": np.array([0, 0, 1])})
+    finally:
+        hosted.stop()
+    velocity = decode(again).arrays["obs"][:, 1]
+    assert velocity[0] == velocity[1] < velocity[2]
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("told", "arrays", "sentence"),
@@ -138,3 +156,8 @@ def test_an_env_rebuilt_after_a_hung_close_keeps_the_workers_env_index() -> None
             assert told[-1][0][1] == "step"
     finally:
         hosted.stop()
+
+
+def test_the_codes_of_orders_stay_as_hosts_of_other_versions_read_them() -> None:
+    codes = {command.name: command.value for command in Command}
+    assert codes == {"NONE": 0, "BUILD": 1, "REBUILD": 2, "RESET": 3, "STEP": 4, "CLOSE": 5, "RENDER": 6}
