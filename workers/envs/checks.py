@@ -58,7 +58,7 @@ def _real_scalar(reward: Any) -> float:
     if not isinstance(reward, bool | int | float | np.generic | np.ndarray):
         return math.nan
     array = np.asarray(reward)
-    return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else math.nan
+    return float(array) if array.ndim == 0 and not np.ma.is_masked(reward) and array.dtype.kind in "fiub" else math.nan
 
 
 def check_info(info: Any) -> None:
