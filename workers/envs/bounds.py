@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -167,4 +168,4 @@ def _shared(bound: NDArray[Any]) -> float | tuple[float | None, ...] | None:
     flat = bound.ravel()
     if (flat == flat[0]).all():
         return float(flat[0]) if np.isfinite(flat[0]) else None
-    return tuple(np.where(np.isfinite(flat), flat, None).tolist())
+    return tuple(value if math.isfinite(value) else None for value in flat.tolist())

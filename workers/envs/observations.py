@@ -21,6 +21,7 @@ from headrace.workers.envs.error_text import brief
 
 LaneIndex = NDArray[np.intp] | None
 """Indices of envs; None means all of them."""
+_PLAIN = {np.ndarray}
 _FLOATS = {float, np.float16, np.float32, np.float64}
 
 
@@ -188,7 +189,8 @@ def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) 
         if leaf.shape:
             if len(values) == 1 and type(values[0]) is np.ndarray and values[0].dtype == leaf.dtype:
                 return _write_row(values[0], target)
-            if any(issubclass(kind, np.ma.MaskedArray) for kind in {*map(type, values)}):
+            kinds = {*map(type, values)}
+            if kinds != _PLAIN and any(issubclass(kind, np.ma.MaskedArray) for kind in kinds):
                 return False
             # Numpy takes large integers as safe in float64, though it rounds them.
             if leaf.dtype == np.float64 and {value.dtype.kind for value in values} != {"f"}:
@@ -223,7 +225,7 @@ def _write_row(value: NDArray[Any], target: NDArray[Any]) -> bool:
 
 
 def _castable(array: NDArray[Any], leaf: _LeafColumn) -> bool:
-    """Return whether values of this dtype may stand in the leaf. Scalars, as Python's numbers, may be of other widths."""
+    """Return whether values of this dtype may stand in the leaf. Scalars may be of other widths, as Python's are."""
     if not leaf.shape and leaf.dtype.kind in "iuf":
         return array.dtype.kind in ("iub" if leaf.dtype.kind in "iu" else "iubf")
     return np.can_cast(array.dtype, leaf.dtype)

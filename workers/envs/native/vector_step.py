@@ -94,7 +94,7 @@ def _row(batch: Any, lane: int) -> Any:
     return tuple(_row(part, lane) for part in batch) if isinstance(batch, tuple) else batch[lane]
 
 
-def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[str, Any]:
+def step_info(infos: Mapping[str, Any], lane: int, width: int, *, was_reset: bool) -> dict[str, Any]:
     """Return the lane's info of the step. If the lane was reset in the step, return the info of its last step.
 
     Entries that a vector's wrappers add for such a lane stay in the info of its reset, because they cannot be told
@@ -102,10 +102,5 @@ def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[s
     """
     if was_reset:
         final = infos.get("final_info")
-        return info_of(final, lane) if isinstance(final, Mapping) else {}
-    return info_of(infos, lane)
-
-
-def reset_info(infos: Mapping[str, Any], lane: int) -> dict[str, Any]:
-    """Return the lane's info of its reset."""
-    return {key: value for key, value in info_of(infos, lane).items() if key not in ("final_obs", "final_info")}
+        return info_of(final, lane, width) if isinstance(final, Mapping) else {}
+    return info_of(infos, lane, width)
