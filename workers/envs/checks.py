@@ -73,7 +73,9 @@ def check_info(info: Any) -> None:
         raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
 
 
-def told_info(info: Any, what: str = "info") -> tuple[dict[str, Any], bytes]:
+def told_info(
+    info: Any, what: str = "info", expected: str = "plain values and arrays, as JSON can hold"
+) -> tuple[dict[str, Any], bytes]:
     """Return a copy of an info, which the env cannot change any more, and the info as JSON.
 
     Raises `EnvContractError` for an info that JSON cannot hold, so that every placement refuses the same ones.
@@ -84,7 +86,7 @@ def told_info(info: Any, what: str = "info") -> tuple[dict[str, Any], bytes]:
         return _read_info(info)
     except Exception as error:
         seen = f"{_place_of_bad(info, what)} ({message_of(error):.200})"
-        raise EnvContractError(what, seen, "plain values and arrays, as JSON can hold") from error
+        raise EnvContractError(what, seen, expected) from error
 
 
 def own_info(info: Any) -> dict[str, Any]:

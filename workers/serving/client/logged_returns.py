@@ -138,7 +138,7 @@ def read_info(info: Any, what: str = "info", max_bytes: int = _MAX_INFO_BYTES) -
     Raises `EnvContractError` for anything but a dict, for values that JSON cannot carry, and for more than `max_bytes`.
     The default is what fits into the header of one step.
     """
-    _, written = told_info(info, what)
+    _, written = told_info(info, what, "a dict that JSON can carry")
     read: dict[str, Any] = orjson.loads(written)
     if is_deeper(read, _MAX_INFO_DEPTH) or len(written) > max_bytes:
         seen = f"{len(written)} bytes of JSON"
