@@ -212,7 +212,7 @@ BAD: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", BAD, ids=lambda value: f"{value!r:.30}")
+@pytest.mark.parametrize("value", BAD, ids=lambda value: type(value).__name__)
 def test_an_info_that_cannot_be_sent_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(EnvContractError, match=r"info\['deep'\]\['scene'\].*plain|plain.*info\['deep'\]\['scene'\]"):
         told_info({"n": 1, "deep": {"scene": value}})
@@ -226,7 +226,7 @@ def test_an_info_that_cannot_be_sent_is_refused_with_its_place(value: Any) -> No
         np.array(["a", "b"]), np.array([1, "a"], object), np.ones(2, np.float16),
         nested(INFO_DEPTH - 1),
     ],
-    ids=lambda value: f"{value!r:.30}",
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_plain_values_are_sent_as_they_are(value: Any) -> None:
     copy, written = told_info({"value": value})
