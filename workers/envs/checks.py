@@ -73,20 +73,18 @@ def check_info(info: Any) -> None:
         raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
 
 
-def told_info(
-    info: Any, what: str = "info", expected: str = "plain values and arrays, as JSON can hold"
-) -> tuple[dict[str, Any], bytes]:
+def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
     """Return a copy of an info, which the env cannot change any more, and the info as JSON.
 
     Raises `EnvContractError` for an info that JSON cannot hold, so that every placement refuses the same ones.
     """
     if not isinstance(info, dict):
-        raise EnvContractError(what, f"{brief(info)} ({type(info)})", "a dict")
+        raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
     try:
         return _read_info(info)
     except Exception as error:
-        seen = f"{_place_of_bad(info, what)} ({message_of(error):.200})"
-        raise EnvContractError(what, seen, expected) from error
+        seen = f"{_place_of_bad(info)} ({message_of(error):.200})"
+        raise EnvContractError("info", seen, "plain values and arrays, as JSON can hold") from error
 
 
 def own_info(info: Any) -> dict[str, Any]:
@@ -122,8 +120,9 @@ def _own(value: Any, levels: int) -> Any:
     return _own(value.tolist() if isinstance(value, np.ndarray) else orjson.loads(info_json(value)), levels)
 
 
-def _place_of_bad(value: Any, where: str) -> str:
+def _place_of_bad(value: Any) -> str:
     """Return which part of an info cannot be sent, and its `repr`."""
+    where = "info"
     for _ in range(4):
         parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, part in parts:

@@ -18,7 +18,6 @@ from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.messages.serving_agents import ALL
 from headrace.workers.envs.bounds import LARGEST_REWARD
-from headrace.workers.envs.checks import told_info
 
 _MAX_INFO_BYTES = DEFAULT_LIMITS.header_bytes // 2
 _MAX_INFO_DEPTH = DEFAULT_LIMITS.header_depth // 2
@@ -133,12 +132,17 @@ def check_reward(reward: Any) -> float:
 
 
 def read_info(info: Any, what: str = "info", max_bytes: int = _MAX_INFO_BYTES) -> dict[str, Any]:
-    """Return a copy of an info as a chunk stores it: numbers and lists for NumPy's, and text keys.
+    """Return a copy of an info as a chunk stores it: numbers and lists for NumPy's, text keys, null for NaN.
 
     Raises `EnvContractError` for anything but a dict, for values that JSON cannot carry, and for more than `max_bytes`.
     The default is what fits into the header of one step.
     """
-    _, written = told_info(info, what, "a dict that JSON can carry")
+    if not isinstance(info, dict):
+        raise EnvContractError(what, f"{info!r:.80} ({type(info)})", "a dict")
+    try:
+        written = orjson.dumps(info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError as error:
+        raise EnvContractError(what, f"{error!s:.120}", "a dict that JSON can carry") from error
     read: dict[str, Any] = orjson.loads(written)
     if is_deeper(read, _MAX_INFO_DEPTH) or len(written) > max_bytes:
         seen = f"{len(written)} bytes of JSON"
