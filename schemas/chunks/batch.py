@@ -349,10 +349,25 @@ def encode_batch(batch: ChunkBatch, header: BatchHeader, *, compressed: bool = F
     return encode(MessageKind.BATCH, header.model_dump(exclude=absent or None), arrays, compressed=compressed)
 
 
+def info_json(info: Any) -> bytes:
+    """Return an info as JSON: lists for tuples and arrays, text for keys. Raises `TypeError` for what JSON cannot hold.
+
+    Caution: numbers that are not finite become null.
+    """
+    return orjson.dumps(info, default=_listed, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def _listed(value: Any) -> Any:
+    """Return an array that orjson does not read, such as one with strides, as a list."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufUO":
+        return value.tolist()
+    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+
+
 def _dump_infos(infos: Infos) -> bytes:
     rows = {str(i): {str(t): info for t, info in row.items()} for i, row in infos.items()}
     try:
-        written = orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+        written = info_json(rows)
     except TypeError as error:
         raise EncodeError(
             f"an info cannot be written as JSON: {error}; drop the value in the env, or set infos = 'none'"

@@ -9,8 +9,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.checks import check_rewards
+from headrace.workers.envs.native.vector_step import read_step
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.spaces import convert
+from headrace.workers.external.calls import RowReader
 
 SHAPE = (3, 5)
 SPACES = [
@@ -95,3 +99,101 @@ def test_an_observation_of_another_shape_is_refused_where_numpy_would_broadcast_
         seen = Observations(space, width, check_bounds=True)
         sound, odd = np.zeros(3, np.float32), np.zeros(shape, np.float32)
         assert [lane for lane, _ in seen.put(None, [*[sound] * (width - 1), odd])] == [width - 1]
+
+
+ODD = [
+    (gym.spaces.Box(0, 255, (), np.uint8), [300, -1, np.int64(256), np.array(300), 2**70, 3.0, np.nan, "7", 1j]),
+    (gym.spaces.Box(-(2**63), 2**63 - 1, (), np.int64), [2**63, np.uint64(2**64 - 1), np.ma.masked]),
+    (gym.spaces.Box(0, 2**64 - 1, (), np.uint64), [-1, np.int8(-1)]),
+    (gym.spaces.Box(0, 2**53, (), np.int64), [2**53 + 1, -1]),
+    (gym.spaces.Discrete(5, dtype=np.uint8), [258, 5, -251]),
+    (gym.spaces.Discrete(3, start=-1), [2, -2, 2**32]),
+    (
+        gym.spaces.Box(-np.inf, np.inf, (), np.float32),
+        [1e300, 2**24 + 1, np.float64(-4e38), np.ma.array(1.0, mask=True)],
+    ),
+    (
+        gym.spaces.Box(-np.inf, np.inf, (), np.float64),
+        [2**53 + 1, np.int64(-(2**53) - 1), np.uint64(2**64 - 1), True + 0j],
+    ),
+    (
+        gym.spaces.Box(-np.inf, np.inf, (2,), np.float64),
+        [
+            np.array([0, 2**53 + 1]),
+            [0, 2**53 + 1],
+            np.ma.array([1.0, 2.0], mask=[False, True]),
+            np.array([1.0, 2.0], object),
+            np.array([1j, 0]),
+            np.array(["1", "2"]),
+        ],
+    ),
+    (gym.spaces.Box(0, 9, (2,), np.int64), [np.ma.array([1, 2], mask=[True, False]), np.array([2.0, 3.0])]),
+    (gym.spaces.MultiDiscrete([3, 300]), [np.array([2, 300]), np.array([-1, 0]), np.array([0, 1 << 32])]),
+    (gym.spaces.MultiBinary(2), [np.array([0, 257]), np.array([0, 2], np.int8)]),
+]
+"""A space, and values that no element of it has: numpy would change each of them."""
+
+
+def refusals(space: gym.Space[Any], values: list[Any]) -> list[int]:
+    observations = Observations(convert(space, "observation"), len(values), check_bounds=True)
+    return [lane for lane, _ in observations.put(None, values)]
+
+
+@pytest.mark.filterwarnings("ignore:.*converting a masked element to nan")
+@pytest.mark.parametrize(("space", "values"), ODD, ids=str)
+def test_a_value_that_the_dtype_or_the_bounds_do_not_hold_is_refused_and_not_cast(
+    space: gym.Space[Any], values: list[Any]
+) -> None:
+    sound = np.array(space.sample())[()]
+    nested = gym.spaces.Dict(a=gym.spaces.Tuple([space]))
+    reader = RowReader(convert(space, "observation"), "obs", "observation", check_bounds=True)
+    for value in values:
+        assert refusals(space, [value]) == [0]
+        assert refusals(space, [sound, value, sound]) == [1]
+        assert refusals(nested, [{"a": (sound,)}, {"a": (value,)}]) == [1]
+        with pytest.raises(EnvContractError):
+            reader.read(value)
+        if isinstance(value, np.ndarray):
+            batch = np.ma.stack([value, value]) if np.ma.is_masked(value) else np.stack([value, value])
+            rows = Observations(convert(space, "observation"), 2, check_bounds=True)
+            with pytest.raises(EnvContractError):
+                raise rows.put_rows(batch)[0][1]
+
+
+SOUND = [
+    (gym.spaces.Box(0, 255, (), np.uint8), [255, np.int64(7), np.array(3, np.uint16), True, np.ma.array(4)]),
+    (gym.spaces.Box(-np.inf, np.inf, (), np.float32), [0.1, 2**24, np.inf, np.float64(1e30), np.int16(3), 2**60]),
+    (gym.spaces.Box(-np.inf, np.inf, (), np.float64), [2**53, 2**60, -(2**63), 3]),
+    (gym.spaces.Box(-np.inf, np.inf, (2,), np.float64), [np.array([1, 2**53]), [1.5, 2], np.ones(2, np.float32)]),
+    (gym.spaces.Box(0, 9, (2,), np.int64), [[1, 2], np.array([3, 4], np.int8), np.ma.array([1, 2], mask=False)]),
+]
+
+
+@pytest.mark.parametrize(("space", "values"), SOUND, ids=str)
+def test_a_value_of_another_width_that_the_dtype_holds_is_taken(space: gym.Space[Any], values: list[Any]) -> None:
+    for value in values:
+        observations = Observations(convert(space, "observation"), 2, check_bounds=True)
+        assert observations.put(None, [value] * 2) == []
+        np.testing.assert_array_equal(observations.columns["obs"], np.array([value] * 2).astype(space.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:.*converting a masked element to nan")
+def test_a_masked_reward_is_refused() -> None:
+    odd = [np.ma.masked, np.ma.array(1.0, mask=True), np.ma.array(1, mask=True), 1j, "1", 1e300]
+    for reward in odd:
+        assert [at for at, _ in check_rewards([1.0, reward], [0, 1], [0, 0])[1]] == [1]
+    for rewards in (np.ma.array([1.0, 2.0], mask=[True, False]), np.array([1j, 0])):
+        with pytest.raises(EnvContractError, match="Rewards"):
+            read_step((np.zeros((2, 1)), rewards, np.zeros(2, bool), np.zeros(2, bool), {}), 2)
+
+
+def test_the_space_of_a_camera_is_converted_without_an_object_for_each_of_its_numbers() -> None:
+    space = gym.spaces.Box(0, 255, (270, 480, 3), np.uint8)
+    tracemalloc.start()
+    try:
+        converted = convert(space, "observation")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (converted.low, converted.high) == (0.0, 255.0)
+    assert peak < 2 * space.low.size

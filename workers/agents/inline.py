@@ -17,6 +17,7 @@ from headrace.workers.agents.lane_report import read_reset
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import Gathered, LaneAnswer
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
 from headrace.workers.envs.driver import StartEpisodes
@@ -173,6 +174,8 @@ class InlineAgents:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)
                 first, episode.reset_info = read_reset(lane.env.reset(seed=episode.reset_seed), self._seating.agents)
+                if self._table.config.infos == "all":
+                    episode.reset_info = {agent: own_info(info) for agent, info in episode.reset_info.items()}
             except Exception as error:  # noqa: BLE001 - a user's env
                 self._table.failed.append(Failure(index, error, unbegun=episode))
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from pettingzoo.utils.env import AECEnv, ParallelEnv
@@ -80,6 +81,7 @@ class TakingTurns:
             observations[agent], rewards[agent], infos[agent] = observation, reward, info
             if not (terminated or truncated):
                 break
+            observations[agent], infos[agent] = deepcopy((observation, info))  # the next turn may change them
             terminateds[agent], truncateds[agent] = bool(terminated), bool(truncated)
             env.step(None)
         terminateds[ALL], truncateds[ALL] = not env.agents, False

@@ -13,7 +13,7 @@ from headrace.workers.agents.lane_report import LaneReport, check_idle, is_plain
 from headrace.workers.agents.seating import Seating
 from headrace.workers.agents.source import AgentSource, Gathered, LaneAnswer
 from headrace.workers.agents.step_outcome import StepOutcome, apply_reports
-from headrace.workers.envs.checks import check_rewards, take_apart
+from headrace.workers.envs.checks import check_rewards, own_info, take_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.sequential_step import Outcome
@@ -108,6 +108,8 @@ class MultiAgentVector:
             try:
                 check_idle(episode, config.max_idle_env_steps)
                 report = read_step(episode, answer, self.seating.agents, config.missing_final_observation)
+                if config.infos == "all":
+                    report.infos = [(agent, own_info(info)) for agent, info in report.infos]
             except Exception as error:  # noqa: BLE001 - the methods of a user's objects may raise
                 gathered.failures.append(Failure(lane.index, take_apart(answer, error), stepped=True))
                 continue

@@ -24,6 +24,7 @@ from headrace.schemas.chunks.spaces import (
     leaves,
 )
 from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.bounds import holds, whole_array
 from headrace.workers.envs.error_text import brief
 
 
@@ -39,10 +40,10 @@ def write_actions(
 def columns_of(space: Space, actions: Any, rows: int) -> dict[str, NDArray[Any]]:
     """Return `actions`, arrays (rows, *shape) nested as `space` is, as columns below "actions".
 
-    Raises `EnvContractError` for another nesting or shape, and for reals where the space has integers.
+    Raises `EnvContractError` for another nesting or shape, and for numbers that the space's dtype would change.
     """
     try:
-        arrays = [np.asarray(value) for value in leaf_values(space, actions)]
+        arrays = [whole_array(value) for value in leaf_values(space, actions)]
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise EnvContractError("actions", brief(actions), f"arrays nested as the space {space!r:.200}") from error
     columns = {}
@@ -50,6 +51,8 @@ def columns_of(space: Space, actions: Any, rows: int) -> dict[str, NDArray[Any]]
         dtype, shape = column_dtype(leaf), (rows, *leaf_shape(leaf))
         if array.shape != shape or array.dtype.kind not in ("iub" if dtype.kind in "iub" else "iubf"):
             raise EnvContractError(name, f"{array.dtype} {array.shape}", f"{dtype} {shape}, a row for each env")
+        if not holds(dtype, array):
+            raise EnvContractError(name, f"values from {array.min()} to {array.max()}", f"within {dtype}")
         columns[name] = array.astype(dtype, copy=False)
     return columns
 

@@ -1,7 +1,8 @@
-"""Bounds of a leaf, element by element, maps of actions into the bounds of a Box, and the bounds of a reward."""
+"""What a leaf and its dtype hold, maps of actions into the bounds of a Box, and the bounds of a reward."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,9 +37,7 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
     low: NDArray[Any]
     high: NDArray[Any]
     if isinstance(leaf, Box):
-        low, high = box_bounds(leaf)
-        if dtype.kind == "f":  # a float32 bound comes back exactly, and comparing it then needs no conversion
-            low, high = low.astype(dtype), high.astype(dtype)
+        low, high = (_in_dtype(bound, dtype) for bound in box_bounds(leaf))
     elif isinstance(leaf, MultiDiscrete):
         low = np.array(leaf.start).reshape(shape)
         high = low + np.array(leaf.nvec).reshape(shape) - 1
@@ -49,7 +48,46 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
     return (None if (low <= whole[0]).all() else low), (None if (high >= whole[1]).all() else high)
 
 
-def bounded_box(low: NDArray[np.float64], high: NDArray[np.float64], dtype: str) -> Box:
+def _in_dtype(bound: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return bounds that are compared with rows without a conversion, which is slow and rounds large integers."""
+    if dtype.kind not in "iu":
+        return bound.astype(dtype)  # it was made from this dtype, and comes back exactly
+    span = np.iinfo(dtype)
+    exact: NDArray[Any] = np.full(bound.shape, span.max, dtype)
+    np.copyto(exact, span.min, where=bound <= span.min)
+    inner = (bound > span.min) & (bound < span.max)
+    exact[inner] = bound[inner].astype(dtype)
+    return exact
+
+
+def whole_array(value: Any) -> NDArray[Any]:
+    """Return `value` as an array. Raises `ValueError` for masked elements: numpy would show what the mask hides."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise ValueError("with masked elements")
+    return np.asarray(value)
+
+
+def holds(dtype: np.dtype[Any], values: NDArray[Any]) -> bool:
+    """Return whether `dtype` holds all `values`: integers exactly, and reals within its range."""
+    if values.dtype == dtype or not values.size:
+        return True
+    if values.dtype.kind not in "iu":
+        if values.dtype.kind != "f" or dtype.kind != "f":
+            return True
+        beyond = np.abs(values) > np.finfo(dtype).max
+        return not np.isfinite(values[beyond]).any()
+    least, most = int(values.min()), int(values.max())
+    if dtype.kind != "f":
+        span = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        return bool(span[0] <= least and most <= span[1])
+    exact = 2 ** (np.finfo(dtype).nmant + 1)
+    if -exact <= least and most <= exact:
+        return True
+    with np.errstate(over="ignore"):
+        return bool(values.ravel().tolist() == values.astype(dtype).ravel().tolist())
+
+
+def bounded_box(low: NDArray[Any], high: NDArray[Any], dtype: str) -> Box:
     """Return the Box of these bounds, in their shape: the inverse of `box_bounds`."""
     return Box(shape=low.shape, dtype=dtype, low=_shared(low), high=_shared(high))
 
@@ -125,7 +163,9 @@ def _tensor(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _shared(bound: NDArray[np.float64]) -> float | tuple[float | None, ...] | None:
+def _shared(bound: NDArray[Any]) -> float | tuple[float | None, ...] | None:
     """Return one number if all elements share it, None for infinity."""
-    flat = [value if np.isfinite(value) else None for value in bound.ravel().tolist()]
-    return flat[0] if len(set(flat)) == 1 else tuple(flat)
+    flat = bound.ravel()
+    if (flat == flat[0]).all():
+        return float(flat[0]) if np.isfinite(flat[0]) else None
+    return tuple(value if math.isfinite(value) else None for value in flat.tolist())

@@ -7,15 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.batch import info_json
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
 from headrace.workers.envs.bounds import LARGEST_REWARD, reward_due, unsound_rewards
-from headrace.workers.envs.error_text import brief
+from headrace.workers.envs.error_text import brief, message_of
 
 _BOOLS = (bool, np.bool_)
 _FLOATS = (float, np.float64)
+_ATOMS = {type(None), bool, int, float, str, *(np.dtype(kind).type for kind in "?bhilqBHILQefd")}
+INFO_DEPTH = DEFAULT_LIMITS.header_depth - 4
+"""Most levels of an info. In a message of an env host, infos of several agents lie four levels deep."""
 
 
 def check_rewards(
@@ -58,13 +64,76 @@ def _real_scalar(reward: Any) -> float:
     if not isinstance(reward, bool | int | float | np.generic | np.ndarray):
         return math.nan
     array = np.asarray(reward)
-    return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else math.nan
+    return float(array) if array.ndim == 0 and not np.ma.is_masked(reward) and array.dtype.kind in "fiub" else math.nan
 
 
 def check_info(info: Any) -> None:
     """Raise `EnvContractError` for an info that is no dict."""
     if not isinstance(info, dict):
         raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
+
+
+def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
+    """Return a copy of an info, which the env cannot change any more, and the info as JSON.
+
+    Raises `EnvContractError` for an info that JSON cannot hold, so that every placement refuses the same ones.
+    """
+    if not isinstance(info, dict):
+        raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
+    try:
+        return _read_info(info)
+    except Exception as error:
+        seen = f"{_place_of_bad(info)} ({message_of(error):.200})"
+        raise EnvContractError("info", seen, "plain values and arrays, as JSON can hold") from error
+
+
+def own_info(info: Any) -> dict[str, Any]:
+    """Return the copy of `told_info`."""
+    return told_info(info)[0]
+
+
+def _read_info(info: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    written = info_json(info)
+    if b"null" in written or not _ATOMS.issuperset(map(type, info.values())):
+        return _own(info, INFO_DEPTH), written
+    return dict(info), written
+
+
+def _own(value: Any, levels: int) -> Any:
+    """Return a copy of a value that `info_json` has written."""
+    if isinstance(value, dict | list | tuple):
+        if not levels:
+            raise ValueError(f"nested deeper than {INFO_DEPTH} levels")
+        if isinstance(value, dict):
+            return {key: _own(part, levels - 1) for key, part in value.items()}
+        own = [_own(part, levels - 1) for part in value]
+        return own if isinstance(value, list) else tuple(own)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufU":
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            raise ValueError("a number that is not finite, which JSON does not have")
+        return value.copy()
+    if isinstance(value, float | np.floating) and not math.isfinite(value):
+        raise ValueError(f"{value}, which JSON does not have")
+    if type(value) in _ATOMS:
+        return value
+    # As it arrives from other processes: a date as text, for example.
+    return _own(value.tolist() if isinstance(value, np.ndarray) else orjson.loads(info_json(value)), levels)
+
+
+def _place_of_bad(value: Any) -> str:
+    """Return which part of an info cannot be sent, and its `repr`."""
+    where = "info"
+    for _ in range(4):
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, part in parts:
+            try:
+                _read_info({"": part})
+            except Exception:  # noqa: BLE001 - as in `told_info`
+                where, value = f"{where}[{brief(key, 40)}]", part
+                break
+        else:
+            break
+    return f"{where} = {brief(value)}"
 
 
 def end_of(terminated: Any, truncated: Any) -> ChunkEnd:

@@ -14,7 +14,7 @@ from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.backend import NextSeeds, Replies
-from headrace.workers.envs.checks import take_reset_apart
+from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator, naming_what_failed
 from headrace.workers.envs.failures import Failure
@@ -145,6 +145,7 @@ class InlineEnvs:
         self._table = table
         self._source = source
         self._before_step = source.before_step
+        self._tell = own_info if table.config.infos == "all" else None
         self._asked: Sequence[EnvSlot] = ()
         """Slots that are to step."""
         self._reset: list[tuple[int, dict[str, Any]]] = []
@@ -204,7 +205,7 @@ class InlineEnvs:
         asked, self._asked = self._asked, ()
         if self._before_step is not None:
             self._before_step(asked, self._actions)
-        return step_all(asked, self._actions, self._seen, self.width)
+        return step_all(asked, self._actions, self._seen, self.width, self._tell)
 
     def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
         """Return the replies to all calls but steps, without waiting."""
@@ -221,6 +222,8 @@ class InlineEnvs:
         """Reset the lane's env now."""
         try:
             observation, info = take_reset_apart(self._envs.slots[lane].env.reset(seed=seed))
+            if info and self._tell is not None:
+                info = self._tell(info)
         except Exception as error:  # noqa: BLE001 - a user's env
             self._told.failures.append(Failure(lane, error))
             return

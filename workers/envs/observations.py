@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.envs.bounds import leaf_bounds
+from headrace.workers.envs.bounds import holds, leaf_bounds, whole_array
 from headrace.workers.envs.error_text import brief
 
 LaneIndex = NDArray[np.intp] | None
 """Indices of envs; None means all of them."""
+_PLAIN = {np.ndarray}
+_FLOATS = {float, np.float16, np.float32, np.float64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,13 +47,19 @@ class _LeafColumn:
         try:
             for key in self.path:
                 batch = batch[key]
-        except (KeyError, IndexError, TypeError) as error:
+            rows = whole_array(batch)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EnvContractError(_title(self), repr(error), "in the nesting of the space") from error
-        rows = np.asarray(batch)
         if rows.shape != (width, *self.shape) or not _castable(rows, self):
             seen = f"{rows.dtype} {rows.shape}"
             raise EnvContractError(_title(self), seen, f"{self.dtype} {(width, *self.shape)}")
+        if not holds(self.dtype, rows):
+            raise self.beyond(rows)
         return rows
+
+    def beyond(self, values: NDArray[Any]) -> EnvContractError:
+        """Return the error for `values` that the dtype would change."""
+        return EnvContractError(_title(self), f"values from {values.min()} to {values.max()}", f"within {self.dtype}")
 
     def outside(self, rows: NDArray[Any]) -> bool:
         """Return whether an element is outside the bounds, or NaN, with which each comparison is false.
@@ -123,7 +131,7 @@ class Observations:
                     value = value[key]
             except (KeyError, IndexError, TypeError):
                 return None
-            if not isinstance(value, np.ndarray) or value.dtype != leaf.dtype or value.shape != leaf.shape:
+            if type(value) is not np.ndarray or value.dtype != leaf.dtype or value.shape != leaf.shape:
                 return None
             if leaf.outside(value):
                 return None
@@ -156,13 +164,15 @@ class Observations:
     def _put_one(self, lane: int | np.intp, observation: Any) -> EnvContractError | None:
         for leaf in self._leaves:
             try:
-                array = np.asarray(leaf.of([observation])[0])
+                array = whole_array(leaf.of([observation])[0])
             except Exception as error:  # noqa: BLE001 - ragged, nested otherwise, or a user's class
                 expected = f"nested as {self.space!r:.120}" if leaf.path else f"{leaf.dtype} {leaf.shape}"
                 return EnvContractError("observation", f"{brief(observation)} ({brief(error)})", expected)
             if array.shape != leaf.shape or not _castable(array, leaf):
                 seen = f"{array.dtype} {array.shape}"
                 return EnvContractError(_title(leaf), seen, f"{leaf.dtype} {leaf.shape}")
+            if not holds(leaf.dtype, array):
+                return leaf.beyond(array)
             row = array.astype(leaf.dtype)
             if leaf.outside(row):
                 seen = f"values from {row.min()} to {row.max()}"
@@ -179,6 +189,12 @@ def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) 
         if leaf.shape:
             if len(values) == 1 and type(values[0]) is np.ndarray and values[0].dtype == leaf.dtype:
                 return _write_row(values[0], target)
+            kinds = {*map(type, values)}
+            if kinds != _PLAIN and any(issubclass(kind, np.ma.MaskedArray) for kind in kinds):
+                return False
+            # Numpy takes large integers as safe in float64, though it rounds them.
+            if leaf.dtype == np.float64 and {value.dtype.kind for value in values} != {"f"}:
+                return False
             # To ask for lengths is faster than for shapes, and `concatenate` refuses another number of axes.
             if len(leaf.shape) == 1:
                 if {*map(len, values)} != {leaf.shape[0]}:
@@ -188,7 +204,11 @@ def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) 
             np.concatenate(values, out=target.reshape(-1, *leaf.shape[1:]), casting="safe")
             return True
         scalars = np.array(values)
-        if scalars.ndim != 1 or scalars.dtype.kind not in ("iu" if leaf.dtype.kind in "iu" else "fiu"):
+        if scalars.ndim != 1 or not _castable(scalars, leaf):
+            return False
+        if scalars.dtype.kind == "f" and not _FLOATS.issuperset(map(type, values)):
+            return False  # numpy has rounded large integers among reals
+        if scalars.dtype != leaf.dtype and not holds(leaf.dtype, scalars):
             return False
         target[...] = scalars
     except Exception:  # noqa: BLE001 - the methods of a user's objects may raise
@@ -205,8 +225,10 @@ def _write_row(value: NDArray[Any], target: NDArray[Any]) -> bool:
 
 
 def _castable(array: NDArray[Any], leaf: _LeafColumn) -> bool:
-    scalar_int = not leaf.shape and leaf.dtype.kind in "iu" and array.dtype.kind in "iu"
-    return scalar_int or np.can_cast(array.dtype, leaf.dtype)
+    """Return whether values of this dtype may stand in the leaf. Scalars may be of other widths, as Python's are."""
+    if not leaf.shape and leaf.dtype.kind in "iuf":
+        return array.dtype.kind in ("iub" if leaf.dtype.kind in "iu" else "iubf")
+    return np.can_cast(array.dtype, leaf.dtype)
 
 
 def _unbatch(space: Space, batch: Any, width: int) -> list[Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import check_info, check_rewards, end_of, take_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.observations import Observations
@@ -48,8 +49,17 @@ class Outcome:
     lanes: NDArray[np.intp] | None = None
 
 
-def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observations, width: int) -> Outcome:
-    """Step each of `live` with the action at its index. Write the observations into the `width` rows of `into`."""
+def step_all(
+    live: Sequence[Steppable],
+    actions: Sequence[Any],
+    into: Observations,
+    width: int,
+    tell: Callable[[dict[str, Any]], Any] | None = None,
+) -> Outcome:
+    """Step each of `live` with the action at its index. Write the observations into the `width` rows of `into`.
+
+    The outcome has what `tell` returns for each info. If it raises `EnvContractError`, the env has failed.
+    """
     answers: list[Any] = []
     failures: list[Failure] = []
     good: list[int] = []
@@ -67,11 +77,26 @@ def step_all(live: Sequence[Steppable], actions: Sequence[Any], into: Observatio
     observations, rewards, ended, infos = read
     checked, problems = check_rewards(rewards, good, actions)
     problems += into.put(None if len(good) == width else np.array(good, np.intp), observations)
-    if problems:
-        bad = dict(reversed(problems))
-        failures += [Failure(good[position], error, stepped=True) for position, error in bad.items()]
+    bad = {good[position]: error for position, error in reversed(problems)} if problems else {}
+    if infos and tell is not None:
+        infos, untold = tell_each(infos, tell)
+        bad |= untold
+    failures += [Failure(lane, error, stepped=True) for lane, error in bad.items()]
     outcome = Outcome(checked, ended, failures, infos)
     return _without_failed(outcome, live, good) if failures else outcome
+
+
+def tell_each(
+    infos: Sequence[tuple[int, dict[str, Any]]], tell: Callable[[dict[str, Any]], Any]
+) -> tuple[list[tuple[int, Any]], dict[int, EnvContractError]]:
+    """Return what `tell` makes of each lane's info, and the errors of the other lanes."""
+    told, bad = [], {}
+    for lane, info in infos:
+        try:
+            told.append((lane, tell(info)))
+        except EnvContractError as error:
+            bad[lane] = error
+    return told, bad
 
 
 def read_together(lanes: Sequence[int], answers: Sequence[Any]) -> Read | None:

@@ -57,7 +57,7 @@ def convert(space: Any, where: str) -> Space:
         case gym.spaces.Dict() | gym.spaces.Tuple() if not len(space.spaces):
             raise EnvContractError(where, f"an empty {type(space).__name__}", "of one space or more (leave it out)")
         case gym.spaces.Box():
-            return bounded_box(space.low.astype(float), space.high.astype(float), _dtype(space, where))
+            return bounded_box(space.low, space.high, _dtype(space, where))
         case gym.spaces.Discrete():
             return Discrete(n=int(space.n), start=int(space.start), dtype=_dtype(space, where))
         case gym.spaces.MultiDiscrete():

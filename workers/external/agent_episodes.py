@@ -15,6 +15,7 @@ from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.errors.episodes import CannotLogError, NoActionYetError
 from headrace.workers.agents.env import ALL
+from headrace.workers.envs.checks import own_info
 from headrace.workers.external.calls import Call, OnAnswer, Place, Row, RowReader, add_reward
 from headrace.workers.external.episodes import EpisodeTable
 
@@ -103,10 +104,11 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         self._check_agents("rewards", rewards)
         earned = {agent: _earn(place, agent, reward) for agent, reward in rewards.items()}
         told = self._read_each("info", {} if infos is None else infos, dict)
+        told = {agent: own_info(info) for agent, info in told.items()}
         ends = self._read_ends(terminateds, ChunkEnd.TERMINATED)
         ends = self._read_ends(truncateds, ChunkEnd.TRUNCATED) | ends
         place.rewards |= {agent: total for agent, total in earned.items() if agent not in place.gone}
-        place.infos |= {agent: dict(info) for agent, info in told.items()}
+        place.infos |= told
         place.done = {agent: end for agent, end in ends.items() if agent not in place.gone} | place.done
 
     def _read_ends(self, dones: Mapping[Any, bool] | None, end: ChunkEnd) -> dict[Any, ChunkEnd]:

@@ -7,7 +7,7 @@ from typing import Any
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors.episodes import CannotLogError, NoActionYetError
-from headrace.workers.envs.checks import check_info
+from headrace.workers.envs.checks import check_info, own_info
 from headrace.workers.external.calls import Call, OnAnswer, Row, RowReader, SoloCall, SoloPlace, add_reward
 from headrace.workers.external.episodes import EpisodeTable
 
@@ -26,15 +26,14 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
 
         Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `NoActionYetError`.
         """
-        if info is not None:
-            check_info(info)
+        told = None if info is None else own_info(info)
         with self._lock:
             place = self._find(episode_id)
             if not place.has_acted:
                 raise NoActionYetError(episode_id)
             place.earn(reward)
-            if info is not None:
-                place.info = dict(info)
+            if told is not None:
+                place.info = told
 
     def take_step(
         self,

@@ -18,7 +18,7 @@ from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtyp
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.row_layout import row_layout_of
 from headrace.schemas.frames.wire import Buffer
-from headrace.workers.envs.bounds import leaf_bounds
+from headrace.workers.envs.bounds import holds, leaf_bounds, whole_array
 
 Row = TypeVar("Row")
 
@@ -61,6 +61,8 @@ class _LeafCodec:
         except ValueError:  # lists of different lengths
             return None
         if array.dtype.kind not in "iuf" or array.shape != (len(values), *self.shape):
+            return None
+        if array.dtype.kind != "f" and not holds(self.dtype, array):
             return None
         inside = array >= self.reach[0]
         inside &= array <= self.reach[1]
@@ -169,23 +171,17 @@ def _array(leaf: _LeafCodec, value: Any) -> NDArray[Any]:
     if _has_text([value]):
         raise leaf.refused("text", f"{leaf.dtype} {leaf.shape}")
     try:
-        array = np.asarray(value)
-    except ValueError as error:  # lists of different lengths
-        raise leaf.refused("lists of different lengths", f"{leaf.dtype} {leaf.shape}") from error
+        array = whole_array(value)
+    except ValueError as error:
+        seen = "masked elements" if isinstance(value, np.ma.MaskedArray) else "lists of different lengths"
+        raise leaf.refused(seen, f"{leaf.dtype} {leaf.shape}") from error
     if array.size == 0 and not leaf.shape.count(0):
         raise leaf.refused(f"shape {array.shape}", f"{leaf.dtype} {leaf.shape}")
     if array.dtype.kind not in ("biuf" if leaf.dtype.kind == "f" else "biu"):
         raise leaf.refused(f"{array.dtype} {array.shape}", f"{leaf.dtype} {leaf.shape}")
-    if leaf.dtype.kind in "iub" and array.size:
-        span = np.iinfo(leaf.dtype) if leaf.dtype.kind != "b" else None
-        lowest, highest = (span.min, span.max) if span is not None else (0, 1)
-        if array.min() < lowest or array.max() > highest:
-            raise leaf.refused(f"values from {array.min()} to {array.max()}", f"{leaf.dtype} {leaf.shape}")
-    with np.errstate(over="ignore"):
-        row = array.astype(leaf.dtype)
-    if leaf.dtype.kind == "f" and (np.isinf(row) > np.isinf(array)).any():
+    if not holds(leaf.dtype, array):
         raise leaf.refused(f"values from {array.min()} to {array.max()}", f"{leaf.dtype} {leaf.shape}")
-    return leaf.check(row)
+    return leaf.check(array.astype(leaf.dtype))
 
 
 def _leaf_codec(name: str, leaf: Leaf, check_bounds: bool) -> _LeafCodec:

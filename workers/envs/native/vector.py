@@ -14,6 +14,7 @@ When all lanes begin together, the driver resets them with seeds, in each mode.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,10 +26,10 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError, EnvHangError
 from headrace.workers.envs.actions import action_root
-from headrace.workers.envs.checks import take_reset_apart
+from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
-from headrace.workers.envs.native.infos import lanes_with_info
+from headrace.workers.envs.native.infos import info_of, lanes_with_info, without_rows
 from headrace.workers.envs.native.kinds import Seeding
 from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector_step import (
@@ -36,12 +37,13 @@ from headrace.workers.envs.native.vector_step import (
     bad_rewards,
     final_observations,
     read_step,
-    reset_info,
     step_info,
 )
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import picture_of, warn_of
-from headrace.workers.envs.sequential_step import Outcome
+from headrace.workers.envs.sequential_step import Outcome, tell_each
+
+log = logging.getLogger(__name__)
 
 
 class NativeVector(NativeLanes):
@@ -64,6 +66,8 @@ class NativeVector(NativeLanes):
     def _take_down(self) -> None:
         super()._take_down()
         self._pending = None
+        self._untold = set[str]()
+        """Infos that no lane gets, of which the log has said so."""
         self._resetting = np.zeros(len(self.lanes), np.bool_)
         """Lanes that the next step resets."""
 
@@ -103,9 +107,13 @@ class NativeVector(NativeLanes):
             bad |= {ended[position]: problem for position, problem in problems}
         bad = bad_rewards(step, live, self._actions) | bad
         rewards = step.rewards if live is None else step.rewards[live]
-        ends = [(lane, step.end_of(lane)) for lane in ended if lane not in bad]
         error = next(iter(bad.values()), error)
-        infos = self._step_infos(step, done) if step.infos and self._table.config.infos == "all" else []
+        infos: list[tuple[int, dict[str, Any]]] = []
+        if step.infos and self._keeps_infos:
+            infos, untold = self._step_infos(step, done)
+            bad |= untold
+            error = next(iter(bad.values()), error)
+        ends = [(lane, step.end_of(lane)) for lane in ended if lane not in bad]
         if error is not None:
             kept = {lane for lane, _ in ends}
             outcome = self._lost(live, bad, error, rewards=rewards, ended=ends)
@@ -120,15 +128,25 @@ class NativeVector(NativeLanes):
             self._resetting = done & ~self._resetting
         return outcome
 
-    def _step_infos(self, step: VectorStep, done: NDArray[np.bool_]) -> list[tuple[int, dict[str, Any]]]:
-        """Return the infos of lanes that stepped. A lane that this step only reset has no info."""
-        same = self._mode is AutoresetMode.SAME_STEP
+    @property
+    def _keeps_infos(self) -> bool:
+        return self._table.config.infos == "all"
+
+    def _step_infos(
+        self, step: VectorStep, done: NDArray[np.bool_]
+    ) -> tuple[list[tuple[int, dict[str, Any]]], dict[int, EnvContractError]]:
+        """Return the infos of lanes that stepped, and errors by lane. A lane that this step only reset has no info."""
+        same, width = self._mode is AutoresetMode.SAME_STEP, len(self.lanes)
         infos = [
-            (lane, step_info(step.infos, lane, was_reset=same and bool(done[lane])))
-            for lane in lanes_with_info(step.infos)
+            (lane, step_info(step.infos, lane, width, was_reset=same and bool(done[lane])))
+            for lane in lanes_with_info(step.infos, width)
             if not self._idle[lane]
         ]
-        return [(lane, info) for lane, info in infos if info]
+        for key in without_rows(step.infos, width):
+            if key not in self._untold:
+                self._untold.add(key)
+                log.warning("info %r of the vector has no row for each of its %d envs, so no chunk has it", key, width)
+        return tell_each([(lane, info) for lane, info in infos if info], own_info)
 
     def _lost(
         self,
@@ -195,13 +213,14 @@ class NativeVector(NativeLanes):
             observations, infos = take_reset_apart(answer)
             for _, problem in self.observations.put_rows(observations):
                 raise problem
+            told = [(episode, self._reset_info(infos, episode.env_index)) for episode in episodes]
         except Exception as error:  # noqa: BLE001 - a user's env
             self._broken = error
             self._table.failed += [Failure(episode.env_index, error, unbegun=episode) for episode in episodes]
             return
         self._resetting[:] = False
-        for episode in episodes:
-            self._begin(episode, infos)
+        for episode, info in told:
+            self._begin(episode, info)
 
     def _seeds_for(self, lanes: Sequence[int]) -> tuple[Sequence[int | None], dict[str, Any]]:
         """Return the seeds for the next episodes in `lanes`, and the arguments of `reset` that pass them."""
@@ -222,14 +241,18 @@ class NativeVector(NativeLanes):
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)
-            except Exception as error:  # noqa: BLE001 - a user's callback
+                info = self._reset_info(step.infos, index)
+            except Exception as error:  # noqa: BLE001 - a user's callback, or its env's info
                 self.fail(Failure(index, error, unbegun=episode))
                 continue
-            self._begin(episode, step.infos)
+            self._begin(episode, info)
 
-    def _begin(self, episode: Episode, infos: Mapping[str, Any]) -> None:
+    def _reset_info(self, infos: Mapping[str, Any], index: int) -> dict[str, Any]:
+        return own_info(info_of(infos, index, len(self.lanes))) if infos and self._keeps_infos else {}
+
+    def _begin(self, episode: Episode, info: dict[str, Any]) -> None:
         index = episode.env_index
         # Each new dict that lives on makes garbage collection dearer, so an episode without an info keeps its own.
-        self.lanes[index].begin_episode(episode, reset_info(infos, index) if infos else episode.reset_info)
+        self.lanes[index].begin_episode(episode, info or episode.reset_info)
         self._idle[index] = False
         self._table.started.append(index)

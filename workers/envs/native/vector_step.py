@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.envs.bounds import reward_due, unsound_rewards
+from headrace.workers.envs.bounds import reward_due, unsound_rewards, whole_array
 from headrace.workers.envs.checks import check_info
+from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.native.infos import info_of
 
 
@@ -37,7 +38,7 @@ def read_step(answer: Any, width: int) -> VectorStep:
         raise EnvContractError("answer of step", f"{answer!r:.120}", "(obs, rewards, terminateds, truncateds, infos)")
     observations, rewards, terminated, truncated, infos = answer
     check_info(infos)
-    rewards = np.asarray(rewards)
+    rewards = _array("Rewards", rewards)
     if rewards.shape != (width,) or rewards.dtype.kind not in "fiub":
         raise EnvContractError("Rewards", f"{rewards.dtype} {rewards.shape}", f"{width} real scalars")
     return VectorStep(
@@ -49,8 +50,15 @@ def read_step(answer: Any, width: int) -> VectorStep:
     )
 
 
+def _array(name: str, values: Any) -> NDArray[Any]:
+    try:
+        return whole_array(values)
+    except ValueError as error:
+        raise EnvContractError(name, brief(error), "a number for each env") from error
+
+
 def _flags(name: str, values: Any, width: int) -> NDArray[np.bool_]:
-    flags = np.asarray(values)
+    flags = _array(name, values)
     if flags.shape != (width,) or flags.dtype != np.bool_:
         raise EnvContractError(name, f"{flags.dtype} {flags.shape}", f"bool {(width,)}")
     return flags
@@ -86,7 +94,7 @@ def _row(batch: Any, lane: int) -> Any:
     return tuple(_row(part, lane) for part in batch) if isinstance(batch, tuple) else batch[lane]
 
 
-def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[str, Any]:
+def step_info(infos: Mapping[str, Any], lane: int, width: int, *, was_reset: bool) -> dict[str, Any]:
     """Return the lane's info of the step. If the lane was reset in the step, return the info of its last step.
 
     Entries that a vector's wrappers add for such a lane stay in the info of its reset, because they cannot be told
@@ -94,10 +102,5 @@ def step_info(infos: Mapping[str, Any], lane: int, *, was_reset: bool) -> dict[s
     """
     if was_reset:
         final = infos.get("final_info")
-        return info_of(final, lane) if isinstance(final, Mapping) else {}
-    return info_of(infos, lane)
-
-
-def reset_info(infos: Mapping[str, Any], lane: int) -> dict[str, Any]:
-    """Return the lane's info of its reset."""
-    return {key: value for key, value in info_of(infos, lane).items() if key not in ("final_obs", "final_info")}
+        return info_of(final, lane, width) if isinstance(final, Mapping) else {}
+    return info_of(infos, lane, width)

@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.actions import to_env_form
-from headrace.workers.envs.checks import take_reset_apart
+from headrace.workers.envs.checks import take_reset_apart, told_info
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator
-from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot, reset_seed
@@ -218,7 +216,7 @@ class ProcessEnvs:
             try:
                 with self._control.during(place.index, Phase.RESET):
                     observation, info = take_reset_apart(place.env.reset(seed=reset_seed(seed)))
-                written = _info_json(info)
+                written = _info_json(info) if info else None
             except Exception as error:  # noqa: BLE001 - a user's env
                 reply.fail(place.index, "reset", error)
                 continue
@@ -253,7 +251,7 @@ class ProcessEnvs:
         # Copied, because the driver writes the next actions there, and an env may keep what it was given.
         copied = {name: column.copy() for name, column in self._actions.items()}
         actions = to_env_form(self._action_space, copied)
-        outcome = step_all(places, actions, self._observations, len(self._places))
+        outcome = step_all(places, actions, self._observations, len(self._places), _info_json)
         self._control.end()
         if len(places) == len(self._places):
             self._rewards[:] = outcome.rewards
@@ -261,34 +259,16 @@ class ProcessEnvs:
             self._rewards[[place.index for place in places]] = outcome.rewards
         for failure in outcome.failures:
             reply.fail(failure.lane, "step", failure.error, stepped=failure.stepped)
-        spoilt = self._tell_infos(outcome.infos, reply) if outcome.infos else ()
+        reply.infos = outcome.infos
         again = []
         for lane, end in outcome.ended:
-            if lane not in spoilt:
-                reply.mark(lane, end)
-                if reply.slot.seeds[lane] != NO_SEED:
-                    again.append(self._places[lane])
+            reply.mark(lane, end)
+            if reply.slot.seeds[lane] != NO_SEED:
+                again.append(self._places[lane])
         if again:
             self._reset(again, reply)
 
-    def _tell_infos(self, infos: Sequence[tuple[int, dict[str, Any]]], reply: _Reply) -> set[int]:
-        """Add the infos to the reply. Return the lanes whose info cannot be sent, and report these as failed."""
-        spoilt = set()
-        for lane, info in infos:
-            try:
-                reply.infos.append((lane, _info_json(info)))
-            except EnvContractError as error:
-                reply.fail(lane, "step", error, stepped=True)
-                spoilt.add(lane)
-        return spoilt
 
-
-def _info_json(info: dict[str, Any]) -> orjson.Fragment | None:
-    """Return an info as JSON, or None if it is empty. Raises `EnvContractError` for values that JSON cannot hold."""
-    if not info:
-        return None
-    try:
-        return orjson.Fragment(orjson.dumps(info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS))
-    except TypeError as error:
-        expected = "plain values and arrays, as JSON can hold"
-        raise EnvContractError("info", f"{brief(info)} ({error})", expected) from error
+def _info_json(info: dict[str, Any]) -> orjson.Fragment:
+    """Return an info as JSON. Raises `EnvContractError` for values that JSON cannot hold."""
+    return orjson.Fragment(told_info(info)[1])

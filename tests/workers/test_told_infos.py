@@ -1,0 +1,279 @@
+"""Infos are what the env told at that step, or that env's failure, in every placement."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+
+from headrace.schemas.chunks.batch import info_json
+from headrace.schemas.errors import EnvContractError
+from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
+from headrace.workers.agents.env import MultiAgentEnv
+from headrace.workers.envs.checks import INFO_DEPTH, told_info
+from headrace.workers.envs.native.infos import info_of, lanes_with_info, without_rows
+from headrace.workers.envs.vector_env import VectorEnv
+
+BOX, TWO = gym.spaces.Box(-np.inf, np.inf, (1,)), gym.spaces.Discrete(2)
+
+
+class Board:
+    """What an env shows in its infos, and changes in place."""
+
+    def __init__(self) -> None:
+        objects = np.empty(1, object)
+        objects[0] = [0]
+        self.told = {"n": 0, "at": np.zeros(2), "deep": {"list": [0], "pair": ([0],)}, "o": objects}
+
+    def tell(self, n: int) -> dict[str, Any]:
+        told = self.told
+        told["n"], told["at"][:], told["deep"]["list"][0], told["deep"]["pair"][0][0], told["o"][0][0] = n, n, n, n, n
+        return told
+
+
+def numbers(info: Mapping[str, Any]) -> set[int]:
+    deep = info["deep"]
+    return {int(n) for n in (info["n"], *info["at"], *deep["list"], *deep["pair"][0], info["o"][0][0])}
+
+
+class Moves(gym.Env[Any, Any]):
+    observation_space, action_space = BOX, TWO
+
+    def __init__(self, spoils: bool = False) -> None:
+        self._board, self._seen = Board(), np.zeros(1, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._n = self._seen[0] = 0
+        return self._seen, self._board.tell(0)
+
+    def step(self, action: Any) -> Any:
+        self._n += 1
+        self._seen[0] = self._n
+        return self._seen, 1.0, self._n == 5, False, self._board.tell(self._n)
+
+
+def make_moves(context: Any) -> Moves:
+    return Moves()
+
+
+class OwnVector(VectorEnv):
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(BOX, TWO, num_envs)
+        self._envs = [Moves() for _ in range(num_envs)]
+
+    def reset_at(self, index: int, *, seed: int | None = None, options: Any = None) -> Any:
+        return self._envs[index].reset()
+
+    def vector_step(self, actions: Any) -> Any:
+        rows = [
+            env.step(0) if action is not None else (np.zeros(1, np.float32), 0.0, False, False, {})
+            for env, action in zip(self._envs, actions, strict=True)
+        ]
+        return tuple(map(list, zip(*rows, strict=True)))
+
+    def restart_at(self, index: int) -> None:
+        pass
+
+    def get_sub_environments(self) -> list[Any]:
+        return self._envs
+
+
+class Native(gym.vector.VectorEnv[Any, Any, Any]):
+    """Tells rows of its own arrays, without masks."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.num_envs, self.single_observation_space, self.single_action_space = num_envs, BOX, TWO
+        self._infos = {
+            "n": np.zeros(num_envs, int),
+            "at": np.zeros((num_envs, 2)),
+            "version": "1",
+            "of": {"a": [[0]] * num_envs},
+        }
+
+    def _tell(self, n: int) -> tuple[Any, dict[str, Any]]:
+        self._infos["n"][:] = self._infos["at"][:] = n
+        self._infos["of"]["a"][0][0] = n
+        return np.full((self.num_envs, 1), n, np.float32), self._infos
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self._n = 0
+        return self._tell(0)
+
+    def step(self, actions: Any) -> Any:
+        self._n += 1
+        obs, infos = self._tell(self._n)
+        flags = np.zeros(self.num_envs, bool)
+        return obs, np.ones(self.num_envs), flags, flags, infos
+
+
+@pytest.mark.parametrize(
+    "env", [Moves, lambda context: OwnVector(context.num_envs)], ids=["env", "vector of one's own"]
+)
+def test_each_info_is_what_the_env_told_at_that_step_though_it_changes_it_in_place(env: Any) -> None:
+    with SingleAgentEnvRunner(EnvRunnerConfig(env=env, num_envs=2, seed=0)) as runner:
+        for chunk in [*runner.sample(num_timesteps=14), *runner.sample(num_timesteps=8)]:
+            assert [numbers(info) for info in chunk.infos] == [{int(n)} for n in chunk.obs[:, 0]]
+
+
+def test_infos_from_a_process_are_those_of_the_same_env_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    told = []
+    for placement in ("inline", "process"):
+        config = EnvRunnerConfig(env="test_told_infos:make_moves", seed=0, env_placement=placement)
+        with SingleAgentEnvRunner(config) as runner:
+            told.append([info_json(chunk.infos) for chunk in runner.sample(num_timesteps=7)])
+    assert told[0] == told[1]
+
+
+def test_infos_of_a_native_vector_without_masks_arrive_and_what_has_no_row_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with SingleAgentEnvRunner(EnvRunnerConfig(env=lambda c: Native(c.num_envs), num_envs=2, seed=0)) as runner:
+        for chunk in runner.sample(num_timesteps=8):
+            assert [info["n"] for info in chunk.infos] == chunk.obs[:, 0].tolist()
+            assert [info["at"].tolist() for info in chunk.infos] == [[n, n] for n in chunk.obs[:, 0].tolist()]
+            assert [info["of"]["a"][0] for info in chunk.infos] == chunk.obs[:, 0].tolist()
+            assert all("version" not in info for info in chunk.infos)
+    assert caplog.text.count("'version'") == 1
+
+
+def test_infos_of_a_vector_are_read_as_gymnasium_reads_them() -> None:
+    infos = {
+        "lives": np.array([3, 4]),
+        "won": np.array([True, False]),
+        "_won": np.array([True, False]),
+        "episode": {"r": np.array([1.5, 2.5]), "_r": np.array([False, True]), "l": np.array([7, 8])},
+        "notes": np.array([[1], {"a": 1}], object),
+        "text": "ab",
+        "three": np.zeros(3),
+        "one": np.zeros(()),
+        "final_obs": np.zeros((2, 1)),
+    }
+    assert lanes_with_info(infos, 2) == [0, 1]
+    assert info_of(infos, 0, 2) == {"lives": 3, "won": True, "episode": {"l": 7}, "notes": [1]}
+    assert info_of(infos, 1, 2) == {"lives": 4, "episode": {"r": 2.5, "l": 8}, "notes": {"a": 1}}
+    assert without_rows(infos, 2) == ["text", "three", "one"]
+    assert lanes_with_info({"won": infos["won"], "_won": infos["_won"]}, 2) == [0]
+
+
+class Pair(MultiAgentEnv):
+    possible_agents = ("a", "b")
+    observation_spaces, action_spaces = dict.fromkeys("ab", BOX), dict.fromkeys("ab", TWO)
+
+    def __init__(self) -> None:
+        self._boards = {"a": Board(), "b": Board()}
+
+    def _tell(self) -> Any:
+        seen = {agent: np.array([self._n], np.float32) for agent in "ab"}
+        return seen, {agent: board.tell(self._n) for agent, board in self._boards.items()}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._n = 0
+        return self._tell()
+
+    def step(self, actions: Any) -> Any:
+        self._n += 1
+        seen, infos = self._tell()
+        return seen, dict.fromkeys("ab", 1.0), {"__all__": self._n == 3}, {"__all__": False}, infos
+
+
+def test_infos_of_several_agents_are_those_of_their_step() -> None:
+    with MultiAgentEnvRunner(
+        EnvRunnerConfig(env=Pair, num_envs=2, seed=0, policies={"p"}, policy_mapping_fn=lambda agent, episode: "p")
+    ) as runner:
+        chunks = runner.sample(num_timesteps=10)
+    assert chunks
+    for chunk in chunks:
+        assert [numbers(info) for info in chunk.infos] == [{int(n)} for n in chunk.obs[:, 0]]
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value} if levels % 2 else [value]
+    return value
+
+
+CYCLE: dict[str, Any] = {}
+CYCLE["a"] = CYCLE
+BAD: list[Any] = [
+    object(), {(1, 2): 3}, {1j}, b"x", 1j, math.nan, np.float32(np.inf), np.array([0.0, np.nan]), [1, {"a": -math.inf}],
+    "\ud800", 2**64, -(2**63) - 1, CYCLE, nested(INFO_DEPTH), nested(300), np.zeros(2, "M8[s]").astype("V8"),
+    np.array([object()]), np.array([math.nan], object), np.zeros(2, complex), np.ones(2, ">f4"), lambda: 1,
+    np.zeros(1, "i4,f4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD, ids=lambda value: type(value).__name__)
+def test_an_info_that_cannot_be_sent_is_refused_with_its_place(value: Any) -> None:
+    with pytest.raises(EnvContractError, match=r"info\['deep'\]\['scene'\].*plain|plain.*info\['deep'\]\['scene'\]"):
+        told_info({"n": 1, "deep": {"scene": value}})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, -(2**63), 2**64 - 1, 1.5, "null", "é", [], {}, (1, [2]), {1: 2, None: 3}, OrderedDict(a=1),
+        np.float32(0.5), np.int8(3), np.bool_(True), np.arange(6).reshape(2, 3).T, np.arange(4)[::2], np.array(3.0),
+        np.array(["a", "b"]), np.array([1, "a"], object), np.ones(2, np.float16),
+        nested(INFO_DEPTH - 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_plain_values_are_sent_as_they_are(value: Any) -> None:
+    copy, written = told_info({"value": value})
+    assert info_json(copy) == written
+    kept = copy["value"]
+    assert type(kept) is type(value) or isinstance(kept, list | dict)
+    if isinstance(value, np.ndarray):
+        np.testing.assert_array_equal(np.asarray(kept, value.dtype), value)
+    else:
+        assert kept == value
+
+
+class Spoils(Moves):
+    """Tells at some step what cannot be sent."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def reset(self, **_: Any) -> Any:
+        seen, _ = super().reset()
+        return seen, {"scene": object()} if self._at == 0 else {}
+
+    def step(self, action: Any) -> Any:
+        seen, reward, over, cut, _ = super().step(action)
+        at, self._at = self._at, -1 if self._n == self._at else self._at
+        return seen, reward, over, cut, {"scene": math.nan} if self._n == at else {}
+
+
+def make_spoiling(context: Any) -> Any:
+    at = -1 if context.recreated or context.vector_index else context.get("at", 3)
+    return Spoils(at)
+
+
+@pytest.mark.parametrize("placement", ["inline", "process"])
+def test_an_info_that_cannot_be_sent_fails_its_env_at_that_step_and_others_go_on(
+    placement: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config = EnvRunnerConfig(env="test_told_infos:make_spoiling", num_envs=2, seed=0, env_placement=placement)
+    with SingleAgentEnvRunner(config) as runner:
+        chunks = [chunk for _ in range(2) for chunk in runner.sample(num_timesteps=10)]
+        assert runner.totals.discarded == {"env_bad_data": 3}
+    assert any(chunk.infos == [] and len(chunk) == 5 for chunk in chunks)
+
+
+def test_without_infos_an_env_may_tell_anything() -> None:
+    config = EnvRunnerConfig(env="test_told_infos:make_spoiling", seed=0, infos="none", env_config={"at": 0})
+    with SingleAgentEnvRunner(config) as runner:
+        assert not runner.sample(num_timesteps=6)[0].infos
