@@ -107,6 +107,8 @@ class ActionMask:
         self.title = "observation" + "".join(f"[{key!r}]" for key in name.split("/")[1:])
         self._space = spaces.observation
         self._columns = [column for column, _, _ in flags]
+        names = [column for column, _ in leaves(spaces.observation, "obs")]
+        self._leaves = [names.index(column) for column in self._columns]
         sizes = [choice.size for choice in choices_of(spaces.action)]
         places = np.concatenate([np.arange(first, last) for _, first, last in flags])
         self._choices = np.cumsum([0, *sizes[:-1]])
@@ -144,8 +146,9 @@ class ActionMask:
         """Return bool (rows, n) for nested observations: for each number of each choice, whether it is illegal."""
         import torch
 
-        values = dict(zip((name for name, _ in leaves(self._space, "obs")), leaf_values(self._space, obs), strict=True))
-        flags = torch.cat([values[name].flatten(1) == 0 for name in self._columns], 1)
+        values = leaf_values(self._space, obs)
+        parts = [values[place].flatten(1) == 0 for place in self._leaves]
+        flags = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self._is_whole:
             return flags
         flag_of = torch.from_numpy(self._flag_of).to(flags.device)
