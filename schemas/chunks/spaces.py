@@ -8,7 +8,7 @@ root `obs` is the column `obs/arm/0`, and `nest` rebuilds the user's own nesting
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -189,6 +189,16 @@ def leaves(space: Space, root: str) -> Iterator[tuple[str, Leaf]]:
             yield from leaves(sub, f"{root}/{index}")
     else:
         yield root, space
+
+
+def map_leaves(space: Space, change: Callable[[str, Leaf], Space], root: str) -> Space:
+    """Return `space` with each leaf replaced by what `change` returns for its column name and itself."""
+    if isinstance(space, Dict):
+        return Dict(spaces={key: map_leaves(sub, change, f"{root}/{key}") for key, sub in space.spaces.items()})
+    if isinstance(space, Tuple):
+        parts = enumerate(space.spaces)
+        return Tuple(spaces=tuple(map_leaves(sub, change, f"{root}/{index}") for index, sub in parts))
+    return change(root, space)
 
 
 def leaf_values(space: Space, value: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from headrace.workers.connectors import (
     Connector,
     FlattenObservations,
     FrameStack,
+    MeanStd,
     PreviousActionReward,
     Rows,
     TimeOneHot,
@@ -193,11 +194,38 @@ class Masked(Together):
         return super().step(actions)
 
 
+class Hidden(Connector):
+    """Makes one vector of mask and observation."""
+
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        return Spaces(observation=Box(shape=(6,), dtype="<f4"), action=spaces.action)
+
+    def process(self, rows: Rows) -> Any:
+        return {"obs": np.concatenate([rows.columns[f"obs/{name}"] for name in ("action_mask", "seen")], 1)}
+
+
 def test_random_actions_stay_legal_when_a_connector_hides_the_mask() -> None:
-    settings = {"env_config": {"lengths": [4, 6, 9]}, "restart_failed_sub_environments": False}
-    with multi_runner(Masked, num_envs=3, env_to_module=[FlattenObservations], **settings) as sampler:
+    settings = {"env_config": {"lengths": [4, 6, 9]}, "restart_failed_sub_environments": False, "module": Echo}
+    with multi_runner(Masked, num_envs=3, env_to_module=[Hidden], **settings) as sampler:
         assert sampler.spaces["shared"].observation == Box(shape=(6,), dtype="<f4")
         assert sum(map(len, sampler.sample(num_timesteps=300, random_actions=True))) > 300
+
+
+def test_a_connector_that_hides_the_mask_from_a_module_that_obeys_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="removes the action mask 'obs/action_mask', so module 'shared' cannot obey"):
+        multi_runner(Masked, env_to_module=[Hidden])
+
+
+@pytest.mark.parametrize("module", ["actor_critic", "lstm_actor_critic", "q_network"])
+def test_every_module_obeys_masks_behind_every_piece(module: str) -> None:
+    pieces = [PreviousActionReward, partial(AgentOneHot, 3), FlattenObservations, MeanStd, partial(FrameStack, 2)]
+    settings = {"env_config": {"lengths": [4, 6, 9]}, "restart_failed_sub_environments": False}
+    named = f"headrace.workers.modules:{module}"
+    for explore in (True, False):
+        with multi_runner(Masked, num_envs=2, env_to_module=pieces, module=named, **settings) as sampler:
+            for chunk in sampler.sample(num_timesteps=100, explore=explore):
+                assert chunk.obs["action_mask"].dtype == np.int8
+                assert (chunk.obs["action_mask"].argmax(1)[:-1] == chunk.actions).all()
 
 
 def test_random_actions_of_another_space_pass_on_their_way_to_the_env() -> None:
@@ -256,7 +284,8 @@ def test_an_agent_beyond_the_size_of_agent_one_hot_raises() -> None:
 
 
 def test_connectors_that_do_not_fit_a_policy_fail_when_it_is_built() -> None:
-    with pytest.raises(ConfigError, match="FrameStack"), multi_runner(Masked, env_to_module=[FrameStack(2)]):
+    pieces = [PreviousActionReward, FrameStack(2)]
+    with pytest.raises(ConfigError, match="FrameStack"), multi_runner(Masked, env_to_module=pieces):
         pass
 
 

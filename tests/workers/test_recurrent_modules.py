@@ -12,10 +12,13 @@ import torch
 
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ModuleError
 from headrace.workers.connectors import PreviousActionReward
 from headrace.workers.modules import LstmActorCritic, RecurrentModule, lstm_actor_critic, sequences
+from headrace.workers.policy.acting import BlockActor
 from support.envs.toy import Counting, Faulty, Walk, check_books, runner
+from support.envs.toy_agents import multi_runner
 from support.runners.recurrent import LSTM, Ages, WithoutState, over_the_wire
 
 
@@ -60,6 +63,65 @@ def test_random_actions_leave_the_state_unchanged_and_record_none() -> None:
         assert sampler.sample(num_timesteps=3, random_actions=True)[0].state_in == {}
         (chunk,) = sampler.sample(num_timesteps=3)
         assert (chunk.t_start, int(chunk.state_in["age"])) == (3, 100)
+
+
+class Learnt(Ages):
+    """Begins each episode with a state that is learnt: `weight`."""
+
+    def initial_state(self) -> dict[str, torch.Tensor]:
+        return {"h": self.weight}
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        state = batch["state_in"]
+        return {"actions": torch.zeros(len(state["h"]), dtype=torch.int64), "h": state["h"][:, 0], "state_out": state}
+
+    forward_inference = forward_train = forward_exploration
+
+
+def test_episodes_begin_with_the_initial_state_of_the_weights_that_act_first() -> None:
+    with (
+        runner(num_envs=3, env_config={"lengths": {0: 2, 1: 5, 2: 50}}, module=Learnt) as alone,
+        multi_runner(num_envs=2, env_config={"lengths": [2, 3]}, module=Learnt) as several,
+    ):
+        for sampler, module_id in ((alone, None), (several, "shared")):
+            began: set[int] = set()
+            versions = {}
+            for seq in range(1, 9):
+                weights: dict[str, Any] = {"weight": np.full(1, seq, np.float32)}
+                sampler.set_weights(weights if module_id is None else {module_id: weights}, seq)
+                for chunk in sampler.sample(num_timesteps=3):
+                    first = versions.setdefault((chunk.episode_id, chunk.agent_id), int(chunk.weights_seq[0]))
+                    began.add(first)
+                    assert chunk.state_in["h"].tolist() == [first]
+                    assert set(chunk.columns["h"].tolist()) == {first}
+            assert len(began) > 4
+
+
+def test_lanes_that_pass_in_blocks_begin_with_the_initial_state_of_the_newest_weights() -> None:
+    module, columns = Learnt(), {"obs": np.zeros((4, 2), np.float32)}
+    spaces = Spaces(observation=Box(shape=(2,), dtype="<f4"), action=Discrete(n=2))
+    actor = BlockActor(module, spaces, columns, lambda: 0, [np.array([0, 1]), np.array([2, 3])])
+    assert actor.memory is not None
+    noise = np.zeros((4, 1), np.float32)
+    actor.memory.reset([0, 1, 2, 3])
+    given = actor.memory.of(3)
+    actor(noise, np.array([0, 1]))
+    module.load_state_dict({"weight": torch.tensor([7.0])})
+    answer = actor(noise, np.array([2, 3]))
+    assert answer["h"][2:].tolist() == [7.0, 7.0]
+    assert given["h"].tolist() == [7.0]
+    assert actor.memory.rows["h"][:, 0].tolist() == [0.0, 0.0, 7.0, 7.0]
+
+
+def test_an_initial_state_that_changes_its_shape_is_refused() -> None:
+    class Grows(Learnt):
+        def initial_state(self) -> dict[str, torch.Tensor]:
+            return {"h": torch.zeros(1 + int(self.weight))}
+
+    with runner(module=Grows) as sampler:
+        sampler.set_weights({"weight": np.ones(1, np.float32)}, 1)
+        with pytest.raises(ModuleError, match="Grows has other shapes than before"):
+            sampler.sample(num_timesteps=1)
 
 
 def test_state_columns_have_no_row_for_end_markers_and_go_through_the_codec() -> None:

@@ -15,7 +15,6 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.observations import Observations
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.policy.masks import LegalRandomActions
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.policy.policies import Policy
 from headrace.workers.randomness.seeds import NoiseUse, SeedTree
@@ -51,9 +50,8 @@ class ModuleSeats:
             self.observations.columns,
             owner=f" of policy {module_id!r}",
         )
-        self.random = LegalRandomActions(env_spaces, connectors.spaces.action, self.observations.columns)
         noise = ActionNoise(lambda use: self._streams(use, self._places), in_step=False)
-        self.policy = ActingModule(module_id, env_spaces, connectors, self.random, noise)
+        self.policy = ActingModule(module_id, env_spaces, connectors, noise)
 
     def _streams(self, use: NoiseUse, agents: Sequence[int] | dict[int, int]) -> Iterator[np.random.Generator]:
         for agent in agents:
@@ -92,7 +90,6 @@ class ModuleSeats:
             observations.columns[name][: len(column)] = column
         self.policy.connectors.widen(observations.columns, by_row)
         self.observations = observations
-        self.random.follow(observations.columns)
         self.policy.widen()
 
     def rows_of(self, agents: Sequence[int]) -> NDArray[np.intp]:

@@ -9,7 +9,7 @@ gives the module another action space.
 
 With several agents, each module has its own pieces, and a lane is one agent in one env. An observation passes when it
 arrives, together with the agent's own last action and all rewards since. An observation that never arrives does not
-pass. Random actions obey the action masks in the env's own observations, unless the module has another action space.
+pass. Random actions obey the action masks in the env's own observations, unless the module has other choices.
 
 `connector.py` defines a connector, `pipeline.py` runs a list of them, `vector_connectors.py` runs both lists of a
 vector.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.schemas.chunks.spaces import Box, Dict, Space, Spaces, Tuple, box_bounds, column_dtype, leaves
+from headrace.schemas.chunks.spaces import Box, Leaf, Space, Spaces, box_bounds, column_dtype, leaves, map_leaves
 from headrace.workers.connectors.connector import Columns, Connector, Rows, Tensors
 from headrace.workers.envs.bounds import ActionBounds, bounded_box
 
@@ -36,7 +36,7 @@ class UnsquashActions(_BoxActions):
         A policy's action may leave its space, but the env gets one inside the bounds.
         """
         super().connect(spaces, width)
-        return Spaces(observation=spaces.observation, action=_squashed(spaces.action))
+        return Spaces(observation=spaces.observation, action=map_leaves(spaces.action, _squashed, "actions"))
 
     def process(self, rows: Rows) -> Columns:
         return {**rows.columns, **{n: b.clip(b.unsquash(rows.actions[n])) for n, b in self._bounds.items()}}
@@ -56,14 +56,10 @@ class ClipActions(_BoxActions):
         return {**columns, **{name: bounds.torch_clip(columns[name]) for name, bounds in self._bounds.items()}}
 
 
-def _squashed(space: Space) -> Space:
-    if isinstance(space, Dict):
-        return Dict(spaces={key: _squashed(sub) for key, sub in space.spaces.items()})
-    if isinstance(space, Tuple):
-        return Tuple(spaces=tuple(map(_squashed, space.spaces)))
-    if not isinstance(space, Box):
-        return space
-    low, high = box_bounds(space)
+def _squashed(name: str, leaf: Leaf) -> Space:
+    if not isinstance(leaf, Box):
+        return leaf
+    low, high = box_bounds(leaf)
     mapped = np.isfinite(low) & np.isfinite(high)
-    dtype = space.dtype if column_dtype(space).kind == "f" else "<f4"
+    dtype = leaf.dtype if column_dtype(leaf).kind == "f" else "<f4"
     return bounded_box(np.where(mapped, -1.0, low), np.where(mapped, 1.0, high), dtype)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.spaces import Box, Dict, Space, Spaces, Tuple, leaves
+from headrace.schemas.chunks.spaces import Box, Leaf, Space, Spaces, map_leaves
 from headrace.schemas.errors import ConfigError
 from headrace.workers.connectors.connector import Columns, Connector, Rows, State, Tensors
+from headrace.workers.envs.action_masks import is_mask
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ class Moments:
 
 
 class MeanStd(Connector):
-    """Connector that scales every Box leaf to float32 in [-clip, clip] and leaves other leaves unchanged.
+    """Connector that scales every Box leaf to float32 in [-clip, clip]. Other leaves and action masks stay unchanged.
 
     A lane is scaled by the last state set, together with its own rows that this state does not contain, including the
     current row. Rows of other lanes never count, because a failure may take them away. Infinities are clipped but not
@@ -104,13 +105,21 @@ class MeanStd(Connector):
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
         """Return the spaces with the same nesting; each Box becomes a float32 Box between the clips."""
-        shapes = {n: leaf.shape for n, leaf in leaves(spaces.observation, "obs") if isinstance(leaf, Box)}
+
+        def scaled(name: str, leaf: Leaf) -> Space:
+            if not isinstance(leaf, Box) or is_mask(name):
+                return leaf
+            shapes[name] = leaf.shape
+            return Box(shape=leaf.shape, dtype="<f4", low=-self._clip, high=self._clip)
+
+        shapes: dict[str, tuple[int, ...]] = {}
+        observation = map_leaves(spaces.observation, scaled, "obs")
         self._width = width
         self._given = {name: Moments.zeros(shape) for name, shape in shapes.items()}
         self._told = dict(self._given)
         self._known = {name: Moments.zeros(shape, (width,)) for name, shape in shapes.items()}
         self._seen = {name: Moments.zeros(shape, (width,)) for name, shape in shapes.items()}
-        return Spaces(observation=_scaled(spaces.observation, self._clip), action=spaces.action)
+        return Spaces(observation=observation, action=spaces.action)
 
     def widen(self, width: int) -> None:
         """Make room for `width` lanes. New lanes begin with the last state set.
@@ -215,11 +224,3 @@ def _written(moments: Mapping[str, Moments]) -> State:
     return {
         f"{name}/{part}": np.array(getattr(m, part)) for name, m in moments.items() for part in ("count", "mean", "m2")
     }
-
-
-def _scaled(space: Space, clip: float) -> Space:
-    if isinstance(space, Dict):
-        return Dict(spaces={key: _scaled(sub, clip) for key, sub in space.spaces.items()})
-    if isinstance(space, Tuple):
-        return Tuple(spaces=tuple(_scaled(sub, clip) for sub in space.spaces))
-    return Box(shape=space.shape, dtype="<f4", low=-clip, high=clip) if isinstance(space, Box) else space

@@ -9,17 +9,21 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import (
     Box,
+    Dict,
     Discrete,
     Leaf,
     MultiDiscrete,
+    Space,
     Spaces,
     box_bounds,
     column_dtype,
     leaf_size,
     leaves,
+    map_leaves,
 )
 from headrace.schemas.errors import ConfigError
 from headrace.workers.connectors.connector import Columns, Connector, Rows, Tensors
+from headrace.workers.envs.action_masks import MASK, find_mask, is_mask
 from headrace.workers.envs.bounds import bounded_box
 
 if TYPE_CHECKING:
@@ -29,23 +33,34 @@ if TYPE_CHECKING:
 class FlattenObservations(Connector):
     """Connector that flattens observations to float32 (rows, size).
 
-    All leaves stand side by side, in the space's order; integers of Discrete kinds are one-hot.
+    All leaves stand side by side, in the space's order; integers of Discrete kinds are one-hot. An action mask stays as
+    it is: the result is then a Dict of the mask, "action_mask", and the vector, "obs".
     """
 
     def connect(self, spaces: Spaces, width: int) -> Spaces:
-        """Return the spaces with an unbounded Box of one axis as observation."""
-        self._leaves = list(leaves(spaces.observation, "obs"))
-        self._size = sum(one_hot_size(leaf) for _, leaf in self._leaves)
-        return Spaces(observation=Box(shape=(self._size,), dtype="<f4"), action=spaces.action)
+        """Return the spaces with an unbounded Box of one axis as observation, beside an action mask if there is one.
+
+        Raises `ConfigError` for several masks.
+        """
+        self._leaves = [(name, leaf) for name, leaf in leaves(spaces.observation, "obs") if not is_mask(name)]
+        vector: Space = Box(shape=(sum(one_hot_size(leaf) for _, leaf in self._leaves),), dtype="<f4")
+        self._name, self._masks = "obs", {}
+        if (mask := find_mask(spaces.observation)) is not None:
+            self._name = "obs/obs"
+            vector = Dict(spaces={MASK: mask[1], "obs": vector})
+            self._masks = {f"obs/{MASK}{n.removeprefix(mask[0])}": n for n, _ in leaves(mask[1], mask[0])}
+        return Spaces(observation=vector, action=spaces.action)
 
     def process(self, rows: Rows) -> Columns:
         parts = [as_vectors(leaf, rows.columns[name]) for name, leaf in self._leaves]
-        return {"obs": parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)}
+        vector = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        return {self._name: vector, **{name: rows.columns[given] for name, given in self._masks.items()}}
 
     def torch_process(self, columns: Tensors, actions: Tensors) -> dict[str, torch.Tensor]:
         import torch
 
-        return {"obs": torch.cat([_as_tensor(leaf, columns[name]) for name, leaf in self._leaves], 1)}
+        vector = torch.cat([_as_tensor(leaf, columns[name]) for name, leaf in self._leaves], 1)
+        return {self._name: vector, **{name: columns[given] for name, given in self._masks.items()}}
 
 
 def one_hot_size(leaf: Leaf) -> int:
@@ -83,7 +98,7 @@ class FrameStack(Connector):
     """Connector that joins the newest `frames` observations of a Box, oldest first, along `axis` of one observation.
 
     A vector stays a vector, and an image becomes an image of more channels (`axis` 0 for channels first). At the start
-    of an episode its first observation fills the earlier places.
+    of an episode its first observation fills the earlier places. An action mask beside the Box stays as it is.
     """
 
     def __init__(self, frames: int = 4, axis: int = -1) -> None:
@@ -96,19 +111,21 @@ class FrameStack(Connector):
 
         Raises `ConfigError` for any other observation space.
         """
-        leaf = spaces.observation
-        if not isinstance(leaf, Box) or not -len(leaf.shape) <= self._axis < len(leaf.shape):
+        (self._name, leaf), *others = [item for item in leaves(spaces.observation, "obs") if not is_mask(item[0])]
+        if others or not isinstance(leaf, Box) or not -len(leaf.shape) <= self._axis < len(leaf.shape):
             raise ConfigError(
-                f"FrameStack(axis={self._axis}) needs a Box with that axis, got {leaf!r:.120}; "
+                f"FrameStack(axis={self._axis}) needs a Box with that axis, got {spaces.observation!r:.120}; "
                 "put FlattenObservations before it",
                 key="env_to_module",
             )
         low, high = (np.concatenate([bound] * self._frames, axis=self._axis) for bound in box_bounds(leaf))
         self._kept = np.zeros((self._frames, width, *leaf.shape), column_dtype(leaf))
-        return Spaces(observation=bounded_box(low, high, leaf.dtype), action=spaces.action)
+        stacked = bounded_box(low, high, leaf.dtype)
+        observation = map_leaves(spaces.observation, lambda n, sub: stacked if n == self._name else sub, "obs")
+        return Spaces(observation=observation, action=spaces.action)
 
     def process(self, rows: Rows) -> Columns:
-        newest, lanes = rows.columns["obs"], rows.lanes
+        newest, lanes = rows.columns[self._name], rows.lanes
         if rows.first:
             self._kept[:, lanes] = newest
         else:
@@ -116,7 +133,8 @@ class FrameStack(Connector):
                 self._kept[i - 1, lanes] = self._kept[i, lanes]
             self._kept[-1, lanes] = newest
         axis = self._axis if self._axis < 0 else self._axis + 1  # rows come first
-        return {"obs": np.concatenate([self._kept[i, lanes] for i in range(self._frames)], axis=axis)}
+        stacked = np.concatenate([self._kept[i, lanes] for i in range(self._frames)], axis=axis)
+        return {**rows.columns, self._name: stacked}
 
     def reset(self, lanes: NDArray[np.intp]) -> None:
         self._kept[:, lanes] = 0

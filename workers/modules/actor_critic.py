@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces, column_dtype
 from headrace.schemas.errors import ModuleError
-from headrace.workers.modules.action_masks import MASK, has_action_mask
+from headrace.workers.envs.action_masks import ActionMask
 from headrace.workers.modules.choice_act import ChoiceAct
 from headrace.workers.modules.closed_form import Chain, ClosedForm, Layer, choice_of, is_plain, join, linears_of
 from headrace.workers.modules.distributions import ActionDistribution, Gaussian
@@ -23,8 +23,6 @@ from headrace.workers.modules.kept_layers import KeptLayers
 from headrace.workers.modules.layers import linear
 from headrace.workers.modules.protocol import NumpyAct
 
-_ILLEGAL = -1e9
-"""Logit of an action that the observation's "action_mask" forbids: finite, yet its probability is exactly 0."""
 _REPLACEABLE = {"forward_train", "logp", "entropy"}
 """Methods that a module's owner may have replaced."""
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
@@ -59,6 +57,8 @@ class ActorCritic(nn.Module):
     that do not depend on the observation.
     """
 
+    obeys_action_mask = True
+
     def __init__(
         self, spaces: Spaces, hidden: tuple[int, ...], activation: str, vf_share_layers: bool, log_std: float, seed: int
     ) -> None:
@@ -70,7 +70,7 @@ class ActorCritic(nn.Module):
         self._activation = activation
         self._spaces = spaces
         self._plain = is_plain_vector(spaces.observation)
-        self._masked = has_action_mask(spaces)
+        self._mask = ActionMask.of(spaces)
         self._shared = vf_share_layers
         places = self.distribution.log_std_at
         outputs = self.distribution.inputs - len(places)
@@ -97,17 +97,21 @@ class ActorCritic(nn.Module):
         return nn.Sequential(*layers)
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return {"action_dist_inputs": (rows, inputs), "values": (rows,)}, both with gradients."""
+        """Return {"action_dist_inputs": (rows, inputs), "values": (rows,)}, both with gradients.
+
+        `batch` may have "illegal", as from `ActionMask.illegal`, where the module's observations have no mask.
+        """
         features = self.encoder(batch["obs"])
         outputs = self.head(self.trunk(features))
         if self._shared:
             inputs, values = outputs[:, :-1], outputs[:, -1]
         else:
             inputs, values = outputs, self.vf_head(self.vf_trunk(features))[:, 0]
-        if self._masked:
-            inputs = inputs.masked_fill(batch["obs"][MASK] == 0, _ILLEGAL)
         if self.log_std.numel():
             inputs = torch.cat((inputs, self.log_std.expand(inputs.shape[0], -1)), -1)[:, self._order]
+        illegal = batch.get("illegal") if self._mask is None else self._mask.illegal(batch["obs"])
+        if illegal is not None:
+            inputs = self.distribution.forbid(inputs, illegal)
         return {"action_dist_inputs": inputs, "values": values}
 
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from headrace.workers.envs.bounds import ActionBounds
 
 Array = NDArray[Any]
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+_ILLEGAL = -1e9
+"""Logit of a choice that an action mask forbids: finite, yet its probability is exactly 0."""
 
 
 class _Part(Protocol):
@@ -246,6 +248,18 @@ class ActionDistribution:
         columns["logp"] = (logps[0] if len(logps) == 1 else np.sum(logps, axis=0)).astype(np.float32, copy=False)
         columns["action_dist_inputs"] = inputs
         return columns
+
+    def forbid(self, inputs: torch.Tensor, illegal: torch.Tensor) -> torch.Tensor:
+        """Return `inputs` with probability 0 for choices that are `illegal`, bool (rows, all choices)."""
+        if not self._maps_actions:
+            return inputs.masked_fill(illegal, _ILLEGAL)
+        parts, at = [], 0
+        for part, x in self._split(inputs):
+            if isinstance(part, Categoricals):
+                x = x.masked_fill(illegal[:, at : at + part.inputs], _ILLEGAL)
+                at += part.inputs
+            parts.append(x)
+        return torch.cat(parts, -1)
 
     def mode(self, inputs: torch.Tensor) -> dict[str, Any]:
         """Return `actions` and `actions_for_env` as `act` does without noise, nested, by torch operations alone."""

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from headrace.schemas.chunks.spaces import Box, Spaces
 from headrace.schemas.errors import ModuleError
+from headrace.workers.envs.action_masks import ActionMask
 from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.modules.encoders import Encoder
 from headrace.workers.modules.layers import BlankLSTM, linear, orthogonal
@@ -33,9 +34,12 @@ def lstm_actor_critic(
 class LstmActorCritic(nn.Module):
     """Encoder, MLP, LSTM, and the heads of an `ActorCritic`. Its state is "h" and "c", float32 (cell_size,) each."""
 
+    obeys_action_mask = True
+
     def __init__(self, spaces: Spaces, hidden: tuple[int, ...], cell_size: int, log_std: float, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
+        self._mask = ActionMask.of(spaces)
         self.encoder = Encoder(spaces.observation, generator)
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise((self.encoder.size, *hidden)):
@@ -54,12 +58,13 @@ class LstmActorCritic(nn.Module):
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Step every row once: return the columns of `ActorCritic` and "state_out", given "state_in"."""
         remembered, state_out = self._step(batch)
-        return {**self.heads.forward_exploration({"obs": remembered, "noise": batch["noise"]}), "state_out": state_out}
+        heads = {**self._for_heads(remembered, batch["obs"]), "noise": batch["noise"]}
+        return {**self.heads.forward_exploration(heads), "state_out": state_out}
 
     def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of `forward_exploration`, with the distribution's mode instead of a sample."""
         remembered, state_out = self._step(batch)
-        return {**self.heads.forward_inference({"obs": remembered}), "state_out": state_out}
+        return {**self.heads.forward_inference(self._for_heads(remembered, batch["obs"])), "state_out": state_out}
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Run whole sequences at once, as `sequences` makes them of a batch of chunks.
@@ -83,7 +88,7 @@ class LstmActorCritic(nn.Module):
         remembered: PackedSequence = self.lstm(packed, (state["h"][None], state["c"][None]))[0]
         unpacked, _ = pad_packed_sequence(remembered, batch_first=True)
         rows = torch.cat([unpacked[i, :length] for i, length in enumerate(lengths.tolist())])
-        return self.heads.forward_train({"obs": rows})
+        return self.heads.forward_train(self._for_heads(rows, batch["obs"]))
 
     def policy_actions(self, env_actions: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return the policy's actions for which the env gets `env_actions`, as columns "actions/..."."""
@@ -96,6 +101,9 @@ class LstmActorCritic(nn.Module):
     def entropy(self, dist_inputs: torch.Tensor) -> torch.Tensor:
         """Return the entropy (rows,) in nats."""
         return self.heads.entropy(dist_inputs)
+
+    def _for_heads(self, remembered: torch.Tensor, obs: Any) -> dict[str, Any]:
+        return {"obs": remembered} if self._mask is None else {"obs": remembered, "illegal": self._mask.illegal(obs)}
 
     def _step(self, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         features = self.trunk(self.encoder(batch["obs"]))

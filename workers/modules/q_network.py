@@ -11,7 +11,7 @@ from torch import nn
 
 from headrace.schemas.chunks.spaces import Discrete, Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.workers.modules.action_masks import MASK, has_action_mask
+from headrace.workers.envs.action_masks import ActionMask
 from headrace.workers.modules.encoders import Encoder
 from headrace.workers.modules.layers import linear
 
@@ -41,6 +41,7 @@ class QNetwork(nn.Module):
     with that probability, else the best one.
     """
 
+    obeys_action_mask = True
     noise_size = 2
     noise_kind: Literal["uniform", "normal"] = "uniform"
 
@@ -48,7 +49,7 @@ class QNetwork(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self._start = action.start
-        self._masked = has_action_mask(spaces)
+        self._mask = ActionMask.of(spaces)
         self.encoder: Encoder = Encoder(spaces.observation, generator)
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise((self.encoder.size, *hidden)):
@@ -62,13 +63,17 @@ class QNetwork(nn.Module):
     def q_values(self, obs: Any) -> torch.Tensor:
         """Return the value of each action (rows, actions), with gradients."""
         values: torch.Tensor = self.layers(self.encoder(obs))
-        return values.masked_fill(obs[MASK] == 0, _ILLEGAL) if self._masked else values
+        if self._mask is None:
+            return values
+        illegal = self._mask.illegal(obs)
+        # An observation without a legal action is an episode's last. A cut one is worth what its best action is.
+        return values.masked_fill(illegal & ~illegal.all(1, keepdim=True), _ILLEGAL)
 
     @torch.no_grad()
     def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the best action, or any legal one with the probability `exploration_rate`."""
         values, noise = self.q_values(batch["obs"]), batch["noise"]
-        legal = (values > _ILLEGAL).cumsum(1)
+        legal = (values != _ILLEGAL).cumsum(1)
         any_action = (legal <= noise[:, 1:] * legal[:, -1:]).sum(1).clamp(max=values.shape[1] - 1)
         explores = noise[:, 0] < self.exploration_rate
         return {"actions": torch.where(explores, any_action, values.argmax(1)) + self._start}

@@ -17,42 +17,74 @@ from headrace.schemas.errors import ModuleError
 class Memory:
     """One row of each part of a module's state for each of `width` lanes, in `rows`.
 
-    It also keeps the state before each lane's last step, for a chunk that begins with a step chosen earlier.
+    An episode begins with the initial state of the weights that choose its first action, whenever these came. Memory
+    also keeps the state before each lane's last step, for a chunk that begins with a step chosen earlier.
     """
 
     def __init__(self, module: Any, width: int) -> None:
         """Read the module's initial state. Raises `ModuleError` unless `initial_state()` returns tensors by name."""
-        try:
-            initial = module.initial_state()
-            self._initial = {name: tensor.detach().cpu().numpy().copy() for name, tensor in initial.items()}
-        except Exception as error:
-            raise ModuleError(
-                f"initial_state of {type(module).__name__} must give a dict of tensors, one row each "
-                f"({type(error).__name__}: {error})"
-            ) from error
+        self._module = module
         self.rows: dict[str, NDArray[Any]] = {
-            name: np.repeat(row[None], width, axis=0) for name, row in self._initial.items()
+            name: np.repeat(row[None], width, axis=0) for name, row in self._initial_state().items()
         }
         self._before = self.rows
+        self._begun: dict[int, dict[str, NDArray[Any]]] = {}
+        """The state that `of` gave last for each lane whose episode has no step yet."""
+
+    def _initial_state(self) -> dict[str, NDArray[Any]]:
+        try:
+            initial = self._module.initial_state()
+            return {name: tensor.detach().cpu().numpy() for name, tensor in initial.items()}
+        except Exception as error:
+            raise ModuleError(
+                f"initial_state of {type(self._module).__name__} must give a dict of tensors, one row each "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
     def follow(self, earlier: Memory) -> None:
         """Copy the state of `earlier` into the first lanes. There may be more lanes after them."""
+        self._begun = earlier._begun
         self._before = {name: rows.copy() for name, rows in self._before.items()}
         for ours, theirs in ((self.rows, earlier.rows), (self._before, earlier._before)):
             for name, rows in theirs.items():
                 ours[name][: len(rows)] = rows
 
     def reset(self, lanes: Sequence[int] | NDArray[np.intp]) -> None:
-        """Set the initial state in each of `lanes`, where an episode begins."""
+        """Begin an episode in each of `lanes`."""
+        self._begun.update({int(lane): {} for lane in lanes})
+        self._begin()
+
+    def _begin(self) -> None:
+        """Write the initial state of the weights in use into lanes without a step, and into what `of` gave of them."""
+        initial, lanes = self._initial_state(), list(self._begun)
+        seen, due = ({name: part.shape for name, part in rows.items()} for rows in (initial, self.rows))
+        if seen != {name: shape[1:] for name, shape in due.items()}:
+            raise ModuleError(
+                f"initial_state of {type(self._module).__name__} has other shapes than before: {seen!r:.200}"
+            )
         for name, rows in self.rows.items():
-            rows[lanes] = self._initial[name]
+            rows[lanes] = initial[name]
+        for lane, given in self._begun.items():
+            if given:
+                given.update({name: rows[lane].copy() for name, rows in self.rows.items()})
 
     def of(self, lane: int, *, before: bool = False) -> dict[str, NDArray[Any]]:
-        """Return a copy of the lane's state now, or of that `before` its last step."""
-        return {name: rows[lane].copy() for name, rows in (self._before if before else self.rows).items()}
+        """Return a copy of the lane's state now, or of that `before` its last step.
+
+        That of an episode without a step changes until its first step, if other weights choose that.
+        """
+        state = {name: rows[lane].copy() for name, rows in (self._before if before else self.rows).items()}
+        if lane in self._begun:
+            self._begun[lane] = state
+        return state
 
     def tensors(self, lanes: NDArray[np.intp] | None = None) -> dict[str, torch.Tensor]:
-        """Return `rows` as tensors of the same memory, or a copy of the rows of `lanes`."""
+        """Return `rows` for a forward pass, as tensors of the same memory, or a copy of the rows of `lanes`.
+
+        Raises `ModuleError` for a bad initial state.
+        """
+        if self._begun:
+            self._begin()
         return {name: torch.from_numpy(rows if lanes is None else rows[lanes]) for name, rows in self.rows.items()}
 
     def take(
@@ -72,6 +104,9 @@ class Memory:
         if lanes is not None:
             acting = lanes if acting is None else acting
             new = {name: _spread(part, lanes, self.rows[name]) for name, part in new.items()}
+        if self._begun:
+            acted = self._begun.keys() if acting is None else set(acting.tolist())
+            self._begun = {lane: given for lane, given in self._begun.items() if lane not in acted}
         if acting is None:
             self._before, self.rows = self.rows, new
         else:

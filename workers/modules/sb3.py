@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ModuleError
+from headrace.workers.envs.action_masks import is_mask
 
 _KINDS = (BernoulliDistribution, CategoricalDistribution, DiagGaussianDistribution, MultiCategoricalDistribution)
 
@@ -73,6 +74,11 @@ def as_module(policy: BasePolicy, spaces: Spaces) -> nn.Module:
     """
     spaces.check_gymnasium(policy.observation_space, policy.action_space, "the policy of Stable-Baselines3")
     _check_counting(spaces)
+    if any(is_mask(name) for name, _ in leaves(spaces.observation, "obs")):
+        raise ModuleError(
+            "Stable-Baselines3's policies of PPO, A2C, DQN and SAC obey no action mask, and the observation has an "
+            "'action_mask'; remove or rename it in the env, or write a module: see docs/guides/policy.md"
+        )
     policy.set_training_mode(False)
     if isinstance(policy, ActorCriticPolicy) and type(policy.action_dist) in _KINDS:
         return Sb3ActorCritic(policy)

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors
+from headrace.workers.envs.action_masks import ActionMask, choices_of, find_mask
 from headrace.workers.envs.actions import action_root
 from headrace.workers.modules.protocol import SplitAct
 from headrace.workers.modules.recurrent import Memory
 from headrace.workers.policy.acting import Actor, BlockActor, Columns
+from headrace.workers.policy.masks import LegalRandomActions
 from headrace.workers.policy.module_weights import check_weights, read_weights, weight_shapes, write_weights
 from headrace.workers.policy.noise import ActionNoise
-
-
-class RandomSource(Protocol):
-    """Random actions for all rows, made from numbers that the caller draws."""
-
-    @property
-    def noise_size(self) -> int: ...
-    def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp] | None, /) -> Columns: ...
 
 
 class ActingModule:
@@ -45,7 +39,6 @@ class ActingModule:
         module_id: str,
         env_spaces: Spaces,
         connectors: VectorConnectors,
-        random: RandomSource,
         noise: ActionNoise,
         blocks: Sequence[NDArray[np.intp]] = (),
     ) -> None:
@@ -54,12 +47,14 @@ class ActingModule:
         self.connectors = connectors
         self.noise = noise
         self.module: torch.nn.Module | None = None
-        self._random = random
+        self.random = LegalRandomActions(env_spaces, connectors.spaces.action, connectors.observed)
+        self._mask: ActionMask | None = None
+        """The mask that the module obeys, in its own observations."""
         self._blocks = blocks
         self._actor: Actor | BlockActor | None = None
         self._maps: bool | None = None
         """True if the module maps its actions itself; None: not known yet."""
-        noise.begin("random_actions", random.noise_size, "uniform")
+        noise.begin("random_actions", self.random.noise_size, "uniform")
 
     @property
     def spaces(self) -> Spaces:
@@ -79,19 +74,49 @@ class ActingModule:
     def use(self, module: Any, count_steps: Callable[[], int]) -> None:
         """Act with `module` from now on; with None only random actions. `count_steps` returns the fleet's steps so far.
 
-        A recurrent module begins with an empty memory. Raises `ModuleError` for a bad initial state.
+        A recurrent module begins with an empty memory. Raises `ModuleError` for a bad initial state, and `ConfigError`
+        where a module that obeys action masks would not see the env's.
         """
-        self.module = self._actor = self._maps = None
+        self.module = self._actor = self._maps = self._mask = None
         self.noise.forget("policy")
         if module is None:
             return
         self._count_steps = count_steps
+        if getattr(module, "obeys_action_mask", False):
+            self._mask = self._visible_mask()
         self._actor = self._make_actor(module)
         self.module = module
         self.noise.begin("policy", module.noise_size, module.noise_kind)
 
+    def _visible_mask(self) -> ActionMask | None:
+        """Return the mask in the module's observations. Raises `ConfigError` if connectors have removed the env's."""
+        mask, sent = ActionMask.of(self.spaces), find_mask(self.env_spaces.observation)
+        if mask is None and sent is not None and choices_of(self.spaces.action) == choices_of(self.env_spaces.action):
+            raise ConfigError(
+                f"a connector removes the action mask {sent[0]!r}, so module {self.module_id!r} cannot obey it; return "
+                "it with the other observations, or remove it in the env",
+                key="env_to_module",
+            )
+        return mask
+
+    def is_masked(self, *, random_actions: bool) -> bool:
+        """Return whether action masks bind the actions, so that `faults` may find some."""
+        return self.random.is_masked if random_actions else self._mask is not None
+
+    def faults(self, rows: NDArray[np.intp], *, random_actions: bool) -> list[tuple[int, EnvContractError]]:
+        """Return (position in `rows`, error) for each row that cannot act, because its mask is unsound or all 0."""
+        if random_actions:
+            return self.random.faults(rows)
+        if self._mask is None:
+            return []
+        faults = self._mask.faults(self.connectors.columns, rows)
+        if not self.connectors.sees:
+            return faults
+        return [(at, EnvContractError(f"{e.what} after env_to_module", e.seen, e.expected)) for at, e in faults]
+
     def widen(self) -> None:
         """Act for the connectors' new rows too. Earlier rows keep their memory."""
+        self.random.follow(self.connectors.observed)
         before = self.memory
         if self.module is None:
             return
@@ -118,14 +143,17 @@ class ActingModule:
         """
         some = None if acting is None or len(acting) == self.width else acting
         if random_actions:
-            return self.connectors.for_env(self._draw(acting), some)
+            drawn = self._draw(acting)
+            self.random.drop(acting)
+            return self.connectors.for_env(drawn, some)
+        self.random.drop(acting)
         assert self._actor is not None, "the runner asks whether there is a module before it samples"
         columns = self._actor(self.noise.draw("policy", acting) if explore else None, some, whole=whole)
         return self.connectors.for_env(columns, some)
 
     def _draw(self, acting: NDArray[np.intp] | None) -> Columns:
         """Return random actions, and the module's own actions for them if the module maps its actions to the env's."""
-        drawn = self._random(self.noise.draw("random_actions", acting), acting)
+        drawn = self.random(self.noise.draw("random_actions", acting))
         if not self._module_maps():
             return drawn
         policy_actions = getattr(self.module, "policy_actions", dict)
@@ -143,6 +171,7 @@ class ActingModule:
 
     def start(self, rows: Sequence[int] | NDArray[np.intp]) -> None:
         """Begin an episode in each of `rows`, whose first observation has arrived. Raises `ConnectorError`."""
+        self.random.drop(np.asarray(rows, np.intp))
         self.connectors.started(rows)
         if self.memory is not None:
             self.memory.reset(rows)

@@ -1,74 +1,127 @@
-"""Random actions among the legal ones: `action_mask` in an observation or info, a flag for each Discrete action."""
+"""Random actions among the legal ones: `action_mask` in an observation or info."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.spaces import Discrete, Space, Spaces
-from headrace.schemas.errors import EnvContractError
+from headrace.schemas.chunks.spaces import Space, Spaces
+from headrace.schemas.errors import ConfigError, EnvContractError
+from headrace.workers.envs.action_masks import MASK, ActionMask, choices_of
 from headrace.workers.envs.actions import RandomActions
-from headrace.workers.modules.action_masks import MASK, has_action_mask
+from headrace.workers.envs.error_text import brief
 
-_COLUMN = f"obs/{MASK}"
+log = logging.getLogger(__name__)
 
 
 class LegalRandomActions:
     """`RandomActions` of the space `action`, limited to the legal actions if the env sends masks.
 
     `spaces` and `observations` are the env's own, before any connector; rows are those of `observations`. The masks
-    apply to the env's actions. They are ignored where `action` is another space, which a connector maps to the env's.
+    apply to the env's actions. They are ignored where `action` has other choices, which a connector maps to the env's.
     """
 
     def __init__(self, spaces: Spaces, action: Space, observations: Mapping[str, NDArray[Any]]) -> None:
         self._any = RandomActions(action)
         self.noise_size = self._any.noise_size
-        self._discrete = action if isinstance(action, Discrete) and action == spaces.action else None
-        self._is_masked = self._discrete is not None and has_action_mask(spaces)
-        self._told: NDArray[np.bool_] | None = None
-        self.follow(observations)
+        self._observed = observations
+        self._choices = choices_of(action)
+        self._count = sum(choice.size for choice in self._choices)
+        self._mask: ActionMask | None = None
+        self._refusal: ConfigError | None = None
+        """The error for a mask that cannot be obeyed. It waits for the first random action: the module may know how."""
+        self._told: dict[int, Any] = {}
+        """The mask in the info of each row's newest observation."""
+        is_mapped = self._choices != choices_of(spaces.action)
+        try:
+            self._mask = None if is_mapped else ActionMask.of(spaces)
+        except ConfigError as error:
+            self._refusal = error
+        self._listens = not is_mapped and self._mask is None and self._refusal is None and bool(self._choices)
+        self._is_new = True
+        """True until an info had a mask."""
 
     def follow(self, observations: Mapping[str, NDArray[Any]]) -> None:
         """Use other columns from now on, with the same rows and perhaps more after them."""
-        self._observed = observations[_COLUMN] if self._is_masked else None
-        self._width = len(next(iter(observations.values())))
-        if self._told is not None:
-            more = np.ones((self._width - len(self._told), self._told.shape[1]), bool)
-            self._told = np.concatenate((self._told, more))
+        self._observed = observations
 
     def tell(self, row: int, mask: Any) -> None:
-        """Set the mask from the info of a seat's newest observation. It holds for the next action.
-
-        Raises `EnvContractError` for a mask of another size or kind.
-        """
-        if self._discrete is None:
+        """Set the mask from the info of a row's newest observation. It holds for the next action."""
+        if not self._listens:
             return
-        array = np.asarray(mask)
-        if array.shape != (self._discrete.n,) or array.dtype.kind not in "biuf":
-            raise EnvContractError("action_mask in info", f"{mask!r:.80}", f"{self._discrete.n} flags")
-        if self._told is None:
-            self._told = np.ones((self._width, self._discrete.n), bool)
-        self._told[row] = array != 0
+        if self._is_new:
+            self._is_new = False
+            log.warning(
+                "the env's infos have an %r. It binds random actions alone, because policies do not see infos; put it "
+                "into the observation, and they obey it too",
+                MASK,
+            )
+        self._told[row] = mask
 
-    def forget(self, row: int) -> None:
-        """Drop the row's mask, because another episode begins there."""
-        if self._told is not None:
-            self._told[row] = True
+    def drop(self, rows: NDArray[np.intp] | None) -> None:
+        """Drop what infos told of `rows` (None: all), which act or begin an episode."""
+        if not self._told:
+            return
+        self._told = {} if rows is None else {row: self._told[row] for row in self._told.keys() - set(rows.tolist())}
 
-    def __call__(self, noise: NDArray[np.float32], acting: NDArray[np.intp] | None) -> dict[str, NDArray[Any]]:
-        """Return action columns for noise float32 (rows, noise_size), and drop the masks of `acting` (None: all)."""
-        columns = self._any(noise)
-        legal = self._told if self._observed is None else self._observed != 0
-        if self._discrete is None or legal is None:
+    @property
+    def is_masked(self) -> bool:
+        """Return whether masks bind random actions now."""
+        return self._mask is not None or bool(self._told)
+
+    def faults(self, rows: NDArray[np.intp]) -> list[tuple[int, EnvContractError]]:
+        """Return (position in `rows`, error) for each row whose mask is unsound, or leaves no action."""
+        if self._mask is not None:
+            return self._mask.faults(self._observed, rows)
+        due = f"{self._count} flags of 0 and 1, with a legal action among them"
+        return [
+            (position, EnvContractError(f"info[{MASK!r}]", brief(self._told[row]), due))
+            for position, row in enumerate(rows.tolist())
+            if row in self._told and self._read(self._told[row]) is None
+        ]
+
+    def _read(self, mask: Any) -> NDArray[np.bool_] | None:
+        """Return the flags of a mask in an info; None for a mask that is unsound or leaves no action."""
+        try:
+            flags = np.concatenate([np.ravel(part) for part in (mask if isinstance(mask, list | tuple) else (mask,))])
+            flags_only = flags.shape == (self._count,) and bool(((flags == 0) | (flags == 1)).all())
+        except (TypeError, ValueError):
+            return None
+        starts = np.cumsum([0, *(choice.size for choice in self._choices[:-1])])
+        return flags != 0 if flags_only and np.logical_or.reduceat(flags != 0, starts).all() else None
+
+    def _legal(self, rows: int) -> NDArray[np.bool_] | None:
+        if self._mask is not None:
+            return self._mask.legal(self._observed)
+        if not self._told:
+            return None
+        legal = np.ones((rows, self._count), bool)
+        for row, mask in self._told.items():
+            flags = self._read(mask)
+            legal[row] = True if flags is None else flags
+        return legal
+
+    def __call__(self, noise: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+        """Return action columns for noise float32 (rows, noise_size).
+
+        Raises `ConfigError` for observations with a mask that cannot be obeyed.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        columns, legal = self._any(noise), self._legal(len(noise))
+        if legal is None:
             return columns
-        counts = legal.sum(1)
-        choice = np.floor(noise[:, 0].astype(np.float64) * counts)
-        picked = (legal.cumsum(1) > choice[:, None]).argmax(1) + self._discrete.start
-        actions = np.where(counts > 0, picked, columns["actions"])  # if no action is legal, keep the random one
-        columns["actions"] = actions.astype(columns["actions"].dtype)
-        if self._told is not None:
-            self._told[slice(None) if acting is None else acting] = True
+        first = 0
+        for choice in self._choices:
+            flags = legal[:, first : first + choice.size]
+            counts = flags.sum(1)
+            place = np.floor(noise[:, choice.number].astype(np.float64) * counts)
+            picked = (flags.cumsum(1) > place[:, None]).argmax(1) + choice.start
+            column = columns[choice.column].reshape(len(noise), -1)[:, choice.element]
+            column[...] = np.where(counts > 0, picked, column)  # a row that does not act may have no legal action
+            first += choice.size
         return columns

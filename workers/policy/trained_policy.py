@@ -16,7 +16,7 @@ from headrace.schemas.errors import ModuleError, PolicyCallError, WhichModuleErr
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors, split_states
-from headrace.workers.envs.actions import RandomActions, action_root, to_env_form
+from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.observations import Observations
 from headrace.workers.modules.protocol import build_module, weights_bounded
 from headrace.workers.policy.acting_module import ActingModule
@@ -75,6 +75,7 @@ class TrainedPolicy:
             weights, self._states[module_id] = split_states(own.get(module_id, {}))
             self.modules[module_id] = self._build(module_id, weights)
         self._players: dict[_Key, _Player] = {}
+        self._checks_masks = True
 
     def __repr__(self) -> str:
         """Return env, module and weights in words."""
@@ -132,15 +133,17 @@ class TrainedPolicy:
         With several policies, name the `agent` that observes, or the `module_id`. Each agent has a memory of its own.
         `rewards` are those of the last step, for connectors that look at them.
 
-        Raises `PolicyCallError` for an observation that is not the policy's, or a batch of another size than the
-        episodes that the policy remembers, `WhichModuleError`, and `ModuleError` and `ConnectorError` for their own
-        failures.
+        Raises `PolicyCallError` for an observation that is not the policy's or has no legal action, or a batch of
+        another size than the episodes that the policy remembers, `WhichModuleError`, and `ModuleError` and
+        `ConnectorError` for their own failures.
         """
         module_id = self._module_of(agent, module_id)
         space = self.spaces[module_id].observation
         columns, many = _read(space, observation)
         rows = len(next(iter(columns.values())))
-        chosen = self._player(agent, module_id, rows).act(columns, np.broadcast_to(rewards, rows), explore)
+        chosen = self._player(agent, module_id, rows).act(
+            columns, np.broadcast_to(rewards, rows), explore, checks_masks=self._checks_masks
+        )
         action, root = self.spaces[module_id].action, action_root(chosen)
         return nest(action, chosen, root) if many else to_env_form(action, chosen, root)[0]
 
@@ -174,6 +177,7 @@ class TrainedPolicy:
         """
         module_id = self._module_of(None, module_id)
         reference = self.with_own_memory()
+        reference._checks_masks = False  # it is called with random observations
         return export_policy(
             Path(path),
             self.modules[module_id],
@@ -195,7 +199,7 @@ class TrainedPolicy:
         player = self._players.get((agent, module_id))
         if player is None or (player.rows != rows and not player.remembers):
             connectors = self._connectors(module_id, rows, agent)
-            player = _Player(self.modules[module_id], connectors, self._streams)
+            player = _Player(module_id, self.modules[module_id], self.spaces[module_id], connectors, self._streams)
             self._players[agent, module_id] = player
         if player.rows != rows:
             raise PolicyCallError(
@@ -213,15 +217,16 @@ class _Player:
 
     def __init__(
         self,
+        module_id: str,
         module: torch.nn.Module,
+        env_spaces: Spaces,
         connectors: VectorConnectors,
         streams: Callable[[int], Iterator[np.random.Generator]],
     ) -> None:
         self._connectors = connectors
         self.rows = rows = len(next(iter(connectors.columns.values())))
         noise = ActionNoise(lambda _: streams(rows), in_step=True)
-        random = RandomActions(connectors.spaces.action)
-        self._acting = ActingModule("", connectors.spaces, connectors, random, noise)
+        self._acting = ActingModule(module_id, env_spaces, connectors, noise)
         self._acting.use(module, lambda: 0)
         self.remembers = self._acting.memory is not None or connectors.first_not_exportable is not None
         """True if an action may depend on earlier observations."""
@@ -233,7 +238,9 @@ class _Player:
         """Begin another episode in each of `rows`."""
         self._begun[np.asarray(rows, np.intp)] = False
 
-    def act(self, columns: Columns, rewards: NDArray[np.float64], explore: bool) -> dict[str, NDArray[Any]]:
+    def act(
+        self, columns: Columns, rewards: NDArray[np.float64], explore: bool, *, checks_masks: bool
+    ) -> dict[str, NDArray[Any]]:
         """Return the module's columns and the env's actions for one more observation of each row."""
         for name, column in columns.items():
             self._connectors.observed[name][...] = column
@@ -243,6 +250,8 @@ class _Player:
         if len(going) and self._connectors.sees:
             actions = {name: column[going] for name, column in self._actions.items()}
             self._connectors.stepped(going, actions, np.asarray(rewards, np.float64)[going])
+        if checks_masks and (faults := self._acting.faults(np.arange(self.rows), random_actions=False)):
+            raise PolicyCallError(f"{faults[0][1]} in row {faults[0][0]}")
         chosen = self._acting.act(None, explore=explore, random_actions=False)
         self._actions = {name: chosen[name] for name in self._connectors.actions}
         self._begun[:] = True

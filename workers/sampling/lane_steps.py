@@ -15,7 +15,7 @@ from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import ConnectorError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.vector_connectors import VectorConnectors
-from headrace.workers.envs.actions import RandomActions
+from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
@@ -28,7 +28,7 @@ from headrace.workers.policy.acting import Columns
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.randomness.seeds import NoiseUse, SeedTree
-from headrace.workers.sampling.acting_lanes import Rows, next_to_act
+from headrace.workers.sampling.acting_lanes import Rows, idle_lanes, next_to_act
 from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Marker, Stamp, cut
 from headrace.workers.sampling.episode_view import EpisodeView, OpenRows
@@ -95,8 +95,7 @@ class LaneSteps:
             "random_actions": self._seeds.random_actions,
         }
         noise = ActionNoise(streams.__getitem__, in_step=self._in_step)
-        random = RandomActions(connectors.spaces.action)
-        return ActingModule(DEFAULT_MODULE_ID, envs.spaces, connectors, random, noise, list(envs.halves))
+        return ActingModule(DEFAULT_MODULE_ID, envs.spaces, connectors, noise, list(envs.halves))
 
     @property
     def policies(self) -> dict[str, ActingModule]:
@@ -162,9 +161,15 @@ class LaneSteps:
         for lane in started:
             assert lane.episode is not None, "only lanes with an episode have started"
             self.fragment.begin(lane.index, lane.episode, self._state_in(lane.index))
-            if lane.episode.reset_info and self._keeps_infos:
-                self.fragment.add_info(lane.index, lane.episode.reset_info)
+            if lane.episode.reset_info:
+                self._take_info(lane.index, lane.episode.reset_info)
         self._is_spoilt = False
+
+    def _take_info(self, lane: int, info: dict[str, Any]) -> None:
+        if MASK in info:
+            self._policy.random.tell(lane, info[MASK])
+        if self._keeps_infos:
+            self.fragment.add_info(lane, info)
 
     def _state_in(self, lane: int) -> Mapping[str, NDArray[Any]]:
         """Return a recurrent module's state for the lane; empty without one, or for random actions."""
@@ -173,6 +178,14 @@ class LaneSteps:
         return self._policy.state_in(lane, pending=lane in self.envs.under_way)
 
     # -- one poll -----------------------------------------------------------------------------------------------------
+
+    def unable(self) -> list[Failure]:
+        policy, random_actions = self._policy, self.mode.random_actions
+        if not policy.is_masked(random_actions=random_actions):
+            return []
+        lanes = idle_lanes(self.envs, self._width) if self._external is None else self._external.asking
+        faults = policy.faults(lanes, random_actions=random_actions)
+        return [Failure(int(lanes[position]), error, stepped=True) for position, error in faults]
 
     def act(self, weights_seq: int) -> None:
         if self._external is not None:
@@ -256,9 +269,8 @@ class LaneSteps:
             self._is_spoilt = True  # reset below, as in `begin`
             show(outcome)
             self._is_spoilt = False
-        if self._keeps_infos:
-            for lane, info in outcome.infos:
-                self.fragment.add_info(lane, info)
+        for lane, info in outcome.infos:
+            self._take_info(lane, info)
 
     def _show(self, outcome: Outcome) -> None:
         """Pass the new observations through env_to_module, including the last ones of episodes that end."""

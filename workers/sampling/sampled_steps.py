@@ -80,6 +80,9 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
     def begin(self, started: Sequence[Lane]) -> None:
         """Begin the chunks of the new episodes in these lanes."""
 
+    def unable(self) -> list[Failure]:
+        """Return a failure for each lane that could act next, and whose action mask is unsound or forbids all."""
+
     def act(self, weights_seq: int) -> None:
         """Choose and send the actions of all lanes or seats that can act."""
 

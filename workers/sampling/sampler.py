@@ -120,15 +120,13 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         try:
             self.envs.on_wait = on_wait
             if self._external_wait is None:
-                if self.envs.repairing:
-                    self._repair(on_wait)
+                self._prepare(on_wait)
                 self.steps.act(weights_seq)
                 self._take(stop_at_episodes)
             else:
                 self._external_wait.check()
                 self._take(stop_at_episodes)
-                if self.envs.repairing:
-                    self._repair(on_wait)
+                self._prepare(on_wait)
                 self.steps.act(weights_seq)
         except BaseException as error:
             self._clear_up(error)
@@ -152,6 +150,17 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             self.abandon(Discard.RESET)
         elif self.steps.is_spoilt_by(error):
             self._drop_steps()
+
+    def _prepare(self, on_wait: Callable[[], None] | None) -> None:
+        """Rebuild the failed envs that are due, and fail those that cannot act, until there are none."""
+        while True:
+            if self.envs.repairing:
+                self._repair(on_wait)
+            failures = self.steps.unable()
+            if not failures:
+                return
+            for failure in failures:
+                self._abort(failure, recorded=True)
 
     def _repair(self, on_wait: Callable[[], None] | None) -> None:
         """Rebuild the failed envs that are due. Waits while no env is up."""

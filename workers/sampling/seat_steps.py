@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import OFF_POLICY, ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.errors import ConnectorError, ModuleError
+from headrace.schemas.errors import ConnectorError, EnvContractError, ModuleError
 from headrace.workers.agents.acting_seats import ActingSeats, SeatGroup, acting_seats, seat_groups
 from headrace.workers.agents.episodes import AgentEpisode, MultiAgentEpisode, Seat
 from headrace.workers.agents.module_seats import ModuleSeats
@@ -23,6 +23,7 @@ from headrace.workers.agents.seat_streams import check_seats, read_seats, write_
 from headrace.workers.agents.step_outcome import StepOutcome
 from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
@@ -30,11 +31,10 @@ from headrace.workers.envs.pace import Pace
 from headrace.workers.external.agents import ExternalAgentLanes
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
-from headrace.workers.modules.action_masks import MASK
 from headrace.workers.policy.acting import Columns
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.randomness.seeds import SeedTree
-from headrace.workers.sampling.acting_lanes import next_to_act
+from headrace.workers.sampling.acting_lanes import idle_lanes, next_to_act
 from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
 from headrace.workers.sampling.cutting import Marker, Stamp, cut_seats
@@ -171,13 +171,26 @@ class SeatSteps:
         for group in seat_groups(seats):
             group.module.policy.start(group.rows)
         for seat in seats:
-            seat.module.random.forget(seat.row)
             self._fragment(seat).begin(seat.row, seat.episode, self._state_in(seat))
 
     def _state_in(self, seat: Seat) -> dict[str, NDArray[Any]]:
         return {} if self.mode.random_actions else seat.module.policy.state_in(seat.row, pending=seat.is_awaited)
 
     # -- one poll -----------------------------------------------------------------------------------------------------
+
+    def unable(self) -> list[Failure]:
+        random_actions = self.mode.random_actions
+        if not any(module.policy.is_masked(random_actions=random_actions) for module in self._modules):
+            return []
+        failures: dict[int, Failure] = {}
+        acting = acting_seats([self.envs.lanes[index] for index in idle_lanes(self.envs, self._width).tolist()])
+        for group in acting.groups:
+            seats = group.of(acting.seats)
+            for position, error in group.module.policy.faults(group.rows, random_actions=random_actions):
+                seat = seats[position]
+                named = EnvContractError(f"{error.what} of agent {seat.agent!r}", error.seen, error.expected)
+                failures.setdefault(seat.episode.env_index, Failure(seat.episode.env_index, named, stepped=True))
+        return list(failures.values())
 
     def act(self, weights_seq: int) -> None:
         choose: Callable[[ActingSeats, int], list[Any]] = self._choose
@@ -289,7 +302,7 @@ class SeatSteps:
         if seat.pending:
             return
         if MASK in info and not seat.done:
-            seat.module.random.tell(seat.row, info[MASK])
+            seat.module.policy.random.tell(seat.row, info[MASK])
         if self._keeps_infos:
             self._fragment(seat).add_info(seat.row, info)
 
