@@ -17,6 +17,7 @@ from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, M
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.error_text import message_of
 from headrace.workers.envs.mujoco_warnings import log_warnings_of_mujoco
+from headrace.workers.envs.ownership import claim
 
 if TYPE_CHECKING:  # there are many processes of envs, and they start faster without it
     from headrace.workers.config import EnvRunnerConfig
@@ -74,6 +75,7 @@ def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:
     """Return one gymnasium env. Raises `EnvContractError` for another kind, and the creator's own errors."""
     env = creator(context)
+    claim(env, context.life, context.vector_index, recreated=context.recreated)
     if "dm_env" in sys.modules:
         # The creator has loaded it. dm_env is no dependency of Headrace.
         from headrace.workers.envs.dm_envs import adapt

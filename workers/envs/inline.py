@@ -102,6 +102,7 @@ class BuiltEnvs:
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""
+        self._table.disown()
         close_envs([slot.release() for slot in self.slots], self._table.config.env_close_timeout_s)
 
 

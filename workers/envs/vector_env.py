@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import take_apart
 from headrace.workers.envs.lane import close_envs
+from headrace.workers.envs.ownership import refuse_twice
 from headrace.workers.envs.rendering import render_at
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -103,6 +104,7 @@ class _ListedEnvs(VectorEnv):
             raise EnvContractError("number of existing_envs", str(given), wanted)
         if make_env is not None:
             self._envs += [make_env(index) for index in range(given, num_envs)]
+        refuse_twice(self._envs)
         first = self._envs[0]
         super().__init__(
             first.observation_space if observation_space is None else observation_space,
@@ -119,8 +121,13 @@ class _ListedEnvs(VectorEnv):
     def restart_at(self, index: int | None = None) -> None:
         if self._make_env is None:
             raise EnvContractError("VectorEnv.wrap", "existing_envs only", "given make_env too, to restart an env")
-        close_envs([self._envs[index or 0]], _CLOSE_TIMEOUT_S)
-        self._envs[index or 0] = self._make_env(index or 0)
+        place = index or 0
+        close_envs([self._envs[place]], _CLOSE_TIMEOUT_S)
+        self._envs[place] = None  # freed before the next one is built, which may need its port or its memory
+        envs = [*self._envs]
+        envs[place] = self._make_env(place)
+        refuse_twice(envs)
+        self._envs = envs
 
     def vector_step(self, actions: Sequence[Any]) -> Answers:
         rows = [_step(env, action) for env, action in zip(self._envs, actions, strict=True)]

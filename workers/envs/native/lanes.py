@@ -77,6 +77,7 @@ class NativeLanes(ABC):
             table.tell_created(0)
         except HeadraceError:
             self.stop()
+            table.disown()
             raise
 
     def _create(self) -> Any:
@@ -112,6 +113,7 @@ class NativeLanes(ABC):
             self._watchdog = None
         if env is not None:
             close_vector(env, self._table.config.env_close_timeout_s, broken=self._broken is not None)
+            self._table.disown()
         self._broken = None
         self._idle = np.ones(len(self.lanes), np.bool_)
         """Lanes without an episode."""

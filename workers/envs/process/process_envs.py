@@ -89,6 +89,8 @@ class _LaneEnv:
     env: gym.Env[Any, Any] | None = None
     step: Callable[[Any], Any] | None = None
     spaces: Spaces | None = None
+    context: EnvContext | None = None
+    """The context that owns the env."""
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +179,7 @@ class ProcessEnvs:
 
     def _build(self, place: _LaneEnv, reply: _Reply, *, recreated: bool) -> None:
         job, seed = self._job, int(reply.slot.seeds[place.index])
-        context = EnvContext(
+        context = place.context = EnvContext(
             job.env_config,
             worker_index=job.worker_index,
             num_workers=job.num_workers,
