@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -40,6 +41,15 @@ def claim(env: Any, life: EnvLife, index: int, *, recreated: bool) -> None:
         _owners[key] = weakref.ref(base, partial(_forget, key)), weakref.ref(life), index
     except TypeError:
         return
+
+
+def free(life: EnvLife) -> None:
+    """Collect garbage if a closed env of `life` still exists, which may be in a cycle of references.
+
+    An env without a `close` frees its port or its file only then.
+    """
+    if any(owner() is life for _, owner, _ in tuple(_owners.values())):
+        gc.collect()
 
 
 def refuse_twice(envs: Sequence[Any]) -> None:

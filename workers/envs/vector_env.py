@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import take_apart
 from headrace.workers.envs.lane import close_envs
-from headrace.workers.envs.ownership import refuse_twice
+from headrace.workers.envs.ownership import EnvLife, claim, free
 from headrace.workers.envs.rendering import render_at
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -104,7 +104,9 @@ class _ListedEnvs(VectorEnv):
             raise EnvContractError("number of existing_envs", str(given), wanted)
         if make_env is not None:
             self._envs += [make_env(index) for index in range(given, num_envs)]
-        refuse_twice(self._envs)
+        self._lives = [EnvLife() for _ in self._envs]
+        for index, env in enumerate(self._envs):
+            claim(env, self._lives[index], index, recreated=False)
         first = self._envs[0]
         super().__init__(
             first.observation_space if observation_space is None else observation_space,
@@ -124,10 +126,11 @@ class _ListedEnvs(VectorEnv):
         place = index or 0
         close_envs([self._envs[place]], _CLOSE_TIMEOUT_S)
         self._envs[place] = None  # freed before the next one is built, which may need its port or its memory
-        envs = [*self._envs]
-        envs[place] = self._make_env(place)
-        refuse_twice(envs)
-        self._envs = envs
+        free(self._lives[place])
+        self._lives[place] = EnvLife()
+        env = self._make_env(place)
+        claim(env, self._lives[place], place, recreated=True)
+        self._envs[place] = env
 
     def vector_step(self, actions: Sequence[Any]) -> Answers:
         rows = [_step(env, action) for env, action in zip(self._envs, actions, strict=True)]
@@ -142,6 +145,8 @@ class _ListedEnvs(VectorEnv):
 
     def close(self) -> None:
         close_envs(self._envs, _CLOSE_TIMEOUT_S)
+        for life in self._lives:
+            life.is_over = True
 
 
 def _step(env: Any, action: Any) -> tuple[Any, Any, Any, Any, Any]:

@@ -19,8 +19,10 @@ from headrace.workers.envs.checks import take_reset_apart
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator
 from headrace.workers.envs.error_text import brief
+from headrace.workers.envs.failures import let_go
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.ownership import free
 from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot, reset_seed
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
@@ -112,6 +114,7 @@ class _Reply:
 
     def fail(self, lane: int, at: str, error: BaseException, *, stepped: bool = False) -> None:
         self.failures.append((lane, at, stepped, error_to_json(error)))
+        let_go(error)
 
     def write(self, socket: Sends) -> None:
         """Write the reply into the slot, or send it by the socket if it does not fit."""
@@ -178,7 +181,7 @@ class ProcessEnvs:
             close_envs(envs, self._job.close_timeout_s)
 
     def _build(self, place: _LaneEnv, reply: _Reply, *, recreated: bool) -> None:
-        job, seed = self._job, int(reply.slot.seeds[place.index])
+        job, seed, old = self._job, int(reply.slot.seeds[place.index]), place.context
         context = place.context = EnvContext(
             job.env_config,
             worker_index=job.worker_index,
@@ -190,6 +193,8 @@ class ProcessEnvs:
         )
         if place.env is not None:
             self._close([place])
+        if old is not None:
+            free(old.life)
         try:
             with self._control.during(place.index, Phase.CONSTRUCTION):
                 env, place.spaces = self._build_env(find_creator(job.env), context, job.several_agents)
