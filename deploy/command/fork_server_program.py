@@ -104,6 +104,8 @@ def _forks() -> bool:
 
 def _begin(request: dict[str, Any], supervisor: int, log_file: int, channel: socket.socket) -> None:
     """Make this copy a process of its own: session, output, death signal, environment, command line, random state."""
+    from headrace.workers.randomness.seeds import draw_global_seeds
+
     os.setsid()
     deadline = time.monotonic() + _ADOPTION_S
     while os.getppid() != supervisor and time.monotonic() < deadline:
@@ -121,16 +123,9 @@ def _begin(request: dict[str, Any], supervisor: int, log_file: int, channel: soc
         os.dup2(log_file, stream)
     os.close(log_file)
     os.environ.update(request["environment"])
-    _draw_seed()
+    draw_global_seeds()
     sys.argv = [str(Path(__file__).parents[1] / "__main__.py"), *request["arguments"]]
     _show_command_line([*HEADRACE, *request["arguments"]])
-
-
-def _draw_seed() -> None:
-    """Seed NumPy's global generator: forked copies would share its state. Python reseeds its own at a fork."""
-    import numpy as np
-
-    np.random.seed()
 
 
 def _show_command_line(words: list[str]) -> None:

@@ -20,7 +20,7 @@ from headrace.workers.agents.env import gym_spaces_of
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.checks import take_apart, take_reset_apart
 from headrace.workers.envs.context import StepFailedRecreateEnv
-from headrace.workers.envs.error_text import message_of
+from headrace.workers.envs.error_text import message_of, seed_hint
 from headrace.workers.envs.inline import EnvSlot
 from headrace.workers.envs.native.kinds import Seeding, seeding_of
 from headrace.workers.envs.observations import Observations
@@ -28,8 +28,6 @@ from headrace.workers.envs.sequential_step import step_all
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
-
-SEED = 0
 
 
 def try_env(config: EnvRunnerConfig, built: BuiltEnv) -> None:
@@ -41,40 +39,45 @@ def try_env(config: EnvRunnerConfig, built: BuiltEnv) -> None:
     if isinstance(env, ExternalEnv | ExternalMultiAgentEnv | VectorEnv):
         return
     if config.is_multi_agent:
-        _try_agents(config.env, env, built.by_agent, check_bounds=check_bounds)
+        _try_agents(config, env, built.by_agent, check_bounds=check_bounds)
     elif not isinstance(env, gym.vector.VectorEnv):
-        _try_one(config.env, env, built.own, check_bounds=check_bounds)
+        _try_one(config, env, built.own, check_bounds=check_bounds)
     elif seeding_of(env) is not Seeding.NONE:
-        _try_vector(config.env, env, built.own, check_bounds=check_bounds)
+        _try_vector(config, env, built.own, check_bounds=check_bounds)
 
 
-def _try_one(name: Any, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
+def _seed(config: EnvRunnerConfig) -> int:
+    """Return a seed as large as workers' seeds are, of which half are above it."""
+    return config.max_env_seed // 2 + 1
+
+
+def _try_one(config: EnvRunnerConfig, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
     seen = Observations(spaces.observation, 1, check_bounds=check_bounds)
-    with _failing_at(name, "reset"):
-        observation, info = take_reset_apart(env.reset(seed=SEED))
+    with _failing_at(config, "reset"):
+        observation, info = take_reset_apart(env.reset(seed=_seed(config)))
         _raise_first(seen.put(None, [observation]))
-    with _failing_at(name, "step"):
+    with _failing_at(config, "step"):
         action = _sample(env.action_space, observation, info)
         failures = step_all([EnvSlot(0, env, env.step)], [action], seen, 1).failures
         if failures:
             raise failures[0].error
 
 
-def _try_vector(name: Any, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
+def _try_vector(config: EnvRunnerConfig, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
     seen = Observations(spaces.observation, env.num_envs, check_bounds=check_bounds)
-    with _failing_at(name, "reset"):
-        _raise_first(seen.put_rows(take_reset_apart(env.reset(seed=SEED))[0]))
-    with _failing_at(name, "step"):
+    with _failing_at(config, "reset"):
+        _raise_first(seen.put_rows(take_reset_apart(env.reset(seed=_seed(config)))[0]))
+    with _failing_at(config, "step"):
         _raise_first(seen.put_rows(_taken_apart(env.step(env.action_space.sample()))))
 
 
-def _try_agents(name: Any, env: Any, spaces: Mapping[Any, Spaces], *, check_bounds: bool) -> None:
+def _try_agents(config: EnvRunnerConfig, env: Any, spaces: Mapping[Any, Spaces], *, check_bounds: bool) -> None:
     seen = {agent: Observations(own.observation, 1, check_bounds=check_bounds) for agent, own in spaces.items()}
     gym_spaces = gym_spaces_of(env)
-    with _failing_at(name, "reset"):
-        observations, infos = take_reset_apart(env.reset(seed=SEED))
+    with _failing_at(config, "reset"):
+        observations, infos = take_reset_apart(env.reset(seed=_seed(config)))
         _put_all(seen, observations)
-    with _failing_at(name, "step"):
+    with _failing_at(config, "step"):
         actions = {a: _sample(gym_spaces[a][1], own, infos.get(a)) for a, own in observations.items()}
         _put_all(seen, _taken_apart(env.step(actions)))
 
@@ -113,7 +116,7 @@ def _sample(space: Any, observation: Any, info: Any) -> Any:
 
 
 @contextmanager
-def _failing_at(name: Any, what: str) -> Iterator[None]:
+def _failing_at(config: EnvRunnerConfig, what: str) -> Iterator[None]:
     """Turn an error of the env within into an `EnvError` that names the env and the call."""
     try:
         yield
@@ -121,7 +124,8 @@ def _failing_at(name: Any, what: str) -> Iterator[None]:
         return
     except Exception as error:
         said = str(error) if isinstance(error, EnvContractError) else f"{type(error).__name__}: {message_of(error)}"
+        said += seed_hint(said, config.max_env_seed)
         raise EnvError(
-            f"env {name!r} failed at its first {what}: {said}; correct the env, or start without this check: "
+            f"env {config.env!r} failed at its first {what}: {said}; correct the env, or start without this check: "
             "--no-check-env"
         ) from error

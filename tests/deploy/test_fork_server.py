@@ -35,6 +35,7 @@ import weakref
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 
 def make(context):
@@ -43,7 +44,7 @@ def make(context):
         names = list(sys.modules)
         later = names[names.index("headrace.workers.fleet.worker") + 1 :]
         late = ",".join(name for name in later if name.startswith("headrace"))
-        told.write(f"{np.random.random()}/{finalizers}/{late}\\n")
+        told.write(f"{np.random.random()}/{torch.rand(()).item()}/{finalizers}/{late}\\n")
     return gym.make("CartPole-v1")
 """
 
@@ -227,8 +228,8 @@ def test_restarted_workers_are_forked_with_random_numbers_of_their_own(
         fleet.wait_until(lambda: len(lives()) >= 4, "one life of the check, two of workers, one again")
         fleet.terminate()
         assert fleet.finish()["returncode"] == 0
-    seeds, finalizers, modules = zip(*(line.split("/") for line in lives()), strict=True)
-    assert len(set(seeds)) == len(lives())
+    seeds, torch_seeds, finalizers, modules = zip(*(line.split("/") for line in lives()), strict=True)
+    assert len(set(seeds)) == len(set(torch_seeds)) == len(lives())
     assert max(map(int, finalizers)) < 10, "each process that ends runs those of what the fork server has imported"
     assert set(modules) == {""}, "each process imports modules of Headrace that the fork server could have imported"
 

@@ -350,3 +350,27 @@ def test_without_memory_for_a_thread_an_env_is_abandoned(
     monkeypatch.setattr(threading.Thread, "start", start)
     close_envs([Counting()], 1.0)
     assert caplog.messages == ["close-Counting failed (can't start new thread); the env is abandoned"]
+
+
+class Legacy(Counting):
+    """Takes seeds of its own kind: NumPy's legacy generator, or a C int."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        assert seed is not None
+        if self.config["int"]:
+            np.zeros(1, np.int32)[0] = seed
+        else:
+            np.random.RandomState(seed)
+        return super().reset(seed=seed)
+
+
+@pytest.mark.parametrize(("takes_int", "limit"), [(False, 2**32 - 1), (True, 2**31 - 1)])
+def test_an_env_that_takes_no_large_seeds_is_given_up_with_the_setting_that_helps(takes_int: bool, limit: int) -> None:
+    config = {"int": takes_int}
+    with (
+        runner(Legacy, env_config=config, env_restart_attempts=1) as sampler,
+        pytest.raises(EnvRestartBudgetError, match=rf"set max_env_seed = {limit}"),
+    ):
+        sampler.sample(num_timesteps=10)
+    with runner(Legacy, env_config=config, max_env_seed=limit) as sampler:
+        assert len(sampler.sample(num_timesteps=10)) > 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
@@ -235,3 +237,30 @@ def test_unusable_vectors_and_vector_settings_raise_errors_with_the_reason() -> 
         EnvRunnerConfig(env=Counting, gym_env_vectorize_mode="sync", policies={"p": None})
     with pytest.raises(ConfigError, match="SingleAgentEnvRunner"):
         MultiAgentEnvRunner(EnvRunnerConfig(env=Counting, gym_env_vectorize_mode="sync"))
+
+
+class Draws(Counting):
+    """Each observation is a number of each global generator. The first life of env 0 fails in its third step."""
+
+    observation_space = gym.spaces.Box(0, 1, (3,), np.float64)
+
+    def observe(self) -> Any:
+        return np.array([np.random.rand(), random.random(), torch.rand((), dtype=torch.float64).item()])
+
+    def step(self, action: Any) -> Any:
+        if self.t == 2 and self.index == 0 and not self.config.recreated:
+            raise RuntimeError("diverged")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("env", [Draws, vector_of(Draws, "async", AutoresetMode.DISABLED)], ids=["mode", "own"])
+@pytest.mark.filterwarnings("ignore:.*(ERROR|Traceback):UserWarning")
+def test_envs_in_forked_processes_share_no_numbers_of_global_generators(env: Any) -> None:
+    settings = {"gym_env_vectorize_mode": "async"} if env is Draws else {}
+    with runner(env, num_envs=3, **settings) as sampler:
+        chunks = sampler.sample(num_timesteps=30)
+        assert sampler.totals.env_rebuilds == 1
+    seen = np.concatenate([chunk.obs for chunk in chunks])
+    assert len(seen) > 20
+    for column in seen.T:
+        assert len(set(column.tolist())) == len(seen)

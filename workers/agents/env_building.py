@@ -11,11 +11,13 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers.agents.env import is_multi_agent
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
+from headrace.workers.envs.ownership import claim
 
 
 def build_multi_agent_env(creator: EnvCreator, context: EnvContext) -> Any:
     """Return one env with the dict protocol. A PettingZoo env is adapted. Errors of the creator pass through."""
     built = creator(context)
+    claim(built, context.life, context.vector_index, recreated=context.recreated)
     if "pettingzoo" in sys.modules:
         # The creator has loaded it. PettingZoo is no dependency of Headrace.
         from headrace.workers.agents.pettingzoo_envs import adapt

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.workers.envs.ownership import EnvLife
+
 
 class EnvContext(dict[str, Any]):
     """The user's `env_config`, with attributes that say which env is built, so that each can have its own port or map.
@@ -34,6 +36,8 @@ class EnvContext(dict[str, Any]):
         self.remote = remote
         self.recreated = recreated
         self.seed = seed
+        self.life = EnvLife()
+        """The lane's ownership of the env, for Headrace only."""
 
     def at(self, vector_index: int) -> EnvContext:
         """Return the context of another env of the runner."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_OF_SEED = re.compile(r"\bseed|too large to convert to C|out of bounds for u?int|incompatible function argument", re.I)
+"""Words with which libraries refuse a seed of more bits than they take."""
 
 
 def brief(value: Any, longest: int = 80) -> str:
@@ -19,6 +23,14 @@ def message_of(error: BaseException) -> str:
         return plain(str(error))
     except Exception as broken:  # noqa: BLE001 - an error of the user's own class, whose __str__ raises
         return f"(its message cannot be read: {type(broken).__name__})"
+
+
+def seed_hint(message: str, max_env_seed: int) -> str:
+    """Return the setting for smaller seeds if the error's message may be of a seed that is too large; else ""."""
+    limit = 2**32 - 1 if "2**32" in message else 2**31 - 1
+    if max_env_seed <= limit or _OF_SEED.search(message) is None:
+        return ""
+    return f"; if it takes no seed as large as {max_env_seed}, set max_env_seed = {limit}"
 
 
 def plain(text: str) -> str:

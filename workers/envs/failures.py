@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from headrace.schemas.accounts.ledger import Discard
@@ -116,6 +118,29 @@ class Failure:
             exc_info=error if with_traceback and not self.was_asked_for else None,
             extra={"env_index": self.lane, "discarded": self.discarded, "attempt": attempt},
         )
+
+
+def let_go(error: BaseException | None) -> None:
+    """Clear the variables in the frames of the error and of its causes, and in the frames that called these.
+
+    They hold the failed env, with its port or its memory, which the env that is built in its place may need.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            _clear(frame)
+        if isinstance(error, AttributeError):
+            error.obj = None  # often the env
+        error = error.__cause__ or error.__context__
+
+
+def _clear(frame: FrameType | None) -> None:
+    """Clear the frame, and its callers up to the first that has not returned."""
+    with suppress(RuntimeError):
+        while frame is not None:
+            frame.clear()
+            frame = frame.f_back
 
 
 def _name_of(env: Any) -> str:

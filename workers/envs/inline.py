@@ -21,6 +21,7 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.ownership import free
 from headrace.workers.envs.rendering import render_at
 from headrace.workers.envs.sequential_step import Outcome, step_all
 from headrace.workers.envs.spaces import spaces_of
@@ -93,6 +94,7 @@ class BuiltEnvs:
     def rebuild(self, index: int) -> None:
         """Build the env of lane `index` again. Raises what the creator raises, and `EnvContractError`."""
         slot = self.slots[index]
+        free(self._table.contexts[index].life)
         slot.adopt(self._kind.make_env(self._creator, self._table.new_context(index, recreated=True)))
         self._kind.check_spaces(slot.env, index)
 
@@ -102,6 +104,7 @@ class BuiltEnvs:
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""
+        self._table.disown()
         close_envs([slot.release() for slot in self.slots], self._table.config.env_close_timeout_s)
 
 

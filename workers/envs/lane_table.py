@@ -54,6 +54,11 @@ class LaneTable:
         self.failed.clear()
         self.started.clear()
 
+    def disown(self) -> None:
+        """Let other runners own the envs of all lanes, because they are closed."""
+        for context in self.contexts.values():
+            context.life.is_over = True
+
     def take_started(self) -> list[int]:
         """Return the lanes that began an episode since the last call."""
         started, self.started = self.started, []

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import EnvRestartBudgetError
 from headrace.workers.envs.driver import StartEpisodes
-from headrace.workers.envs.failures import Failure
+from headrace.workers.envs.failures import Failure, let_go
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.lane_table import LaneTable
 
@@ -110,7 +110,9 @@ class LaneRecovery:
             self._take_down(lane)
             self.refresh()
             del table.failed[0]
-            if _is_mended_at_once(table, lane, failure, now, self._leave_host):
+            at_once = _is_mended_at_once(table, lane, failure, now, self._leave_host)
+            let_go(failure.error)
+            if at_once:
                 self._rebuild_now(lane)
 
     def revive(self, on_failure: OnFailure | None) -> None:
@@ -153,7 +155,10 @@ class SharedRecovery:
         first = failures[0]
         first.discarded = sum(failure.discarded for failure in failures)
         self._take_down()
-        if _is_mended_at_once(self._table, self._lane, first, time.monotonic()):
+        at_once = _is_mended_at_once(self._table, self._lane, first, time.monotonic())
+        for failure in failures:
+            let_go(failure.error)
+        if at_once:
             self._rebuild_now()
 
     def revive(self) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from headrace.schemas.errors import EnvRestartBudgetError
-from headrace.workers.envs.error_text import message_of
+from headrace.workers.envs.error_text import message_of, seed_hint
 
 if TYPE_CHECKING:  # as in `creators`
     from headrace.workers.config import EnvRunnerConfig
@@ -48,5 +48,6 @@ class RestartBudget:
 
     def _exhausted(self, error: BaseException, failures: int, now: float, setting: str) -> EnvRestartBudgetError:
         first = self._recent[-min(failures, len(self._recent))]
-        last = f"{type(error).__name__}: {message_of(error)}"
+        message = message_of(error)
+        last = f"{type(error).__name__}: {message}{seed_hint(message, self._config.max_env_seed)}"
         return EnvRestartBudgetError(self._env_index, failures, round(max(now - first, 0.001), 3), last, setting)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import take_apart
 from headrace.workers.envs.lane import close_envs
+from headrace.workers.envs.ownership import EnvLife, claim, free
 from headrace.workers.envs.rendering import render_at
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -103,6 +104,9 @@ class _ListedEnvs(VectorEnv):
             raise EnvContractError("number of existing_envs", str(given), wanted)
         if make_env is not None:
             self._envs += [make_env(index) for index in range(given, num_envs)]
+        self._lives = [EnvLife() for _ in self._envs]
+        for index, env in enumerate(self._envs):
+            claim(env, self._lives[index], index, recreated=False)
         first = self._envs[0]
         super().__init__(
             first.observation_space if observation_space is None else observation_space,
@@ -119,8 +123,14 @@ class _ListedEnvs(VectorEnv):
     def restart_at(self, index: int | None = None) -> None:
         if self._make_env is None:
             raise EnvContractError("VectorEnv.wrap", "existing_envs only", "given make_env too, to restart an env")
-        close_envs([self._envs[index or 0]], _CLOSE_TIMEOUT_S)
-        self._envs[index or 0] = self._make_env(index or 0)
+        place = index or 0
+        close_envs([self._envs[place]], _CLOSE_TIMEOUT_S)
+        self._envs[place] = None  # freed before the next one is built, which may need its port or its memory
+        free(self._lives[place])
+        self._lives[place] = EnvLife()
+        env = self._make_env(place)
+        claim(env, self._lives[place], place, recreated=True)
+        self._envs[place] = env
 
     def vector_step(self, actions: Sequence[Any]) -> Answers:
         rows = [_step(env, action) for env, action in zip(self._envs, actions, strict=True)]
@@ -135,6 +145,8 @@ class _ListedEnvs(VectorEnv):
 
     def close(self) -> None:
         close_envs(self._envs, _CLOSE_TIMEOUT_S)
+        for life in self._lives:
+            life.is_over = True
 
 
 def _step(env: Any, action: Any) -> tuple[Any, Any, Any, Any, Any]:

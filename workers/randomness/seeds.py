@@ -6,13 +6,14 @@
                                                              └── seeds for objects that are seeded when they are made
 
 The episodes of an env therefore depend on its own streams and the weights. They never depend on its neighbours, the
-size of the vector or which env was ready first. Nothing here touches the global state of python, numpy or torch.
+size of the vector or which env was ready first. They touch no global state of python, numpy or torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -164,6 +165,16 @@ class NoiseBlocks:
             else:
                 self._block[:, lane] = stream.random(shape, dtype=np.float32)
         self._at = 0
+
+
+def draw_global_seeds() -> None:
+    """Seed the global generators of NumPy and torch: forked copies would share them. Python reseeds its own at a fork.
+
+    torch is seeded only if it is imported. Generators that a user's module has made are not reached.
+    """
+    np.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
 
 
 def episode_id_high(run_uid: str, entropy: int, worker_index: int, incarnation: int) -> int:

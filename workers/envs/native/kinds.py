@@ -9,6 +9,7 @@ import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from headrace.schemas.errors import EnvContractError
+from headrace.workers.envs.ownership import refuse_twice
 
 
 class Seeding(Enum):
@@ -49,6 +50,7 @@ def check_vector(env: Any, num_envs: int) -> None:
     """Raise `EnvContractError` unless `env` is a vector of `num_envs` envs."""
     if not isinstance(env, gym.vector.VectorEnv):
         raise EnvContractError("environment", _name(env), "a gymnasium.vector.VectorEnv")
+    refuse_twice(getattr(env.unwrapped, "envs", ()) if isinstance(env.unwrapped, SyncVectorEnv) else ())
     if env.num_envs != num_envs:
         raise EnvContractError(
             f"num_envs of {_name(env)}", str(env.num_envs), f"{num_envs}, as num_envs of the config (context.num_envs)"

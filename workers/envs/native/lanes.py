@@ -21,6 +21,7 @@ from headrace.workers.envs.native.creators import vector_creator
 from headrace.workers.envs.native.kinds import autoreset_of, check_vector, seeding_of
 from headrace.workers.envs.native.processes import Watchdog, close_vector, limited_construction, processes_of
 from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.ownership import free
 from headrace.workers.envs.recovery import SharedRecovery, wait_for_one
 from headrace.workers.envs.spaces import spaces_of_vector
 
@@ -77,6 +78,7 @@ class NativeLanes(ABC):
             table.tell_created(0)
         except HeadraceError:
             self.stop()
+            table.disown()
             raise
 
     def _create(self) -> Any:
@@ -112,6 +114,7 @@ class NativeLanes(ABC):
             self._watchdog = None
         if env is not None:
             close_vector(env, self._table.config.env_close_timeout_s, broken=self._broken is not None)
+            self._table.disown()
         self._broken = None
         self._idle = np.ones(len(self.lanes), np.bool_)
         """Lanes without an episode."""
@@ -196,6 +199,7 @@ class NativeLanes(ABC):
     def _rebuild(self) -> None:
         if self.on_rebuild is not None:
             self.on_rebuild()
+        free(self._table.contexts[0].life)
         self._table.new_context(0, recreated=True)
         try:
             self._adopt(self._create())

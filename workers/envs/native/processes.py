@@ -6,6 +6,7 @@ killed, its pipe closes, and the vector gets an error. So a watchdog thread only
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -18,8 +19,21 @@ from gymnasium.vector import AsyncVectorEnv
 
 from headrace.schemas.errors import EnvHangError
 from headrace.workers.envs.lane import close_envs
+from headrace.workers.randomness.seeds import draw_global_seeds
 
 _SLOWEST_LOOK_S = 0.25
+
+
+_draws_seeds = False
+"""True while a vector is made, whose processes are to have global random numbers of their own."""
+
+
+def _after_fork() -> None:
+    if _draws_seeds:
+        draw_global_seeds()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Watchdog:
@@ -78,8 +92,11 @@ class Watchdog:
 def limited_construction(timeout_s: float) -> Iterator[None]:
     """Raise `EnvHangError` if this thread makes an AsyncVectorEnv in the block and an env's process takes too long.
 
-    Then all processes of the vector are killed. Other code in the block may take any time.
+    Then all processes of the vector are killed. Other code in the block may take any time. Processes that are forked
+    in the block draw global random numbers of their own.
     """
+    global _draws_seeds
+    _draws_seeds = True
     watchdog = Watchdog(partial(_vector_in_the_making, threading.get_ident()), timeout_s)
     try:
         with watchdog.limited("construction", timeout_s, "env_construct_timeout_s"):
@@ -88,6 +105,7 @@ def limited_construction(timeout_s: float) -> Iterator[None]:
             finally:
                 watchdog.stop()
     finally:
+        _draws_seeds = False
         if watchdog.killed is not None:
             close_vector(watchdog.killed, 0.0, broken=True)
 

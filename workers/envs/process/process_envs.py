@@ -17,8 +17,10 @@ from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart, told_info
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env, find_creator
+from headrace.workers.envs.failures import let_go
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.ownership import free
 from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot, reset_seed
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
@@ -87,6 +89,8 @@ class _LaneEnv:
     env: gym.Env[Any, Any] | None = None
     step: Callable[[Any], Any] | None = None
     spaces: Spaces | None = None
+    context: EnvContext | None = None
+    """The context that owns the env."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +112,7 @@ class _Reply:
 
     def fail(self, lane: int, at: str, error: BaseException, *, stepped: bool = False) -> None:
         self.failures.append((lane, at, stepped, error_to_json(error)))
+        let_go(error)
 
     def write(self, socket: Sends) -> None:
         """Write the reply into the slot, or send it by the socket if it does not fit."""
@@ -174,8 +179,8 @@ class ProcessEnvs:
             close_envs(envs, self._job.close_timeout_s)
 
     def _build(self, place: _LaneEnv, reply: _Reply, *, recreated: bool) -> None:
-        job, seed = self._job, int(reply.slot.seeds[place.index])
-        context = EnvContext(
+        job, seed, old = self._job, int(reply.slot.seeds[place.index]), place.context
+        context = place.context = EnvContext(
             job.env_config,
             worker_index=job.worker_index,
             num_workers=job.num_workers,
@@ -186,6 +191,8 @@ class ProcessEnvs:
         )
         if place.env is not None:
             self._close([place])
+        if old is not None:
+            free(old.life)
         try:
             with self._control.during(place.index, Phase.CONSTRUCTION):
                 env, place.spaces = self._build_env(find_creator(job.env), context, job.several_agents)
