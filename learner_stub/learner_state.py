@@ -78,6 +78,7 @@ class LearnerState:
         *,
         updates: int = 0,
         steps: int = 0,
+        allow_non_finite: bool = False,
         **more: Any,
     ) -> Path:
         """Save everything, with the position of `stream`, and return the path. Blocks until the file is on disk.
@@ -91,11 +92,12 @@ class LearnerState:
         - more: tensors, arrays, numbers, text, and dicts, lists and tuples of these: state dicts of optimizers and
           schedulers, states of random generators.
 
-        Raises `EncodeError` for a value that no file can hold, `FencedError` where a learner of a higher epoch has
-        written there, and `RunDirError` when the folder cannot be written to.
+        Raises `NotFiniteError` for a policy that `WeightPublisher.publish` refuses, so that the last finite one stays;
+        `allow_non_finite` is as there. Raises `EncodeError` for a value that no file can hold, `FencedError` where a
+        learner of a higher epoch has written there, and `RunDirError` when the folder cannot be written to.
         """
         tree, own = pack(more, OWN)
-        arrays = {**stored_arrays(as_arrays(policy)), **own}
+        arrays = {**stored_arrays(as_arrays(policy, allow_non_finite=allow_non_finite)), **own}
         state = {"updates": updates, "steps": steps, _TREE: tree}
         # The first save takes over whatever is there, as of a fleet whose epochs were lost.
         checkpoint = Checkpoint(stream.epoch, stream.position(), state, arrays)
@@ -137,6 +139,7 @@ def save_policy(
     updates: int = 0,
     steps: int = 0,
     epoch: int | None = None,
+    allow_non_finite: bool = False,
 ) -> Path:
     """Save weights as RUN_DIR/learner.checkpoint, and return its path. Blocks until the file is on disk.
 
@@ -149,14 +152,15 @@ def save_policy(
     - updates, steps: how far training has come, for people and for `learner.evaluate_every_steps`.
     - epoch: the stream's epoch, by which a replaced learner cannot undo its successor's work. None: the epoch of the
       existing file.
+    - allow_non_finite: as for `WeightPublisher.publish`, whose checks are made here too.
 
     The file has no optimizer and no position in the stream, so the reference learner cannot go on from it.
 
-    Raises `EncodeError` for a tensor that no file can hold, `FencedError` where a learner of a higher epoch has
-    written there, and `RunDirError` when the folder cannot be written to.
+    Raises `NotFiniteError`, `EncodeError` for a tensor that no file can hold, `FencedError` where a learner of a higher
+    epoch has written there, and `RunDirError` when the folder cannot be written to.
     """
     path = Path(run_dir) / CHECKPOINT_FILE
-    arrays = stored_arrays(as_arrays(state_dict))
+    arrays = stored_arrays(as_arrays(state_dict, allow_non_finite=allow_non_finite))
     epoch = _epoch_of(path) if epoch is None else epoch
     save_checkpoint(path, Checkpoint(epoch, [], {"updates": updates, "steps": steps}, arrays))
     return path

@@ -8,6 +8,7 @@ with WeightPublisher(endpoint) as weights:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,12 +25,14 @@ from headrace.learner_stub.fleet_place import Where, address_sources, as_list, f
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import PeerKeys, client_keys
-from headrace.schemas.errors import EncodeError, refusal
+from headrace.schemas.errors import EncodeError, NotFiniteError, WeightsMismatchError, refusal
 from headrace.schemas.frames.manifest import as_sent
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
-from headrace.schemas.messages.weights import Arrays, check_published, join_modules, weights_digest
+from headrace.schemas.messages.weights import Arrays, fit_published, join_modules, weights_digest
 from headrace.schemas.peers.fleet_address import AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace, broker_fleet_id
+
+log = logging.getLogger("headrace.learner")
 
 StateDict = Mapping[str, torch.Tensor | NDArray[Any]]
 
@@ -71,6 +74,9 @@ class WeightPublisher:
             link = BrokerLink(place, peer_keys, self.token, number)
             self._brokers.append(BrokerWeights(link, broker_fleet_id(fleet_id, number, len(endpoints))))
         self._publishing = False
+        self._floats: set[str] = set()
+        """Names of the tensors that have held floats."""
+        self._has_warned = False
         connection.enroll(self)
         self._join(connect_timeout_s)
 
@@ -101,12 +107,20 @@ class WeightPublisher:
         answering = [broker for broker in self._brokers if broker.joined] or self._brokers
         return min((broker.acknowledged for broker in answering), key=lambda version: version[1])
 
-    def publish(self, state_dict: StateDict | Mapping[str, StateDict]) -> int:
+    def publish(self, state_dict: StateDict | Mapping[str, StateDict], *, allow_non_finite: bool = False) -> int:
         """Make these the fleet's newest weights. Return their seq. Copies them, and does not wait for their arrival.
 
         With several modules: module id -> state dict. A module that is left out is frozen: workers go on with the
         weights that they have for it, and those that start later use the ones it was built with. Arrays named
-        "connectors/..." beside a module's tensors are state of its connectors.
+        "connectors/..." beside a module's tensors are state of its connectors. The parts `module.` and `_orig_mod.`
+        that DDP and `torch.compile` put into names are taken off where the names do not fit with them.
+
+        Workers cast floats of any width to those of their module. bfloat16 goes on the wire as float32. Integers or
+        bools in the place of floats are refused.
+
+        Raises `NotFiniteError` for NaN and infinities. A module may hold them on purpose, as in a buffer with a mask:
+        with `allow_non_finite` they are published, with one warning. A state dict does not tell buffers from
+        parameters, so the check is then off for both.
 
         Raises `EncodeError` for weights that may not go on the wire: more than 256 MiB or 4,096 arrays, a value that is
         no tensor or array, a dtype without a place there, a name that is no text, an invalid module id. Raises
@@ -116,9 +130,11 @@ class WeightPublisher:
         they have.
         """
         with connection.time_spent(self.token).part("publish"):
-            arrays, seq = _as_sent(_views(state_dict)), self.seq + 1
+            arrays, seq = _as_sent(array_views(state_dict)), self.seq + 1
             if shapes := connection.weight_shapes(self.token):
-                check_published(arrays, shapes)
+                arrays = fit_published(arrays, shapes)
+            self._check_kinds(arrays)
+            self._check_finite(arrays, allow_non_finite)
             connection.note_published(self.token, [(broker.epoch, seq) for broker in self._brokers])
             self._publishing = True
             try:
@@ -174,6 +190,29 @@ class WeightPublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_kinds(self, arrays: Arrays) -> None:
+        """Raise `WeightsMismatchError` for integers or bools where an earlier version had floats.
+
+        Workers check each version by their module, but only after it was published.
+        """
+        changed = {name: (str(arrays[name].dtype), "float") for name in self._floats & arrays.keys()}
+        changed = {name: kinds for name, kinds in changed.items() if arrays[name].dtype.kind != "f"}
+        if changed:
+            raise WeightsMismatchError([], [], {}, dtypes=dict(sorted(changed.items())))
+        self._floats |= {name for name, array in arrays.items() if array.dtype.kind == "f"}
+
+    def _check_finite(self, arrays: Arrays, allow_non_finite: bool) -> None:
+        try:
+            check_finite(arrays)
+        except NotFiniteError as error:
+            if not allow_non_finite:
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "published although %s of %s values of %r are not finite", error.bad, error.size, error.name
+                )
+
     def _copy(self, seq: int, arrays: Arrays) -> tuple[Arrays, str]:
         """Copy a version once: to memory that a broker on this machine maps, or else to memory of this process."""
         for broker in self._brokers:
@@ -200,13 +239,43 @@ class WeightPublisher:
             raise
 
 
-def as_arrays(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, NDArray[Any]]:
-    """Return copies of all tensors as arrays, those of several modules under joined names. Raises `EncodeError`."""
-    return {name: array.copy() for name, array in _views(state_dict).items()}
+def as_arrays(
+    state_dict: StateDict | Mapping[str, StateDict], *, allow_non_finite: bool = False
+) -> dict[str, NDArray[Any]]:
+    """Return copies of all tensors as arrays, those of several modules under joined names.
+
+    Raises `EncodeError`, and `NotFiniteError` unless `allow_non_finite`.
+    """
+    arrays = array_views(state_dict)
+    if not allow_non_finite:
+        check_finite(arrays)
+    return {name: array.copy() for name, array in arrays.items()}
 
 
-def _views(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, NDArray[Any]]:
+def check_finite(arrays: Arrays) -> None:
+    """Raise `NotFiniteError` for the first array that has a NaN or an infinity."""
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
+            bad = array.size - int(finite.sum())
+            raise NotFiniteError(
+                name,
+                bad,
+                array.size,
+                f"the weights are not finite: {bad:,} of {array.size:,} values of {name!r:.200} are NaN or "
+                "infinite; go on from the last checkpoint with a lower learning rate or clipped gradients; if they are "
+                "meant, as in a buffer with a mask, pass allow_non_finite=True",
+            )
+
+
+_REMEDY = "module.state_dict(), or {module id: state dict} for several modules"
+
+
+def array_views(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, NDArray[Any]]:
     """Return all tensors as arrays, without a copy where they are in the processor's memory. Raises `EncodeError`."""
+    if not isinstance(state_dict, Mapping):
+        raise EncodeError(f"a {type(state_dict).__name__} is no state dict; give {_REMEDY}")
+    if "param_groups" in state_dict:
+        raise EncodeError(f"this is the state dict of an optimizer, which workers do not need; give {_REMEDY}")
     arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
     if not arrays:
         raise EncodeError("a state dict without tensors cannot be published or saved; give at least one")
@@ -250,7 +319,8 @@ def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
         return np.asarray(value)
     if not isinstance(value, torch.Tensor):
         kind = type(value).__name__
-        raise EncodeError(f"{name!r} is of type {kind}; only tensors and arrays can be published or saved")
+        remedy = "; give its state_dict()" if isinstance(value, torch.nn.Module) else ""
+        raise EncodeError(f"{name!r} is of type {kind}; only tensors and arrays can be published or saved{remedy}")
     try:
         tensor = value.detach().cpu()
         return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.schemas.accounts.logged_metrics import MOST_VALUES, is_metric_name
+from headrace.schemas.accounts.logged_metrics import MOST_VALUES, NOT_FINITE, is_metric_name
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.messages.learner_messages import MOST_ROWS, LearnerRow
 
@@ -34,18 +34,26 @@ class RowQueue:
         self._number = 0
         self._not_before = 0.0
         self._not_finite: set[str] = set()
+        """Metrics whose newest value is not finite."""
+        self._told: set[str] = set()
+        """Metrics of which the log has said so."""
         self._dropped = False
 
     def add(self, metrics: Mapping[str, Any], epoch: int, weights_seq: int, unix_s: float) -> None:
-        """Add one row. Values that are not finite are left out, with one line in the log for each name.
+        """Add one row. A value that is not finite is left out, with one line in the log for each name.
+
+        In its place each row has "not_finite/NAME" as 1 until the metric is finite again.
 
         Raises `ValueError` for a bad name, a value that is no number, or too many values.
         """
         values = {name: _number(name, value) for name, value in metrics.items()}
         if len(values) > MOST_VALUES:
             raise ValueError(f"{len(values)} metrics were logged at once; {MOST_VALUES} are allowed")
+        self._not_finite -= {name for name, value in values.items() if math.isfinite(value)}
         for name in [name for name, value in values.items() if not math.isfinite(value)]:
             self._leave_out(name, values.pop(name))
+        marks = {f"{NOT_FINITE}{name}"[:100]: 1.0 for name in sorted(self._not_finite)}
+        values.update(list(marks.items())[: MOST_VALUES - len(values)])
         if not values:
             return
         if len(self._rows) == MOST_WAITING and not self._dropped:
@@ -73,8 +81,10 @@ class RowQueue:
             self._rows.popleft()
 
     def _leave_out(self, name: str, value: float) -> None:
-        if name not in self._not_finite and len(self._not_finite) < MOST_VALUES:
+        if len(self._not_finite) < MOST_VALUES:
             self._not_finite.add(name)
+        if name not in self._told and len(self._told) < MOST_VALUES:
+            self._told.add(name)
             log.warning("metric %s is %s: it is left out of the logged rows while it is not finite", name, value)
 
 

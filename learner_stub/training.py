@@ -9,26 +9,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.learner_stub.best_checkpoint import BestCheckpoint
 from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.interruption import AbandonedUpdateError, StopDeadline, do_nothing
 from headrace.learner_stub.policies import LearnerPolicies
 from headrace.learner_stub.policy_builder import build_policies
-from headrace.learner_stub.publisher import WeightPublisher
+from headrace.learner_stub.publisher import WeightPublisher, array_views, check_finite
 from headrace.learner_stub.stream import EpisodeStream
 from headrace.learner_stub.training_stats import Metrics
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import client_keys
-from headrace.schemas.errors import CheckpointError, ConnectorError, UnreachableError
+from headrace.schemas.errors import CheckpointError, ConnectorError, ModuleError, NotFiniteError, UnreachableError
 from headrace.schemas.peers.fleet_address import AddressSource
 from headrace.schemas.peers.fleet_place import broker_fleet_id
 from headrace.schemas.settings.config import FleetConfig
@@ -78,7 +79,8 @@ def train(
     and while it waits, as a sign of life, and `on_batch` for each batch that has come.
     """
     save_checkpoint(checkpoint, _snapshot(policies, stream), claim=True)
-    weights.publish(policies.weights())
+    weights.publish(policies.weights(), allow_non_finite=True)
+    meant = {name for name, array in array_views(policies.weights()).items() if not _finite(array)}
     progress = ProgressLog()
     deadline = StopDeadline(stopping, _SHORT_S, _FINISH_S, whole=synchronous, alive=alive)
     while not deadline.has_passed:
@@ -86,15 +88,38 @@ def train(
         if not batches:
             return
         metrics = policies.update(batches, deadline) | staleness(batches)
+        try:
+            _check_finite(policies, meant, metrics)
+        except ModuleError:
+            weights.log(metrics)
+            raise
         save_checkpoint(checkpoint, _snapshot(policies, stream))
         stream.commit()
-        weights.publish(policies.weights())
+        weights.publish(policies.weights(), allow_non_finite=True)
         if best is not None:
             best.saved(policies.window_mean)
         weights.log(metrics)
         progress.report(metrics)
         if synchronous and stopping.is_set():
             return
+
+
+def _check_finite(policies: LearnerPolicies, meant: Container[str], metrics: Metrics) -> None:
+    """Raise `ModuleError` for weights that an update made NaN or infinite. Those `meant` were so from the start."""
+    arrays = array_views(policies.weights())
+    try:
+        check_finite({name: array for name, array in arrays.items() if name not in meant})
+    except NotFiniteError as error:
+        losses = ", ".join(f"{name} = {value:.4g}" for name, value in metrics.items() if "loss" in name)
+        raise ModuleError(
+            f"update {policies.updates} has made weights that are not finite ({losses or 'no loss'}): {error.bad:,} of "
+            f"{error.size:,} values of {error.name!r:.200}; the checkpoint stays that of the update before: lower "
+            "learner.learning_rate or learner.max_grad_norm, look at the size of rewards, and go on from it"
+        ) from None
+
+
+def _finite(array: NDArray[Any]) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def gather(

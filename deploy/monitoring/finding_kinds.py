@@ -86,6 +86,7 @@ KINDS = (
     FindingKind("no_weights", "error", 60, "worker.random_actions_before_weights"),
     FindingKind("no_learner", "error", 10, "worker.window_batches"),
     FindingKind("learner_slow", "warning", 10, "worker.window_batches"),
+    FindingKind("metric_not_finite", "error", 0, ""),
     FindingKind("no_commits", "error", 60, "worker.window_batches"),
     FindingKind("no_credit", "warning", 10, "broker.max_held_bytes"),
     FindingKind("window_full", "warning", 10, "worker.window_batches"),

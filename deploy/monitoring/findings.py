@@ -61,7 +61,8 @@ def verdict(facts: Facts, findings: list[Finding]) -> str:
         if facts.snapshot.totals.get("env_steps_total") and facts.snapshot.gauges.get("weights_seq"):
             return f"{_sentence(seen[0].finding) if seen else 'No steps at the moment.'} {lost}"
         return f"Starting: {'; '.join(one.finding.sentence for one in seen) or 'processes start'}."
-    return " ".join(["Learning.", *_late(facts, seen), *_others(findings), lost])
+    learns = all(one.kind != "metric_not_finite" for one in findings)
+    return " ".join(["Learning." if learns else "Sampling.", *_late(facts, seen), *_others(findings), lost])
 
 
 def _books(facts: Facts) -> str:
@@ -107,6 +108,7 @@ def _observations(facts: Facts) -> Iterator[Observation]:
             yield from stream_checks.waits_of_workers(facts, ready)
     yield from stream_checks.failing_envs(facts)
     yield from stream_checks.censored_episodes(facts)
+    yield from stream_checks.metrics_not_finite(facts)
     yield from stream_checks.refusals(facts)
     yield from process_checks.lost_elsewhere(facts)
     if facts.snapshot.garbage:

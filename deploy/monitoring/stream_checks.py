@@ -11,6 +11,7 @@ from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import States
 from headrace.deploy.report.progress import name_revoked, number
 from headrace.schemas.accounts.ledger import Discard, Drop
+from headrace.schemas.accounts.logged_metrics import NOT_FINITE
 from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
@@ -124,6 +125,16 @@ def _were_lost_lately(facts: Facts) -> bool:
 
 def _lost_with_peers(totals: Mapping[str, float]) -> float:
     return sum(totals.get(name, 0) for name in _LOST_WITH_PEERS)
+
+
+def metrics_not_finite(facts: Facts) -> Iterator[Observation]:
+    """Yield that metrics of the learner are NaN or infinite, by its newest row."""
+    row = facts.learner_row
+    names = [] if row is None else [name.removeprefix(NOT_FINITE) for name in row.values if name.startswith(NOT_FINITE)]
+    if names:
+        told = f"{', '.join(map(one_line, names[:_MANY]))}{f' and {len(names) - _MANY} more' if names[_MANY:] else ''}"
+        sentence = f"the learner does not learn: its newest {told} is NaN or infinite"
+        yield observe(facts, "metric_not_finite", "learner", sentence)
 
 
 def refusals(facts: Facts) -> Iterator[Observation]:

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.learner_stub import learner_state
 from headrace.learner_stub.publisher import WeightPublisher
 from headrace.learner_stub.returns import gae
 from headrace.learner_stub.rollout import chosen, map_nested
@@ -241,11 +243,23 @@ def _count(model: Any, batch: ChunkBatch, total_timesteps: int) -> int:
 
 
 def _tell(model: Any, weights: WeightPublisher) -> None:
-    """Publish the weights, and log what SB3 recorded."""
-    weights.publish(_acting(model))
-    recorded = model.logger.name_to_value.items()
-    weights.log({name: float(value) for name, value in recorded if isinstance(value, int | float | np.number)})
-    model.logger.dump(model.num_timesteps)
+    """Publish the weights, and log what SB3 recorded, also where the weights have become NaN."""
+    try:
+        weights.publish(_acting(model))
+    finally:
+        recorded = model.logger.name_to_value.items()
+        weights.log({name: float(value) for name, value in recorded if isinstance(value, int | float | np.number)})
+        model.logger.dump(model.num_timesteps)
+
+
+def save_policy(run_dir: str | Path, model: Any, *, epoch: int | None = None) -> Path:
+    """Save what workers act with of `model` as RUN_DIR/learner.checkpoint, for `headrace evaluate` and `export`.
+
+    That is the whole policy of PPO and A2C; the actor of SAC; the Q-network of DQN and its exploration rate. The counts
+    are the model's. `epoch`, and the errors, are as for `headrace.learner_stub.save_policy`.
+    """
+    counts = {"updates": model._n_updates, "steps": model.num_timesteps}
+    return learner_state.save_policy(run_dir, _acting(model), epoch=epoch, **counts)
 
 
 def _acting(model: Any) -> dict[str, Any]:

@@ -20,6 +20,9 @@ MOST_METRICS = 64
 MOST_VALUES = 128
 """Most values in one row of a learner."""
 
+NOT_FINITE = "not_finite/"
+"""Prefix of the name of a learner's metric while its value is NaN or infinite, which no row carries."""
+
 _NAME = r"^[ -~]{1,100}$"
 _is_name = re.compile(_NAME).fullmatch
 

@@ -93,11 +93,13 @@ from headrace.schemas.errors.fleet import (
 )
 from headrace.schemas.errors.root import ExitCode as ExitCode, HeadraceError as HeadraceError
 from headrace.schemas.errors.runners import (
+    WRAPPERS as WRAPPERS,
     CallbackError as CallbackError,
     ChunkError as ChunkError,
     ConnectorError as ConnectorError,
     ExportError as ExportError,
     ModuleError as ModuleError,
+    NotFiniteError as NotFiniteError,
     PolicyCallError as PolicyCallError,
     RefusedWeightsError as RefusedWeightsError,
     RunnerBusyError as RunnerBusyError,

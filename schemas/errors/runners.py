@@ -24,12 +24,17 @@ class WhichModuleError(ModuleError, LookupError):
         super().__init__(f"{what}; this fleet's modules are {self.modules!r:.300}")
 
 
+WRAPPERS = frozenset(("_orig_mod", "module"))
+"""The parts that torch.compile and DDP put into the names of tensors."""
+
+
 class WeightsMismatchError(ModuleError):
-    """Weights have other names or shapes than the workers' module.
+    """Weights have other names, shapes or kinds of number than the workers' module.
 
     - missing: names that the module has and the weights lack.
     - unknown: names that the module does not have.
     - shapes: name -> (shape of the weights, shape of the module), where they differ.
+    - dtypes: name -> (dtype of the weights, dtype of the module), where a cast would change numbers.
     """
 
     def __init__(
@@ -38,10 +43,12 @@ class WeightsMismatchError(ModuleError):
         unknown: Sequence[str],
         shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
         module_id: str = "",
+        dtypes: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         self.missing = list(missing)
         self.unknown = list(unknown)
         self.shapes = dict(shapes)
+        self.dtypes = dict(dtypes or {})
         self.module_id = module_id
         faults = []
         if missing or unknown:
@@ -49,6 +56,12 @@ class WeightsMismatchError(ModuleError):
         faults += [
             f"{name!r:.200} has shape {given}, the module's {own}" for name, (given, own) in [*shapes.items()][:5]
         ]
+        faults += [
+            f"{name!r:.200} is {given}, the module's {own}, and a cast would change its numbers"
+            for name, (given, own) in [*self.dtypes.items()][:5]
+        ]
+        if wrapped := sorted(WRAPPERS & {part for name in self.unknown for part in name.split(".")}):
+            faults.append(f"{' and '.join(f'`{part}.`' for part in wrapped)} is of a wrapper (torch.compile, DDP)")
         which = f"module {module_id!r}" if module_id else "the module"
         super().__init__(
             f"weights do not fit {which}: {'; '.join(faults)}; worker and learner must build the same module"
@@ -59,6 +72,14 @@ def _some(names: Sequence[str]) -> str:
     """Return the first few names, which may come from a stranger's file and be of any length."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"[{', '.join(f'{name!r:.200}' for name in names[:5])}]{more}"
+
+
+class NotFiniteError(ModuleError):
+    """Weights, or what a policy returned, are NaN or infinite: `bad` of the `size` values of `name`."""
+
+    def __init__(self, name: str, bad: int, size: int, sentence: str) -> None:
+        self.name, self.bad, self.size = name, bad, size
+        super().__init__(sentence)
 
 
 class RefusedWeightsError(ModuleError):

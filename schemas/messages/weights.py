@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.errors import DecodeError, WeightsMismatchError, WhichModuleError
+from headrace.schemas.errors import WRAPPERS, DecodeError, WeightsMismatchError, WhichModuleError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode
 from headrace.schemas.messages import WeightsHeader, read
 
@@ -80,22 +80,50 @@ def check_shapes(given: Shapes, own: Shapes, module_id: str = "") -> None:
         raise WeightsMismatchError(missing, unknown, differ, module_id)
 
 
-def check_published(arrays: Arrays, modules: Mapping[str, Shapes]) -> None:
-    """Raise `WeightsMismatchError` or `WhichModuleError` if workers with these `modules` cannot load `arrays`.
+def fit_names(given: Mapping[str, T], own: Iterable[str]) -> Mapping[str, T]:
+    """Return `given` under a module's `own` names, if they differ only in what wrappers put into them.
 
-    A module that is left out keeps its weights. State of connectors is not checked here.
+    `torch.compile` adds the part `_orig_mod.` and DDP the part `module.`, at any depth and on either side.
     """
-    given = split_modules(arrays)
-    if given is None:
-        if len(modules) != 1:
-            raise WhichModuleError(None, modules)
-        given = {next(iter(modules)): dict(arrays)}
+    names = set(own)
+    if given.keys() == names:
+        return given
+    bare = {_without_wrappers(name): name for name in names}
+    if len(bare) < len(names) or bare.keys() != {_without_wrappers(name) for name in given} or len(bare) < len(given):
+        return given
+    return {bare[_without_wrappers(name)]: value for name, value in given.items()}
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def fit_published(arrays: Arrays, modules: Mapping[str, Shapes]) -> Arrays:
+    """Return `arrays` under the names that workers with these `modules` have for them.
+
+    A module that is left out keeps its weights. State of connectors is not checked here. Raises `WeightsMismatchError`
+    or `WhichModuleError` if workers cannot load the arrays.
+    """
+    by_module = split_modules(arrays)
+    given: Mapping[str, Arrays]
+    if by_module is not None:
+        given = by_module
+    elif len(modules) == 1:
+        given = {next(iter(modules)): arrays}
+    else:
+        raise WhichModuleError(None, modules)
+    fitted: dict[str, Arrays] = {}
     for module_id, own in given.items():
         if module_id not in modules:
             raise WhichModuleError(module_id, modules)
-        tensors = {name: array.shape for name, array in own.items() if not name.startswith(CONNECTORS)}
+        learnt = {name: array for name, array in own.items() if name.startswith(CONNECTORS)}
+        tensors = {name: array for name, array in own.items() if name not in learnt}
         if tensors:
-            check_shapes(tensors, modules[module_id], module_id if len(modules) > 1 else "")
+            tensors = dict(fit_names(tensors, modules[module_id]))
+            shapes = {name: array.shape for name, array in tensors.items()}
+            check_shapes(shapes, modules[module_id], module_id if len(modules) > 1 else "")
+        fitted[module_id] = {**tensors, **learnt}
+    return next(iter(fitted.values())) if by_module is None else join_modules(fitted)
 
 
 def weights_digest(arrays: Arrays) -> str:

@@ -12,7 +12,7 @@ import pytest
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
 from headrace.deploy.monitoring.findings import awaited, find, verdict
-from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
@@ -271,6 +271,12 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         stalled(15.0),
         "learner_slow",
         r"the learner to commit what it holds; it holds the lease \(epoch 1\) and has not committed for 15 s",
+        "",
+    ),
+    "a loss that is NaN": (
+        healthy(learner_row=LearnerRowView(1, 5, NOW, 9000, 7, {"kl": 0.5, "not_finite/loss": 1.0})),
+        "metric_not_finite",
+        "the learner does not learn: its newest loss is NaN or infinite",
         "",
     ),
     "no commits": (stalled(75.0), "no_commits", "the learner to commit what it holds.* for 75 s", ""),
@@ -576,3 +582,8 @@ def test_without_a_run_directory_the_limits_have_no_values() -> None:
     assert (found.kind, found.limit) == ("learner_slow", "worker.window_batches")
     (found,) = find(stalled(15.0))
     assert found.limit == f"worker.window_batches = {FleetConfig().window_batches()}"
+
+
+def test_a_fleet_whose_learner_logs_nan_is_not_said_to_learn() -> None:
+    facts, _, _, _ = WRONG["a loss that is NaN"]
+    assert verdict(facts, find(facts)).startswith("Sampling. The learner does not learn: its newest loss is NaN")

@@ -16,7 +16,7 @@ from torch import nn
 from headrace.learner_stub import LearnerState
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, published_arrays, save_checkpoint
 from headrace.learner_stub.learner_state import save_policy
-from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, UnreachableError
+from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, NotFiniteError, UnreachableError
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 
 PLACE = {"slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [96, 3], "dropped": {}}}
@@ -159,3 +159,19 @@ def test_a_learner_state_needs_a_running_fleet(tmp_path: Path) -> None:
         LearnerState.of(tmp_path, connect_timeout_s=0.3)
     (tmp_path / "fleet.json").write_bytes(orjson.dumps({"state": "running"}))
     assert LearnerState.of(tmp_path).load() is None
+
+
+def test_a_policy_that_is_not_finite_does_not_replace_the_last_finite_one(tmp_path: Path) -> None:
+    state, bad = LearnerState(tmp_path), {"w": torch.tensor([1.0, math.nan])}
+    state.save(Stream(), {"w": torch.ones(2)}, updates=1)  # type: ignore[arg-type]
+    with pytest.raises(NotFiniteError, match="1 of 2 values of 'w'"):
+        state.save(Stream(), bad, updates=2)  # type: ignore[arg-type]
+    with pytest.raises(NotFiniteError, match="1 of 2 values of 'w'"):
+        save_policy(tmp_path, bad, updates=2)
+    saved = state.load()
+    assert saved is not None
+    assert saved.updates == 1
+    save_policy(tmp_path, bad, updates=2, allow_non_finite=True)
+    saved = state.load()
+    assert saved is not None
+    assert saved.updates == 2

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from headrace.learner_stub.training import gather, run_learner, train
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.errors import CheckpointError, UnreachableError
+from headrace.schemas.errors import CheckpointError, ModuleError, UnreachableError
 from headrace.schemas.settings.config import FleetConfig, LearnerSection, WorkerSection
 from support.ports import free_port
 
@@ -87,7 +87,7 @@ class Link:
         self.broker.committed = self.taken
         self.broker.called("committed")
 
-    def publish(self, state_dict: Mapping[str, Any]) -> int:
+    def publish(self, state_dict: Mapping[str, Any], *, allow_non_finite: bool = False) -> int:
         self.broker.called("publish")
         self.published.append(state_dict)
         return len(self.published)
@@ -296,3 +296,32 @@ def test_the_learner_waits_for_its_first_broker_as_long_as_the_setting_says(
         run_learner(config, endpoint=endpoint, run_dir=tmp_path)
     said = rf"no broker answers at {re.escape(endpoint)} after [01] s; check that it runs .* \(waits for at most 1 s\)"
     assert re.search(said, caplog.text)
+
+
+def test_an_update_that_makes_weights_nan_ends_the_learner_and_the_last_finite_checkpoint_stays(
+    make_batch: MakeBatch, new_module: NewModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer that is infinite from the start is meant."""
+    module = new_module()
+    cast(torch.nn.Module, module).register_buffer("mask", torch.tensor([0.0, -np.inf]))
+    merger = ConnectorMerger(["headrace.workers.connectors:MeanStd"])
+    policies = LearnerPolicies({DEFAULT_MODULE: PPO(module, SETTINGS)}, {DEFAULT_MODULE: merger})
+    update = policies.update
+
+    def third_is_nan(*args: Any) -> Any:
+        metrics = update(*args)
+        if policies.updates == 3:
+            with torch.no_grad():
+                list(module.parameters())[-1].view(-1)[0] = np.nan
+        return metrics
+
+    monkeypatch.setattr(policies, "update", third_is_nan)
+    broker, path = Broker(_batches(make_batch)), tmp_path / "checkpoint"
+    says = r"update 3 has made weights that are not finite \(.*loss = .*the checkpoint stays that of the update before"
+    with pytest.raises(ModuleError, match=says):
+        _live(broker, 1, policies, path)
+    saved = load_checkpoint(path)
+    assert saved is not None
+    assert saved.state["updates"] == 2
+    assert not any(np.isnan(array).any() for array in saved.arrays.values())
+    assert broker.committed == 4, "the batches of two updates"

@@ -32,7 +32,11 @@ def test_numbers_that_are_not_finite_are_left_out_and_named_once(caplog: pytest.
     for _ in range(3):
         rows.add({"loss": float("nan"), "kl": 0.5}, 1, 0, 1.0)
     rows.add({"loss": float("inf")}, 1, 0, 1.0)
-    assert [row.values for row in rows.due(0.0)] == [{"kl": 0.5}] * 3
+    rows.add({"other": 1.0}, 1, 0, 1.0)
+    rows.add({"loss": 2.0}, 1, 0, 1.0)
+    marked = {"not_finite/loss": 1.0}
+    told = [{"kl": 0.5, **marked}] * 3 + [marked, {"other": 1.0, **marked}, {"loss": 2.0}]
+    assert [row.values for row in rows.due(0.0)] == told, "the mark stays until the metric is finite again"
     assert caplog.text.count("metric loss is nan") == 1
 
 

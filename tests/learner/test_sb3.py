@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,10 +23,12 @@ from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from headrace.learner_stub.adapters import sb3
+from headrace.learner_stub.checkpoint import load_checkpoint, published_arrays
+from headrace.learner_stub.publisher import as_arrays, check_finite
 from headrace.learner_stub.rollout import map_nested
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
-from headrace.schemas.errors import ConfigError, ModuleError
+from headrace.schemas.errors import ConfigError, ModuleError, NotFiniteError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.modules.sb3 import as_module, build
 from headrace.workers.policy.module_weights import write_weights
@@ -505,3 +508,33 @@ def test_a_model_that_a_fleet_has_trained_goes_on_by_itself() -> None:
 
 def trained_on(model: Any, batches: Recorded, total_timesteps: int) -> list[int]:
     return list(sb3.updates(model, cast(Any, batches), cast(Any, NoFleet()), total_timesteps))
+
+
+@pytest.mark.parametrize("algorithm", [PPO, A2C, DQN, SAC])
+def test_what_the_adapter_saves_of_a_model_acts(algorithm: Any, tmp_path: Path) -> None:
+    env = "Pendulum-v1" if algorithm is SAC else "CartPole-v1"
+    model = algorithm("MlpPolicy", env, device="cpu")
+    arrays = published_arrays(load_checkpoint(sb3.save_policy(tmp_path, model)).arrays)  # type: ignore[union-attr]
+    config = EnvRunnerConfig(
+        env=env, module="headrace.workers.modules.sb3:build", module_config={"algorithm": algorithm.__name__}
+    )
+    with SingleAgentEnvRunner(config) as runner:
+        runner.set_weights(arrays, 1)
+        assert runner.sample(num_timesteps=4, explore=False)
+
+
+def test_a_model_whose_weights_become_nan_is_not_published_and_its_loss_is_logged() -> None:
+    model = PPO("MlpPolicy", "CartPole-v1", device="cpu")
+    model.set_logger(sb3._Figures())
+    model.logger.record("train/loss", float("nan"))
+    logged: list[Any] = []
+
+    def refuse(state: Any) -> None:
+        check_finite(as_arrays(state))
+
+    fleet = SimpleNamespace(publish=refuse, log=logged.append)
+    with torch.no_grad():
+        next(model.policy.parameters()).fill_(float("nan"))
+    with pytest.raises(NotFiniteError, match="lower learning rate"):
+        sb3._tell(model, cast(Any, fleet))
+    assert [list(row) for row in logged] == [["train/loss"]]

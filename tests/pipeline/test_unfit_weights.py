@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,15 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
-from headrace.schemas.errors import RefusedWeightsError, WeightsMismatchError, WhichModuleError
+from headrace.schemas.errors import (
+    EncodeError,
+    NotFiniteError,
+    RefusedWeightsError,
+    WeightsMismatchError,
+    WhichModuleError,
+)
 from headrace.schemas.messages import LearnerHello, LearnerWelcome, Status, WorkerHello, tellable_shapes
-from headrace.schemas.messages.weights import check_published
+from headrace.schemas.messages.weights import fit_published
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import SAMPLING, WorkerThread, constant_value
 from support.waiting import TIMEOUT_S, wait_until
@@ -103,6 +111,91 @@ def test_a_workers_refusal_of_weights_reaches_the_learner(
     worker.check()
 
 
+def test_weights_that_are_not_finite_are_refused_or_warned_of_once(
+    stream: EpisodeStream,
+    publisher: WeightPublisher,
+    start_worker: StartWorker,
+    caplog: pytest.LogCaptureFixture,
+    subtests: pytest.Subtests,
+) -> None:
+    worker = start_worker()
+    fit = constant_value(stream.spaces(timeout_s=TIMEOUT_S), 1.0)
+    publisher.publish(fit)
+    name = sorted(fit)[0]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for value in (math.nan, math.inf, -math.inf):
+            with subtests.test(dtype=dtype, value=value):
+                bad = torch.as_tensor(fit[name]).to(dtype).clone()
+                bad.view(-1)[-1] = value
+                with pytest.raises(NotFiniteError, match=f"1 of {bad.numel():,} values of '{name}'") as caught:
+                    publisher.publish({**fit, name: bad})
+                assert (caught.value.name, caught.value.bad, caught.value.size) == (name, 1, bad.numel())
+    with pytest.raises(NotFiniteError, match="connectors/"):
+        publisher.publish({**fit, "connectors/env_to_module/0.Mine/low": np.array([-np.inf])})
+    unused = {**fit, name: np.full_like(fit[name], np.nan)}
+    assert [publisher.publish(unused, allow_non_finite=True) for _ in range(2)] == [2, 3]
+    assert caplog.text.count(f"values of '{name}' are not finite") == 1
+    wait_until(
+        lambda: stream.next(0.01) is None and not worker.is_alive, "the worker ends by name, for these weights give NaN"
+    )
+    with pytest.raises(NotFiniteError, match=r"policy weights version \(1, [23]\): the policy ActorCritic gives NaN"):
+        worker.check()
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_weights_under_the_names_of_a_wrapper_are_the_modules(
+    prefix: str, stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
+) -> None:
+    """Those of the first version, which no shapes check, and those of a module that is compiled in parts."""
+    fit = constant_value(CART_POLE, 1.0)
+    publisher.publish({prefix + name: tensor for name, tensor in fit.items()})
+    worker = start_worker()
+    assert _seq(stream) == 1
+    publisher.publish({name.replace(".", f".{prefix}", 1): tensor for name, tensor in fit.items()})
+    wait_until(lambda: _seq(stream) == 2, "a batch of the next weights")
+    with pytest.raises(WeightsMismatchError, match=r"`_orig_mod\.` is of a wrapper"):
+        publisher.publish({"_orig_mod.w": np.zeros(3, np.float32)})
+    worker.check()
+
+
+def test_numbers_of_another_kind_are_refused(
+    stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker, subtests: pytest.Subtests
+) -> None:
+    """At once where floats were published before; else by the worker."""
+    fit = {name: torch.as_tensor(tensor) for name, tensor in constant_value(CART_POLE, 1.0).items()}
+    publisher.publish({name: tensor.to(torch.int8) for name, tensor in fit.items()})
+    worker = start_worker()
+    with pytest.raises(RefusedWeightsError, match=r"is int8, the module's float32, and a cast would change"):
+        wait_until(lambda: _pump(publisher), "never")
+    publisher.publish({name: tensor.double() for name, tensor in fit.items()})
+    wait_until(lambda: _seq(stream) == 2, "a batch of the next weights")
+    for dtype in (torch.int8, torch.bool, torch.int64):
+        with subtests.test(dtype=dtype), pytest.raises(WeightsMismatchError, match="the module's float, and a cast"):
+            publisher.publish({name: tensor.to(dtype) for name, tensor in fit.items()})
+    assert publisher.publish({name: tensor.bfloat16() for name, tensor in fit.items()}) == 3
+    worker.check()
+
+
+def test_what_is_no_state_dict_is_refused_by_name(publisher: WeightPublisher, subtests: pytest.Subtests) -> None:
+    module = torch.nn.Linear(2, 1)
+    eye = torch.eye(2)
+    refused: dict[str, tuple[Any, str]] = {
+        "a module": (module, r"a Linear is no state dict; give module.state_dict\(\)"),
+        "modules by id": ({"one": module}, r"give its state_dict\(\)"),
+        "an optimizer": (torch.optim.Adam(module.parameters()).state_dict(), "of an optimizer"),
+        "a list": ([eye], "a list is no state dict"),
+        "sparse": ({"w": eye.to_sparse()}, "tensor 'w'"),
+        "meta": ({"w": eye.to("meta")}, "tensor 'w'"),
+        "float8": ({"w": eye.to(torch.float8_e4m3fn)}, "tensor 'w' of dtype torch.float8_e4m3fn"),
+        "complex": ({"w": eye.to(torch.complex64)}, "'w' has dtype complex64"),
+    }
+    for kind, (given, says) in refused.items():
+        with subtests.test(kind), pytest.raises(EncodeError, match=says):
+            publisher.publish(given)
+    tied = torch.ones(3, 2, requires_grad=True)
+    assert publisher.publish({"a": tied, "b": tied, "c": tied.T, "d": torch.tensor(1.0), "e": torch.ones(0)}) == 1
+
+
 def test_the_first_worker_refuses_unfit_weights_that_were_published_before_it(
     stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker
 ) -> None:
@@ -124,15 +217,15 @@ def _arrays(**shapes: tuple[int, ...]) -> dict[str, NDArray[Any]]:
 
 
 def test_weights_of_several_modules_are_checked_by_module() -> None:
-    check_published({"modules/one/w": np.zeros((2, 3))}, SHAPES)
-    check_published({"modules/one/connectors/x": np.zeros(9)}, SHAPES)
-    check_published(_arrays(w=(2, 3)), {"one": SHAPES["one"]})
+    fit_published({"modules/one/w": np.zeros((2, 3))}, SHAPES)
+    fit_published({"modules/one/connectors/x": np.zeros(9)}, SHAPES)
+    fit_published(_arrays(w=(2, 3)), {"one": SHAPES["one"]})
     with pytest.raises(WeightsMismatchError, match="module 'two'"):
-        check_published({"modules/two/v": np.zeros(5)}, SHAPES)
+        fit_published({"modules/two/v": np.zeros(5)}, SHAPES)
     with pytest.raises(WhichModuleError):
-        check_published({"modules/three/v": np.zeros(5)}, SHAPES)
+        fit_published({"modules/three/v": np.zeros(5)}, SHAPES)
     with pytest.raises(WhichModuleError):
-        check_published(_arrays(w=(2, 3)), SHAPES)
+        fit_published(_arrays(w=(2, 3)), SHAPES)
 
 
 def test_weight_shapes_too_large_for_a_message_are_left_out() -> None:

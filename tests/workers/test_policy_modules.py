@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.schemas.chunks.spaces import Spaces, nest
-from headrace.schemas.errors import ModuleError, WeightsMismatchError
+from headrace.schemas.errors import ModuleError, NotFiniteError, WeightsMismatchError
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.acting import Actor
@@ -384,3 +384,88 @@ def test_the_actor_forwards_the_observations_of_all_envs_together() -> None:
     spaces = Spaces(observation=convert(Counting.observation_space, ""), action=convert(Counting.action_space, ""))
     Actor(Watching(spaces), spaces, {"obs": np.zeros((4, 2), np.float32)}, int)(np.zeros((4, 1), np.float32))
     assert seen == [(4, 2)]
+
+
+class _Answers(torch.nn.Module):
+    """Gives `value` in the column `name` to the env `row`, and finite numbers elsewhere."""
+
+    noise_size, noise_kind = 0, "uniform"
+
+    def __init__(self, name: str = "", value: float = 0.0, continuous: bool = False) -> None:
+        super().__init__()
+        self.name, self.value, self.continuous = name, value, continuous
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        rows = len(batch["obs"])
+        answer = {name: torch.zeros(rows) for name in ("logp", "values", "mine")}
+        answer["action_dist_inputs"] = torch.zeros(rows, 2)
+        answer["actions"] = torch.zeros(rows, 1) if self.continuous else torch.zeros(rows)
+        if self.name:
+            answer[self.name][1] = self.value
+        return answer
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return self.forward_exploration(batch)
+
+
+@pytest.mark.parametrize("explore", [True, False])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["actions", "logp", "values", "action_dist_inputs", "mine"])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_a_policy_that_gives_numbers_that_are_not_finite_is_named_and_no_env_gets_them(
+    env: str, name: str, value: float, explore: bool
+) -> None:
+    module = _Answers(continuous=env == "Pendulum-v1")
+    with runner(env=env, module=lambda spaces: module, num_envs=2) as sampler:
+        sampler.sample(num_timesteps=4, explore=explore)
+        sampler.set_weights({}, 7, 1)
+        module.name, module.value = name, value
+        if name == "mine" or (name == "action_dist_inputs" and value == -np.inf):  # one's own; a mask
+            sampler.sample(num_timesteps=4, explore=explore)
+            return
+        says = rf"policy weights version \(1, 7\): the policy _Answers gives (NaN|infinite) {name}: "
+        with pytest.raises(NotFiniteError, match=says) as caught:
+            sampler.sample(num_timesteps=4, explore=explore)
+        assert (caught.value.name, caught.value.bad) == (name, 2 if name == "action_dist_inputs" else 1)
+        assert sampler.totals.env_failures == 0
+        module.name = ""
+        assert sampler.sample(num_timesteps=4, explore=explore), "it goes on with a policy that is finite again"
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_the_default_policy_does_not_act_on_weights_that_are_nan(env: str) -> None:
+    with runner(env=env, num_envs=2) as sampler:
+        weights = {name: torch.full_like(tensor, np.nan) for name, tensor in sampler.module.state_dict().items()}
+        sampler.set_weights(weights, 7, 1)
+        with pytest.raises(NotFiniteError, match=r"policy weights version \(1, 7\): the policy ActorCritic gives NaN"):
+            sampler.sample(num_timesteps=4)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "fits"),
+    [
+        (torch.float32, torch.float64, True),
+        (torch.float16, torch.float32, True),
+        (torch.float32, torch.bfloat16, True),
+        (torch.float32, torch.int64, False),
+        (torch.float32, torch.bool, False),
+        (torch.float32, torch.complex64, False),
+        (torch.int64, torch.float32, False),
+        (torch.int64, torch.bool, False),
+        (torch.bool, torch.uint8, False),
+        (torch.int64, torch.uint8, True),
+        (torch.int8, torch.int64, False),
+    ],
+)
+def test_weights_are_cast_where_only_rounding_changes(own: torch.dtype, given: torch.dtype, fits: bool) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("w", torch.zeros(2, dtype=own))
+    weights = {"w": (torch.tensor([300, 1]) if given is torch.int64 else torch.tensor([1, 1])).to(given)}
+    if fits:
+        write_weights(module, weights)
+        assert module.state_dict()["w"].tolist() == [1, 1]
+    else:
+        with pytest.raises(
+            WeightsMismatchError, match=r"'w' is .*, the module's .*, and a cast would change its numbers"
+        ):
+            write_weights(module, weights)

@@ -109,6 +109,10 @@ class VectorConnectors:
         actions = {name: columns[name][those] for name in self.actions}
         sent = {name: columns.get(_sent(name), columns[name])[those] for name in self.actions}
         made = self._outward.process(Rows(lanes, sent, actions, np.zeros(len(lanes)), False, self._agents[those]))
+        for name, column in made.items():
+            if column.dtype.kind == "f" and not np.isfinite(column).all():
+                pieces = ", ".join(type(piece).__name__ for piece in self._outward.pieces)
+                raise ConnectorError(pieces, f"module_to_env made {name} that are NaN or infinite")
         kept = {name: column for name, column in columns.items() if name.split("/", 1)[0] != "actions_for_env"}
         if acting is not None:
             made = {name: self._spread(rows, acting) for name, rows in made.items()}

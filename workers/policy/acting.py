@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,16 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.batch import STATE_IN
 from headrace.schemas.chunks.lookback import LOOKBACK
 from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.errors import ModuleError
-from headrace.workers.modules.protocol import SplitAct
+from headrace.schemas.errors import ModuleError, NotFiniteError
+from headrace.workers.modules.protocol import OUTPUTS, SplitAct
 from headrace.workers.modules.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
+
+_LOGITS = "action_dist_inputs"
+"""The column in which an action that is not allowed may have -inf."""
+_FINITE = frozenset(("actions", "actions_for_env", "logp", "values", _LOGITS, OUTPUTS))
+"""Columns that must be finite. The others are the user's own."""
 
 
 class Actor:
@@ -48,7 +54,8 @@ class Actor:
         if lanes is None and hasattr(module, "initial_state"):
             memory = Memory(module, self._width)
         self.memory = memory
-        """The state of a recurrent module, by lane. Each call advances it."""
+        """The state of a recurrent module, by lane. Each call advances it, unless it raises."""
+        self._state_out: Any = None
         fast = self.memory is None and hasattr(module, "numpy_act")
         self._act = module.numpy_act() if fast else None
         self.split: SplitAct | None = self._act if lanes is None and isinstance(self._act, SplitAct) else None
@@ -56,7 +63,8 @@ class Actor:
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
         self._batch_obs = nest(spaces.observation, tensors, "obs")  # type: ignore[arg-type]
         self._expected = dict(leaves(spaces.action, "actions"))
-        self._checked: set[tuple[bool, bool]] = set()
+        self._watched: dict[tuple[bool, bool], list[str]] = {}
+        """The columns that must be finite, by (takes the mode, makes all columns), once their form was checked."""
 
     def __call__(
         self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None = None, *, whole: bool = True
@@ -76,14 +84,21 @@ class Actor:
                 columns = self._act(self._columns, noise)
             else:
                 columns = self.split.choose(self._columns, noise)
+            form = noise is None, whole
+            if form not in self._watched:
+                self._check(columns)
+                self._watched[form] = [name for name, column in columns.items() if _must_be_finite(name, column)]
+            for name in self._watched[form]:
+                # One pass, and the usual case. The sum is not finite if one of the numbers is not, or if it overflows.
+                if name in columns and not math.isfinite(np.vdot(columns[name], columns[name])):
+                    self._check_finite(name, columns[name], acting)
+            if self.memory is not None:
+                self.memory.take(self._state_out, acting, self._lanes)
         except ModuleError:
             raise
         except Exception as error:
             name = type(self._module).__name__
             raise ModuleError(f"the policy {name} failed while acting: {type(error).__name__}: {error}") from error
-        if (noise is None, whole) not in self._checked:
-            self._check(columns)
-            self._checked.add((noise is None, whole))
         return columns
 
     def _forward(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None) -> Columns:
@@ -98,8 +113,7 @@ class Actor:
                 answer = self._module.forward_exploration(batch)
         if not isinstance(answer, dict) or "actions" not in answer:
             raise ModuleError(f"the policy answered {answer!r:.80}; it must be a dict with 'actions'")
-        if self.memory is not None:
-            self.memory.take(answer.get("state_out"), acting, self._lanes)
+        self._state_out = answer.get("state_out")
         columns: Columns = {}
         for name, value in answer.items():
             if name == "state_out":
@@ -109,8 +123,25 @@ class Actor:
             columns.update({part: _array(part, tensor) for part, tensor in parts.items()})
         root = "actions_for_env" if "actions_for_env" in answer else "actions"
         for name, leaf in leaves(self._spaces.action, root):
-            columns[name] = columns[name].astype(column_dtype(leaf), copy=False)
+            given, dtype = columns[name], column_dtype(leaf)
+            if given.dtype.kind == "f" and dtype.kind != "f":
+                self._check_finite(name, given, acting)  # a cast would make numbers of NaN
+            columns[name] = given.astype(dtype, copy=False)
         return columns
+
+    def _check_finite(self, name: str, column: NDArray[Any], acting: NDArray[np.intp] | None) -> None:
+        """Raise `NotFiniteError` for NaN and infinities in the rows that act. Inputs of a distribution may be -inf."""
+        rows = column
+        if acting is not None:  # the other rows have no meaning
+            rows = column[acting if self._lanes is None else np.isin(self._lanes, acting)]
+        bad = np.isnan(rows) | (rows == np.inf) if name == _LOGITS else ~np.isfinite(rows)
+        if bad.any():
+            kind, count = ("NaN" if np.isnan(rows).any() else "infinite"), int(bad.sum())
+            sentence = (
+                f"the policy {type(self._module).__name__} gives {kind} {name}: {count} of {rows.size} values are not "
+                "finite; look at its weights, and for a division by 0 or a logarithm of 0 in it"
+            )
+            raise NotFiniteError(name, count, rows.size, sentence)
 
     def _check(self, columns: Columns) -> None:
         for name, leaf in self._expected.items():
@@ -176,6 +207,10 @@ def flatten_actions(space: Space, value: Any, root: str) -> dict[str, Any]:
     except (KeyError, IndexError, TypeError) as error:
         raise ModuleError(f"the policy's {root!r} is not nested as the action space is ({error!r})") from error
     return {name: column for part in parts for name, column in part.items()}
+
+
+def _must_be_finite(name: str, column: NDArray[Any]) -> bool:
+    return column.dtype.kind == "f" and name.split("/", 1)[0] in _FINITE
 
 
 def _array(name: str, value: Any) -> NDArray[Any]:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import WhichModuleError
-from headrace.schemas.messages.weights import check_shapes, split_modules
+from headrace.schemas.errors import WeightsMismatchError, WhichModuleError
+from headrace.schemas.messages.weights import check_shapes, fit_names, split_modules
 
 _DTYPES = {torch.from_numpy(np.empty(0, dtype)).dtype: np.dtype(dtype) for dtype in ("<f4", "<f8", "<i8")}
 """The dtypes of nearly all parameters and buffers, which numpy copies straight from the wire's read-only arrays."""
@@ -26,8 +26,8 @@ def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
 
 
 def check_weights(module: torch.nn.Module, state: State) -> None:
-    """Raise `WeightsMismatchError` unless `state` has the names and shapes of the module's parameters and buffers."""
-    _check(module.state_dict(), state)
+    """Raise `WeightsMismatchError` unless `state` fits the module's parameters and buffers, as `write_weights` does."""
+    _fit(module.state_dict(), state)
 
 
 def weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -36,17 +36,39 @@ def weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def write_weights(module: torch.nn.Module, state: State) -> None:
-    """Copy `state` into the module's own memory. Copies nothing if it raises `ModuleError`."""
+    """Copy `state` into the module's own memory. Copies nothing if it raises `WeightsMismatchError`.
+
+    Names may have the parts that wrappers put into them. Shapes are the module's. Floats of any width are cast to the
+    module's; other numbers must keep their kind and value.
+    """
     own = module.state_dict()
-    _check(own, state)
+    fitting = _fit(own, state)
     for name, tensor in own.items():
-        _write(tensor, state[name])
+        _write(tensor, fitting[name])
 
 
-def _check(own: Mapping[str, torch.Tensor], state: State) -> None:
-    """Raise `WeightsMismatchError` unless `state` has the names and shapes of a module's `own` tensors."""
+def _fit(own: Mapping[str, torch.Tensor], state: State) -> State:
+    """Return `state` under the names of a module's `own` tensors. Raises `WeightsMismatchError` if it does not fit."""
+    state = fit_names(state, own)
     if own.keys() != state.keys() or any(tensor.shape != state[name].shape for name, tensor in own.items()):
         check_shapes(_shapes(state), _shapes(own))
+    differ = {
+        name: (str(state[name].dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in own.items()
+        if _DTYPES.get(tensor.dtype) != state[name].dtype and not _keeps_numbers(state[name], tensor.dtype)
+    }
+    if differ:
+        raise WeightsMismatchError([], [], {}, dtypes=differ)
+    return state
+
+
+def _keeps_numbers(given: NDArray[Any] | torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a cast to `dtype` changes no more than the rounding of floats."""
+    tensor = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.array(given))
+    if tensor.dtype.is_floating_point or dtype.is_floating_point:
+        return tensor.dtype.is_floating_point and dtype.is_floating_point
+    kinds = {tensor.dtype.is_complex, dtype.is_complex}, {tensor.dtype is torch.bool, dtype is torch.bool}
+    return all(len(kind) == 1 for kind in kinds) and bool((tensor.to(dtype) == tensor).all())
 
 
 def _shapes(state: State) -> dict[str, tuple[int, ...]]:
