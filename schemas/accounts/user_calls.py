@@ -39,8 +39,6 @@ class CallInProgress:
     lane: int
     limit_s: float
     """Seconds that the call may last."""
-    is_overdue: bool = False
-    """True if the worker itself has noticed that the call takes longer."""
 
     def in_words(self, lasted_s: float) -> str:
         """Say what has been in progress for `lasted_s` seconds, and what limits it."""

@@ -10,6 +10,8 @@ from headrace.schemas.accounts.user_calls import UserCall
 
 SIGN_INTERVAL_S = 0.02
 """The shortest time between two signs of life, in seconds."""
+CallWords = MutableSequence[int] | memoryview
+"""[kind, lane], perhaps in memory that others read."""
 _OTHER, _STEP = int(UserCall.OTHER), int(UserCall.STEP)
 
 
@@ -21,7 +23,7 @@ class CallMark:
     """
 
     def __init__(self) -> None:
-        self.words: MutableSequence[int] = [_OTHER, 0]
+        self.words: CallWords = [_OTHER, 0]
         self.on_wait: Callable[[], None] | None = None
         """Called between two calls. If it raises, `raise_kept` raises that error once the poll is over."""
         self.is_slow = True
@@ -34,7 +36,7 @@ class CallMark:
         self.words[1] = lane
         self.words[0] = kind
 
-    def begin_steps(self) -> MutableSequence[int]:
+    def begin_steps(self) -> CallWords:
         """Mark the steps of a poll. Return the words, whose second one is the lane of the step in progress."""
         words = self.words
         words[0] = _STEP
