@@ -29,6 +29,8 @@ log = logging.getLogger("headrace.supervisor")
 
 STEP = "next: "
 """Prefix of the lines with which the process announces its steps."""
+NOTE = "note: "
+"""Prefix of what the process found that is no error."""
 SAY_WAITING_S = 10.0
 _START_S = 60.0
 """Seconds that the process may take in addition to its env."""
@@ -58,18 +60,23 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     child = Child(
         check_start(config_json), run_dir.logs / "check.log", env=child_environment(1), fork_server=fork_server
     )
-    limit_s = config.sampling.env_construct_timeout_s + _START_S
+    sampling = config.sampling
+    of_env_s = sampling.env_construct_timeout_s + sampling.env_reset_timeout_s + sampling.env_step_timeout_s
+    limit_s = of_env_s + _START_S
     took_s = _await_end(child, limit_s, signals)
     returncode = child.reap()
     config_json.unlink(missing_ok=True)
     if not returncode or signals.count:
+        for line in child.log_lines(200):
+            if line.startswith(NOTE):
+                log.warning("%s", line.removeprefix(NOTE))
         return
     if took_s > limit_s:
         raise StartCheckError(
             ExitCode.ENV,
-            f"{_step(child)} was not done after {limit_s:g} s: {config.sampling.env_construct_timeout_s:g} s of "
-            f"sampling.env_construct_timeout_s, and {_START_S:g} s for the rest; raise it, or start without: "
-            "--no-check-env",
+            f"{_step(child)} was not done after {limit_s:g} s: {of_env_s:g} s of sampling.env_construct_timeout_s, "
+            f"env_reset_timeout_s and env_step_timeout_s, and {_START_S:g} s for the rest; raise them, or start "
+            "without: --no-check-env",
         )
     raise _error(child, returncode)
 

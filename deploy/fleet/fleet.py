@@ -32,7 +32,7 @@ from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.fleet_errors import DrainCutShortError, OwnRedisError
 from headrace.deploy.process.fork_server import ForkServer
-from headrace.deploy.process.recorders import recorders_in
+from headrace.deploy.process.recorders import has_delivered, recorder_path, recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
 from headrace.deploy.ray.wanted_workers import write_wanted
@@ -544,6 +544,10 @@ class Fleet:
         self.record.note_processes(self.supervisor.services.values())
         if self._process_reporter is not None:
             self._process_reporter.changed()
+
+    def has_delivered(self, service: Service, child: Child) -> bool:
+        """Return whether the recorder of this life knows of a committed step."""
+        return has_delivered(recorder_path(self.run_dir.recorders, service.spec.slot or 0, child.incarnation))
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
         """Send the obituary of a dead worker to the broker. Send all obituaries again to a new broker."""

@@ -61,7 +61,7 @@ _SAYS_ENOUGH = (ImportError, AttributeError, HeadraceError)
 
 def run_start_check(config: Path | None) -> None:
     """Check what `config` names, in this process. Skip the interpreter's clean-up, which envs can block."""
-    from headrace.deploy.fleet.check_process import STEP
+    from headrace.deploy.fleet.check_process import NOTE, STEP
     from headrace.deploy.policies.start_check import check_start
 
     resolved, _ = Asked(config).resolve()
@@ -71,7 +71,8 @@ def run_start_check(config: Path | None) -> None:
 
     with no_exit_from(EnvError, "the env or a module"):
         try:
-            check_start(resolved, say)
+            if note := check_start(resolved, say):
+                print(NOTE + note, flush=True)  # noqa: T201
         except HeadraceError as error:
             own_words = isinstance(error, UnknownEnvError) or isinstance(error.__cause__, _SAYS_ENOUGH)
             if isinstance(error.__cause__, Exception) and not own_words:

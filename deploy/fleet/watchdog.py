@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from headrace.deploy.fleet.redis_probe import PINGS, RedisProbe
+from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.liveness_file import seconds_silent
 from headrace.deploy.process.proc_stat import is_stopped
 from headrace.deploy.process.recorders import recorder_path
 from headrace.deploy.process.supervisor import Role, Service, ServiceState, Supervisor
 from headrace.schemas.accounts.recorder import Reading, read_recorder
+from headrace.schemas.accounts.recorder_file import seconds_of_silence
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -26,10 +28,11 @@ def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: fl
     """Return what to log about a silent worker; None when it is not silent."""
     if reading is None:
         return why_without_sign(lived_s, first_sign_s)
-    seconds_silent = (now_ns - reading.updated_ns) / 1e9
-    if seconds_silent <= lease_s or now_ns <= reading.silent_until_ns:
+    silent_s, allowed_s = seconds_of_silence(reading, now_ns)
+    if silent_s - allowed_s <= lease_s:
         return None
-    return f"has been silent for {seconds_silent:.1f} s"
+    in_call = reading.watched.in_words(now_ns)
+    return f"has been silent for {silent_s:.1f} s" + (in_call and f": {in_call}")
 
 
 def why_without_sign(lived_s: float, first_sign_s: float) -> str | None:
@@ -49,6 +52,8 @@ def recorders_by_slot(folder: Path) -> Callable[[Service], Path | None]:
 
 class FleetWatchdog:
     """Replaces workers whose recorder has not been written for `lease_s`; looks four times a lease.
+
+    In a call of the user's code a worker has the call's own limit before.
 
     `recorder_of` returns the recorder of a worker's present life; None while it has none.
 
@@ -112,7 +117,8 @@ class FleetWatchdog:
         if service.spec.role is Role.WORKER:
             recorder = self._recorder_of(service)
             reading = read_recorder(recorder) if recorder is not None else None
-            return why_silent(reading, lived_s, time.monotonic_ns(), self._lease_s, first_sign_s)
+            why = why_silent(reading, lived_s, time.monotonic_ns(), self._lease_s, first_sign_s)
+            return why or (None if reading is None else self._why_stopped(child))
         if service.spec.role is Role.REDIS and (why := self._why_redis_hangs()) is not None:
             return why
         silent = seconds_silent(child.liveness_path)
@@ -120,6 +126,9 @@ class FleetWatchdog:
             return why
         if silent is not None and silent > self._limits_s.get(service.spec.role, math.inf):
             return f"has been silent for {silent:.1f} s"
+        return self._why_stopped(child)
+
+    def _why_stopped(self, child: Child) -> str | None:
         stopped = time.monotonic() - self._stopped_since.get(child.pid, math.inf)
         return f"has been stopped for {stopped:.1f} s" if stopped > self._lease_s else None
 

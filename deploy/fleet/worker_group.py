@@ -30,7 +30,7 @@ from headrace.deploy.process.child_commands import group_worker, worker_of_group
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.fork_server import ForkServer
-from headrace.deploy.process.recorders import Life, recorder_path, recorders_in
+from headrace.deploy.process.recorders import Life, has_delivered, recorder_path, recorders_in
 from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import Role, Service, Supervisor
@@ -216,6 +216,11 @@ class WorkerGroup:
 
     def changed(self) -> None:
         """Do nothing: a group reports no process states."""
+
+    def has_delivered(self, service: Service, child: Child) -> bool:
+        """Return whether the recorder of this life knows of a committed step."""
+        recorder = self.recorder_of(service)
+        return recorder is not None and has_delivered(recorder)
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
         """Send the obituary of a life that had joined. Note that the broker was unreachable for too long."""

@@ -18,6 +18,8 @@ SILENT_S = 3.0
 """Seconds without a sign of life after which a process is named, if the fleet takes no step."""
 
 _MANY_DEATHS = 3
+_PHASES = ("loading", "building", "rebuilding")
+"""What a worker may do; any other word of it tells of a long call of an env, a policy or a callback."""
 _LATE_HEARTBEATS = 3
 _SILENT_KINDS = {"broker": "broker_silent", "learner": "learner_silent", "env-host": "env_host_silent"}
 
@@ -77,7 +79,7 @@ def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
     unknown = (
         []
         if facts.redis_error or not facts.snapshot.gauges
-        else [s for s in workers if not s.doing and s.slot not in states]
+        else [s for s in workers if s.doing not in _PHASES and s.slot not in states]
     )
     for state in unknown:
         sentence = f"waiting for {state.name} (pid {state.pid}) to join the broker"
@@ -129,14 +131,15 @@ def _why_stuck(facts: Facts, state: ProcessState, states: States) -> Observation
         if not kind or silent_s <= SILENT_S:
             return None
         return observe(facts, kind, state.name, f"waiting for {name}, silent for {silent_s:.0f} s", silent_s)
-    if silent_s > SILENT_S and not state.doing:
-        sentence = f"waiting for {name}: its env or a callback has not returned for {silent_s:.0f} s"
+    if silent_s > SILENT_S and state.doing not in _PHASES:
+        does = state.doing or f"its env or a callback has not returned for {silent_s:.0f} s"
+        sentence = f"waiting for {name}: {does}"
         return observe(facts, "env_hangs", state.name, sentence, silent_s)
     if silent_s > SILENT_S and state.doing == "rebuilding":
         sentence = f"waiting for {name}, which has been building an env again for {silent_s:.0f} s"
         return observe(facts, "env_rebuilding", state.name, sentence, silent_s)
     told = states.get(state.slot, {})
-    if state.doing or told.get("incarnation") != state.incarnation:
+    if state.doing in _PHASES or told.get("incarnation") != state.incarnation:
         return None
     return _why_envs_silent(facts, state.name, name, told)
 

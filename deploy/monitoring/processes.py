@@ -27,6 +27,8 @@ SUPERVISOR = "supervisor"
 LEAST_ROOM = 64 << 20
 """Bytes; a disk with less counts as full."""
 _NO_USAGE = (0.0, 0)
+_LONG_CALL_S = 2.0
+"""Seconds after which a call of a user's code is told as what a worker does."""
 
 
 def processes_of(fleet: FleetFile, run_dir: Path) -> dict[str, ProcessState]:
@@ -108,4 +110,7 @@ def _signs_of_life(entry: ProcessEntry, run_dir: Path) -> tuple[float, str]:
         return 0.0, "loading"
     now_ns = time.monotonic_ns()
     doing = "" if reading.silent_until_ns <= now_ns else "rebuilding" if reading.totals.stepped else "building"
-    return max(0.0, (now_ns - reading.updated_ns) / 1e9), doing
+    silent_s = max(0.0, (now_ns - reading.updated_ns) / 1e9)
+    if not doing and silent_s > _LONG_CALL_S:
+        doing = reading.watched.in_words(now_ns)
+    return silent_s, doing

@@ -6,6 +6,7 @@ either, since their envs are reset in another way.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,54 +31,80 @@ from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 
 
-def try_env(config: EnvRunnerConfig, built: BuiltEnv) -> None:
-    """Reset the env once, and step it once with sampled actions. Raises `EnvError` with the fault and its place.
+class _Trial:
+    """The first calls of an env, and how long each took."""
 
-    An env that asks for a rebuild passes.
+    def __init__(self, config: EnvRunnerConfig) -> None:
+        self._config = config
+        self.seed = config.max_env_seed // 2 + 1
+        """A seed as large as workers' seeds are, of which half are above it."""
+        self.took_s: dict[str, float] = {}
+
+    @contextmanager
+    def at(self, what: str, envs: int = 1) -> Iterator[None]:
+        """Turn an error of the call within into an `EnvError` that names the env and the call.
+
+        A call of `envs` envs that takes longer than a worker allows is such an error too.
+        """
+        name, began = self._config.env, time.monotonic()
+        with _failing_at(self._config, what):
+            yield
+        took_s = self.took_s[what] = time.monotonic() - began
+        setting = f"env_{what}_timeout_s"
+        limit_s = getattr(self._config, setting)
+        if took_s > limit_s * envs:
+            raise EnvError(
+                f"env {name!r} took {took_s:.1f} s for its first {what}, and sampling.{setting} = {limit_s:g} allows "
+                "no worker that; raise it, or start without this check: --no-check-env"
+            )
+
+
+def try_env(config: EnvRunnerConfig, built: BuiltEnv) -> Mapping[str, float]:
+    """Reset the env once, and step it once with sampled actions. Return the seconds of each call that was made.
+
+    Raises `EnvError` with the fault and its place, or for a call beyond its time limit. An env that asks for a rebuild
+    passes.
     """
+    trial = _Trial(config)
     env, check_bounds = built.env, not config.disable_env_checking
     if isinstance(env, ExternalEnv | ExternalMultiAgentEnv | VectorEnv):
-        return
+        return trial.took_s
     if config.is_multi_agent:
-        _try_agents(config, env, built.by_agent, check_bounds=check_bounds)
+        _try_agents(trial, env, built.by_agent, check_bounds=check_bounds)
     elif not isinstance(env, gym.vector.VectorEnv):
-        _try_one(config, env, built.own, check_bounds=check_bounds)
+        _try_one(trial, env, built.own, check_bounds=check_bounds)
     elif seeding_of(env) is not Seeding.NONE:
-        _try_vector(config, env, built.own, check_bounds=check_bounds)
+        _try_vector(trial, env, built.own, check_bounds=check_bounds)
+    return trial.took_s
 
 
-def _seed(config: EnvRunnerConfig) -> int:
-    """Return a seed as large as workers' seeds are, of which half are above it."""
-    return config.max_env_seed // 2 + 1
-
-
-def _try_one(config: EnvRunnerConfig, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
+def _try_one(trial: _Trial, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
     seen = Observations(spaces.observation, 1, check_bounds=check_bounds)
-    with _failing_at(config, "reset"):
-        observation, info = take_reset_apart(env.reset(seed=_seed(config)))
+    with trial.at("reset"):
+        observation, info = take_reset_apart(env.reset(seed=trial.seed))
         _raise_first(seen.put(None, [observation]))
-    with _failing_at(config, "step"):
+    with trial.at("step"):
         action = _sample(env.action_space, observation, info)
         failures = step_all([EnvSlot(0, env, env.step)], [action], seen, 1).failures
         if failures:
             raise failures[0].error
 
 
-def _try_vector(config: EnvRunnerConfig, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
+def _try_vector(trial: _Trial, env: Any, spaces: Spaces, *, check_bounds: bool) -> None:
     seen = Observations(spaces.observation, env.num_envs, check_bounds=check_bounds)
-    with _failing_at(config, "reset"):
-        _raise_first(seen.put_rows(take_reset_apart(env.reset(seed=_seed(config)))[0]))
-    with _failing_at(config, "step"):
+    with trial.at("reset", env.num_envs):
+        _raise_first(seen.put_rows(take_reset_apart(env.reset(seed=trial.seed))[0]))
+    with trial.at("step", env.num_envs):
         _raise_first(seen.put_rows(_taken_apart(env.step(env.action_space.sample()))))
 
 
-def _try_agents(config: EnvRunnerConfig, env: Any, spaces: Mapping[Any, Spaces], *, check_bounds: bool) -> None:
+def _try_agents(trial: _Trial, env: Any, spaces: Mapping[Any, Spaces], *, check_bounds: bool) -> None:
     seen = {agent: Observations(own.observation, 1, check_bounds=check_bounds) for agent, own in spaces.items()}
     gym_spaces = gym_spaces_of(env)
-    with _failing_at(config, "reset"):
-        observations, infos = take_reset_apart(env.reset(seed=_seed(config)))
+    with trial.at("reset"):
+        observations, infos = take_reset_apart(env.reset(seed=trial.seed))
         _put_all(seen, observations)
-    with _failing_at(config, "step"):
+    with trial.at("step"):
         actions = {a: _sample(gym_spaces[a][1], own, infos.get(a)) for a, own in observations.items()}
         _put_all(seen, _taken_apart(env.step(actions)))
 

@@ -42,8 +42,10 @@ class _Policy:
         return self.build == DEFAULT_MODULE and not self.config
 
 
-def check_start(config: FleetConfig, say: Say) -> None:
+def check_start(config: FleetConfig, say: Say) -> str:
     """Check that workers and learner can be built from `config`. `say` gets a text before each step.
+
+    Return what the user should know of the env's speed; "" for nothing.
 
     Raises the error with which a worker or the learner would end.
     """
@@ -58,15 +60,28 @@ def check_start(config: FleetConfig, say: Say) -> None:
     policies = _policies(runner)
     _check_names(config, policies)
     if not envs_are_here or not config.fleet.check_env:
-        return
+        return ""
     say(f"building one env of {config.sampling.env!r}")
     with built_env(runner) as built:
         say(f"resetting and stepping that env of {config.sampling.env!r} once")
-        try_env(runner, built)
+        took_s = try_env(runner, built)
     spaces = dict(_connected(policies, built.by_module, config.sampling.num_envs))
     if not all(policy.is_ours for policy in policies.values()):
         say("building the modules of " + ", ".join(sorted({repr(policy.build) for policy in policies.values()})))
         _check_modules(config, runner, policies, spaces)
+    return _slow_polls(config, took_s)
+
+
+def _slow_polls(config: FleetConfig, took_s: Mapping[str, float]) -> str:
+    sampling, what = config.sampling, max(took_s, key=took_s.__getitem__, default="")
+    poll_s = took_s.get(what, 0.0) * sampling.num_envs
+    if sampling.env_placement != "inline" or poll_s <= config.broker.lease_s:
+        return ""
+    return (
+        f"the first {what} of env {sampling.env!r} took {took_s[what]:.1f} s, so a worker with "
+        f"{sampling.num_envs} inline envs takes {poll_s:.0f} s for all of them, one after the other; "
+        "--set sampling.env_placement=process runs them side by side, and there a hang costs one env"
+    )
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

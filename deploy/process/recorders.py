@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.schemas.accounts.ledger import LedgerRow
-from headrace.schemas.accounts.recorder import Reading
+from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.errors import RunDirError, removed_error
 
 _NAME = re.compile(r"worker-(\d{1,9})-([1-9]\d{0,8})\.rec")
@@ -36,6 +36,12 @@ def recorders_in(folder: Path) -> Iterator[tuple[Life, Path]]:
         match = _NAME.fullmatch(path.name)
         if match is not None and path.is_file():
             yield (int(match[1]), int(match[2])), path
+
+
+def has_delivered(recorder: Path) -> bool:
+    """Return whether a step of the recorder's life is committed, as far as its worker was told."""
+    reading = read_recorder(recorder)
+    return reading is not None and reading.settled.committed[0] > 0
 
 
 def covers(row: LedgerRow, reading: Reading | None) -> bool:

@@ -16,6 +16,8 @@ class RestartPolicy:
 
     The window is measured in the process's own running time, not in wall time. In wall time, the growing pauses would
     move the deaths of a crash loop out of the window.
+
+    Lives that delivered nothing count at any pace, until a life has delivered: a run without progress ends.
     """
 
     def __init__(self, section: SupervisorSection, rng: random.Random) -> None:
@@ -23,14 +25,17 @@ class RestartPolicy:
         self._rng = rng
         self._uptime_s = 0.0
         self._deaths: deque[float] = deque()
+        self.fruitless = 0
+        """Lives in a row that have delivered nothing."""
 
-    def after_death(self, lived_s: float) -> float | None:
+    def after_death(self, lived_s: float, *, has_delivered: bool = True) -> float | None:
         """Return the seconds to wait before the next start; None when `max_restarts_per_window` is spent."""
+        self.fruitless = 0 if has_delivered else self.fruitless + 1
         self._uptime_s += lived_s
         self._deaths.append(self._uptime_s)
         while self._deaths[0] <= self._uptime_s - self._section.restart_window_s:
             self._deaths.popleft()
-        if len(self._deaths) > self._section.max_restarts_per_window:
+        if max(len(self._deaths), self.fruitless) > self._section.max_restarts_per_window:
             return None
         if len(self._deaths) == 1 and lived_s >= LONG_LIFE * self._section.restart_backoff_s:
             return 0.0

@@ -111,6 +111,8 @@ class Service:
     child: Child | None = None
     zombies: list[Child] = field(default_factory=list)
     restarts: int = 0
+    has_delivered: bool = True
+    """Whether a step of its last life was committed; True for roles that take none."""
     last_words: str = ""
     """Text on how its last life ended, with the last line it logged."""
     timer: Timer | None = None
@@ -125,6 +127,9 @@ class Observer(Protocol):
 
     def changed(self) -> None:
         """Note that some process started, ended or changed its state."""
+
+    def has_delivered(self, service: Service, child: Child) -> bool:
+        """Return whether a step of this life of a worker was committed. `service.child` is still that child."""
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
         """Note that a child of `service` has ended.
@@ -171,12 +176,14 @@ class Supervisor:
         if zombie is None or service.state is not ServiceState.RUNNING:
             return
         log.warning("%s (pid %d) %s; a new one takes its place", service.spec.name, zombie.pid, why)
+        service.last_words = f"silence ({why})"
+        self._note_delivery(service, zombie)
         service.zombies.append(zombie)
         may_wake = service.spec.role is Role.WORKER and not service.spec.has_port
         grace_s = self._section.zombie_grace_s if may_wake else 0.0
         self._loop.call_later(grace_s, lambda: zombie.send(signal.SIGKILL))
         service.child = None
-        self._restart(service, time.monotonic() - zombie.started)
+        self._restart(service, time.monotonic() - zombie.started, end=service.last_words)
 
     def bring_back(self, service: Service, why: str) -> None:
         """Restart a learner that a newer learner had fenced, once the newer one has left."""
@@ -260,6 +267,8 @@ class Supervisor:
     def _on_end(self, service: Service, child: Child) -> None:
         self._loop.forget(child.pidfd)
         returncode = child.reap()
+        if child is service.child:
+            self._note_delivery(service, child)
         self._observer.ended(service, child, returncode)
         if child is service.child:
             service.child = None
@@ -268,6 +277,10 @@ class Supervisor:
             service.zombies.remove(child)
             log.info("%s: replaced pid %d ended with %s", service.spec.name, child.pid, describe_end(returncode))
         self._observer.changed()
+
+    def _note_delivery(self, service: Service, child: Child) -> None:
+        if service.spec.role is Role.WORKER:
+            service.has_delivered = self._observer.has_delivered(service, child)
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
         name, end, record = service.spec.name, describe_end(returncode), child.exit_record
@@ -295,10 +308,10 @@ class Supervisor:
             self._fail(service, DiskFullError(str(self._logs), f"what {name} keeps (it ended with {end})"))
         else:
             log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
-            self._restart(service, time.monotonic() - child.started, child, end)
+            self._restart(service, time.monotonic() - child.started, child, end=end)
 
-    def _restart(self, service: Service, lived_s: float, child: Child | None = None, end: str = "silence") -> None:
-        delay_s = service.policy.after_death(lived_s)
+    def _restart(self, service: Service, lived_s: float, child: Child | None = None, *, end: str) -> None:
+        delay_s = service.policy.after_death(lived_s, has_delivered=service.has_delivered)
         if delay_s is None:
             self._fail(service, self._crash_loop(service, child, end))
             return
@@ -312,9 +325,12 @@ class Supervisor:
         lines = child.log_lines(10) if child else []
         tail = "\n  ".join(["; its last log lines:", *lines]) if lines else "; it wrote no log"
         deaths, window_s = service.policy.deaths_in_window, self._section.restart_window_s
+        often = f"died {deaths} times within {window_s:g} s of running"
+        if service.policy.fruitless > self._section.max_restarts_per_window:
+            often = f"died {service.policy.fruitless} times in a row before any step of it was committed"
         return CrashLoopError(
-            f"{service.spec.name} died {deaths} times within {window_s:g} s "
-            f"of running (last: {end}) and is given up; repair it, or raise supervisor.max_restarts_per_window{tail}"
+            f"{service.spec.name} {often} (last: {end}) and is given up; "
+            f"repair it, or raise supervisor.max_restarts_per_window{tail}"
         )
 
     def _fail(self, service: Service, error: HeadraceError) -> None:

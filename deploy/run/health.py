@@ -15,7 +15,7 @@ from pathlib import Path
 from headrace.deploy.process.liveness_file import seconds_silent
 from headrace.deploy.process.proc_stat import is_stopped
 from headrace.deploy.run.health_file import HealthRecord, health_records, progress_path
-from headrace.schemas.accounts.recorder_file import Pulse, read_pulse
+from headrace.schemas.accounts.recorder_file import Pulse, read_pulse, seconds_of_silence
 
 RUN_DIR_VARIABLE = "HEADRACE_FLEET__RUN_DIR"
 WITHIN_S = 60.0
@@ -100,13 +100,13 @@ Signs = tuple[float | None, float | None]
 
 
 def _of_worker(record: HealthRecord) -> Signs:
-    """Return the signs in the worker's newest recorder. An announced silence counts as 0 s."""
+    """Return the signs in the worker's newest recorder. An announced silence counts as 0 s; so does a call's limit."""
     pulse = max(_own_pulses(record), key=lambda pulse: pulse.updated_ns, default=None)
     if pulse is None:
         return None, None
     now_ns = time.monotonic_ns()
-    silent_ns = 0 if now_ns <= pulse.silent_until_ns else now_ns - pulse.updated_ns
-    return silent_ns / 1e9, (now_ns - pulse.stepped_ns) / 1e9 if pulse.stepped_ns else None
+    silent_s, allowed_s = seconds_of_silence(pulse, now_ns)
+    return silent_s - allowed_s, (now_ns - pulse.stepped_ns) / 1e9 if pulse.stepped_ns else None
 
 
 def _own_pulses(record: HealthRecord) -> Iterator[Pulse]:

@@ -17,7 +17,8 @@ class ProcessState(BaseModel):
     """One process of a fleet at one moment.
 
     - state: starting, running, draining, stopped (of the supervisor too); restarting, fenced, failed.
-    - doing: loading (has not joined yet), building (its envs), rebuilding (an env); "" for anything else.
+    - doing: loading (has not joined yet), building (its envs), rebuilding (an env), or which call of an
+      env, policy or callback lasts; "" for anything else.
     - silent_s: seconds since its last sign of life; 0 for a role that gives none.
     - pid: 0 between two lives. Then started_unix_s is 0 too.
     """

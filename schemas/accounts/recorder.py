@@ -5,6 +5,7 @@
     1088   128 x i64 area 1   ┘ complete at every instant and a SIGKILL between two stores tears nothing
     2112   1024 x 3 x i64     the window: (seq, steps, chunks) of each batch cut, at seq % 1024, written before the
                               commit that counts it and not overwritten before it is settled
+    26688  16 x i64           the call of the user's code in progress; each word is whole by itself
 
 Words of an area: a counter at the `word` of its row in `COUNTERS`; signs of life at 0, 12 and 15 (`recorder_file.py`);
 what is settled at 9, 10 and 11, accepted at 13; steps by reason from 16 to 95. Later counters follow from 96 on.
@@ -23,7 +24,7 @@ import os
 import time
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
@@ -32,22 +33,33 @@ from pydantic import ValidationError
 from headrace.schemas.accounts.ledger import COUNTERS, Count, Discard, Drop, HeldBatch, Settled, WorkerTotals, plus
 from headrace.schemas.accounts.recorder_file import (
     AREA,
+    BEAT_NS,
+    CALL,
+    CALL_WORDS,
     COMMITS,
     HEADER,
     LAYOUT,
+    LIMITS_MS,
     MAGIC,
+    OVERDUE,
     RING,
     SILENT_UNTIL_NS,
+    SINCE_NS,
     STEPPED_NS,
     UPDATED_NS,
+    WatchedCall,
     newest_area,
+    read_call,
     read_words,
+    watched_call,
 )
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.basics.run_files import opener
 from headrace.schemas.errors import writing
 
 _WORDS = RING + 3 * WINDOW
+assert _WORDS == CALL
 _STEPPED, _OPEN, _ENV_STEPS = (COUNTERS[name].word for name in ("stepped", "open", "env_steps"))
 _COUNTED = tuple((row.word, attrgetter(row.value or name)) for name, row in COUNTERS.items() if name != "stepped")
 """Words and values of the counters that `totals` writes itself. `_commit` writes `stepped`."""
@@ -60,7 +72,7 @@ _DROPS = {reason.value: i for i, reason in enumerate(Drop)}
 
 
 class Recorder:
-    """The writing side; one process, one thread."""
+    """The writing side; one process, one thread. `beat` alone may be called by another thread."""
 
     def __init__(self, path: Path, slot: int, incarnation: int) -> None:
         self.path = path
@@ -68,9 +80,13 @@ class Recorder:
             if not path.is_symlink():  # which `opener` refuses
                 path.unlink(missing_ok=True)  # a reader that has mapped the old file would die of SIGBUS if it were cut
             with open(path, "w+b", opener=opener) as file:
-                os.posix_fallocate(file.fileno(), 0, 8 * _WORDS)  # with a sparse file, a full disk would mean SIGBUS
-                self._map = mmap.mmap(file.fileno(), 8 * _WORDS)
+                os.posix_fallocate(
+                    file.fileno(), 0, 8 * (CALL + CALL_WORDS)
+                )  # with a sparse file, a full disk would mean SIGBUS
+                self._map = mmap.mmap(file.fileno(), 8 * (CALL + CALL_WORDS))
         self._words = memoryview(self._map).cast("q")
+        self.call = self._words[CALL:]
+        """The words about the call in progress, of which the first two are [kind, lane]."""
         self._areas = [self._words[HEADER + i * AREA : HEADER + (i + 1) * AREA] for i in (0, 1)]
         self._values = array("q", bytes(8 * AREA))
         self._commits = 0
@@ -91,6 +107,25 @@ class Recorder:
         """Record that the process is alive, and how long it may be silent beyond its lease from now on."""
         self._values[SILENT_UNTIL_NS] = time.monotonic_ns() + int(silence_s * 1e9)
         self._commit()
+
+    def limit(self, kind: UserCall, limit_s: float) -> None:
+        """Record how long a call of this kind may last."""
+        self.call[LIMITS_MS + kind] = min(int(limit_s * 1e3), 1 << 62)
+
+    def watched(self) -> WatchedCall:
+        """Return the call in progress."""
+        return watched_call(self.call)
+
+    @property
+    def commits(self) -> int:
+        """Number of updates so far."""
+        return self._commits
+
+    def beat(self, since_ns: int, *, is_overdue: bool) -> None:
+        """Record that the process is alive, and in the same call since `since_ns`; or that the call is overdue."""
+        self.call[SINCE_NS], self.call[OVERDUE] = since_ns, is_overdue
+        if not is_overdue:
+            self.call[BEAT_NS] = time.monotonic_ns()
 
     def totals(self, totals: WorkerTotals, batch: HeldBatch | None = None) -> None:
         """Record all totals and, with `batch`, that it was cut. Call it before the batch is sent."""
@@ -115,7 +150,7 @@ class Recorder:
 
     def close(self) -> None:
         """Release the mapping; the file stays for its readers."""
-        for view in (*self._areas, self._words):
+        for view in (*self._areas, self.call, self._words):
             view.release()
         self._map.close()
 
@@ -155,6 +190,7 @@ class Reading:
     settled: Settled
     window: list[HeldBatch]
     """Batches after `settled.seq`, in order."""
+    watched: WatchedCall = field(default_factory=WatchedCall)
 
 
 def read_recorder(path: Path) -> Reading | None:
@@ -167,7 +203,7 @@ def read_recorder(path: Path) -> Reading | None:
     if words is None:
         return None
     try:
-        return _reading(words)
+        return _reading(words, read_call(path))
     except ValidationError:
         return None
 
@@ -181,7 +217,7 @@ def is_unborn(path: Path) -> bool:
         return True
 
 
-def _reading(words: memoryview) -> Reading:
+def _reading(words: memoryview, watched: WatchedCall) -> Reading:
     v = newest_area(words)
     totals = WorkerTotals(
         **{name: v[row.word] for name, row in COUNTERS.items() if words[1] >= row.layout},
@@ -205,6 +241,7 @@ def _reading(words: memoryview) -> Reading:
         totals=totals,
         settled=settled,
         window=[batch for batch in window if batch is not None],
+        watched=watched,
     )
 
 

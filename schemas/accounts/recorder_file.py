@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 
 MAGIC = 0x4452_4F43_4552_5248
 LAYOUT = 2
@@ -17,6 +20,13 @@ COMMITS = 5
 HEADER = 8
 AREA = 128
 RING = HEADER + 2 * AREA
+CALL = RING + 3 * 1024
+"""Place of the words about the call in progress, after the window. Files of earlier writers end here."""
+CALL_WORDS = 16
+BEAT_NS, SINCE_NS, OVERDUE, LIMITS_MS = 2, 3, 4, 8
+"""Places among them, after kind and lane: the last look of the worker's own watch, when it first saw the call, whether
+the call is overdue, and the limit of each kind in milliseconds.
+"""
 
 UPDATED_NS, SILENT_UNTIL_NS, STEPPED_NS = 0, 12, 15
 """Places in an area. The last one is 0 in files of writers that did not note it yet."""
@@ -34,6 +44,54 @@ class Pulse:
     updated_ns: int
     silent_until_ns: int
     stepped_ns: int
+    watched: WatchedCall
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedCall:
+    """A call of the user's code, as the worker marked it and its own watch saw it last.
+
+    The watch looks a few times a second, unless the call keeps the interpreter's lock.
+    """
+
+    call: CallInProgress | None = None
+    beat_ns: int = 0
+    since_ns: int = 0
+    is_overdue: bool = False
+
+    def in_words(self, now_ns: int) -> str:
+        """Say what is in progress, and for how long."""
+        return self.call.in_words((now_ns - self.since_ns) / 1e9) if self.call is not None else ""
+
+
+class Signs(Protocol):
+    """The signs of life of a worker, from its recorder."""
+
+    @property
+    def updated_ns(self) -> int:
+        """Time of the last update by the thread that samples."""
+
+    @property
+    def silent_until_ns(self) -> int:
+        """Time until which it may be silent."""
+
+    @property
+    def watched(self) -> WatchedCall:
+        """The call in progress."""
+
+
+def seconds_of_silence(signs: Signs, now_ns: int) -> tuple[float, float]:
+    """Return (seconds since the last sign of life, how many of them are no silence).
+
+    A call that keeps the interpreter's lock allows no sign, so a worker in a call may be silent for the call's limit.
+    """
+    watched = signs.watched
+    silent_s = (now_ns - max(signs.updated_ns, watched.beat_ns)) / 1e9
+    if watched.is_overdue:
+        return silent_s, 0.0
+    if now_ns <= signs.silent_until_ns:
+        return silent_s, silent_s
+    return silent_s, min(silent_s, watched.call.limit_s) if watched.call is not None else 0.0
 
 
 def read_words(path: Path, count: int) -> memoryview | None:
@@ -70,4 +128,24 @@ def read_pulse(path: Path) -> Pulse | None:
     if words is None:
         return None
     area = newest_area(words)
-    return Pulse(words[4], area[UPDATED_NS], area[SILENT_UNTIL_NS], area[STEPPED_NS])
+    return Pulse(words[4], area[UPDATED_NS], area[SILENT_UNTIL_NS], area[STEPPED_NS], read_call(path))
+
+
+def read_call(path: Path) -> WatchedCall:
+    """Read which call of the user's code is in progress, from the recorder at `path`."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            found = os.pread(file.fileno(), 8 * CALL_WORDS, 8 * CALL)
+    except FileNotFoundError:
+        return WatchedCall()
+    return watched_call(memoryview(found).cast("q")) if len(found) == 8 * CALL_WORDS else WatchedCall()
+
+
+def watched_call(words: memoryview) -> WatchedCall:
+    """Return what the words about the call in progress say."""
+    kind, lane = words[0], words[1]
+    if not UserCall.NONE < kind <= max(UserCall):
+        return WatchedCall(beat_ns=words[BEAT_NS])
+    limit_s = words[LIMITS_MS + kind] / 1e3 * max(1, -lane)
+    call = CallInProgress(UserCall(kind), lane, limit_s)
+    return WatchedCall(call, words[BEAT_NS], words[SINCE_NS], bool(words[OVERDUE]))

@@ -386,7 +386,8 @@ class SupervisorSection(ConfigSection):
     restart_backoff_max_s: float = Field(default=10.0, gt=0)
     """longest pause before a restart"""
     max_restarts_per_window: int = Field(default=10, ge=0)
-    """restarts of one process before it counts as crash-looping"""
+    """restarts of one process before it counts as crash-looping; of a worker, also restarts in a row at any pace before
+    a step of it was committed"""
     restart_window_s: float = Field(default=60.0, gt=0)
     """time window of max_restarts_per_window"""
     zombie_grace_s: float = Field(default=30.0, gt=0)

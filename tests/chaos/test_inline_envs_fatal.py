@@ -17,7 +17,12 @@ pytestmark = pytest.mark.chaos
 def test_workers_killed_by_inline_envs_are_replaced_and_lost_steps_are_counted(tmp_path: Path) -> None:
     """One env segfaults, one hangs, one calls os._exit with a code that would end the fleet if it were announced."""
     env_config = orjson.dumps({"marks": str(tmp_path)}).decode()
-    config = {"sampling.env_config": env_config, "broker.lease_s": "2.0", "supervisor.zombie_grace_s": "0.5"}
+    config = {
+        "sampling.env_config": env_config,
+        "sampling.env_step_timeout_s": "1.0",
+        "broker.lease_s": "2.0",
+        "supervisor.zombie_grace_s": "0.5",
+    }
     settings = [word for key, value in config.items() for word in ("--set", f"{key}={value}")]
     arguments = ("--env", "support.envs.fleet:fatal_once", "--workers", "3", "--num-envs", "2")
     with RunningFleet(tmp_path / "run", *arguments, *settings) as fleet:
@@ -29,6 +34,7 @@ def test_workers_killed_by_inline_envs_are_replaced_and_lost_steps_are_counted(t
         result = fleet.finish()
     assert result["returncode"] == 0, result["stderr"]
     assert result["restarts"]["worker"] == 3
+    assert "has been in step for" in result["stderr"]
     assert "exit code 7 (RUN_DIR), which it did not announce" in result["stderr"]
     ledger = result["ledger"]
     lost = ledger["discarded"].get("worker_killed", 0) + ledger["dropped"].get("worker_killed", (0, 0))[0]

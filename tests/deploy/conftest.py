@@ -33,6 +33,8 @@ class Notes:
     ends: list[tuple[str, int, int]] = field(default_factory=list)
     """(name, incarnation, return code)."""
     changes: int = 0
+    delivered: set[int] = field(default_factory=set)
+    """Lives of workers that have delivered."""
 
     def next_incarnation(self, name: str) -> int:
         self.lives[name] = self.lives.get(name, 0) + 1
@@ -40,6 +42,9 @@ class Notes:
 
     def changed(self) -> None:
         self.changes += 1
+
+    def has_delivered(self, service: Service, child: Child) -> bool:
+        return child.incarnation in self.delivered
 
     def ended(self, service: Service, child: Child, returncode: int) -> None:
         self.ends.append((service.spec.name, child.incarnation, returncode))

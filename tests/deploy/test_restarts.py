@@ -53,3 +53,16 @@ def test_long_lives_never_spend_the_budget_and_shorten_the_pause() -> None:
 def test_a_budget_of_zero_allows_no_restart() -> None:
     section = SupervisorSection(max_restarts_per_window=0)
     assert RestartPolicy(section, random.Random(0)).after_death(1e6) is None
+
+
+def test_lives_that_delivered_nothing_spend_the_budget_at_any_pace() -> None:
+    policy = RestartPolicy(SECTION, random.Random(1))
+    assert all(policy.after_death(1e4, has_delivered=False) is not None for _ in range(6))
+    assert policy.after_death(1e4, has_delivered=False) is None
+    assert policy.fruitless == 7
+
+
+def test_a_life_that_delivered_gives_the_whole_budget_back() -> None:
+    policy = RestartPolicy(SECTION, random.Random(1))
+    for delivered in [*[False] * 6, True, *[False] * 6]:
+        assert policy.after_death(1e4, has_delivered=delivered) is not None

@@ -16,6 +16,8 @@ from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import ProcessSpec, Role
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Reading
+from headrace.schemas.accounts.recorder_file import WatchedCall
+from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 from headrace.schemas.settings.config import FleetConfig
 from support.waiting import PATIENCE
 
@@ -37,8 +39,9 @@ while True:
 """
 
 
-def reading(updated_ns: int, silent_until_ns: int = 0) -> Reading:
+def reading(updated_ns: int, silent_until_ns: int = 0, watched: WatchedCall | None = None) -> Reading:
     return Reading(
+        watched=watched or WatchedCall(),
         slot=0,
         incarnation=1,
         pid=1,
@@ -59,6 +62,28 @@ def test_silence_is_counted_from_the_recorder() -> None:
 def test_a_worker_may_be_silent_until_the_time_that_it_announced() -> None:
     assert why_silent(reading(100 * S, 300 * S), 50.0, 299 * S, 10.0, 60.0) is None
     assert why_silent(reading(100 * S, 300 * S), 50.0, 301 * S, 10.0, 60.0) is not None
+
+
+STEP = CallInProgress(UserCall.STEP, 3, limit_s=60.0)
+
+
+def test_a_call_that_keeps_the_interpreter_may_last_until_its_own_limit() -> None:
+    told = reading(100 * S, watched=WatchedCall(STEP, beat_ns=100 * S, since_ns=100 * S))
+    assert why_silent(told, 50.0, 169 * S, 10.0, 60.0) is None
+    said = "has been silent for 71.0 s: env 3 has been in step for 71 s (env_step_timeout_s = 60)"
+    assert why_silent(told, 50.0, 171 * S, 10.0, 60.0) == said
+
+
+def test_a_worker_whose_watch_gives_signs_of_life_is_not_silent() -> None:
+    told = reading(100 * S, watched=WatchedCall(STEP, beat_ns=155 * S, since_ns=100 * S))
+    assert why_silent(told, 50.0, 156 * S, 10.0, 60.0) is None
+
+
+def test_an_overdue_call_is_silence_from_its_limit_on() -> None:
+    told = reading(100 * S, 400 * S, WatchedCall(STEP, beat_ns=160 * S, since_ns=100 * S, is_overdue=True))
+    assert why_silent(told, 50.0, 169 * S, 10.0, 60.0) is None
+    said = "has been silent for 11.0 s: env 3 has been in step for 71 s (env_step_timeout_s = 60)"
+    assert why_silent(told, 50.0, 171 * S, 10.0, 60.0) == said
 
 
 def test_a_worker_may_be_without_a_recorder_for_its_first_minute() -> None:

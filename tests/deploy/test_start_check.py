@@ -211,6 +211,29 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "user", raising=False)
 
 
+DEADLINES = ("env_construct_timeout_s", "env_reset_timeout_s", "env_step_timeout_s")
+
+
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_a_call_that_no_worker_allows_is_refused(call: str) -> None:
+    sampling = {"env": "user:Faulty", f"env_{call}_timeout_s": 1e-9}
+    assert re.search(
+        f"env 'user:Faulty' took .* s for its first {call}, and sampling.env_{call}_timeout_s = 1e-09 allows no worker",
+        mistake(sampling=sampling),
+    )
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_poll_of_inline_envs_beyond_the_lease_is_told_with_the_remedy() -> None:
+    slow = {"env": "user:Faulty", "num_envs": 16}
+    broker = {"lease_s": 1e-9, "heartbeat_interval_s": 1e-10}
+    said = check_start(config(sampling=slow, broker=broker), lambda step: None)
+    assert "with 16 inline envs takes" in said
+    assert "--set sampling.env_placement=process runs them side by side" in said
+    assert not check_start(config(sampling={"env": "user:Faulty"}), lambda step: None)
+
+
 @pytest.mark.usefixtures("user_code")
 def test_a_module_must_give_the_outputs_that_the_learner_needs() -> None:
     assert "'user:silent' gives no 'logp' in forward_exploration" in mistake(module={"build": "user:silent"})
@@ -294,7 +317,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "SAY_WAITING_S", 0.3)
-    slow = config(sampling={"env": "user:slow", "env_construct_timeout_s": 0.1})
+    slow = config(sampling={"env": "user:slow", **dict.fromkeys(DEADLINES, 0.1)})
     with (
         RunDir(tmp_path / "run") as run_dir,
         StopSignals() as signals,
@@ -304,7 +327,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
         check_process.check_before_start(slow, run_dir, signals, fork_server)
         assert "still building one env of 'user:slow'" in caplog.text
         monkeypatch.setattr(check_process, "_START_S", 0.0)
-        with pytest.raises(HeadraceError, match=r"after 0\.1 s: 0\.1 s of sampling\.env_con") as caught:
+        with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of sampling\.env_con") as caught:
             check_process.check_before_start(slow, run_dir, signals, fork_server)
     assert caught.value.exit_code == EnvError.exit_code
 
@@ -318,7 +341,7 @@ def test_an_env_whose_first_step_hangs_ends_headrace_up_at_the_deadline_of_the_c
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "_START_S", 0.0)
     limit_s = TIMEOUT_S / 10  # it begins to step within a second, where the machine is idle
-    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, "env_construct_timeout_s": limit_s}
+    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, **dict.fromkeys(DEADLINES, limit_s / 3)}
     said = rf"resetting and stepping that env of 'user:Faulty' once was not done after {limit_s:g} s"
     with (
         RunDir(tmp_path / "run") as run_dir,

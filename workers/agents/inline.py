@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.errors import ConnectorError, EnvContractError
 from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
@@ -128,12 +129,17 @@ class InlineAgents:
     def poll(self) -> Outcome:
         """Step the envs of all lanes that were sent actions."""
         failures: list[Failure] = []
-        slots, answers = self._built.slots, self._answers
+        slots, answers, calls = self._built.slots, self._answers, self._table.totals.calls
+        words, is_slow = calls.begin_steps(), calls.is_slow
         for index, own in self._sent.items():
+            words[1] = index
             try:
                 answers[index] = slots[index].step(own)
             except Exception as error:  # noqa: BLE001 - a user's env
                 failures.append(Failure(index, error))
+            if is_slow:
+                calls.between()
+        calls.end_steps()
         return Outcome(_STEPPED.rewards, [], failures) if failures else _STEPPED
 
     def answers(self, acting: ActingSeats, outcome: Outcome, gathered: Gathered) -> Iterator[LaneAnswer]:
@@ -173,7 +179,9 @@ class InlineAgents:
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)
-                first, episode.reset_info = read_reset(lane.env.reset(seed=episode.reset_seed), self._seating.agents)
+                with self._table.totals.calls.of(UserCall.RESET, index):
+                    answer = lane.env.reset(seed=episode.reset_seed)
+                first, episode.reset_info = read_reset(answer, self._seating.agents)
                 if self._table.config.infos == "all":
                     episode.reset_info = {agent: own_info(info) for agent, info in episode.reset_info.items()}
             except Exception as error:  # noqa: BLE001 - a user's env
@@ -183,6 +191,7 @@ class InlineAgents:
             self._seat_newest(begun, first)
             seats += episode.acting
             observations += first.values()
+            self._table.totals.calls.between()
         bad = self._seating.show(seats, observations)
         for lane, episode in begun:
             if lane.index in bad:
@@ -245,4 +254,5 @@ class InlineAgents:
 
     def try_render_at(self, index: int) -> NDArray[np.uint8] | None:
         """Return one env's picture, rgb uint8 (height, width, 3); None where it gives none."""
-        return render_at(self.lanes[index].env, index)
+        with self._table.totals.calls.of(UserCall.RENDER, index):
+            return render_at(self.lanes[index].env, index)

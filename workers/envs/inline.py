@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, to_env_form
@@ -85,7 +86,7 @@ class BuiltEnvs:
             for slot in self.slots
         ]
         for slot, creator, context in zip(self.slots, creators, contexts, strict=True):
-            with naming_what_failed(table.config, slot.index):
+            with naming_what_failed(table.config, slot.index), table.totals.calls.of(UserCall.CONSTRUCTION, slot.index):
                 slot.adopt(self._kind.make_env(creator, context))
         self._kind.learn_spaces(self.slots[0].env)
         for slot in self.slots[1:]:
@@ -95,7 +96,8 @@ class BuiltEnvs:
         """Build the env of lane `index` again. Raises what the creator raises, and `EnvContractError`."""
         slot = self.slots[index]
         free(self._table.contexts[index].life)
-        slot.adopt(self._kind.make_env(self._creator, self._table.new_context(index, recreated=True)))
+        with self._table.totals.calls.of(UserCall.CONSTRUCTION, index):
+            slot.adopt(self._kind.make_env(self._creator, self._table.new_context(index, recreated=True)))
         self._kind.check_spaces(slot.env, index)
 
     def close_env(self, index: int) -> None:
@@ -145,7 +147,7 @@ class InlineEnvs:
 
     def __init__(self, table: LaneTable, source: EnvSource, first: Any = None) -> None:
         self.width = len(table.lanes)
-        self._table = table
+        self._table, self._calls = table, table.totals.calls
         self._source = source
         self._before_step = source.before_step
         self._tell = own_info if table.config.infos == "all" else None
@@ -208,7 +210,7 @@ class InlineEnvs:
         asked, self._asked = self._asked, ()
         if self._before_step is not None:
             self._before_step(asked, self._actions)
-        return step_all(asked, self._actions, self._seen, self.width, self._tell)
+        return step_all(asked, self._actions, self._seen, self.width, self._tell, self._calls)
 
     def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
         """Return the replies to all calls but steps, without waiting."""
@@ -224,7 +226,9 @@ class InlineEnvs:
     def reset(self, lane: int, seed: int | None) -> None:
         """Reset the lane's env now."""
         try:
-            observation, info = take_reset_apart(self._envs.slots[lane].env.reset(seed=seed))
+            with self._calls.of(UserCall.RESET, lane):
+                answer = self._envs.slots[lane].env.reset(seed=seed)
+            observation, info = take_reset_apart(answer)
             if info and self._tell is not None:
                 info = self._tell(info)
         except Exception as error:  # noqa: BLE001 - a user's env
@@ -266,7 +270,8 @@ class InlineEnvs:
 
     def render(self, lane: int) -> None:
         """Have the lane's env show itself now."""
-        self._told.pictures.append((lane, render_at(self.env_at(lane), lane)))
+        with self._calls.of(UserCall.RENDER, lane):
+            self._told.pictures.append((lane, render_at(self.env_at(lane), lane)))
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""

@@ -16,12 +16,14 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import check_info, check_rewards, end_of, take_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.observations import Observations
+from headrace.workers.metrics.call_mark import CallMark
 
 Read = tuple[Sequence[Any], Sequence[Any], list[tuple[int, ChunkEnd]], list[tuple[int, dict[str, Any]]]]
 """Observations and rewards of some lanes, one each, and ends and infos with their lanes, where there are any."""
 MANY = 8
 """Number of answers from which they are read together."""
 _FALSE = repeat(False)
+_UNWATCHED = CallMark()
 
 
 class Steppable(Protocol):
@@ -55,22 +57,28 @@ def step_all(
     into: Observations,
     width: int,
     tell: Callable[[dict[str, Any]], Any] | None = None,
+    calls: CallMark = _UNWATCHED,
 ) -> Outcome:
     """Step each of `live` with the action at its index. Write the observations into the `width` rows of `into`.
 
-    The outcome has what `tell` returns for each info. If it raises `EnvContractError`, the env has failed.
+    Marks each step in `calls`. The outcome has what `tell` returns for each info. If it raises `EnvContractError`, the
+    env has failed.
     """
     answers: list[Any] = []
     failures: list[Failure] = []
     good: list[int] = []
+    words, is_slow = calls.begin_steps(), calls.is_slow
     for lane in live:
-        index = lane.index
+        index = words[1] = lane.index
         try:
             answers.append(lane.step(actions[index]))  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - a user's env
             failures.append(Failure(index, error))
-            continue
-        good.append(index)
+        else:
+            good.append(index)
+        if is_slow:
+            calls.between()
+    calls.end_steps()
     read = read_together(good, answers) if len(answers) >= MANY else None
     if read is None:
         good, read = read_each(good, answers, failures)

@@ -192,6 +192,7 @@ class EnvVector:
             else:
                 backend.reset(index, episode.reset_seed)
                 awaited[index] = episode
+                self._table.totals.calls.between()
         self._await_resets()
         self._recovery.refresh()
 

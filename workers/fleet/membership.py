@@ -6,24 +6,27 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from headrace.schemas.accounts.ledger import Drop
 from headrace.schemas.accounts.recorder import Recorder
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.chunks.episode_log import EpisodeLog, log_path
 from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import client_keys
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.frames.compression import LZ4, readable_encodings
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.peers.advertised import is_own_address
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
+from headrace.workers.fleet.call_watch import CallWatch
 from headrace.workers.fleet.link import BrokerLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
@@ -36,7 +39,10 @@ BUILD_SILENCE_S = 300.0
 
 
 class Membership:
-    """The membership of one incarnation, from the broker's WELCOME until `close`. For the sampling thread alone."""
+    """The membership of one incarnation, from the broker's WELCOME until `close`. For the sampling thread alone.
+
+    While that thread runs the user's code, it lends the link to a thread that sends heartbeats; see `lent`.
+    """
 
     def __init__(
         self,
@@ -81,6 +87,12 @@ class Membership:
             self.link.close()
             self._shared.close()
             raise
+        self.lock = threading.Lock()
+        """Held by whoever uses the link while it is lent."""
+        self._is_lent = False
+        self._error: HeadraceError | None = None
+        """Error of a pump that was not the sampling thread's."""
+        self._watch = CallWatch(config, self.recorder, self._keep_alive)
         self.expect_silence()
         log.info("joined fleet %s as slot %d incarnation %d", fleet_id, self.slot, self.incarnation)
 
@@ -97,11 +109,41 @@ class Membership:
         self.recorder.touch()
         self.link.join(self._connect_timeout_s, self._stopping)
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let heartbeats go on in the block, however long the user's code in it takes.
+
+        In the block only the holder of `lock` may use the link and the session.
+        """
+        with self.lock:
+            self._is_lent, self.recorder.call[0] = True, UserCall.OTHER
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._is_lent, self.recorder.call[0] = False, UserCall.NONE
+
+    def _keep_alive(self, env_silence_s: float) -> None:
+        """Send what is due, in another thread than the sampling one. Its next pump raises an error of this one."""
+        with self.lock:
+            if not self._is_lent or self._error is not None:
+                return
+            session = self.session
+            session.repeats_figures, session.env_silence_s = True, env_silence_s
+            try:
+                self.link.pump()
+            except HeadraceError as error:
+                self._error = error
+            finally:
+                session.repeats_figures = False
+
     def pump(self, wait_s: float = 0.0) -> None:
         """Pump the link, and record what the broker has accepted.
 
         Raises as `BrokerLink.pump` does, the error that ended the session, or that of a broker that is gone for good.
         """
+        if self._error is not None:
+            raise self._error
         self.link.pump(wait_s)
         told = (self.session.settled, self.session.accepted)
         if told != self._told:
@@ -143,6 +185,7 @@ class Membership:
 
     def close(self) -> None:
         """Close the link, the recorder and the log of open episodes. Keep their files and the shared weights."""
+        self._watch.stop()
         self.link.close()
         self._shared.close()
         self.recorder.close()

@@ -92,6 +92,9 @@ class WorkerSession:
         """Function that returns the groups of failures of envs, for the BYE."""
         self.read_figures: Callable[[], dict[str, Any]] = dict
         """Function that returns further fields of a heartbeat, called for each."""
+        self.repeats_figures = False
+        """True while the runner is in the midst of a call, so that a heartbeat repeats the figures of the last one."""
+        self._figures: dict[str, Any] = {}
         self.ports: Ports | None = None
         """Where env hosts and clients reach this worker."""
         self._hello = hello
@@ -291,6 +294,9 @@ class WorkerSession:
             self._control.append(self._heartbeat())
 
     def _heartbeat(self) -> Heartbeat:
+        if not self.repeats_figures:
+            told = {"counters": fitting(self.read_counters()), "metrics": self.read_metrics()}
+            self._figures = {**told, **self.read_figures()}
         return Heartbeat(
             slot=self.slot or 0,
             incarnation=self.incarnation,
@@ -303,11 +309,9 @@ class WorkerSession:
             env_failures=self.env_failures[0],
             env_failure=self.env_failures[1][:MOST_SHORT_DETAIL],
             env_silence_s=min(self.env_silence_s, MOST_SILENCE_S),
-            counters=fitting(self.read_counters()),
-            metrics=self.read_metrics(),
             ports=self.ports,
             window=(len(self._window), self._window.nbytes),
-            **self.read_figures(),
+            **self._figures,
         )
 
     def _rejoin(self, now: float) -> None:

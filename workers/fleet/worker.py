@@ -115,21 +115,24 @@ def build_runner(
 
     def between_looks_for_hosts(endpoint: str) -> None:
         """Show the broker and the recorder's readers that this worker lives, and its address. Raises `StoppedError`."""
-        membership.session.ports = Ports(**advertised({"envs": endpoint}, host))
         membership.expect_silence()
-        membership.pump()
+        with membership.lock:
+            membership.session.ports = Ports(**advertised({"envs": endpoint}, host))
+            membership.pump()
         if stopping.is_set():
             raise StoppedError("stopped while waiting for a first env host")
 
     if config.sampling.env_placement == "remote":
         membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner reports its own figures
-    runner: EnvRunner[Any] = open_runner(
-        served_config(config),
-        membership.slot,
-        incarnation=membership.incarnation,
-        run_uid=membership.fleet_id,
-        on_wait=between_looks_for_hosts,
-    )
+    with membership.lent():
+        runner: EnvRunner[Any] = open_runner(
+            served_config(config),
+            membership.slot,
+            incarnation=membership.incarnation,
+            run_uid=membership.fleet_id,
+            on_wait=between_looks_for_hosts,
+            call_words=membership.recorder.call,
+        )
     runner.call_before_rebuilds(membership.expect_silence)
     if isinstance(served := runner.config.env, ServedEnvs):
         membership.session.ports = Ports(**advertised(served.ports(), host))
@@ -331,7 +334,8 @@ class Worker:
         self._answered_at = time.monotonic()
         try:
             most = self.session.round_left() if self.session.is_synchronous else None
-            cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random, most_steps=most)
+            with self.membership.lent():
+                cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random, most_steps=most)
         except StoppedError as stopped:
             log.info("%s; shipping the steps it has, and leaving", stopped)
             cut = self.runner.cut_fragment()
@@ -344,8 +348,9 @@ class Worker:
             self._shipper.ship(cut)
             self._pump()
         if self.runner.callbacks.wants("on_chunk_sent"):
-            for chunk in cut:
-                self.runner.callbacks.call("on_chunk_sent", chunk=chunk)
+            with self.membership.lent():
+                for chunk in cut:
+                    self.runner.callbacks.call("on_chunk_sent", chunk=chunk)
 
     def _between_polls(self, stopping: threading.Event) -> None:
         """Record steps. Every `PUMP_INTERVAL_S`, pump, apply weights and ship the chunks that clients cut.
@@ -357,7 +362,7 @@ class Worker:
         now = time.monotonic()
         if now >= self._next_pump or self.weights.pulling:
             self._next_pump = now + min(PUMP_INTERVAL_S, self.weights.patience_s)
-            with self._budget.spent_on(OTHER):
+            with self._budget.spent_on(OTHER), self.membership.lock:
                 self._note_answers(now)
                 self._pump()
                 if not self.session.is_synchronous:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import MOST_ABORTED
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.failure_groups import FailureGroups
 from headrace.workers.metrics.timers import Timers
 
@@ -47,6 +48,7 @@ class RunnerTotals:
     aborted: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_ABORTED), compare=False)
     """(return, env steps) of episodes that were aborted and are in no batch header yet."""
     timers: Timers = field(default_factory=Timers, compare=False)
+    calls: CallMark = field(default_factory=CallMark, compare=False)
 
     def discard(self, reason: Discard, steps: int, env_steps: int | None = None) -> None:
         """Count `steps` that will not become a chunk, open or never opened. `env_steps` None: each was an env step."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.metrics.call_mark import CallWords
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
 
@@ -18,7 +20,9 @@ def open_runner(
     incarnation: int = 0,
     run_uid: str = "",
     on_wait: Callable[[str], None] | None = None,
+    call_words: CallWords | None = None,
 ) -> AnyRunner:
     """Build the runner for `config`. It takes and raises what `SingleAgentEnvRunner` or `MultiAgentEnvRunner` does."""
     kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
-    return kind(config, worker_index, incarnation=incarnation, run_uid=run_uid, on_wait=on_wait)
+    who: dict[str, Any] = {"incarnation": incarnation, "run_uid": run_uid}
+    return kind(config, worker_index, **who, on_wait=on_wait, call_words=call_words)

@@ -22,6 +22,7 @@ from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError,
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
+from headrace.workers.metrics.call_mark import CallWords
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.time_budget import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
@@ -57,12 +58,15 @@ class EnvRunner(ABC, Generic[Batch]):
         run_uid: str,
         names: PolicyNames[Batch],
         on_wait: Callable[[str], None] | None,
+        call_words: CallWords | None,
     ) -> None:
         own = {name: copy.deepcopy(getattr(config, name)) for name in _OWN_SETTINGS}
         self.config = config.model_copy(update=own)
         self.worker_index = worker_index
         self.incarnation = incarnation
         self.totals = RunnerTotals()
+        if call_words is not None:
+            self.totals.calls.words = call_words
         self._metrics = RunnerMetrics(config, self.totals)
         self.callbacks = CallbackList(config.callbacks, self._callback_arguments)
         self._seeds = SeedTree(config.seed, worker_index, incarnation, config.num_envs)
@@ -295,14 +299,15 @@ class EnvRunner(ABC, Generic[Batch]):
         others stay open. With external envs it returns what arrived within `external_fragment_max_age_s`.
 
         Calls `on_poll` after every poll. Calls `on_wait` (default: `on_poll`) from time to time while it waits for
-        remote or failed envs. Either may raise to interrupt the call. Then the next call continues, or `cut_fragment`
-        returns the steps so far. A batch carries the updates that the connectors of its module learnt;
-        `take_connector_update` does not return them again.
+        remote or failed envs, resets envs, or steps slow ones. Either may raise to interrupt the call, between two
+        inline envs with the end of the poll. Then the next call continues, or `cut_fragment` returns the steps so far.
+        A batch carries the updates that the connectors of its module learnt; `take_connector_update` does not return
+        them again.
         """
         self.callbacks.check_at_rest("sample_fragment()")
         whole = self.config.batch_mode == "complete_episodes"
         length, width = self.config.rollout_fragment_length, self.config.num_envs
-        self._begin(ActionMode(self.config.explore, random_actions), length, force_reset=False)
+        self._begin(ActionMode(self.config.explore, random_actions), length, False, on_wait or on_poll)
         sampler = self._existing_sampler
         enough = enough_episodes(width, sampler) if whole else self._enough_steps(length * width)
         goal = None if most_steps is None or whole else self.totals.stepped + most_steps
@@ -341,7 +346,9 @@ class EnvRunner(ABC, Generic[Batch]):
                 "this runner has no module (its builder raised NotImplementedError); use random_actions=True"
             )
 
-    def _begin(self, mode: ActionMode, capacity: int, force_reset: bool) -> None:
+    def _begin(
+        self, mode: ActionMode, capacity: int, force_reset: bool, on_wait: Callable[[], None] | None = None
+    ) -> None:
         sampler = self._existing_sampler
         if self._stopped:
             raise RunnerStoppedError
@@ -349,7 +356,7 @@ class EnvRunner(ABC, Generic[Batch]):
             self._check_can_act()
         self.totals.timers.begin_sample()
         with self.totals.timers.budget.spent_on(SAMPLING):
-            sampler.begin(mode, capacity, force_reset=force_reset)
+            sampler.begin(mode, capacity, force_reset=force_reset, on_wait=on_wait)
 
     def _poll_until(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.errors import ConfigError
 from headrace.workers.agents.env_process import AGENTS_CHILD
 from headrace.workers.agents.inline import InlineAgents
@@ -105,7 +106,8 @@ def _pace(config: EnvRunnerConfig) -> Pace:
 def _first_env(table: LaneTable, limit: AbstractContextManager[None] | None = None) -> Any:
     """Return the creator's result for env 0, built within `limit`. Stores the context in the table."""
     creator, context = find_creator(table.config.env), table.new_context(0)
-    with naming_what_failed(table.config, 0), limit or nullcontext():
+    calls = table.totals.calls
+    with naming_what_failed(table.config, 0), calls.of(UserCall.CONSTRUCTION, 0), limit or nullcontext():
         return creator(context)
 
 

@@ -83,8 +83,14 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         if remembers and self.steps.is_open:
             self._drop_steps()
 
-    def begin(self, mode: ActionMode, capacity: int, *, force_reset: bool) -> None:
-        """Open fragments for `mode`, and start an episode in every env that has none. Raises `PolicyMappingError`."""
+    def begin(
+        self, mode: ActionMode, capacity: int, *, force_reset: bool, on_wait: Callable[[], None] | None = None
+    ) -> None:
+        """Open fragments for `mode`, and start an episode in every env that has none. Raises `PolicyMappingError`.
+
+        `on_wait` is that of `poll`. If it raises, the next `begin` resets all envs again.
+        """
+        self.envs.on_wait = self._totals.calls.on_wait = on_wait
         if mode != self.steps.mode and self.steps.is_open:
             self._drop_steps()  # all steps of a batch have one mode
         self.steps.resume(mode, capacity)
@@ -94,7 +100,9 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             try:
                 self._totals.timers.budget.of_envs(lambda: self.envs.try_reset(range(self._width)))
                 self._start_episodes(self.envs.try_restart)
+                self._totals.calls.raise_kept()
             except BaseException as error:
+                self.needs_reset = True
                 self._clear_up(error)
                 raise
         if self._external_wait is not None:
@@ -118,7 +126,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             timers.begin_poll()
             before = self._connectors_s()
         try:
-            self.envs.on_wait = on_wait
+            self.envs.on_wait = self._totals.calls.on_wait = on_wait
             if self._external_wait is None:
                 self._prepare(on_wait)
                 self.steps.act(weights_seq)
@@ -134,6 +142,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         if self.steps.timers is not None:
             inward, outward = self._connectors_s()
             timers.end_poll(inward - before[0], outward - before[1], inline=self.envs.replies_at_once)
+        self._totals.calls.raise_kept()
 
     def _connectors_s(self) -> tuple[float, float]:
         """Return the seconds that all modules' connectors have taken: env_to_module, and module_to_env."""

@@ -86,7 +86,7 @@ def _state(worker: Document) -> str:
     if worker.get("blocked"):
         return f"waits: {worker['blocked']}" if isinstance(worker["blocked"], str) else "waits for room"
     doing = worker.get("doing")
-    if doing and (doing == "rebuilding" or not worker.get("is_connected")):
+    if doing and (doing not in ("loading", "building") or not worker.get("is_connected")):
         return f"{state}, {doing}"  # the activity before it joined may be seconds old
     return state
 

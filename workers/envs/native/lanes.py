@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import naming_what_failed
@@ -82,7 +83,8 @@ class NativeLanes(ABC):
             raise
 
     def _create(self) -> Any:
-        with limited_construction(self._table.config.env_construct_timeout_s):
+        limit = limited_construction(self._table.config.env_construct_timeout_s)
+        with self._table.totals.calls.of(UserCall.CONSTRUCTION, -len(self.lanes)), limit:
             return self._creator(self._table.contexts[0])
 
     def _adopt(self, env: Any) -> None:
@@ -96,11 +98,19 @@ class NativeLanes(ABC):
             lane.seeds.renew()
             lane.env = env
 
-    def _limited(self, phase: str, setting: str) -> AbstractContextManager[None]:
-        """Kill the vector's processes if the block takes longer than `setting` says."""
-        if self._watchdog is None:
-            return nullcontext()
-        return self._watchdog.limited(phase, getattr(self._table.config, setting), setting)
+    @contextmanager
+    def _limited(self, kind: UserCall) -> Iterator[None]:
+        """Mark the call of the vector. Kill the vector's processes if it takes longer than the setting of `kind` says.
+
+        The envs of a vector without processes may step one after the other, so each has that time.
+        """
+        lane = -len(self.lanes)
+        limit: AbstractContextManager[None] = nullcontext()
+        if self._watchdog is not None:
+            setting = SETTINGS[kind]
+            lane, limit = -1, self._watchdog.limited(kind.name.lower(), getattr(self._table.config, setting), setting)
+        with self._table.totals.calls.of(kind, lane), limit:
+            yield
 
     def stop(self) -> None:
         """Close the vector, within `env_close_timeout_s`."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError
@@ -119,7 +120,8 @@ class PartialNativeVector(NativeLanes):
 
     def _receive(self) -> tuple[NDArray[np.intp], VectorStep, dict[int, Exception]] | None:
         """Return the lanes of the next answer, their step, and errors by lane. Return None if the vector is broken."""
-        answer = self._try(self._env.recv)
+        with self._table.totals.calls.of(UserCall.STEP, -1):
+            answer = self._try(self._env.recv)
         if answer is None:
             return None
         try:

@@ -22,6 +22,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError, EnvHangError
@@ -83,7 +84,7 @@ class NativeVector(NativeLanes):
         if self._broken is not None:
             return self._lost(live, {}, self._broken, stepped=False)
         try:
-            with self._limited("step", "env_step_timeout_s"):
+            with self._limited(UserCall.STEP):
                 answer = self._env.step(self._actions)
         except Exception as error:  # noqa: BLE001 - a user's env
             return self._lost(live, {}, error, stepped=False)
@@ -176,7 +177,7 @@ class NativeVector(NativeLanes):
         If the envs are in processes and the picture does not come in time, the vector is lost.
         """
         try:
-            with self._limited("render", "env_step_timeout_s"):
+            with self._limited(UserCall.RENDER):
                 return picture_of(self._env, index)
         except Exception as error:  # noqa: BLE001 - a user's env
             warn_of(index, f"{type(error).__name__}: {error}")
@@ -208,7 +209,7 @@ class NativeVector(NativeLanes):
             for episode in episodes:
                 if self.on_episode_created is not None:
                     self.on_episode_created(self.lanes[episode.env_index], episode)
-            with self._limited("reset", "env_reset_timeout_s"):
+            with self._limited(UserCall.RESET):
                 answer = self._env.reset(**argument, **options)
             observations, infos = take_reset_apart(answer)
             for _, problem in self.observations.put_rows(observations):

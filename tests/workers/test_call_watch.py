@@ -1,0 +1,102 @@
+"""The watch over calls of the user's code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.schemas.accounts.recorder import Recorder, read_recorder
+from headrace.schemas.accounts.recorder_file import WatchedCall, read_call, read_pulse, seconds_of_silence
+from headrace.schemas.accounts.user_calls import UserCall
+from headrace.schemas.settings.config import FleetConfig
+from headrace.workers.fleet.call_watch import CallWatch
+
+CONFIG = FleetConfig.model_validate({"sampling": {"env_step_timeout_s": 60.0, "env_reset_timeout_s": 300.0}})
+
+
+class Watched:
+    """A watch without its thread, at a time that the test sets."""
+
+    def __init__(self, path: Path) -> None:
+        self.now = 1000.0
+        self.path = path
+        self.recorder = Recorder(path, 0, 1)
+        self.kept: list[float] = []
+        self.watch = CallWatch(CONFIG, self.recorder, self.kept.append, lambda: self.now, starts=False)
+
+    def at(self, now: float) -> WatchedCall:
+        self.now = now
+        self.watch.look()
+        return read_call(self.path)
+
+    def mark(self, kind: UserCall, lane: int) -> None:
+        self.recorder.call[0], self.recorder.call[1] = kind, lane
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    watched = Watched(tmp_path / "worker-0-1.rec")
+    yield watched
+    watched.watch.stop()
+    watched.recorder.close()
+
+
+def test_a_call_has_signs_of_life_until_its_own_limit_and_is_overdue_then(watched: Watched) -> None:
+    watched.mark(UserCall.RESET, 3)
+    assert not watched.at(1000.0).is_overdue
+    assert not watched.at(1299.0).is_overdue
+    assert watched.kept == [0.0, 299.0]
+    assert watched.at(1301.0).is_overdue
+    assert watched.kept == [0.0, 299.0], "no heartbeat for a call that hangs"
+
+
+@pytest.mark.parametrize("moves_on", ["another env", "another poll"])
+def test_each_call_has_its_limit_for_itself(watched: Watched, moves_on: str) -> None:
+    watched.mark(UserCall.STEP, 0)
+    for number, now in enumerate((1000.0, 1050.0, 1100.0, 1150.0)):
+        if moves_on == "another env":
+            watched.mark(UserCall.STEP, number)
+        else:
+            watched.recorder.touch()
+        assert not watched.at(now).is_overdue
+
+
+def test_all_envs_of_a_vector_have_the_limit_each(watched: Watched) -> None:
+    watched.mark(UserCall.STEP, -16)
+    watched.at(1000.0)
+    assert not watched.at(1000.0 + 16 * 60.0).is_overdue
+    assert watched.at(1001.0 + 16 * 60.0).is_overdue
+
+
+def test_code_of_headrace_gets_no_signs_of_life(watched: Watched) -> None:
+    watched.mark(UserCall.NONE, 0)
+    assert watched.at(1000.0).beat_ns == 0
+    assert watched.kept == []
+
+
+def test_a_slow_call_is_named_in_the_log_and_a_hang_too(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    watched.mark(UserCall.STEP, 3)
+    with caplog.at_level(logging.WARNING):
+        for second in range(70):
+            watched.at(1000.0 + second)
+    assert [record.getMessage() for record in caplog.records] == [
+        "env 3 has been in step for 10 s (env_step_timeout_s = 60)",
+        "env 3 has been in step for 20 s (env_step_timeout_s = 60)",
+        "env 3 has been in step for 40 s (env_step_timeout_s = 60)",
+        "env 3 has been in step for 61 s (env_step_timeout_s = 60): it hangs, and this worker counts as lost",
+    ]
+
+
+def test_a_recorder_without_these_words_has_no_call(watched: Watched) -> None:
+    watched.mark(UserCall.STEP, 3)
+    before = watched.path.read_bytes()[: -8 * 16]
+    old = watched.path.with_name("worker-1-1.rec")
+    old.write_bytes(before)
+    reading, pulse = read_recorder(old), read_pulse(old)
+    assert reading is not None
+    assert pulse is not None
+    assert reading.watched == pulse.watched == WatchedCall()
+    assert seconds_of_silence(pulse, pulse.updated_ns + 10**9) == (1.0, 0.0)
