@@ -18,7 +18,7 @@ from headrace.broker.rendezvous_file import note_stopped
 from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
 from headrace.deploy.fleet.fleet_record import FleetRecord
-from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
 from headrace.deploy.fleet.redis_probe import RedisProbe
 from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
 from headrace.deploy.fleet.silence_limits import first_sign_limits, silence_limits
@@ -471,16 +471,16 @@ class Fleet:
     def _look_at_recorders(self) -> None:
         """Send obituaries of ended workers, and delete recorders whose books Redis has. Repeat every second."""
         if self._obituary_sender is not None:
+            self.loop.call_later(RECORDERS_INTERVAL_S, self._look_at_recorders)
             services = self.supervisor.services.values()
             children = [(s.spec.slot, child) for s in services for child in (s.child, *s.zombies)]
             own = {(slot, child.incarnation) for slot, child in children if slot is not None and child is not None}
             try:
                 self._obituary_sender.send_ended(own)
-            except RunDirError as error:  # it was removed; a drain goes on
-                self.supervisor.failure = self.supervisor.failure or error
+            except (OSError, RunDirError) as error:  # a drain goes on
+                self.supervisor.fail(error)
             self._delete_stored_recorders()
             self._follow_scale()
-            self.loop.call_later(RECORDERS_INTERVAL_S, self._look_at_recorders)
 
     def _delete_stored_recorders(self) -> None:
         if self._obituary_sender is not None and self.snapshot is not None:
@@ -553,9 +553,7 @@ class Fleet:
             self._obituary_sender.resend()
         if service.spec.slot is None:
             return
-        reason = reason_of(child.exit_record)
-        obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)
-        self._obituary_sender.send(obituary)
+        self._obituary_sender.send_end(service.spec.slot, child.incarnation, reason_of(child.exit_record))
 
 
 def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints, known: BrokerState) -> None:
