@@ -58,11 +58,13 @@ from headrace.schemas.frames.wire import (
 from headrace.schemas.messages import (
     LearnerHello,
     LearnerRows,
+    LearnerWelcome,
     Message,
     Reject,
     WeightsAck,
     WeightsHeader,
     WeightsPull,
+    WorkerWelcome,
     messages_to,
     read,
     read_hello,
@@ -264,6 +266,9 @@ class Broker:
         self.metrics.note_start(self.core.state.incarnations)
         self._charges = Charges(self.core, self.relay)
         self._written: BrokerState | None = None
+        self._write_again = 0.0
+        self._held_back: dict[bytes, Send] = {}
+        """The newest welcome of each peer that must not be sent before the state is in the file."""
         self._noted_learner: bool | None = None
         self._next_report = 0.0
         self._next_tick = 0.0
@@ -524,10 +529,31 @@ class Broker:
 
     def _flush(self, now: float = math.inf) -> None:
         out = self.core.take_outbox(now)
-        if self.core.state != self._written:
-            self._write_state()
+        if self.core.state != self._written and not self._has_written(now):
+            welcomes = [message for message in out if isinstance(message.content, WorkerWelcome | LearnerWelcome)]
+            self._held_back.update({message.peer: message for message in welcomes})
+            out = [message for message in out if message not in welcomes]
+        elif self._held_back:
+            out = [*self._held_back.values(), *out]
+            self._held_back = {}
         for message in out:
             self._deliver(message)
+
+    def _has_written(self, now: float) -> bool:
+        """Write the state. If that fails, serve those who have joined, and try again after a while.
+
+        Whoever joins waits: numbers that the file lacks would be given out twice.
+        """
+        if now < self._write_again:
+            return False
+        try:
+            self._write_state()
+        except HeadraceError as error:
+            if not self._held_back:
+                log.error("%s; until then nobody can join", error)
+            self._write_again = time.monotonic() + self.config.report_interval_s
+            return False
+        return True
 
     def _deliver(self, message: Send) -> None:
         socket = self.sockets.learners if message.peer.startswith(_LEARNER) else self.sockets.workers

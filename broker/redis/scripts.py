@@ -295,6 +295,14 @@ redis.call('HSET', FLEET, 'event_source', report.event_source, 'event_number', s
 return {skipped, newer}
 """
 
+CLAIM = """
+-- KEYS: holder of the fleet. ARGV: who asks, milliseconds of the lease. Returns who holds it now.
+local held = redis.call('GET', KEYS[1])
+if held and held ~= ARGV[1] then return held end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return ARGV[1]
+"""
+
 FLIP = """
 -- KEYS: pointer, new blob, blob of the version the pointer was seen at. ARGV: epoch, seq, pointer as seen or ''.
 local current = redis.call('GET', KEYS[1]) or ''

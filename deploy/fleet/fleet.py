@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +19,14 @@ from headrace.broker.rendezvous_file import note_stopped
 from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
 from headrace.deploy.fleet.fleet_record import FleetRecord
-from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
 from headrace.deploy.fleet.redis_probe import RedisProbe
 from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
 from headrace.deploy.fleet.silence_limits import first_sign_limits, silence_limits
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
 from headrace.deploy.monitoring.facts import Facts
-from headrace.deploy.monitoring.process_reporter import ProcessReporter
+from headrace.deploy.monitoring.process_reporter import FleetLease, ProcessReporter
 from headrace.deploy.monitoring.processes import free_bytes, last_write, processes_of
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.child import Child
@@ -112,6 +113,7 @@ class Fleet:
         """The numbers in Redis before this run's broker began."""
         self._poller: SnapshotPoller | None = None
         self._process_reporter: ProcessReporter | None = None
+        self._lease: FleetLease | None = None
         self._signals = signals
         self._obituary_sender: ObituarySender | None = None
         self._watchdog: FleetWatchdog | None = None
@@ -135,8 +137,7 @@ class Fleet:
             self._copier.finish()
         self._close_poller()
         self.record.note(state="stopped")
-        if self._process_reporter is not None:
-            self._process_reporter.close()
+        self._close_reporter()
 
     @property
     def fleet_id(self) -> str:
@@ -289,7 +290,9 @@ class Fleet:
         url = self.config.redis.url
         if url:
             check_url(url, self.fleet_id)
+            holder = f"{platform.node()} {self.run_dir.path}"
         else:
+            holder = "the fleet that has started this Redis"  # also one whose directory was moved
             launch = prepare_redis(self.run_dir.path)
             url = launch.url
             redis = self.supervisor.start(ProcessSpec("redis", Role.REDIS, lambda _: list(launch.argv)))
@@ -302,6 +305,8 @@ class Fleet:
                 return
             wait_ready(url, 0.0)
             self._redis_probe = RedisProbe(url, lambda: self.redis_age_s)
+        self._lease = FleetLease(url, self.fleet_id, holder)
+        self._lease.take()
         write_sealed(self.run_dir.settings_json, write_settings(self.config))
         section = self.config.redis.model_copy(update={"url": url})
         self.config = with_client_ports(with_env_ports(self.config.model_copy(update={"redis": section})))
@@ -312,7 +317,7 @@ class Fleet:
         self._await_books(self._poller, url)
         if self.stop_asked or self.supervisor.failure is not None:
             return
-        self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes)
+        self._process_reporter = ProcessReporter(url, self.fleet_id, self.processes, self._lease)
         self._choose_checkpoint(url)
         steps = steps_at_start(self.snapshot or Snapshot(), self._ended_lives(), self.run_dir.recorders)
         self.numbers_before = replace(self.numbers(), steps=steps)
@@ -440,8 +445,7 @@ class Fleet:
         if self._poller is not None:
             self._poller.read()
         self._delete_stored_recorders()
-        if self._process_reporter is not None:
-            self._process_reporter.close()
+        self._close_reporter()
         self.supervisor.end_fork_server()
         self._turn_until(lambda: self.supervisor.gone(Role.DASHBOARD), COPY_DEADLINE_S, "the dashboard to stop")
         self._stop(Role.REDIS)
@@ -465,22 +469,32 @@ class Fleet:
                 self.loop.forget(self._poller.fd)
             self._poller.close()
 
+    def _close_reporter(self) -> None:
+        reporter, lease = self._process_reporter, self._lease
+        self._process_reporter = self._lease = None
+        if reporter is not None:
+            reporter.close()
+        if lease is not None:
+            lease.release()
+
     def _note_stopped(self) -> None:
         note_stopped(rendezvous_path(self.config.fleet.rendezvous, self.run_dir.path))
 
     def _look_at_recorders(self) -> None:
         """Send obituaries of ended workers, and delete recorders whose books Redis has. Repeat every second."""
         if self._obituary_sender is not None:
+            self.loop.call_later(RECORDERS_INTERVAL_S, self._look_at_recorders)
             services = self.supervisor.services.values()
             children = [(s.spec.slot, child) for s in services for child in (s.child, *s.zombies)]
             own = {(slot, child.incarnation) for slot, child in children if slot is not None and child is not None}
             try:
                 self._obituary_sender.send_ended(own)
-            except RunDirError as error:  # it was removed; a drain goes on
-                self.supervisor.failure = self.supervisor.failure or error
+            except (OSError, RunDirError) as error:  # a drain goes on
+                self.supervisor.fail(error)
+            if self._lease is not None and self._lease.refusal is not None and self.supervisor.failure is None:
+                self.supervisor.fail(self._lease.refusal)
             self._delete_stored_recorders()
             self._follow_scale()
-            self.loop.call_later(RECORDERS_INTERVAL_S, self._look_at_recorders)
 
     def _delete_stored_recorders(self) -> None:
         if self._obituary_sender is not None and self.snapshot is not None:
@@ -557,9 +571,7 @@ class Fleet:
             self._obituary_sender.resend()
         if service.spec.slot is None:
             return
-        reason = reason_of(child.exit_record)
-        obituary = write_obituary(self.run_dir.recorders, service.spec.slot, child.incarnation, reason)
-        self._obituary_sender.send(obituary)
+        self._obituary_sender.send_end(service.spec.slot, child.incarnation, reason_of(child.exit_record))
 
 
 def _write_endpoints(run_dir: Path, fleet_id: str, endpoints: Endpoints, known: BrokerState) -> None:

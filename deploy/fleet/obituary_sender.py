@@ -113,6 +113,8 @@ class ObituarySender:
         self._not_stored: set[Life] = set()
         """Deaths of which this supervisor has not read the final books in Redis yet."""
         self._unreadable: set[Life] = set()
+        self._unread: set[Life] = set()
+        """Lives that have ended, and whose recorders could not be read yet."""
         self._warnings = CountedWarnings(log)
         self._seen_living: set[Life] = set()
         """Lives that no supervisor has, and that once were seen to live on this machine."""
@@ -144,6 +146,22 @@ class ObituarySender:
             self._not_stored.add(life)
             self._seen_living.discard(life)
             self._send(life)
+
+    def send_end(self, slot: int, incarnation: int, reason: str) -> None:
+        """Send the obituary of a life as soon as its recorder can be read.
+
+        A recorder that this supervisor can never read is left to the next one.
+        """
+        life = slot, incarnation
+        try:
+            obituary = write_obituary(self._recorders, slot, incarnation, reason)
+        except OSError as error:
+            self._warnings.warn(b"", f"end of {life}", f"the end of worker {slot} waits: its recorder: {error}")
+            self._unread.add(life)
+            self._loop.call_later(LONGEST_PAUSE_S, lambda: self.send_end(slot, incarnation, reason))
+        else:
+            self._unread.discard(life)
+            self.send(obituary)
 
     def resend(self) -> None:
         """Send all obituaries again, to a restarted broker."""
@@ -198,7 +216,7 @@ class ObituarySender:
 
     def _send_ended(self, may_have_ended: Callable[[Life], bool], own: Container[Life]) -> None:
         for life, path in recorders_in(self._recorders):
-            if life in own or life in self._deaths or life in self._unreadable:
+            if life in own or life in self._deaths or life in self._unreadable | self._unread:
                 continue
             reading = read_recorder(path)
             if reading is not None and is_written_to(path, reading.pid):
@@ -223,12 +241,22 @@ class ObituarySender:
             row = lives.row if lives is not None and is_folded else rows.get(life)
             is_over = row is not None and row.held == (0, 0) and (is_folded or row.end_taken)
             path, may_go = recorder_path(self._recorders, *life), is_over and life in self._not_stored
-            if may_go and row is not None and covers(row, read_recorder(path)):
+            if may_go and row is not None and self._delete_covered(life, path, row):
                 self._not_stored.remove(life)
-                self._delete_recorder(life)
                 death.obituary = death.obituary.model_copy(update={"open_episodes": None})
             if is_folded and life not in self._not_stored and death.known:
                 self._deaths.pop(life).stop_sending()
+
+    def _delete_covered(self, life: Life, path: Path, row: LedgerRow) -> bool:
+        """Delete the recorder of a life if `row` covers it. Return whether it is gone; a later call tries again."""
+        try:
+            if not covers(row, read_recorder(path)):
+                return False
+            self._delete_recorder(life)
+        except OSError as error:
+            self._warnings.warn(b"", "deleting", f"a recorder whose books are final cannot be deleted yet: {error}")
+            return False
+        return True
 
     def knows(self, life: Life) -> bool:
         """Return whether this supervisor has an obituary of the life."""
@@ -252,11 +280,11 @@ class ObituarySender:
 
     def all_final(self) -> bool:
         """Return whether the books of every death are final, as the broker says. Their recorders are deleted."""
-        return not self._deaths
+        return not self._deaths and not self._unread
 
     def all_acknowledged(self) -> bool:
         """Return whether the broker that runs now knows of every death."""
-        return all(death.known for death in self._deaths.values())
+        return not self._unread and all(death.known for death in self._deaths.values())
 
     def close(self) -> None:
         """Stop sending. Lives whose final books are not in Redis stay in their recorders for the next supervisor."""

@@ -45,7 +45,7 @@ class RedisProbe:
         self._due = now + self._ping_every_s
         try:
             self._pings.append(_Ping(self._port, self._request, now))
-        except ConnectionError:  # the server does not listen yet, or has just ended
+        except OSError:  # the server does not listen yet, or has just ended; or no descriptor is left
             self.forget()
         return 0.0
 

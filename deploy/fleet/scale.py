@@ -19,6 +19,7 @@ from headrace.deploy.process.supervisor import Role
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import write_private
 from headrace.schemas.basics.run_files import read_object
+from headrace.schemas.errors import writing
 from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.supervisor")
@@ -44,7 +45,8 @@ def asked_workers(run_dir: Path) -> int | None:
 
 def forget_asked_workers(run_dir: Path) -> None:
     """Remove the number that was asked of an earlier run in this directory."""
-    _path(run_dir).unlink(missing_ok=True)
+    with writing(_path(run_dir)):
+        _path(run_dir).unlink(missing_ok=True)
 
 
 def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:

@@ -34,7 +34,7 @@ from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.schemas.errors import HeadraceError
+from headrace.schemas.errors import HeadraceError, RunDirError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
@@ -107,6 +107,8 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
                         _run(fleet, outcome, progress, run_log)
                 except HeadraceError as error:
                     outcome.failure = error
+                except OSError as error:
+                    fleet.supervisor.fail(error)
                 outcome.seconds = time.monotonic() - outcome.began
                 _drain(fleet, outcome, run_log)
                 _log_rows(fleet, run_log, last=True)
@@ -215,6 +217,8 @@ def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
     except DrainCutShortError as error:
         outcome.failure = outcome.failure or error
         run_log.close_s = HURRIED_CLOSE_S
+    except (OSError, RunDirError) as error:
+        fleet.supervisor.fail(error)
 
 
 def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet | None = None) -> Summary:

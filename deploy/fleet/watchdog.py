@@ -95,18 +95,24 @@ class FleetWatchdog:
         self._timer.cancel()
 
     def _look(self) -> None:
+        self._timer = self._loop.call_later(self._interval_s, self._look)
         late_s = time.monotonic() - self._last_look - self._interval_s
+        self._last_look = time.monotonic()
         # If this look is late, this process was stopped itself, and perhaps the others too: look again later.
         if late_s < self._lease_s / 2:
             self._note_stopped()
             self._bring_back_learner()
             for service in list(self._supervisor.services.values()):
-                if service.state is ServiceState.RUNNING and (why := self._why_silent(service)) is not None:
+                if service.state is not ServiceState.RUNNING or (why := self._why_silent(service)) is None:
+                    continue
+                trouble = self._supervisor.trouble("a sign of life", f"{service.spec.name} {why}")
+                if trouble is None:
                     self._supervisor.replace(service, why)
+                else:  # its signs of life are files, and so are those of the process that would replace it
+                    self._supervisor.fail(trouble)
+                    break
         elif self._redis is not None:
             self._redis.forget()
-        self._last_look = time.monotonic()
-        self._timer = self._loop.call_later(self._interval_s, self._look)
 
     def _why_silent(self, service: Service) -> str | None:
         child = service.child

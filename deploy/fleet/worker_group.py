@@ -22,7 +22,7 @@ from pathlib import Path
 
 import orjson
 
-from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
+from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
 from headrace.deploy.fleet.silence_limits import first_sign_limits
 from headrace.deploy.fleet.watchdog import FleetWatchdog
 from headrace.deploy.process.child import Child
@@ -227,7 +227,7 @@ class WorkerGroup:
         recorder = self.recorder_of(service) if child is service.child else None
         if recorder is not None:
             life = self._lives[service.spec.name]
-            self._obituaries.send(write_obituary(self.recorders, *life, reason_of(child.exit_record)))
+            self._obituaries.send_end(*life, reason_of(child.exit_record))
         if returncode == ExitCode.OK and self._config.worker.ends_with_fleet:
             self._fleet_has_ended = True
             self.supervisor.stop_one(service)  # so that it is not started again
@@ -239,11 +239,11 @@ class WorkerGroup:
 
     def _look(self) -> None:
         """Look, now and every second, for the broker, and for workers of other groups that have ended here."""
+        self.loop.call_later(_LOOK_S, self._look)
         services = self.supervisor.services.values()
         own = {self._lives[service.spec.name] for service in services if self.recorder_of(service) is not None}
         self._obituaries.send_ended(own)
         self._follow_broker()
-        self.loop.call_later(_LOOK_S, self._look)
 
     def _follow_broker(self) -> None:
         """Follow the broker to its present address while some obituaries are not acknowledged."""

@@ -6,13 +6,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from headrace.broker.redis.client import REDIS_FAILURES, connect
 from headrace.broker.redis.parser import HashParser
+from headrace.broker.redis.scripts import CLAIM
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import unlabelled
+from headrace.schemas.basics.printable import printable
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.settings.redis_url import without_password
 
 INTERVAL_S = 5.0
 LIVE_S = 30
@@ -28,6 +33,51 @@ _SETTLE_S = 0.2
 States = Mapping[str, ProcessState]
 
 
+class FleetLease:
+    """The lease of one run directory on a fleet's keys in Redis. An earlier supervisor of this directory is dead.
+
+    `holder` names host and directory. The reporter renews the lease. Without Redis nobody can take it, and the fleet
+    goes on.
+    """
+
+    def __init__(self, url: str, fleet_id: str, holder: str) -> None:
+        self._url, self._fleet_id = without_password(url), fleet_id
+        self._me = holder.encode(errors="replace")
+        self._client = connect(url, _TIMEOUT_S)
+        self._script = self._client.register_script(CLAIM)
+        self._key = keys.key_name(fleet_id, keys.HOLDER)
+        self.refusal: ConfigError | None = None
+        """Set once another `headrace up` has the fleet."""
+
+    def take(self) -> None:
+        """Take the lease, without Redis later. Raises `ConfigError` if another one has it."""
+        with suppress(*REDIS_FAILURES):
+            self.renew()
+        if self.refusal is not None:
+            raise self.refusal
+
+    def renew(self) -> bool:
+        """Take the lease, or keep it for another 30 s. Return False if another one has it. Raises `REDIS_FAILURES`."""
+        held: Any = self._script(keys=[self._key], args=[self._me, 1000 * LIVE_S])
+        if held == self._me:
+            return True
+        told = printable(bytes(held).decode(errors="replace"))
+        self.refusal = ConfigError(
+            f"{self._fleet_id!r} is the fleet of another `headrace up` at Redis {self._url} (host and run directory: "
+            f"{told}); its counters would be mixed with ours; end that one, or name another fleet_id; one that was "
+            f"killed holds the name for {LIVE_S} s",
+            key="fleet.fleet_id",
+        )
+        return False
+
+    def release(self) -> None:
+        """Give the lease back, if it is ours."""
+        with suppress(*REDIS_FAILURES):
+            if self.refusal is None and self.renew():
+                self._client.delete(self._key)
+        self._client.close()
+
+
 class ProcessReporter:
     """Writes what `states` returns to the hash `processes`: every 5 s, and soon after a process changed.
 
@@ -35,7 +85,8 @@ class ProcessReporter:
     the thread keeps trying.
     """
 
-    def __init__(self, url: str, fleet_id: str, states: Callable[[], States]) -> None:
+    def __init__(self, url: str, fleet_id: str, states: Callable[[], States], lease: FleetLease | None = None) -> None:
+        self._lease = lease
         self._client = connect(url, _TIMEOUT_S)
         self._key = keys.key_name(fleet_id, keys.PROCESSES)
         self._totals_key = keys.key_name(fleet_id, keys.SUPERVISOR_TOTALS)
@@ -80,6 +131,8 @@ class ProcessReporter:
         fields: dict[Any, Any] = {name: state.model_dump_json() for name, state in states.items()}
         self._count_restarts(states)
         try:
+            if self._lease is not None and not self._lease.renew():
+                return
             totals = self._restart_totals()
             with self._client.pipeline(transaction=True) as pipe:
                 pipe.delete(self._key)

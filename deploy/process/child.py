@@ -56,7 +56,12 @@ class Child:
             forked = fork_server and fork_server.fork(argv, environment, self._places(), log, death_signal)
             self._process = None if forked else self._execute([*bound_to_us(death_signal), *argv], environment, log)
         self.pid = self._process.pid if self._process is not None else forked or 0
-        self.pidfd = os.pidfd_open(self.pid)
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left: nothing could watch the process, or restart it
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait()
+            raise
         self.started_unix = time.time()
         self.started = time.monotonic()
 
@@ -91,13 +96,19 @@ class Child:
         )  # not reaped yet, so the pid cannot belong to another process group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        returncode = self._process.wait() if self._process is not None else _wait(self.pid)
+        returncode = self._wait()
         os.close(self.pidfd)
         self.pidfd = -1
-        self.liveness_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.liveness_path.unlink()
         record = take_exit_record(self._exit_record_path, self.pid)
         self.exit_record = record if record is not None and record.exit_code == returncode else None
         return returncode
+
+    def _wait(self) -> int:
+        if self._process is not None:
+            return self._process.wait()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def log_lines(self, count: int) -> list[str]:
         """Return the last lines that this very process wrote, at most `count`, without blank ones."""
@@ -123,18 +134,14 @@ def last_line(path: Path) -> str:
     return next((line for line in reversed(lines) if line.strip()), "")
 
 
-def _wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def _tail(path: Path, start: int) -> bytes:
-    """Return the end of the file, from `start` on at most; b"" if there is no file."""
+    """Return the end of the file, from `start` on at most; b"" if there is no file that can be read."""
     try:
         with path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(start, size - _TAIL_BYTES))
             return log.read(_TAIL_BYTES)
-    except FileNotFoundError:  # the run directory was removed
+    except OSError:  # the run directory was removed, or its disk is broken
         return b""
 
 

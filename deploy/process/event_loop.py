@@ -11,6 +11,8 @@ from typing import Any
 
 import zmq
 
+from headrace.schemas.errors import RunDirError
+
 Handler = Callable[[], None]
 Clock = Callable[[], float]
 
@@ -31,6 +33,8 @@ class EventLoop:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
+        self.on_error: Callable[[OSError | RunDirError], None] | None = None
+        """Gets the error of a file that a handler could not use, and the loop goes on. None: `turn` raises it."""
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Handler] = {}
         self._timers: list[tuple[float, int, Timer]] = []
@@ -57,11 +61,19 @@ class EventLoop:
         for source, _ in self._poller.poll(self._wait_ms(timeout_s)):
             handler = self._handlers.get(source)  # an earlier handler of this turn may have forgotten it
             if handler is not None:
-                handler()
+                self._call(handler)
         while self._timers and self._timers[0][0] <= self.clock():
             timer = heapq.heappop(self._timers)[2]
             if timer.handler is not None:
-                timer.handler()
+                self._call(timer.handler)
+
+    def _call(self, handler: Handler) -> None:
+        try:
+            handler()
+        except (OSError, RunDirError) as error:
+            if self.on_error is None:
+                raise
+            self.on_error(error)
 
     def turn_until(self, done: Callable[[], bool], deadline_s: float) -> bool:
         """Turn until `done()`. Return False when `deadline_s` seconds passed first."""

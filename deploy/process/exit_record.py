@@ -55,9 +55,10 @@ def write_exit_record(place: Path | None, exit_code: int, sentence: str = "") ->
 def take_exit_record(place: Path, pid: int) -> ExitRecord | None:
     """Read and remove the record of process `pid`. None when there is none that can be read."""
     try:
-        content = place.read_bytes()
-        place.unlink()
-        record = ExitRecord.model_validate_json(content)
+        record = ExitRecord.model_validate_json(place.read_bytes())
     except (OSError, ValidationError):
         return None
+    finally:
+        with contextlib.suppress(OSError):
+            place.unlink()
     return record if record.pid == pid else None

@@ -105,7 +105,8 @@ class OwnRedisError(HeadraceError):
         self.directory = directory
         super().__init__(
             f"the fleet's own Redis server does not start ({last_words}); its log is {log}; repair {directory}, or "
-            "move it away to start with new books"
+            f"move it away, to {directory}.damaged for example: the next `headrace up` in this run directory then "
+            "takes the books from books.json, recorders and checkpoint, and `headrace audit` names what they lack"
         )
 
 

@@ -51,10 +51,13 @@ def covers(row: LedgerRow, reading: Reading | None) -> bool:
 
 
 def is_written_to(recorder: Path, pid: int) -> bool:
-    """Return whether the writer lives: it has the file mapped, unlike another process that was given its pid."""
+    """Return whether the writer lives: it has the file mapped, unlike another process that was given its pid.
+
+    Raises `OSError` where that cannot be known, as without a descriptor.
+    """
     try:
         return str(recorder.resolve()) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:
         return True
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False

@@ -31,8 +31,17 @@ from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.restarts import RestartPolicy
 from headrace.deploy.terminal.logs import message_of
+from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.basics.stop_event import sigterm_blocked
-from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, HeadraceError, removed_error
+from headrace.schemas.errors import (
+    CrashLoopError,
+    DiskFullError,
+    ExitCode,
+    HeadraceError,
+    RunDirError,
+    removed_error,
+    write_error,
+)
 from headrace.schemas.settings.config import SupervisorSection
 
 log = logging.getLogger("headrace.supervisor")
@@ -158,6 +167,29 @@ class Supervisor:
         self._observer = observer
         self._rng = rng or random.Random()
         self._fork_server = fork_server
+        loop.on_error = self.fail
+
+    def fail(self, error: OSError | HeadraceError) -> None:
+        """Have the fleet end with an error, unless another one ends it already. Log each new one."""
+        if isinstance(error, OSError):
+            error = write_error(str(error.filename or self._logs.parent), error, "a file of the run")
+        if self.failure is None or str(self.failure) != str(error):
+            log.error("%s", error)
+        self.failure = self.failure or error
+
+    def trouble(self, what: str, seen: str) -> RunDirError | None:
+        """Return why `what` cannot be written in the run directory; None if it can. `seen` made the caller ask."""
+        what = f"{what} ({seen})"
+        try:
+            self._logs.stat()
+            if shutil.disk_usage(self._logs).free < _LEAST_ROOM:
+                return DiskFullError(str(self._logs), what)
+            replace_private(self._logs / ".written", b"")
+        except FileNotFoundError:
+            return removed_error(str(self._logs.parent), f" ({seen})")
+        except OSError as error:
+            return write_error(str(self._logs), error, what)
+        return None
 
     def start(self, spec: ProcessSpec) -> Service:
         """Start a process and keep it alive from now on."""
@@ -249,16 +281,24 @@ class Supervisor:
 
     def _spawn(self, service: Service) -> None:
         spec = service.spec
-        incarnation = self._observer.next_incarnation(spec.name)
-        with sigterm_blocked(self._section.blocks_sigterm):
-            child = Child(
-                spec.command(incarnation),
-                self._logs / f"{spec.name}.log",
-                incarnation=incarnation,
-                env=spec.env,
-                death_signal=spec.death_signal,
-                fork_server=self._fork_server,
-            )
+        try:
+            incarnation = self._observer.next_incarnation(spec.name)
+            with sigterm_blocked(self._section.blocks_sigterm):
+                child = Child(
+                    spec.command(incarnation),
+                    self._logs / f"{spec.name}.log",
+                    incarnation=incarnation,
+                    env=spec.env,
+                    death_signal=spec.death_signal,
+                    fork_server=self._fork_server,
+                )
+        except (OSError, RunDirError) as error:
+            what = f"what {spec.name} needs to start"
+            cause = error if isinstance(error, RunDirError) else write_error(str(self._logs.parent), error, what)
+            service.timer = None
+            self._fail(service, cause)
+            self._observer.changed()
+            return
         service.child, service.state, service.timer = child, ServiceState.RUNNING, None
         self._loop.watch(child.pidfd, lambda: self._on_end(service, child))
         log.info("%s started: pid %d, incarnation %d", spec.name, child.pid, incarnation)
@@ -285,9 +325,8 @@ class Supervisor:
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
         name, end, record = service.spec.name, describe_end(returncode), child.exit_record
         unannounced = record is None and bool(returncode)
-        is_gone = unannounced and not self._logs.exists()
-        is_full = unannounced and _has_no_room(self._logs)
-        if record is None and returncode in INCURABLE and not (is_full or is_gone):
+        trouble = self.trouble(f"what {name} keeps", f"{name} ended with {end}") if unannounced else None
+        if record is None and returncode in INCURABLE and trouble is None:
             end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
         if service.state is ServiceState.STOPPING:
@@ -302,10 +341,8 @@ class Supervisor:
             if not record.sentence or returncode == ExitCode.ENV_RESTART_BUDGET:
                 sentence += f"; its log is {child.log_path}"
             self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
-        elif is_gone:
-            self._fail(service, removed_error(str(self._logs.parent), f" ({name} ended with {end})"))
-        elif is_full:
-            self._fail(service, DiskFullError(str(self._logs), f"what {name} keeps (it ended with {end})"))
+        elif trouble is not None:
+            self._fail(service, trouble)
         else:
             log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
             self._restart(service, time.monotonic() - child.started, child, end=end)
@@ -358,14 +395,6 @@ class Supervisor:
 def _is_final(record: ExitRecord, service: Service) -> bool:
     """Return whether a restart would fail in the same way. A port that was free once will be free again."""
     return record.exit_code in INCURABLE or (record.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
-
-
-def _has_no_room(folder: Path) -> bool:
-    """Return whether the disk of `folder` is full; False if the folder was removed."""
-    try:
-        return shutil.disk_usage(folder).free < _LEAST_ROOM
-    except OSError:
-        return False
 
 
 def _because(child: Child) -> str:

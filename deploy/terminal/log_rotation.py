@@ -47,7 +47,12 @@ class LogRotation:
         self._look()
 
     def _look(self) -> None:
-        for path in list(self._folder.glob("*.log")):
+        try:
+            paths = list(self._folder.glob("*.log"))
+        except OSError as error:
+            log.debug("%s cannot be read: %s", self._folder, error)
+            return
+        for path in paths:
             try:
                 if path.stat().st_size > self._max_bytes:
                     rotate(path, self._max_bytes)

@@ -6,10 +6,8 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TextIO
-
-from headrace.schemas.errors.fleet import NO_ROOM
 
 _terminal = threading.RLock()
 
@@ -35,22 +33,21 @@ def open_std_streams() -> None:
 def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
     """Discard all further output within the block once the reader of `stream` has gone (`| head`).
 
-    On a full disk, only what cannot be written is discarded. One thread at a time writes to a terminal: a live table
-    erases what it has drawn, and where two threads draw it erases lines of the log.
+    On a disk that is full, read-only or broken, only what cannot be written is discarded. One thread at a time writes
+    to a terminal: a live table erases what it has drawn, and where two threads draw it erases lines of the log.
     """
     try:
         with _terminal if stream.isatty() else nullcontext():
             yield
     except BrokenPipeError:
         _send_nowhere(stream)
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        kept = os.dup(stream.fileno())
-        _send_nowhere(stream)
-        stream.flush()  # else the next line, or the end of this process, would try the same text again
-        os.dup2(kept, stream.fileno())
-        os.close(kept)
+    except OSError:
+        with suppress(OSError):  # no descriptor is left
+            kept = os.dup(stream.fileno())
+            _send_nowhere(stream)
+            stream.flush()  # else the next line, or the end of this process, would try the same text again
+            os.dup2(kept, stream.fileno())
+            os.close(kept)
 
 
 def say(line: str, stream: TextIO | None = None) -> None:

@@ -326,6 +326,17 @@ PROCESSES = Key(
     expires="after 30 s",
 )
 
+HOLDER = Key(
+    "holder",
+    "string",
+    "",
+    "supervisor",
+    "host and run directory of the `headrace up` that has the fleet, or that it has started this Redis; another one is "
+    "refused while this stands",
+    example="node-7 /runs/a",
+    when="as `processes`, and removed at its end",
+    expires="after 30 s",
+)
 SUPERVISOR_TOTALS = Key(
     "supervisor_totals",
     "hash",
@@ -369,6 +380,7 @@ TABLE = (
     HISTORY_5S,
     HISTORY_60S,
     PROCESSES,
+    HOLDER,
     SUPERVISOR_TOTALS,
 )
 """All keys that stay. `CHECK` does not."""

@@ -102,6 +102,8 @@ def _make(path: Path) -> None:
     try:
         with os.fdopen(open_own(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(_BYTES) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         with suppress(FileExistsError):
             os.link(aside, path)
     finally:

@@ -162,7 +162,13 @@ def write_error(path: str, error: OSError, what: str = "") -> RunDirError:
     if error.errno in NO_ROOM:
         return DiskFullError(path, what)
     reason = error.strerror or str(error)
-    return RunDirError(path, f"{what} cannot be written ({reason})" if what else reason)
+    advice = "repair that"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "raise the limit of open files (ulimit -n)"
+    elif not what:
+        return RunDirError(path, reason)
+    reason = f"{what} cannot be written ({reason})" if what else reason
+    return RunDirError(path, reason, f"{advice}, then go on with headrace up --resume RUN")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A full disk: the fleet ends with an error of one sentence, and can be resumed once there is room."""
+"""A disk that is full or refuses writes: the fleet is drained, ends with one sentence, and can be resumed."""
 
 from __future__ import annotations
 
@@ -123,3 +123,47 @@ def test_output_to_a_full_disk_ends_no_process_and_goes_on_later(disk: Path) -> 
         with ignore_closed_reader(log):
             print("kept", file=log, flush=True)
     assert (disk / "log").read_text() == "kept\n"
+
+
+def test_output_and_exit_records_on_a_read_only_disk_end_no_process(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = disk / "record"
+    monkeypatch.setenv("HEADRACE_EXIT_RECORD", str(record))
+    write_exit_record(exit_record_path(), 7, "no more")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    told = take_exit_record(record, os.getpid())
+    assert told is not None
+    assert (told.exit_code, told.sentence) == (7, "no more")
+    with record.open() as log, os.fdopen(os.dup(log.fileno()), "w") as unwritable, ignore_closed_reader(unwritable):
+        print("lost", file=unwritable, flush=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_fleet_whose_run_directory_becomes_immutable_is_drained_and_can_be_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ["--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--set", "learner.steps_per_update=512"]
+    with (tmp_path / "said").open("w+") as said:
+        fleet = subprocess.Popen(
+            [*UP, *settings, "--run-dir", str(run), "--timeout-s", "200"], stdout=said, stderr=said, text=True
+        )
+        wait_until((run / "learner.checkpoint").exists, "a checkpoint")
+        made = subprocess.run(["chattr", "+i", str(run)], capture_output=True, text=True, check=False)
+        if made.returncode:
+            fleet.terminate()
+            fleet.wait(120)
+            pytest.skip(f"needs chattr: {made.stderr.strip()}")
+        try:
+            assert fleet.wait(120) == ExitCode.RUN_DIR
+        finally:
+            subprocess.run(["chattr", "-i", str(run)], check=True)
+    text = (tmp_path / "said").read_text()
+    assert "the checkpoint cannot be written (Operation not permitted); repair that" in text
+    assert "broker stopped with exit code 0" in text
+    assert "Traceback" not in text
+    again = subprocess.run(
+        [*UP, "--resume", str(run), "--until-steps", "2000", "--json"], capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert orjson.loads(again.stdout)["balanced"]

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.stop_signals import StopSignals
 from support.waiting import TIMEOUT_S
@@ -50,3 +52,15 @@ def test_a_signal_ends_the_wait_and_is_counted() -> None:
             assert signals.count == count
             assert time.monotonic() - began < 25.0
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_error_of_a_file_goes_to_its_owner_and_the_loop_goes_on() -> None:
+    loop, told, fired = EventLoop(), [], []
+    loop.call_later(0.0, lambda: fired.append(open("/nowhere/at/all")))  # noqa: PTH123, SIM115
+    with pytest.raises(FileNotFoundError):
+        loop.turn(TIMEOUT_S)
+    loop.on_error = told.append
+    loop.call_later(0.0, lambda: fired.append(open("/nowhere/at/all")))  # noqa: PTH123, SIM115
+    loop.call_later(0.0, lambda: fired.append("next"))
+    assert loop.turn_until(lambda: fired == ["next"], TIMEOUT_S)
+    assert [type(error) for error in told] == [FileNotFoundError]

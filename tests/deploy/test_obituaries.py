@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -336,3 +337,45 @@ def test_senders_that_close_together_with_their_broker_do_not_block_later_ones(l
 def test_an_exit_record_gives_the_reason_of_a_death() -> None:
     words = [None, *(ExitRecord(pid=1, exit_code=code) for code in (0, 12, 1))]
     assert [reason_of(word) for word in words] == ["worker_killed", "shutdown", "fenced", "worker_killed"]
+
+
+def test_an_end_whose_recorder_cannot_be_read_waits_and_is_not_told_as_no_steps(
+    obituaries: ObituarySender, registrar: Registrar, loop: EventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.deploy.fleet.obituary_sender.LONGEST_PAUSE_S", 0.01)
+    path = tmp_path / "worker-0-1.rec"
+    path.mkdir()
+    obituaries.send_end(0, 1, "shutdown")
+    assert not obituaries.all_acknowledged()
+    path.rmdir()
+    leave_a_recorder(tmp_path, 0, 1)
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
+    assert [told.totals.stepped for told in registrar.taken] == [30]
+
+
+def test_a_recorder_that_cannot_be_deleted_now_is_deleted_later(
+    obituaries: ObituarySender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = leave_a_recorder(tmp_path, 0, 1)
+    obituaries.send_end(0, 1, "shutdown")
+    totals = WorkerTotals(seq=1, stepped=30, discarded={"shutdown": 10}, shipped=20, shipped_chunks=2)
+    row = LedgerRow(
+        slot=0,
+        incarnation=1,
+        totals=totals,
+        accepted=(20, 2),
+        held=(0, 0),
+        settled=Settled(seq=1, committed=(20, 2)),
+        closed=True,
+        end_taken=True,
+    )
+
+    def unlink(self: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        obituaries.delete_stored({(0, 1): row})
+    assert path.exists()
+    obituaries.delete_stored({(0, 1): row})
+    assert not path.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -202,3 +203,21 @@ def test_a_process_that_hangs_is_killed_and_replaced(nursery: Nursery, tmp_path:
     )
     nursery.until(lambda: service.restarts == 1 and not service.zombies)
     watch.stop()
+
+
+def test_a_silent_process_is_not_replaced_if_its_sign_of_life_cannot_be_written(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    argv = [sys.executable, "-c", TURNING, "turns"]
+    service = nursery.supervisor.start(ProcessSpec("env-host-0", Role.ENV_HOST, lambda _: argv))
+    child = service.child
+    assert child is not None
+    nursery.until(lambda: seconds_silent(child.liveness_path) is not None)
+    shutil.rmtree(nursery.logs)
+    watch = FleetWatchdog(
+        nursery.loop, nursery.supervisor, recorders_by_slot(tmp_path), 0.1, {Role.ENV_HOST: 0.0}, {Role.ENV_HOST: 0.0}
+    )
+    nursery.until(lambda: nursery.supervisor.failure is not None)
+    watch.stop()
+    assert service.child is child
+    assert "it was removed while the fleet ran (env-host-0 has given no sign" in str(nursery.supervisor.failure)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
-from headrace.schemas.errors import CrashLoopError, ExitCode
+from headrace.schemas.errors import CrashLoopError, ExitCode, RunDirError, write_error
 from headrace.schemas.settings.config import SupervisorSection
 
 if TYPE_CHECKING:
@@ -190,3 +193,46 @@ def test_a_replaced_process_lives_on_and_is_killed_after_its_grace(nursery: Nurs
     assert service.child is not None
     assert service.child.incarnation == 2
     assert nursery.notes.ends == [("worker-0", 1, -signal.SIGKILL)]
+
+
+def test_a_process_that_cannot_be_started_for_want_of_descriptors_is_an_error_and_the_others_can_be_stopped(
+    nursery: Nursery,
+) -> None:
+    service, other = nursery.start(SLEEP), nursery.start(SLEEP, "other")
+    nursery.until(lambda: nursery.says("child", "up") and nursery.says("other", "up"))
+    assert service.child is not None
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(spare) + 1, limits[1]))
+        with suppress(OSError):
+            while True:
+                spare.append(os.open(os.devnull, os.O_RDONLY))
+        service.child.send(signal.SIGKILL)
+        nursery.until(lambda: nursery.supervisor.failure is not None)
+        nursery.supervisor.stop()
+        nursery.until(nursery.supervisor.gone)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in spare:
+            os.close(descriptor)
+    assert (service.state, other.state) == (ServiceState.FAILED, ServiceState.STOPPED)
+    error = nursery.supervisor.failure
+    assert isinstance(error, RunDirError)
+    assert "what child needs to start cannot be written (Too many open files); raise the limit" in str(error)
+
+
+def test_a_life_without_a_number_on_disk_does_not_begin(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = nursery.start(SLEEP)
+    nursery.until(lambda: nursery.says("child", "up"))
+
+    def next_incarnation(name: str) -> int:
+        raise write_error("/run", OSError(errno.EROFS, "Read-only file system"), f"the number of {name}")
+
+    monkeypatch.setattr(nursery.notes, "next_incarnation", next_incarnation)
+    assert service.child is not None
+    service.child.send(signal.SIGKILL)
+    nursery.until(lambda: service.state is ServiceState.FAILED)
+    assert "the number of child cannot be written (Read-only file system); repair that" in str(
+        nursery.supervisor.failure
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -236,3 +238,30 @@ def test_a_damaged_state_file_gives_an_error_that_names_the_file(start_broker: S
 def test_only_the_owner_can_read_the_state_file(start_broker: StartBroker, tmp_path: Path) -> None:
     start_broker()
     assert file_path(tmp_path).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_broker_that_cannot_write_its_state_serves_those_who_have_joined_and_lets_others_wait(
+    start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path
+) -> None:
+    broker = start_broker()
+    plan = Envs(1, fails=0.0).fragments(4)
+    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S) as stream:
+        gate = threading.Event()
+        start_feeder(broker.endpoints.worker, paced(plan, 2, [gate]))
+        batches = iter(stream)
+        seen = [next(batches), next(batches)]
+        in_the_way = tmp_path / f".broker.json.{os.getpid()}"
+        (in_the_way / "folder").mkdir(parents=True)
+        start_feeder(broker.endpoints.worker, Envs(2, fails=0.0).fragments(1), slot=1)
+        wait_until(lambda: broker.ask(lambda made: bool(made._held_back)), "the broker to hold a welcome back")
+        gate.set()
+        seen += [next(batches), next(batches)]
+        assert [batch.slot for batch in seen] == [0, 0, 0, 0]
+        known = read_broker_file(tmp_path)
+        assert known is not None
+        assert known.incarnations == {0: 1}
+        shutil.rmtree(in_the_way)
+        assert next(batches).slot == 1
+        known = read_broker_file(tmp_path)
+        assert known is not None
+        assert known.incarnations == {0: 1, 1: 1}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import orjson
 import pytest
@@ -26,7 +27,7 @@ from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.monitoring.fleet_state import SlowFacts, StateReader, cpu_shares, fleet_state, ledger
 from headrace.deploy.monitoring.losses import LOSSES
-from headrace.deploy.monitoring.process_reporter import ProcessReporter
+from headrace.deploy.monitoring.process_reporter import FleetLease, ProcessReporter
 from headrace.deploy.monitoring.series import SeriesReader
 from headrace.deploy.report.run_facts import SUMMARY_FILE
 from headrace.deploy.run.fleet_file import FleetFile
@@ -37,6 +38,7 @@ from headrace.schemas.accounts.lag_buckets import LAG_LABELS, lag_quantiles
 from headrace.schemas.accounts.ledger import Discard, Drop, FleetLedger, LedgerRow
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.process_usage import usage_of
+from headrace.schemas.errors import ConfigError
 from headrace.schemas.messages import LearnerRow
 from headrace.schemas.settings.config import FleetConfig, SamplingSection
 from support.waiting import wait_until
@@ -353,3 +355,33 @@ def test_lag_quantiles_cover_the_steps_between_two_readings() -> None:
     assert lag_quantiles(keys.ACCEPTED_LAG, now, before, (0.5,)) == {0.5: 0}, "another broker counts from 0"
     assert lag_quantiles(keys.ACCEPTED_LAG, now, now, (0.5,)) == {}
     assert lag_quantiles(keys.ACCEPTED_LAG, {}, {}, (0.5,)) == {}
+
+
+def test_a_second_fleet_of_one_name_is_refused_until_the_first_gives_it_back_or_is_gone(url: str, client: Any) -> None:
+    name = f"fleet-{uuid4().hex}"
+    first, second = (FleetLease(url, name, run) for run in ("node-7 /runs/a", "node-7 /runs/b"))
+    again = FleetLease(url, name, "node-7 /runs/a")
+    first.take()
+    with pytest.raises(ConfigError, match=r"fleet of another `headrace up` at Redis .*/runs/a"):
+        second.take()
+    again.take()  # the lock of the run directory shows that its earlier supervisor is dead
+    client.delete(keys.key_name(name, keys.HOLDER))  # as when the lease is over
+    third = FleetLease(url, name, "node-7 /runs/c")
+    third.take()
+    assert not first.renew()
+    assert first.refusal is not None
+    first.release()
+    assert client.get(keys.key_name(name, keys.HOLDER)).endswith(b"/runs/c")
+    third.release()
+    assert client.get(keys.key_name(name, keys.HOLDER)) is None
+    for lease in (second, again):
+        lease.release()
+
+
+def test_a_fleet_whose_redis_is_away_takes_its_lease_later(make_server: Callable[..., Any]) -> None:
+    server = make_server().start()
+    lease = FleetLease(server.url, "fleet-x", "node-7 /runs/a")
+    server.kill()
+    lease.take()
+    assert lease.refusal is None
+    lease.release()
