@@ -40,8 +40,8 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         if dtype.kind == "f":  # a float32 bound comes back exactly, and comparing it then needs no conversion
             low, high = low.astype(dtype), high.astype(dtype)
     elif isinstance(leaf, MultiDiscrete):
-        low = np.array(leaf.start).reshape(shape)
-        high = low + np.array(leaf.nvec).reshape(shape) - 1
+        low = leaf.start
+        high = low + leaf.nvec - 1
     else:
         start, n = (leaf.start, leaf.n) if isinstance(leaf, Discrete) else (0, 2)
         low, high = np.full(shape, start), np.full(shape, start + n - 1)
