@@ -1,10 +1,8 @@
 """Log-probs and values of a batch by the weights that a learner has now, beside the log-probs by those that acted.
 
-PPO's clip bounds how far one update moves the policy from its old log-probs. Where weights are published while workers
-sample, the weights that acted are older than those that the update starts from. Measured from the former, part of the
-clip is spent before the first gradient step. Measured from the latter alone, nothing corrects for the older policy.
-Hilton et al., Batch size-invariance for policy optimization (2022), section 3: the clip takes the log-probs of the
-latter, and each step is weighted by the ratio of the two.
+Where weights are published while workers sample, those that acted are older than those that an update starts from.
+Hilton et al., Batch size-invariance for policy optimization (2022), tell the two policies apart: a trust region is one
+around the latter, and importance weights are by the former.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ python -m bench.own_ppo [--env Pendulum-v1] [--seeds 3] [--steps 100000] [--arms
 The program is the block of `docs/guides/learner.md`; for Pendulum-v1 some constants are those of the recipe. All arms
 have 16 envs. Each is measured at the same number of steps that were trained on:
 
-- fleet: two workers, by `with_own_logp`.
-- behaviour: the same, by the log-probs of the weights that acted.
-- synchronous: by these log-probs too, in synchronous sampling.
+- fleet: two workers, and the ratio to the weights that acted.
+- own: the same, with the ratio to the learner's weights before the update.
+- synchronous: as fleet, in synchronous sampling.
 - bare: a loop that steps its envs, then trains, in this process.
 
 The return is the mean of the newest 100 episodes. Wall times hold on an idle machine only; returns hold on any.
@@ -94,9 +94,9 @@ def of_fleet(arm: str, env: str, seed: int, steps: int) -> Run:
             if chunk.is_done:
                 returns.add(chunk.episode_return)
         own = with_own_logp(module, batch)
-        if arm == "fleet" or not own.steps:
+        if arm != "own" or not own.steps:
             return own
-        return replace(own, columns={**own.columns, "logp": batch.columns["logp"]})
+        return replace(own, columns={**own.columns, "behaviour_logp": own.columns["logp"]})
 
     vars(ppo).update(
         with_own_logp=seen, actor_critic=partial(actor_critic, seed=seed), save_policy=lambda *_, **__: None
@@ -211,7 +211,7 @@ def _length(ppo: ModuleType) -> int:
     return int(max(8, ppo.STEPS // ENVS // 2))
 
 
-ARMS = {"fleet": of_fleet, "behaviour": of_fleet, "synchronous": of_fleet, "bare": of_bare}
+ARMS = {"fleet": of_fleet, "own": of_fleet, "synchronous": of_fleet, "bare": of_bare}
 
 
 def main() -> None:
