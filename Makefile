@@ -62,6 +62,7 @@ docs: $(READY) ## build docs/_build/html, with every warning an error
 	@$(BIN)/python -c 'import furo, myst_parser, sphinx, sphinx_copybutton' 2> /dev/null \
 		|| $(PIP) install -c constraints.txt -e ".[docs]"
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
+	@echo "open $(CURDIR)/docs/_build/html/index.html"
 
 bench: $(READY) ## measure against the limits, side by side; writes bench-results/
 	$(BIN)/python tests/bench/run.py

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headrace.learner_stub.connector_merger import ConnectorMerger as ConnectorMerger
     from headrace.learner_stub.learner_state import LearnerState as LearnerState
     from headrace.learner_stub.learner_state import save_policy as save_policy
+    from headrace.learner_stub.own_logp import with_own_logp as with_own_logp
     from headrace.learner_stub.publisher import WeightPublisher as WeightPublisher
     from headrace.learner_stub.returns import gae as gae
     from headrace.learner_stub.returns import vtrace as vtrace
@@ -29,6 +30,7 @@ _HOMES = {
     "save_policy": "headrace.learner_stub.learner_state",
     "to_torch": "headrace.learner_stub.tensors",
     "vtrace": "headrace.learner_stub.returns",
+    "with_own_logp": "headrace.learner_stub.own_logp",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "save_policy",
     "to_torch",
     "vtrace",
+    "with_own_logp",
 ]
 
 

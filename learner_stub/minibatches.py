@@ -128,7 +128,7 @@ def forward_all(
             answers.append(check_answer(module.forward_train(batch), rows))
             interruption.check()
     dist_inputs, values = zip(*answers, strict=True)
-    return torch.cat(dist_inputs), torch.cat(values).double().numpy()
+    return torch.cat(dist_inputs), torch.cat(values).double().cpu().numpy()
 
 
 def seed_torch(seed: int, update: int) -> None:

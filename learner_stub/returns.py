@@ -38,15 +38,16 @@ class Returns:
     targets: Any
 
 
-def gae(episodes: Episodes, values: Any, *, gamma: float, gae_lambda: float) -> Returns:
+def gae(episodes: Episodes, values: Any = None, *, gamma: float, gae_lambda: float) -> Returns:
     """Return generalized advantages, and the TD(lambda) returns as targets. No gradient flows through the result.
 
     - episodes: `batch.episodes()`, or `episodes_of` several batches; also as tensors of `to_torch`.
-    - values: (N + C,), the value of each row of `episodes.obs`: an array or a tensor.
+    - values: (N + C,), the value of each row of `episodes.obs`: an array or a tensor. None takes those that
+      `with_own_logp` put into the batches.
 
-    Raises `ModuleError` for values of another shape.
+    Raises `ModuleError` for values of another shape, and for None where the batches have none.
     """
-    walk = _Walk.of(episodes, values)
+    walk = _Walk.of(episodes, _own_values(episodes) if values is None else values)
     deltas = walk.rewards + gamma * walk.following(walk.values) - walk.values
     advantages = sum_backwards(deltas, np.full(len(deltas), gamma * gae_lambda), walk.offsets)
     return walk.returns(advantages, advantages + walk.values)
@@ -154,6 +155,17 @@ def _runs(
     lengths = np.diff(offsets)[order]
     ends = ~goes_on[order]
     return ranges(offsets[order], lengths), np.append(0, np.cumsum(lengths)[ends]), order[ends]
+
+
+def _own_values(episodes: Episodes) -> Any:
+    """Return the value of each row of `episodes.obs` by the columns of `with_own_logp`, in their kind of array."""
+    if "next_values" not in episodes.columns:
+        raise ModuleError("the batches have no column 'next_values'; give gae the values, or batches of with_own_logp")
+    values, after = episodes.columns["values"], _numpy(episodes.columns["next_values"])
+    rows = np.empty(len(episodes) + len(_numpy(episodes.last_rows)), after.dtype)
+    rows[_numpy(episodes.step_rows)] = _numpy(values)
+    rows[_numpy(episodes.last_rows)] = after[_numpy(episodes.offsets)[1:] - 1]
+    return values.new_tensor(rows) if hasattr(values, "new_tensor") else rows
 
 
 def _numpy(array: Any) -> NDArray[Any]:

@@ -78,7 +78,12 @@ TABLE: Mapping[str, Row] = {
     ),
     "until_return": _row("fleet.until_return", float, "--until-return", "Stop at this mean return of 100 episodes."),
     "until_steps": _row("fleet.until_steps", int, "--until-steps", "Stop after this many env steps."),
-    "timeout_s": _row("fleet.timeout_s", float, "--timeout-s", "Give up after this many seconds (exit code 17)."),
+    "timeout_s": _row(
+        "fleet.timeout_s",
+        float,
+        "--timeout-s",
+        "End after this many seconds: with exit code 17 where a goal is not reached, or no step made.",
+    ),
     "check_env": _row(
         "fleet.check_env",
         bool,

@@ -179,6 +179,10 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
             outcome.at_goal = now
             log.info("goal reached after %.1f s (%s); draining", seconds, _where(now))
             return
+        if goal.has_done_its_time(seconds, now, outcome.start):
+            outcome.at_goal = now
+            log.info("%.1f s are over (%s); draining", seconds, _where(now))
+            return
         if goal.late(seconds):
             waiting = awaited(fleet.facts()) if standstill.lasts else ""
             raise GoalTimeoutError(goal.timeout_s or seconds, _where(now), waiting)

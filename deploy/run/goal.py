@@ -137,3 +137,7 @@ class Goal:
     def late(self, seconds: float) -> bool:
         """Return whether the run has taken longer than it may."""
         return self.timeout_s is not None and seconds >= self.timeout_s
+
+    def has_done_its_time(self, seconds: float, now: RunNumbers, start: RunNumbers) -> bool:
+        """Return whether a run that has no goal but its time, and made steps in it, is at its end."""
+        return self.late(seconds) and self.until_return is self.until_steps is None and now.steps > start.steps

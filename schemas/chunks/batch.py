@@ -117,7 +117,7 @@ class BatchHeader(BaseModel):
     """The worker's running totals right after it cut this batch."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ChunkBatch(Sequence[EpisodeChunk]):
     """Several chunks. Iterate over them as `EpisodeChunk`, or read `columns` with `offsets` and `obs_offsets`.
 
@@ -203,6 +203,10 @@ class ChunkBatch(Sequence[EpisodeChunk]):
     def nbytes(self) -> int:
         """Return the number of bytes of all arrays together."""
         return self.table.nbytes + sum(column.nbytes for column in self.columns.values())
+
+    def __repr__(self) -> str:
+        of = f"slot {self.slot}, incarnation {self.incarnation}, seq {self.seq}, {', '.join(self.modules):.80}"
+        return f"<ChunkBatch of {self.steps} steps in {len(self)} chunks: {of}; columns {', '.join(self.columns):.200}>"
 
     def __len__(self) -> int:
         return len(self.table)

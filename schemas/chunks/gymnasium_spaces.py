@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 
 from headrace.schemas.chunks.spaces import (
     Box,
@@ -15,7 +14,6 @@ from headrace.schemas.chunks.spaces import (
     MultiDiscrete,
     Space,
     Tuple,
-    box_bounds,
     column_dtype,
 )
 
@@ -27,14 +25,11 @@ def to_gym(space: Space) -> gym.Space[Any]:
     """
     match space:
         case Box():
-            low, high = box_bounds(space)
-            dtype = column_dtype(space)
-            return gym.spaces.Box(low.astype(dtype), high.astype(dtype), space.shape, dtype.type)
+            return gym.spaces.Box(space.low, space.high, space.shape, column_dtype(space).type)
         case Discrete():
             return gym.spaces.Discrete(space.n, start=space.start)
         case MultiDiscrete():
-            nvec, start = np.reshape(space.nvec, space.shape), np.reshape(space.start, space.shape)
-            return gym.spaces.MultiDiscrete(nvec, dtype=column_dtype(space).type, start=start)
+            return gym.spaces.MultiDiscrete(space.nvec, dtype=column_dtype(space).type, start=space.start)
         case MultiBinary():
             return gym.spaces.MultiBinary(space.shape[0] if len(space.shape) == 1 else space.shape)
         case Dict():

@@ -8,12 +8,21 @@ root `obs` is the column `obs/arm/0`, and `nest` rebuilds the user's own nesting
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from headrace.schemas.errors import DecodeError, ModuleError
 from headrace.schemas.frames.wire import ALLOWED_DTYPES, DEFAULT_LIMITS
@@ -38,19 +47,37 @@ Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max
 class Box(BaseModel):
     """Real-valued array.
 
-    `low` and `high` are scalars when every element shares them, else flat lists in C order; None is infinite.
+    It is built of `low` and `high` that are scalars when every element shares them, else flat lists in C order; None is
+    infinite. They are read as arrays, as in gymnasium.
     """
 
     model_config = _MODEL
     kind: Literal["box"] = "box"
     shape: Shape
     dtype: DType
-    low: float | tuple[float | None, ...] | None = None
-    high: float | tuple[float | None, ...] | None = None
+    flat_low: float | tuple[float | None, ...] | None = Field(default=None, alias="low")
+    flat_high: float | tuple[float | None, ...] | None = Field(default=None, alias="high")
+
+    @property
+    def low(self) -> NDArray[Any]:
+        """Return the lowest value of each element, in the space's shape and dtype."""
+        return _in_dtype(box_bounds(self)[0], self.dtype)
+
+    @property
+    def high(self) -> NDArray[Any]:
+        """Return the highest value of each element, in the space's shape and dtype."""
+        return _in_dtype(box_bounds(self)[1], self.dtype)
+
+    @model_serializer
+    def _as_built(self) -> dict[str, Any]:
+        return _as_built(self)
+
+    def __repr_args__(self) -> Any:
+        return _as_built(self).items()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, bound in (("low", self.low), ("high", self.high)):
+        for name, bound in (("low", self.flat_low), ("high", self.flat_high)):
             if isinstance(bound, tuple) and len(bound) != math.prod(self.shape):
                 raise ValueError(f"{name} has {len(bound)} elements, shape {self.shape} {math.prod(self.shape)}")
         return self
@@ -65,21 +92,47 @@ class Discrete(BaseModel):
     start: Int64 = 0
     dtype: DType = "<i8"
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (), as an action is one number."""
+        return ()
+
 
 class MultiDiscrete(BaseModel):
-    """Several integers; element i is in [start[i], start[i] + nvec[i]). Both are flat, in C order of `shape`."""
+    """Several integers; element i is in [start[i], start[i] + nvec[i]).
+
+    It is built of both as flat lists, in C order of `shape`. They are read as arrays, as in gymnasium.
+    """
 
     model_config = _MODEL
     kind: Literal["multi_discrete"] = "multi_discrete"
-    nvec: tuple[Annotated[Int64, Field(gt=0)], ...]
-    start: tuple[Int64, ...]
+    flat_nvec: tuple[Annotated[Int64, Field(gt=0)], ...] = Field(alias="nvec")
+    flat_start: tuple[Int64, ...] = Field(alias="start")
     shape: Shape
     dtype: DType = "<i8"
 
+    @property
+    def nvec(self) -> NDArray[np.int64]:
+        """Return the number of values of each element, in the space's shape."""
+        return np.array(self.flat_nvec, np.int64).reshape(self.shape)
+
+    @property
+    def start(self) -> NDArray[np.int64]:
+        """Return the lowest value of each element, in the space's shape."""
+        return np.array(self.flat_start, np.int64).reshape(self.shape)
+
+    @model_serializer
+    def _as_built(self) -> dict[str, Any]:
+        return _as_built(self)
+
+    def __repr_args__(self) -> Any:
+        return _as_built(self).items()
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not len(self.nvec) == len(self.start) == math.prod(self.shape):
-            raise ValueError(f"nvec has {len(self.nvec)} elements, start {len(self.start)}, shape {self.shape}")
+        nvec, start = len(self.flat_nvec), len(self.flat_start)
+        if not nvec == start == math.prod(self.shape):
+            raise ValueError(f"nvec has {nvec} elements, start {start}, shape {self.shape}")
         return self
 
 
@@ -93,11 +146,35 @@ class MultiBinary(BaseModel):
 
 
 class Dict(BaseModel):
-    """Named sub-spaces. A name may hold slashes, as dm_control's do, as long as no two leaves share a column."""
+    """Named sub-spaces. A name may hold slashes, as dm_control's do, as long as no two leaves share a column.
+
+    It is read as a dict, as in gymnasium.
+    """
 
     model_config = _MODEL
     kind: Literal["dict"] = "dict"
     spaces: dict[str, Space]
+
+    def __getitem__(self, key: str) -> Space:
+        return self.spaces[key]
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        return iter(self.spaces)
+
+    def __len__(self) -> int:
+        return len(self.spaces)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self.spaces.keys()
+
+    def values(self) -> ValuesView[Space]:
+        """Return the sub-spaces."""
+        return self.spaces.values()
+
+    def items(self) -> ItemsView[str, Space]:
+        """Return names and sub-spaces."""
+        return self.spaces.items()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -109,11 +186,20 @@ class Dict(BaseModel):
 
 
 class Tuple(BaseModel):
-    """Numbered sub-spaces."""
+    """Numbered sub-spaces. It is read as a tuple, as in gymnasium."""
 
     model_config = _MODEL
     kind: Literal["tuple"] = "tuple"
     spaces: tuple[Space, ...]
+
+    def __getitem__(self, index: int) -> Space:
+        return self.spaces[index]
+
+    def __iter__(self) -> Iterator[Space]:  # type: ignore[override]
+        return iter(self.spaces)
+
+    def __len__(self) -> int:
+        return len(self.spaces)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -171,7 +257,7 @@ class Spaces(BaseModel):
 
 def leaf_shape(leaf: Leaf) -> tuple[int, ...]:
     """Return the shape of one row of the leaf's column; () for Discrete."""
-    return () if isinstance(leaf, Discrete) else leaf.shape
+    return leaf.shape
 
 
 def leaf_size(leaf: Leaf) -> int:
@@ -212,13 +298,29 @@ def leaf_values(space: Space, value: Any) -> list[Any]:
 
 def box_bounds(leaf: Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the lowest and highest value of each element: float64 of the leaf's shape, infinite where unbounded."""
-    return _row(leaf, leaf.low, -np.inf), _row(leaf, leaf.high, np.inf)
+    return _row(leaf, leaf.flat_low, -np.inf), _row(leaf, leaf.flat_high, np.inf)
 
 
 def _row(leaf: Box, bound: Any, absent: float) -> NDArray[np.float64]:
     if not isinstance(bound, tuple):
         return np.full(leaf.shape, absent if bound is None else bound, np.float64)
     return np.array([absent if b is None else b for b in bound], np.float64).reshape(leaf.shape)
+
+
+def _in_dtype(bound: NDArray[np.float64], dtype: str) -> NDArray[Any]:
+    """Return `bound` in the space's dtype. Of integers the dtype's own bound stands for infinity."""
+    if np.dtype(dtype).kind not in "iu":
+        return bound.astype(dtype)
+    lowest, highest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    inside = (bound > lowest) & (bound < highest)
+    whole = np.where(bound > 0, np.array(highest, dtype), np.array(lowest, dtype))
+    whole[inside] = bound[inside].astype(dtype)
+    return whole
+
+
+def _as_built(leaf: Box | MultiDiscrete) -> dict[str, Any]:
+    """Return the arguments that build `leaf`, which are its JSON too."""
+    return {field.alias or name: getattr(leaf, name) for name, field in type(leaf).model_fields.items()}
 
 
 def nest(space: Space, columns: Mapping[str, NDArray[Any]], root: str) -> Any:

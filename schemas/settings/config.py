@@ -47,7 +47,7 @@ class FleetSection(ConfigSection):
     until_steps: int | None = Field(default=None, gt=0)
     """stop after this many env steps, counted from the start of the run or of its resume"""
     timeout_s: float | None = Field(default=None, gt=0)
-    """give up after this many seconds with exit code 17 (TIMEOUT)"""
+    """end after this many seconds: with exit code 17 (TIMEOUT) where a goal is not reached or no step was made"""
     fleet_id: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     """name of the fleet; empty makes one per run directory"""
     rendezvous: str = Field(default="", max_length=4096)

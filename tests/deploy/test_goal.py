@@ -42,6 +42,16 @@ def test_without_a_goal_nothing_is_reached_or_late() -> None:
     assert Goal(timeout_s=5.0).late(5.0)
 
 
+def test_a_time_alone_is_a_goal_for_a_run_that_made_steps() -> None:
+    later = RunNumbers(steps=START.steps + 1)
+    assert Goal(timeout_s=5.0).has_done_its_time(5.0, later, START)
+    assert not Goal(timeout_s=5.0).has_done_its_time(4.9, later, START)
+    assert not Goal(timeout_s=5.0).has_done_its_time(5.0, START, START)
+    assert not Goal().has_done_its_time(1e9, later, START)
+    for goal in (Goal(until_return=1.0, timeout_s=5.0), Goal(until_steps=9, timeout_s=5.0)):
+        assert not goal.has_done_its_time(5.0, later, START)
+
+
 def test_a_negative_mean_return_is_a_number_and_none_is_absent() -> None:
     assert RunNumbers.of({"episode_return_mean": -200.0, "episodes_window": 3.0}, {}).mean_return == -200.0
     assert RunNumbers.of({"episode_return_mean": 0.0, "episodes_window": 0.0}, {}).mean_return is None

@@ -134,7 +134,7 @@ def choose(leaf: Any, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.
         nth = score % legal.sum(1).clamp(min=1) + 1  # a row of an agent that does not act may have an empty mask
         return (legal.cumsum(1) < nth[:, None]).sum(1).clamp(max=leaf.n - 1) + leaf.start
     if isinstance(leaf, MultiDiscrete):
-        table = torch.tensor([leaf.nvec, leaf.start], dtype=torch.int64)
+        table = torch.tensor([leaf.flat_nvec, leaf.flat_start], dtype=torch.int64)
         return (scores % table[0] + table[1]).reshape(-1, *leaf.shape)
     if isinstance(leaf, Box):
         return ((scores % 64 - 32).to(torch.float32) / 16).reshape(-1, *leaf.shape)

@@ -315,3 +315,11 @@ def test_connector_updates_must_be_numbers(array: Any) -> None:
     batch = replace(make_batch(BOX, [2], [ChunkEnd.ONGOING]), connector_update={"env_to_module/0.Mine/x": array})
     with pytest.raises(EncodeError, match=r"_connectors/env_to_module/0\.Mine/x"):
         encoded(batch)
+
+
+def test_a_batch_is_told_in_one_line() -> None:
+    batch = replace(make_batch(BOX, [2, 0, 3], [ChunkEnd.ONGOING, ChunkEnd.ABORTED, ChunkEnd.TERMINATED], {}), slot=3)
+    told = f"slot 3, incarnation {batch.incarnation}, seq {batch.seq}, {batch.modules[0]}"
+    assert repr(batch) == f"<ChunkBatch of 5 steps in 3 chunks: {told}; columns {', '.join(batch.columns)}>"
+    columns = {f"obs/{'x' * 50}\n{i}": np.zeros(0) for i in range(99)}
+    assert len(repr(replace(batch, columns=columns))) < 350

@@ -116,3 +116,26 @@ def test_a_space_is_checked_when_it_is_built() -> None:
         Dict(spaces={"a/0": leaf, "a": Tuple(spaces=(leaf,))})
     with pytest.raises(ValidationError, match="may not go on the wire"):
         Box(shape=(), dtype="<c8")
+
+
+def test_a_space_is_read_as_gymnasiums() -> None:
+    arm = Box(shape=(2, 2), dtype="<f4", low=-1.0, high=(1.0, None, 3.0, 4.0))
+    choice = MultiDiscrete(nvec=(2, 3), start=(0, -1), shape=(2,))
+    space = Dict(spaces={"vector": arm, "pair": Tuple(spaces=(choice, Discrete(n=4)))})
+    assert list(space) == list(space.keys()) == ["vector", "pair"]
+    assert (len(space), "vector" in space, "other" in space) == (2, True, False)
+    assert dict(space.items())["vector"] is space["vector"] is next(iter(space.values())) is arm
+    pair = space["pair"]
+    assert isinstance(pair, Tuple)
+    assert (len(pair), pair[0], list(pair)[1].shape) == (2, choice, ())
+    assert (arm.low.dtype, arm.high.tolist()) == (np.float32, [[1.0, np.inf], [3.0, 4.0]])
+    assert (choice.nvec.tolist(), (choice.start + choice.nvec).tolist()) == ([2, 3], [2, 2])
+    assert repr(arm) == "Box(kind='box', shape=(2, 2), dtype='<f4', low=-1.0, high=(1.0, None, 3.0, 4.0))"
+
+
+@pytest.mark.parametrize("dtype", ["|u1", "|i1", "<i4", "<u4", "<i8", "<u8"])
+def test_bounds_of_integers_are_in_their_dtype(dtype: str) -> None:
+    whole = np.iinfo(dtype)
+    free, bound = Box(shape=(1,), dtype=dtype), Box(shape=(1,), dtype=dtype, low=3.0, high=7.0)
+    assert [(b.low[0], b.high[0]) for b in (free, bound)] == [(whole.min, whole.max), (3, 7)]
+    assert free.low.dtype == free.high.dtype == dtype

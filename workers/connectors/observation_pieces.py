@@ -67,13 +67,13 @@ def one_hot_size(leaf: Leaf) -> int:
     """Return the length of one row of `as_vectors`."""
     if isinstance(leaf, Discrete):
         return leaf.n
-    return sum(leaf.nvec) if isinstance(leaf, MultiDiscrete) else leaf_size(leaf)
+    return sum(leaf.flat_nvec) if isinstance(leaf, MultiDiscrete) else leaf_size(leaf)
 
 
 def as_vectors(leaf: Leaf, values: NDArray[np.generic]) -> NDArray[np.float32]:
     """Return float32 (rows, one_hot_size): choices one-hot, one after another; other leaves flat."""
     if isinstance(leaf, Discrete | MultiDiscrete):
-        sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.nvec, leaf.start)
+        sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.flat_nvec, leaf.flat_start)
         begins = np.cumsum(sizes) - np.array(sizes) - np.array(starts)
         vectors = np.zeros((len(values), sum(sizes)), np.float32)
         np.put_along_axis(vectors, values.reshape(len(values), -1).astype(np.int64) + begins, 1.0, axis=1)
@@ -88,7 +88,7 @@ def _as_tensor(leaf: Leaf, values: torch.Tensor) -> torch.Tensor:
     rows = values.shape[0]
     if not isinstance(leaf, Discrete | MultiDiscrete):
         return values.reshape(rows, -1).float()
-    sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.nvec, leaf.start)
+    sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.flat_nvec, leaf.flat_start)
     places = values.reshape(rows, -1).long() - torch.tensor(starts)
     one_hot = [torch.nn.functional.one_hot(places[:, k], size) for k, size in enumerate(sizes)]
     return torch.cat(one_hot, 1).float()

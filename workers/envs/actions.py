@@ -111,8 +111,7 @@ def _spread(leaf: Leaf, numbers: NDArray[np.float64]) -> NDArray[Any]:
     if isinstance(leaf, Discrete):
         return np.floor(numbers * leaf.n) + leaf.start
     if isinstance(leaf, MultiDiscrete):
-        nvec, start = np.array(leaf.nvec).reshape(leaf.shape), np.array(leaf.start).reshape(leaf.shape)
-        spread: NDArray[np.float64] = np.floor(numbers * nvec) + start
+        spread: NDArray[np.float64] = np.floor(numbers * leaf.nvec) + leaf.start
         return spread
     return np.floor(numbers * 2)
 

@@ -39,8 +39,8 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
     if isinstance(leaf, Box):
         low, high = (_in_dtype(bound, dtype) for bound in box_bounds(leaf))
     elif isinstance(leaf, MultiDiscrete):
-        low = np.array(leaf.start).reshape(shape)
-        high = low + np.array(leaf.nvec).reshape(shape) - 1
+        low = leaf.start
+        high = low + leaf.nvec - 1
     else:
         start, n = (leaf.start, leaf.n) if isinstance(leaf, Discrete) else (0, 2)
         low, high = np.full(shape, start), np.full(shape, start + n - 1)

@@ -59,7 +59,7 @@ class Categoricals:
         if isinstance(leaf, Discrete):
             self._sizes, starts = (leaf.n,), (leaf.start,)
         elif isinstance(leaf, MultiDiscrete):
-            self._sizes, starts = leaf.nvec, leaf.start
+            self._sizes, starts = leaf.flat_nvec, leaf.flat_start
         else:
             self._sizes, starts = (2,) * leaf_size(leaf), (0,) * leaf_size(leaf)
         self._shape = leaf_shape(leaf)

@@ -67,9 +67,8 @@ class _Flat(nn.Module):
 class _OneHot(nn.Module):
     def __init__(self, leaf: Discrete | MultiDiscrete) -> None:
         super().__init__()
-        discrete = isinstance(leaf, Discrete)
-        self._sizes = [leaf.n] if isinstance(leaf, Discrete) else list(leaf.nvec)
-        starts = [leaf.start] if discrete else list(leaf.start)  # type: ignore[arg-type]
+        sizes, starts = ((leaf.n,), (leaf.start,)) if isinstance(leaf, Discrete) else (leaf.flat_nvec, leaf.flat_start)
+        self._sizes = sizes
         self._starts: torch.Tensor
         self.register_buffer("_starts", torch.tensor(starts), persistent=False)
         self.size = sum(self._sizes)
