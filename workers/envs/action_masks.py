@@ -96,7 +96,7 @@ def _ranges(leaf: Leaf) -> list[tuple[int, int]]:
     if isinstance(leaf, Discrete):
         return [(leaf.n, leaf.start)]
     if isinstance(leaf, MultiDiscrete):
-        return list(zip(leaf.nvec, leaf.start, strict=True))
+        return list(zip(leaf.flat_nvec, leaf.flat_start, strict=True))
     return [(2, 0)] * leaf_size(leaf) if isinstance(leaf, MultiBinary) else []
 
 
@@ -212,7 +212,7 @@ def _check_flags(mask: Leaf, action: Space, sizes: Sequence[int]) -> None:
     if isinstance(mask, Discrete) or mask.shape not in shapes:
         seen = "Discrete" if isinstance(mask, Discrete) else f"{math.prod(mask.shape)} flags of shape {mask.shape}"
         raise ValueError(f"it is {seen}, and {' or '.join(map(str, shapes))} is due")
-    if isinstance(mask, MultiDiscrete) and not (set(mask.nvec) == {2} and set(mask.start) == {0}):
+    if isinstance(mask, MultiDiscrete) and not ({*mask.flat_nvec} == {2} and {*mask.flat_start} == {0}):
         raise ValueError("its numbers are not those of flags")
     if isinstance(mask, Box):
         low, high = box_bounds(mask)
