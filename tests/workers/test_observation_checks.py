@@ -195,5 +195,5 @@ def test_the_space_of_a_camera_is_converted_without_an_object_for_each_of_its_nu
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert (converted.low, converted.high) == (0.0, 255.0)
+    assert (converted.flat_low, converted.flat_high) == (0.0, 255.0)
     assert peak < 2 * space.low.size

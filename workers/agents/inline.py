@@ -130,7 +130,8 @@ class InlineAgents:
         """Step the envs of all lanes that were sent actions."""
         failures: list[Failure] = []
         slots, answers, calls = self._built.slots, self._answers, self._table.totals.calls
-        words, is_slow = calls.begin_steps(), calls.is_slow
+        words, is_slow = calls.words, calls.is_slow
+        words[0] = UserCall.STEP
         for index, own in self._sent.items():
             words[1] = index
             try:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import check_info, check_rewards, end_of, take_apart
@@ -67,7 +68,8 @@ def step_all(
     answers: list[Any] = []
     failures: list[Failure] = []
     good: list[int] = []
-    words, is_slow = calls.begin_steps(), calls.is_slow
+    words, is_slow = calls.words, calls.is_slow
+    words[0] = UserCall.STEP
     for lane in live:
         index = words[1] = lane.index
         try:
@@ -89,7 +91,8 @@ def step_all(
     if infos and tell is not None:
         infos, untold = tell_each(infos, tell)
         bad |= untold
-    failures += [Failure(lane, error, stepped=True) for lane, error in bad.items()]
+    if bad:
+        failures += [Failure(lane, error, stepped=True) for lane, error in bad.items()]
     outcome = Outcome(checked, ended, failures, infos)
     return _without_failed(outcome, live, good) if failures else outcome
 

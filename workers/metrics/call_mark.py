@@ -12,7 +12,7 @@ SIGN_INTERVAL_S = 0.02
 """The shortest time between two signs of life, in seconds."""
 CallWords = MutableSequence[int] | memoryview
 """[kind, lane], perhaps in memory that others read."""
-_OTHER, _STEP = int(UserCall.OTHER), int(UserCall.STEP)
+_OTHER = int(UserCall.OTHER)
 
 
 class CallMark:
@@ -35,12 +35,6 @@ class CallMark:
         """Mark a call of the env in `lane`, see `CallInProgress`."""
         self.words[1] = lane
         self.words[0] = kind
-
-    def begin_steps(self) -> CallWords:
-        """Mark the steps of a poll. Return the words, whose second one is the lane of the step in progress."""
-        words = self.words
-        words[0] = _STEP
-        return words
 
     def end(self) -> None:
         """Mark the end of a call."""

@@ -49,7 +49,7 @@ class ActingModule:
         self.noise = noise
         self.module: torch.nn.Module | None = None
         self.random = LegalRandomActions(env_spaces, connectors.spaces.action, connectors.observed)
-        self._mask: ActionMask | None = None
+        self.mask: ActionMask | None = None
         """The mask that the module obeys, in its own observations."""
         self._blocks = blocks
         self._actor: Actor | BlockActor | None = None
@@ -78,13 +78,13 @@ class ActingModule:
         A recurrent module begins with an empty memory. Raises `ModuleError` for a bad initial state, and `ConfigError`
         where a module that obeys action masks would not see the env's.
         """
-        self.module = self._actor = self._maps = self._mask = None
+        self.module = self._actor = self._maps = self.mask = None
         self.noise.forget("policy")
         if module is None:
             return
         self._count_steps = count_steps
         if getattr(module, "obeys_action_mask", False):
-            self._mask = self._visible_mask()
+            self.mask = self._visible_mask()
         self._actor = self._make_actor(module)
         self.module = module
         self.noise.begin("policy", module.noise_size, module.noise_kind)
@@ -100,17 +100,13 @@ class ActingModule:
             )
         return mask
 
-    def is_masked(self, *, random_actions: bool) -> bool:
-        """Return whether action masks bind the actions, so that `faults` may find some."""
-        return self.random.is_masked if random_actions else self._mask is not None
-
     def faults(self, rows: NDArray[np.intp], *, random_actions: bool) -> list[tuple[int, EnvContractError]]:
         """Return (position in `rows`, error) for each row that cannot act, because its mask is unsound or all 0."""
         if random_actions:
             return self.random.faults(rows)
-        if self._mask is None:
+        if self.mask is None:
             return []
-        faults = self._mask.faults(self.connectors.columns, rows)
+        faults = self.mask.faults(self.connectors.columns, rows)
         if not self.connectors.sees:
             return faults
         return [(at, EnvContractError(f"{e.what} after env_to_module", e.seen, e.expected)) for at, e in faults]
@@ -147,7 +143,8 @@ class ActingModule:
             drawn = self._draw(acting)
             self.random.drop(acting)
             return self.connectors.for_env(drawn, some)
-        self.random.drop(acting)
+        if self.random.told:
+            self.random.drop(acting)
         assert self._actor is not None, "the runner asks whether there is a module before it samples"
         try:
             columns = self._actor(self.noise.draw("policy", acting) if explore else None, some, whole=whole)

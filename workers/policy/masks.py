@@ -34,7 +34,7 @@ class LegalRandomActions:
         self._mask: ActionMask | None = None
         self._refusal: ConfigError | None = None
         """The error for a mask that cannot be obeyed. It waits for the first random action: the module may know how."""
-        self._told: dict[int, Any] = {}
+        self.told: dict[int, Any] = {}
         """The mask in the info of each row's newest observation."""
         is_mapped = self._choices != choices_of(spaces.action)
         try:
@@ -60,18 +60,18 @@ class LegalRandomActions:
                 "into the observation, and they obey it too",
                 MASK,
             )
-        self._told[row] = mask
+        self.told[row] = mask
 
     def drop(self, rows: NDArray[np.intp] | None) -> None:
         """Drop what infos told of `rows` (None: all), which act or begin an episode."""
-        if not self._told:
+        if not self.told:
             return
-        self._told = {} if rows is None else {row: self._told[row] for row in self._told.keys() - set(rows.tolist())}
+        self.told = {} if rows is None else {row: self.told[row] for row in self.told.keys() - set(rows.tolist())}
 
     @property
     def is_masked(self) -> bool:
         """Return whether masks bind random actions now."""
-        return self._mask is not None or bool(self._told)
+        return self._mask is not None or bool(self.told)
 
     def faults(self, rows: NDArray[np.intp]) -> list[tuple[int, EnvContractError]]:
         """Return (position in `rows`, error) for each row whose mask is unsound, or leaves no action."""
@@ -79,9 +79,9 @@ class LegalRandomActions:
             return self._mask.faults(self._observed, rows)
         due = f"{self._count} flags of 0 and 1, with a legal action among them"
         return [
-            (position, EnvContractError(f"info[{MASK!r}]", brief(self._told[row]), due))
+            (position, EnvContractError(f"info[{MASK!r}]", brief(self.told[row]), due))
             for position, row in enumerate(rows.tolist())
-            if row in self._told and self._read(self._told[row]) is None
+            if row in self.told and self._read(self.told[row]) is None
         ]
 
     def _read(self, mask: Any) -> NDArray[np.bool_] | None:
@@ -97,10 +97,10 @@ class LegalRandomActions:
     def _legal(self, rows: int) -> NDArray[np.bool_] | None:
         if self._mask is not None:
             return self._mask.legal(self._observed)
-        if not self._told:
+        if not self.told:
             return None
         legal = np.ones((rows, self._count), bool)
-        for row, mask in self._told.items():
+        for row, mask in self.told.items():
             flags = self._read(mask)
             legal[row] = True if flags is None else flags
         return legal

@@ -299,14 +299,16 @@ class EnvRunner(ABC, Generic[Batch]):
         others stay open. With external envs it returns what arrived within `external_fragment_max_age_s`.
 
         Calls `on_poll` after every poll. Calls `on_wait` (default: `on_poll`) from time to time while it waits for
-        remote or failed envs, resets envs, or steps slow ones. Either may raise to interrupt the call, between two
-        inline envs with the end of the poll. Then the next call continues, or `cut_fragment` returns the steps so far.
+        remote or failed envs, and `on_wait` alone between resets of inline envs, and between slow steps. Either may
+        raise to interrupt the call, between two inline envs with the end of the poll. Then the next call continues, or
+        `cut_fragment` returns the steps so far.
         A batch carries the updates that the connectors of its module learnt; `take_connector_update` does not return
         them again.
         """
         self.callbacks.check_at_rest("sample_fragment()")
         whole = self.config.batch_mode == "complete_episodes"
         length, width = self.config.rollout_fragment_length, self.config.num_envs
+        self.totals.calls.on_wait = on_wait
         self._begin(ActionMode(self.config.explore, random_actions), length, False, on_wait or on_poll)
         sampler = self._existing_sampler
         enough = enough_episodes(width, sampler) if whole else self._enough_steps(length * width)

@@ -179,10 +179,13 @@ class LaneSteps:
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_masked(self) -> bool:
+        policy = self._policy
+        return policy.random.is_masked if self.mode.random_actions else policy.mask is not None
+
     def unable(self) -> list[Failure]:
         policy, random_actions = self._policy, self.mode.random_actions
-        if not policy.is_masked(random_actions=random_actions):
-            return []
         lanes = idle_lanes(self.envs, self._width) if self._external is None else self._external.asking
         faults = policy.faults(lanes, random_actions=random_actions)
         return [Failure(int(lanes[position]), error, stepped=True) for position, error in faults]

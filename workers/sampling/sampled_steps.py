@@ -80,6 +80,10 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
     def begin(self, started: Sequence[Lane]) -> None:
         """Begin the chunks of the new episodes in these lanes."""
 
+    @property
+    def is_masked(self) -> bool:
+        """Return whether action masks bind the next actions, so that `unable` may return some."""
+
     def unable(self) -> list[Failure]:
         """Return a failure for each lane that could act next, and whose action mask is unsound or forbids all."""
 

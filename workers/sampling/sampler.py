@@ -90,7 +90,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
 
         `on_wait` is that of `poll`. If it raises, the next `begin` resets all envs again.
         """
-        self.envs.on_wait = self._totals.calls.on_wait = on_wait
+        self.envs.on_wait = on_wait
         if mode != self.steps.mode and self.steps.is_open:
             self._drop_steps()  # all steps of a batch have one mode
         self.steps.resume(mode, capacity)
@@ -126,15 +126,17 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
             timers.begin_poll()
             before = self._connectors_s()
         try:
-            self.envs.on_wait = self._totals.calls.on_wait = on_wait
+            self.envs.on_wait = on_wait
             if self._external_wait is None:
-                self._prepare(on_wait)
+                if self.envs.repairing or self.steps.is_masked:
+                    self._prepare(on_wait)
                 self.steps.act(weights_seq)
                 self._take(stop_at_episodes)
             else:
                 self._external_wait.check()
                 self._take(stop_at_episodes)
-                self._prepare(on_wait)
+                if self.envs.repairing or self.steps.is_masked:
+                    self._prepare(on_wait)
                 self.steps.act(weights_seq)
         except BaseException as error:
             self._clear_up(error)
@@ -142,7 +144,8 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         if self.steps.timers is not None:
             inward, outward = self._connectors_s()
             timers.end_poll(inward - before[0], outward - before[1], inline=self.envs.replies_at_once)
-        self._totals.calls.raise_kept()
+        if self._totals.calls.on_wait is not None:
+            self._totals.calls.raise_kept()
 
     def _connectors_s(self) -> tuple[float, float]:
         """Return the seconds that all modules' connectors have taken: env_to_module, and module_to_env."""

@@ -178,10 +178,17 @@ class SeatSteps:
 
     # -- one poll -----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_masked(self) -> bool:
+        policies = [module.policy for module in self._modules]
+        if self.mode.random_actions:
+            return any(policy.random.is_masked for policy in policies)
+        return any(policy.mask is not None for policy in policies)
+
     def unable(self) -> list[Failure]:
-        random_actions = self.mode.random_actions
-        if not any(module.policy.is_masked(random_actions=random_actions) for module in self._modules):
+        if not self.is_masked:
             return []
+        random_actions = self.mode.random_actions
         failures: dict[int, Failure] = {}
         acting = acting_seats([self.envs.lanes[index] for index in idle_lanes(self.envs, self._width).tolist()])
         for group in acting.groups:
