@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -53,8 +54,8 @@ class BrokerSockets:
         if self._folder is None:
             _check_host(config, keys)
         self._lock = lock_socket_folder(self._folder) if self._folder is not None else None
-        self._context = zmq.Context()
-        self.auth = ZapAuthenticator(self._context, keys, ask=self._folder is None)
+        self._own = sockets.OwnSockets(zmq.Context(), "the broker", 0.5)
+        self.auth = ZapAuthenticator(self._own, keys, ask=self._folder is None)
         self.watches: dict[Socket, PortWatch] = {}
         """The watch over the connections of each socket."""
         places = connection_limit(config.max_connections, ports=3)
@@ -66,8 +67,7 @@ class BrokerSockets:
             self.learners, learner = self._bind(config, "learner", before, versions)
             self.weights, weights = self._bind(config, "weights", before, listeners)
         except BaseException:
-            self._end_watches()
-            self._context.destroy(linger=0)
+            self._own.close(0.0)
             self._unlock()
             raise
         self.endpoints = Endpoints(worker=worker, learner=learner, weights=weights)
@@ -79,17 +79,17 @@ class BrokerSockets:
     ) -> tuple[Socket, str]:
         """Bind one socket: to its place in the folder of Unix sockets, or to a port."""
         kind, options = (zmq.XPUB, sockets.XPUB) if role == "weights" else (zmq.ROUTER, sockets.ROUTER)
-        socket = self._context.socket(kind)
         waiting = {"SNDHWM": sockets.MOST_WAITING} if role == "worker" else {}
         # Unix sockets are for this user alone, even if the folder is opened to others later.
         family = {"IPV6": int(":" in config.host)} if self._folder is None else {"IPC_FILTER_UID": os.geteuid()}
         limits = waiting | {"MAXMSGSIZE": bounds.message_bytes} | family
-        for name, value in (options | limits).items():
-            socket.setsockopt(getattr(zmq, name), value)
+        socket: Socket = self._own.open(kind, options | limits)
         if role == "weights":
             socket.copy_threshold = sockets.COPY_BELOW_BYTES
         on_failure = self.auth.guard(socket, role)
-        self.watches[socket] = PortWatch(role, socket.get_monitor_socket(WATCH_EVENTS), bounds, on_failure)
+        watch = PortWatch(role, self._own.monitor(socket, WATCH_EVENTS), bounds, on_failure)
+        self.watches[socket] = watch
+        self._own.before_end(partial(watch.close, socket))
         if self._folder is not None:
             _bind_in_folder(socket, self._folder, role)
         else:
@@ -111,8 +111,8 @@ class BrokerSockets:
     def close(self) -> None:
         """Close all sockets; messages already sent have half a second to leave."""
         self._listing.remove()
-        self._end_watches()
-        self._context.destroy(linger=500)
+        self._own.close()
+        self.watches.clear()
         if self._folder is not None:
             for role in Endpoints.model_fields:
                 (self._folder / role).unlink(missing_ok=True)
@@ -122,12 +122,6 @@ class BrokerSockets:
         """Give the folder of Unix sockets back, once none of them is bound."""
         if self._lock is not None:
             os.close(self._lock)
-
-    def _end_watches(self) -> None:
-        for socket, watch in self.watches.items():
-            socket.disable_monitor()
-            watch.close()
-        self.watches.clear()
 
 
 def receive(socket: Socket, drops: Callable[[bytes], bool]) -> list[zmq.Frame] | None:

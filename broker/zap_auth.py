@@ -35,12 +35,10 @@ class ZapAuthenticator:
 
     Without keys it refuses none. If it does not `ask`, libzmq admits each peer by itself.
 
-    Create it before the first socket binds: from then on libzmq may send requests. Terminating the context closes it.
+    Create it before the first socket binds: from then on libzmq may send requests. It ends with `own`.
     """
 
-    def __init__(
-        self, context: zmq.Context[Socket], keys: BrokerKeys | ServerToken | None, *, ask: bool = True
-    ) -> None:
+    def __init__(self, own: sockets.OwnSockets, keys: BrokerKeys | ServerToken | None, *, ask: bool = True) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
         """Number of refused connections, by (port, reason)."""
         self._refused_lock = Lock()
@@ -50,9 +48,8 @@ class ZapAuthenticator:
         """By port, the answers that admit the peers that wait, the oldest first."""
         self._zap: Socket | None = None
         if ask or keys is not None:
-            self._zap = context.socket(zmq.ROUTER)
-            self._zap.linger = 0
-            self._zap.router_mandatory = True  # tells whether the handshake that asked has ended
+            # MANDATORY tells whether the handshake that asked has ended.
+            self._zap = own.open(zmq.ROUTER, {"LINGER": 0, "ROUTER_MANDATORY": 1})
             self._zap.bind(zap.ENDPOINT)
 
     def guard(self, socket: Socket, port: str) -> Callable[[int, int], None]:

@@ -39,6 +39,11 @@ class BrokerLink:
         """Return the broker's address, for people."""
         return self.endpoint or f"broker {self.number}"
 
+    @property
+    def usable(self) -> bool:
+        """Return whether the connection is not closed, and of this process."""
+        return self._socket is None or self._socket.usable
+
     def watch(self, poller: zmq.Poller) -> None:
         """Let a poller wait for the next message."""
         if self._socket is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from headrace.learner_stub import connection
@@ -48,9 +49,9 @@ class BrokerStream:
     ) -> None:
         self.link = link
         self.session = LearnerSession(link.token, limits, fleet_id=fleet_id, position=[*position])
-        self.session.figures = self._figures
         self.ready = ReadyBatches(self.session, position)
         self.lag = LagMonitor(warn_lag)
+        self.session.figures = partial(_figures, link.token, self.lag)  # not a method: a cycle would outlive the stream
 
     @property
     def is_active(self) -> bool:
@@ -142,6 +143,7 @@ class BrokerStream:
             if error.reason == "version_mismatch":
                 raise refusal(error.reason, f"broker at {self.link.endpoint}: {error.detail}") from error
 
-    def _figures(self) -> LearnerFigures:
-        spent = connection.time_spent(self.link.token)
-        return LearnerFigures(time_spent=spent.seconds(), consumed_lag=self.lag.counts, usage=own_usage())
+
+def _figures(token: str, lag: LagMonitor) -> LearnerFigures:
+    spent = connection.time_spent(token)
+    return LearnerFigures(time_spent=spent.seconds(), consumed_lag=lag.counts, usage=own_usage())

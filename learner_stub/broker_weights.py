@@ -136,6 +136,8 @@ class BrokerWeights:
 
         Wait until the broker has mapped the newest version, at most `_CLOSING_S`.
         """
+        if not self.link.usable:
+            return
         if self.joined:
             while self._send_rows(connection.now(), at_once=True):
                 pass

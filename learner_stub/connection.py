@@ -22,6 +22,9 @@ from headrace.schemas.messages import LearnerWelcome, ModuleShapes, Status
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 
+_LEAVING_S = 0.5
+"""Seconds that messages have to leave when a connection is closed or dropped: a commit is the caller's word."""
+
 _TOKENS: dict[tuple[int, str], str] = {}
 _STREAMING: set[str] = set()
 _PUBLISHED: dict[str, Sequence[Version]] = {}
@@ -147,15 +150,19 @@ class LearnerSocket:
 
     def __init__(self, endpoint: str, keys: PeerKeys | None) -> None:
         self._handshakes = Handshakes(endpoint, "learner", keys)
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        for name, value in {**sockets.DEALER, **self._handshakes.options()}.items():
-            self.socket.setsockopt(getattr(zmq, name), value)
-        self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(CLIENT_EVENTS)
+        self._own = sockets.OwnSockets(zmq.Context(), f"a learner's connection to {endpoint}", _LEAVING_S)
+        self.socket: zmq.Socket[bytes] = self._own.open(zmq.DEALER, {**sockets.DEALER, **self._handshakes.options()})
+        self._monitor: zmq.Socket[bytes] = self._own.monitor(self.socket, CLIENT_EVENTS)
         self.socket.connect(endpoint)
+
+    @property
+    def usable(self) -> bool:
+        """Return whether the socket is open, and of this process."""
+        return self._own.usable
 
     def send(self, frames: list[Buffer]) -> bool:
         """Send one message. Return False without a connection."""
+        self._own.check()
         try:
             sockets.send(self.socket, frames)
         except zmq.Again:
@@ -168,6 +175,7 @@ class LearnerSocket:
         Frames are read-only views that keep the message's memory. What the broker has sent and nobody has read is lost
         when its connection ends.
         """
+        self._own.check()
         try:
             frames = sockets.receive(self.socket)
         except zmq.Again:  # the connection has ended in the midst of the message
@@ -185,9 +193,9 @@ class LearnerSocket:
             if self._handshakes.observe(self._monitor.recv_multipart()):
                 self._handshakes.connect_again(self.socket)
 
-    def close(self, deadline_s: float = 0.5) -> None:
+    def close(self, deadline_s: float = _LEAVING_S) -> None:
         """Close the socket; messages already sent have `deadline_s` to leave."""
-        self._context.destroy(linger=int(deadline_s * 1000))
+        self._own.close(deadline_s)
 
 
 def now() -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -68,6 +69,7 @@ class WeightPublisher:
         peer_keys = client_keys(keys, "learner", run_dir)
         sources = address_sources(run_dir, rendezvous, len(endpoints))
         self.token = connection.process_token(endpoints)
+        self._forget_published = weakref.finalize(self, connection.forget_published, self.token)
         self._brokers: list[BrokerWeights] = []
         for number, (address, source) in enumerate(zip(endpoints, sources, strict=True)):
             place = FleetPlace(address, "learner", source, says_waiting=False)  # the stream says it
@@ -180,7 +182,7 @@ class WeightPublisher:
     def close(self) -> None:
         """Close the connection; the relay keeps the last version. Rows not sent so far are sent once."""
         connection.leave(self)
-        connection.forget_published(self.token)
+        self._forget_published()
         for broker in self._brokers:
             broker.close()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -130,6 +131,7 @@ class EpisodeStream:
         )
         places = by_broker(position or [], fleet_id, len(endpoints))
         self.token = connection.stream_token(endpoints)
+        self._forget_token = weakref.finalize(self, connection.forget_token, self.token)
         self._brokers: list[BrokerStream] = []
         self._agreeing = 0
         """Number of brokers whose spaces were compared and are equal."""
@@ -328,9 +330,12 @@ class EpisodeStream:
         return sum(broker.session.redelivered for broker in self._brokers)
 
     def close(self) -> None:
-        """Close the connection. Batches handed out and not committed go to the next learner again."""
+        """Close the connection. Batches handed out and not committed go to the next learner again.
+
+        A stream that is dropped without `close` does the same.
+        """
         connection.leave(self)
-        connection.forget_token(self.token)
+        self._forget_token()
         for broker in self._brokers:
             broker.close()
 
@@ -340,7 +345,7 @@ class EpisodeStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self.auto_commit:
+        if kind is None and self.auto_commit and all(broker.link.usable for broker in self._brokers):
             self.commit()
         self.close()
 

@@ -119,16 +119,12 @@ class ObituarySender:
         self._seen_living: set[Life] = set()
         """Lives that no supervisor has, and that once were seen to live on this machine."""
         # A context of its own: terminating it also frees its I/O thread from a monitor socket without a reader.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.IMMEDIATE, 1)  # without a broker, no messages queue in the socket
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.set(zmq.HEARTBEAT_IVL, 2000)
         self._handshakes = Handshakes(endpoint, "supervisor", keys)
-        for name, value in self._handshakes.options().items():
-            self._socket.setsockopt(getattr(zmq, name), value)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
+        self._own = sockets.OwnSockets(zmq.Context(), f"a supervisor's connection to {endpoint}", 0.0)
+        # IMMEDIATE: without a broker, no messages queue in the socket
+        options = {"LINGER": 0, "IMMEDIATE": 1, "RECONNECT_IVL_MAX": 1000, "HEARTBEAT_IVL": 2000}
+        self._socket: zmq.Socket[bytes] = self._own.open(zmq.DEALER, {**options, **self._handshakes.options()})
+        self._monitor: zmq.Socket[bytes] = self._own.monitor(self._socket, CLIENT_EVENTS)
         self._socket.connect(endpoint)
         loop.watch(self._socket, self._receive)
         loop.watch(self._monitor, self._observe_handshakes)
@@ -294,7 +290,7 @@ class ObituarySender:
             self._pause_timer.cancel()
         self._loop.forget(self._socket)
         self._loop.forget(self._monitor)
-        self._context.destroy(linger=0)
+        self._own.close()
 
     def _send_pause(self) -> None:
         with suppress(zmq.Again):

@@ -102,6 +102,13 @@ _FD = 14
 """libzmq's option of a socket: a descriptor that is readable when the socket has news."""
 
 
+class Watched(Protocol):
+    """A ZeroMQ socket."""
+
+    def disable_monitor(self) -> None:
+        """End the monitor of the socket."""
+
+
 class Monitor(Protocol):
     """The monitor of a ZeroMQ socket, as its `get_monitor_socket(WATCH_EVENTS)` returns it."""
 
@@ -358,8 +365,9 @@ class PortWatch:
         if len(self.over) > _MOST_ROUTES:
             del self.over[next(iter(self.over))]
 
-    def close(self) -> None:
-        """Wait for the end of the watch. Stop the socket's monitor before (pyzmq: `disable_monitor`)."""
+    def close(self, socket: Watched) -> None:
+        """Stop the monitor of `socket`, the one that is watched, and wait for the end of the watch."""
+        socket.disable_monitor()
         self._thread.join()
 
     def end(self, fd: int, peer: tuple[str, int], why: str) -> None:

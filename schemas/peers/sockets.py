@@ -1,4 +1,4 @@
-"""Socket options that every side sets, by their ZeroMQ names. Data only: schemas do not import zmq.
+"""The options, the owner and the use of every side's sockets. Schemas do not import zmq: callers give a context.
 
 libzmq's defaults hang at exit (LINGER -1), never notice a dead peer (HEARTBEAT_IVL 0), and give a handshake half a
 minute. All options must be set before bind or connect, or they have no effect.
@@ -7,8 +7,13 @@ minute. All options must be set before bind or connect, or they have no effect.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from headrace.schemas.errors import HeadraceError
 
 MORE, DONTWAIT = 2, 1
 """Flags of libzmq as plain integers: or-ing pyzmq's enums for every frame costs as much as sending a small one."""
@@ -126,3 +131,83 @@ def has_message(dealer: Any) -> bool:
     process ("Assertion failed: !_more").
     """
     return bool(dealer.get(_EVENTS) & _POLLIN)
+
+
+class OwnSockets:
+    """The ZeroMQ sockets of one object, in a `context` of their own. They close with `close`, or when it is dropped.
+
+    An object is dropped without `close` where a function raises, or a notebook's cell runs again. Its sockets then
+    close in whatever thread that happens, and what they have sent has `linger_s` to leave. By themselves they would
+    stay open, and libzmq waits for ever for the end of a context with open sockets: before Python ends the objects of a
+    cycle, it clears the weak references by which pyzmq's context knows its sockets.
+
+    Nothing closes at the end of the program, where threads may still use the sockets, and nothing in a copy of the
+    process by `fork`, which shares the connections.
+
+    - name: what is dropped, for the warning.
+    """
+
+    def __init__(self, context: Any, name: str, linger_s: float) -> None:
+        self._name, self._process = name, os.getpid()
+        self._context, self._linger_ms = context, int(linger_s * 1000)
+        self._open: list[Any] = []
+        self._before_end: list[Callable[[], None]] = []
+        parts = context, self._open, self._before_end, self._linger_ms
+        self._dropped = weakref.finalize(self, _end_dropped, name, self._process, *parts)
+        self._dropped.atexit = False
+
+    def open(self, kind: int, options: Mapping[str, Any]) -> Any:
+        """Return a new socket with these options, which is not connected yet."""
+        socket = self.keep(self._context.socket(kind))
+        for name, value in options.items():
+            setattr(socket, name.lower(), value)
+        return socket
+
+    def monitor(self, socket: Any, events: int) -> Any:
+        """Return the socket that tells these events of another one."""
+        return self.keep(socket.get_monitor_socket(events))
+
+    def keep(self, socket: Any) -> Any:
+        """Close this socket too, and return it."""
+        self._open[:] = [other for other in self._open if not other.closed]
+        self._open.append(socket)
+        return socket
+
+    def before_end(self, call: Callable[[], None]) -> None:
+        """Call this before the sockets close. It must not hold their object."""
+        self._before_end.append(call)
+
+    @property
+    def usable(self) -> bool:
+        """Return whether the sockets are open, and of this process."""
+        return self._dropped.alive and self._process == os.getpid()
+
+    def check(self) -> None:
+        """Raise `HeadraceError` where the sockets are not `usable`: libzmq would wait for ever in a copy by `fork`."""
+        if self._process != os.getpid():
+            raise HeadraceError(
+                f"{self._name} is of process {self._process}, and this is a copy of it by fork ({os.getpid()}); open "
+                "another one here, or use it there only"
+            )
+        if not self._dropped.alive:
+            raise HeadraceError(f"{self._name} is closed; open another one")
+
+    def close(self, linger_s: float | None = None) -> None:
+        """Close all sockets. What they have sent has `linger_s` to leave; None: as long as of a dropped one."""
+        if self.usable and self._dropped.detach() is not None:
+            linger_ms = self._linger_ms if linger_s is None else int(linger_s * 1000)
+            _end(self._context, self._open, self._before_end, linger_ms)
+
+
+def _end_dropped(name: str, process: int, context: Any, *parts: Any) -> None:
+    if process == os.getpid():
+        _end(context, *parts)
+        warnings.warn(f"{name} was dropped without close()", ResourceWarning, stacklevel=1)
+
+
+def _end(context: Any, sockets: list[Any], before_end: list[Callable[[], None]], linger_ms: int) -> None:
+    while before_end:
+        before_end.pop()()
+    for socket in sockets:
+        socket.close(linger_ms)
+    context.term()

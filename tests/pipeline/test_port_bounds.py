@@ -312,8 +312,7 @@ def test_a_port_that_was_attacked_admits_few_peers_for_a_while(
     clock = [1000.0]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as port, ExitStack() as stack:
         watch = PortWatch("worker", port.get_monitor_socket(WATCH_EVENTS), PortBounds(100))
-        stack.callback(watch.close)
-        stack.callback(port.disable_monitor)
+        stack.callback(watch.close, port)
         admission = watch.admission = Admission(lambda: clock[0])
         idle = MessageBudget(KNOWN_BURST, KNOWN_PER_S, KNOWN_FIRST, lambda: clock[0])
         account = PeerAccount(b"route", peer=("192.0.2.1", 1), idle=idle)
@@ -452,8 +451,7 @@ def test_known_peers_are_looked_at_when_they_hold_something_or_memory_grows(monk
     monkeypatch.setattr(port_watch, "LOOK_AT_ALL_S", 3600.0)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as port, ExitStack() as stack:
         watch = PortWatch("worker", port.get_monitor_socket(WATCH_EVENTS), PortBounds(100))
-        stack.callback(watch.close)
-        stack.callback(port.disable_monitor)
+        stack.callback(watch.close, port)
         url = f"tcp://127.0.0.1:{port.bind_to_random_port('tcp://127.0.0.1')}"
         peers = [stack.enter_context(RawZmtp(url)) for _ in range(3)]
         for peer in peers:
@@ -486,8 +484,11 @@ def test_a_watch_that_ends_by_an_unexpected_error_says_so(caplog: pytest.LogCapt
         def close(self, linger: int) -> None:
             """Do nothing."""
 
+        def disable_monitor(self) -> None:
+            """Do nothing."""
+
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.send(b"news")
-        PortWatch("worker", Broken(), PortBounds(1)).close()
+        PortWatch("worker", Broken(), PortBounds(1)).close(Broken())
     assert "the watch of the worker port has ended: nothing bounds its connections" in caplog.text

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from headrace.schemas.errors.episodes import EpisodeAbortedError, NoFreePlaceErr
 from headrace.schemas.frames.single_frame import split_frame
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.messages.serving_messages import ClientHeartbeat
+from headrace.schemas.peers.sockets import OwnSockets
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.client.server_place import ServerPlace
@@ -160,8 +162,9 @@ def test_connecting_to_an_absent_server_raises_unreachable_error(free_port: int)
 @pytest.mark.long
 def test_requests_made_without_a_server_are_not_queued_for_the_next_server(free_port: int) -> None:
     request = request_of(ClientHeartbeat, token="0" * 32, session="0" * 32, request=1)
-    with zmq.Context() as context:
-        connection = Connection(context, ServerPlace(f"tcp://127.0.0.1:{free_port}"), None, agreed=True)
+    own = OwnSockets(zmq.Context(), "a connection", 0.0)
+    with closing(own), zmq.Context() as context:
+        connection = Connection(own, ServerPlace(f"tcp://127.0.0.1:{free_port}"), None, agreed=True)
         seen: list[set[int]] = []
         for _ in range(2):
             with context.socket(zmq.ROUTER) as router:
@@ -175,7 +178,6 @@ def test_requests_made_without_a_server_are_not_queued_for_the_next_server(free_
             for _ in range(5):
                 with pytest.raises(UnreachableError):
                     connection.ask(request, 0.2)
-        context.destroy(linger=0)
     assert len(seen[0]) == 1
     assert len(seen[1]) <= 2, "one that was asked before the connection was known to have ended may come too"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +220,17 @@ def test_make_env_starts_new_processes_and_stop_leaves_none() -> None:
     assert sum(len(chunk) for chunk in sampler.sample(num_timesteps=12)) == 12
     sampler.stop()
     assert not any(is_running(pid) for pid in first + second)
+
+
+def test_a_runner_that_is_dropped_without_stop_takes_its_processes_with_it() -> None:
+    sampler = runner("CartPole-v1")
+    sampler.sample(num_timesteps=10)
+    left = pids(sampler)
+    del sampler  # it is in a cycle
+    with pytest.warns(ResourceWarning, match=r"processes of envs were dropped without stop"):
+        gc.collect()
+    wait_until(lambda: not any(is_running(pid) for pid in left), "the end of the processes")
+    wait_until(lambda: "env-output" not in {t.name for t in threading.enumerate()}, "the end of the drain")
 
 
 def test_an_env_in_another_process_shows_its_spaces_and_refuses_step() -> None:

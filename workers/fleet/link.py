@@ -57,11 +57,11 @@ class BrokerLink:
         return self.place.endpoint
 
     def _connect(self) -> None:
-        self._context = zmq.Context()
         self._handshakes = Handshakes(self.endpoint, "worker", self._keys)
-        self._dealer = _socket(self._context, zmq.DEALER, {**sockets.DEALER, **self._handshakes.options()})
+        self._own = sockets.OwnSockets(zmq.Context(), f"a worker's connection to {self.endpoint}", 0.2)
+        self._dealer: zmq.Socket[bytes] = self._own.open(zmq.DEALER, {**sockets.DEALER, **self._handshakes.options()})
         self._dealer.copy_threshold = sockets.COPY_BELOW_BYTES
-        self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(CLIENT_EVENTS)
+        self._monitor: zmq.Socket[bytes] = self._own.monitor(self._dealer, CLIENT_EVENTS)
         self._dealer.connect(self.endpoint)
         self._subscriber: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
@@ -131,7 +131,7 @@ class BrokerLink:
 
     def close(self) -> None:
         """Close the sockets, waiting up to 200 ms for queued messages. Anything still unsent is lost."""
-        self._context.destroy(linger=200)
+        self._own.close()
 
     def _connect_again(self) -> None:
         """Connect with another token. The subscriber was refused too; it reconnects after the next WELCOME."""
@@ -145,7 +145,7 @@ class BrokerLink:
         """Connect to the broker's new address if it has one."""
         now = time.monotonic()
         if self.place.observe(self.session.state is not SessionState.JOINING, now) is not None:
-            self._context.destroy(linger=0)
+            self._own.close(0.0)
             self._connect()
             self.session.not_sent(now)
 
@@ -208,7 +208,7 @@ class BrokerLink:
         """
         endpoint = _reachable(welcome.weights_endpoint, self.endpoint)
         maps = welcome.maps_weights and self.weights.maps and is_own_address(self.endpoint)
-        subscriber = _socket(self._context, zmq.SUB, {**sockets.SUB, **self._handshakes.options()})
+        subscriber: zmq.Socket[bytes] = self._own.open(zmq.SUB, {**sockets.SUB, **self._handshakes.options()})
         subscriber.subscribe(MAPPING_TOPIC if maps else MAGIC)
         try:
             subscriber.connect(endpoint)
@@ -227,10 +227,3 @@ def _reachable(endpoint: str, beside: str) -> str:
     """
     host, _, port = endpoint.rpartition(":")
     return f"{beside.rpartition(':')[0]}:{port}" if host in ("tcp://0.0.0.0", "tcp://[::]") else endpoint
-
-
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int | bytes]) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    for name, value in options.items():
-        socket.setsockopt(getattr(zmq, name), value)
-    return socket

@@ -6,7 +6,10 @@ import logging
 import math
 import os
 import select
+import threading
 import time
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,7 +27,8 @@ logger = logging.getLogger(__name__)
 class Processes:
     """The processes of a pool.
 
-    `memory` will hold all lanes' columns. `child`: the module that each process runs.
+    `memory` will hold all lanes' columns. `child`: the module that each process runs. If they are dropped without
+    `stop`, they are killed.
     """
 
     def __init__(self, job: Mapping[str, Any], limits: Mapping[Phase, float], child: str) -> None:
@@ -41,6 +45,9 @@ class Processes:
         self._epoll.register(self._latch.bell, select.EPOLLIN)
         self._told = select.epoll()
         """Tells which processes have replied. The driver does not sleep for it."""
+        parts = self._handles, self._drain, self._latch, self.memory
+        self._dropped = weakref.finalize(self, _end_dropped, os.getpid(), *parts)
+        self._dropped.atexit = False  # at its end a process takes its envs with it
 
     def __iter__(self) -> Iterator[ProcessHandle]:
         """Iterate over the handles of the processes that run."""
@@ -126,6 +133,7 @@ class Processes:
 
     def stop(self, timeout_s: float) -> None:
         """Stop all processes. Kill those whose envs do not close within `timeout_s` seconds. Release all resources."""
+        self._dropped.detach()
         deadline = time.monotonic() + timeout_s
         for handle in self:
             handle.stop(deadline)
@@ -138,8 +146,31 @@ class Processes:
                     logger.warning("the process of envs %s did not end within %g s and was killed", lanes, timeout_s)
                 self.bury(handle)
             self.enforce()
-        self._drain.stop()
         self._epoll.close()
         self._told.close()
-        self._latch.close()
-        os.close(self.memory)
+        _release(self._drain, self._latch, self.memory)
+
+
+def _end_dropped(
+    owner: int, handles: dict[int, ProcessHandle], drain: OutputDrain, latch: WakeupLatch, memory: int
+) -> None:
+    """Kill processes whose driver was dropped. A copy of it by `fork` does nothing."""
+    if owner != os.getpid():
+        return
+    for handle in handles.values():
+        handle.kill("dropped")
+
+    def bury() -> None:
+        for handle in handles.values():
+            handle.bury()
+        _release(drain, latch, memory)
+
+    # In a thread of its own: the garbage collector may run in the drain's, which would wait for itself.
+    threading.Thread(target=bury, name="bury-envs", daemon=True).start()
+    warnings.warn(f"{len(handles)} processes of envs were dropped without stop()", ResourceWarning, stacklevel=1)
+
+
+def _release(drain: OutputDrain, latch: WakeupLatch, memory: int) -> None:
+    drain.stop()
+    latch.close()
+    os.close(memory)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
@@ -102,37 +103,35 @@ class RouterPort:
         """The answers that admit the peers that wait in their handshakes, the oldest first."""
         self.speaker: Speaker | None = None
         """The connection of the message that `receive` yielded last."""
-        self._context = zmq.Context()
+        self._own = sockets.OwnSockets(zmq.Context(), f"a port for {self._who}", 0.2)
         self._poller = zmq.Poller()
         try:
             self._zap = self._open_zap() if self._keys is not None else None
             self._socket, self.endpoint = self._bind(settings)
         except BaseException:
-            self._end(linger=0)
+            self._own.close(0.0)
             raise
         self._poller.register(self._socket, zmq.POLLIN)
         if isinstance(self._keys, ServerToken):
             self._listing = PortListing([self.endpoint], self._keys.word)
 
     def _open_zap(self) -> zmq.Socket[bytes]:
-        zap: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        zap.router_mandatory = True  # tells whether the handshake that asked has ended
+        # MANDATORY tells whether the handshake that asked has ended.
+        zap: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, {"ROUTER_MANDATORY": 1})
         zap.bind(ENDPOINT)
         self._poller.register(zap, zmq.POLLIN)
         return zap
 
     def _bind(self, settings: RouterPortSettings) -> tuple[zmq.Socket[bytes], str]:
-        socket = self._context.socket(zmq.ROUTER)
         keys = self._keys.options(settings.domain) if self._keys is not None else {}
         limits = {"SNDHWM": sockets.MOST_WAITING, "MAXMSGSIZE": settings.largest_message}
         options = sockets.ROUTER | limits | {"IPV6": int(":" in settings.host)}
-        for name, value in (options | keys).items():
-            socket.setsockopt(getattr(zmq, name), value)
+        socket: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, options | keys)
         most = settings.largest_message
         places = connection_limit(settings.connections, ports=2)
         bounds = PortBounds(places, most, _MESSAGES_HELD * most)
-        self._socket = socket  # before the watch begins: `_end` must find it
-        self._watch = PortWatch(settings.who, socket.get_monitor_socket(WATCH_EVENTS), bounds)
+        self._watch = PortWatch(settings.who, self._own.monitor(socket, WATCH_EVENTS), bounds)
+        self._own.before_end(partial(self._watch.close, socket))
         for candidate in ports_to_try(settings.port):
             endpoint = f"tcp://{in_url(settings.host)}:{candidate}"
             try:
@@ -306,15 +305,8 @@ class RouterPort:
 
     def close(self) -> None:
         """Close the socket. Messages that were sent have a moment to leave."""
-        self._end(linger=200)
-
-    def _end(self, linger: int) -> None:
         self._listing.remove()
-        if self._watch is not None:
-            self._socket.disable_monitor()
-            self._watch.close()
-            self._watch = None
-        self._context.destroy(linger=linger)
+        self._own.close()
 
 
 def _receive(socket: zmq.Socket[bytes], drops: Callable[[bytes], bool]) -> tuple[bytes, list[bytes], int] | None:

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeAnswer,
     EpisodeStart,
 )
+from headrace.schemas.peers.sockets import OwnSockets
 from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
 from headrace.workers.serving.client.server_place import ServerPlace, find_server
@@ -107,7 +109,7 @@ class PolicyClient:
         self._place = endpoint if isinstance(endpoint, ServerPlace) else ServerPlace(endpoint)
         self._keys = client_keys(keys, CLIENT)
         self._timeout_s = timeout_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._own = OwnSockets(zmq.Context(), f"the policy client {self.session}", 0.2)
         self._connections: list[Connection] = []
         """Idle connections. Each call takes one, so that calls of several threads can wait at the same time."""
         self._episodes: dict[str, _Episode] = {}
@@ -118,13 +120,16 @@ class PolicyClient:
         try:
             welcome = self._open(connect_timeout_s)
         except BaseException:
-            self._disconnect()
+            self._own.close()
             raise
         self.spaces: Spaces | dict[str, Spaces] = served_spaces_from_json(welcome.spaces)
         """The spaces of the one agent, or of each agent by the text of its id."""
         self._codec = EpisodeCodec.of(self.spaces)
         self._heartbeats = threading.Thread(
-            target=self._send_heartbeats, args=(welcome.lease_s / 4,), name="heartbeats", daemon=True
+            target=_send_heartbeats,
+            args=(weakref.ref(self), self._closing, welcome.lease_s / 4),
+            name="heartbeats",
+            daemon=True,
         )
         self._heartbeats.start()
 
@@ -275,27 +280,27 @@ class PolicyClient:
         with self._lock:
             connection = self._connections.pop() if self._connections else None
         if connection is None:
-            connection = Connection(self._context, self._place, self._keys, agreed=self._admitted)
+            connection = Connection(self._own, self._place, self._keys, agreed=self._admitted)
         try:
             yield connection
         finally:
             with self._lock:
                 self._connections.append(connection)
 
-    def _send_heartbeats(self, interval_s: float) -> None:
-        """Send heartbeats until `close`: a step of the simulator may take longer than the lease."""
-        while not self._closing.wait(interval_s):
-            try:
-                self._send_request(ClientHeartbeat(session=self.session, token=self._token), interval_s)
-            except UnknownSessionError:
-                with suppress(HeadraceError):
-                    if self._reopens:
-                        self._open(interval_s)
-            except UnreachableError as error:
-                log.warning("%s; the client retries", error)
-            except HeadraceError as error:
-                log.error("the client stops its heartbeats: %s", error)
-                return
+    def _send_heartbeat(self, timeout_s: float) -> bool:
+        """Send a heartbeat. Return whether to send more."""
+        try:
+            self._send_request(ClientHeartbeat(session=self.session, token=self._token), timeout_s)
+        except UnknownSessionError:
+            with suppress(HeadraceError):
+                if self._reopens:
+                    self._open(timeout_s)
+        except UnreachableError as error:
+            log.warning("%s; the client retries", error)
+        except HeadraceError as error:
+            log.error("the client stops its heartbeats: %s", error)
+            return False
+        return True
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
@@ -307,13 +312,22 @@ class PolicyClient:
         self._heartbeats.join()
         with suppress(HeadraceError):  # a server that is gone has ended the session already
             self._send_request(ClientBye(session=self.session, token=self._token), 1.0)
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        self._context.destroy(linger=200)  # messages in the queue have 200 ms to leave
+        self._own.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _send_heartbeats(client: weakref.ref[PolicyClient], closing: threading.Event, interval_s: float) -> None:
+    """Send heartbeats until `close`: a step of the simulator may take longer than the lease.
+
+    Between them this thread does not hold the client, which may be dropped without `close`.
+    """
+    while not closing.wait(interval_s):
+        found = client()
+        if found is None or not found._send_heartbeat(interval_s):
+            return
+        del found

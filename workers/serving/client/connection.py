@@ -48,25 +48,20 @@ AnyRequest = TypeVar("AnyRequest", bound=ClientRequest)
 
 
 class Connection:
-    """A DEALER socket that reconnects by itself. One thread at a time may use it. It ends with `context`.
+    """A DEALER socket among `own` that reconnects by itself. One thread at a time may use it.
 
     It goes where `place` moves. `agreed` says that the server has accepted an earlier connection of this client.
     """
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], place: ServerPlace, keys: PeerKeys | None, *, agreed: bool
-    ) -> None:
-        self._context, self._place, self._keys, self._agreed = context, place, keys, agreed
+    def __init__(self, own: sockets.OwnSockets, place: ServerPlace, keys: PeerKeys | None, *, agreed: bool) -> None:
+        self._own, self._place, self._keys, self._agreed = own, place, keys, agreed
         self._connect(place.follow(is_connected=True))
 
     def _connect(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        context, keys, agreed = self._context, self._keys, self._agreed
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self._handshakes = Handshakes(endpoint, CLIENT, keys, server=SERVER, agreed=agreed)
-        for name, value in {**_OPTIONS, **self._handshakes.options()}.items():
-            self._socket.setsockopt(getattr(zmq, name), value)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS)
+        self._handshakes = Handshakes(endpoint, CLIENT, self._keys, server=SERVER, agreed=self._agreed)
+        self._socket: zmq.Socket[bytes] = self._own.open(zmq.DEALER, {**_OPTIONS, **self._handshakes.options()})
+        self._monitor: zmq.Socket[bytes] = self._own.monitor(self._socket, CLIENT_EVENTS)
         try:
             self._socket.connect(endpoint)
         except (zmq.ZMQError, TypeError) as error:
@@ -101,6 +96,7 @@ class Connection:
         Raises `MessageTooLargeError` before it sends a message that is too large: the server would close the
         connection, and the client would send it for ever.
         """
+        self._own.check()
         number = next(_numbers)
         frames = encode(request.KIND, request.model_copy(update={"request": number}).model_dump(), arrays)
         size, frames = sum(map(len, frames)), join_frames(frames)

@@ -21,15 +21,13 @@ class WorkerLink:
     """A DEALER socket to the worker at `endpoint`, for one thread. `is_connected` is as of the last `wait`."""
 
     def __init__(self, endpoint: str, keys: PeerKeys | None) -> None:
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._handshakes = Handshakes(endpoint, ENV_HOST, keys)
+        self._own = sockets.OwnSockets(zmq.Context(), f"an env host's connection to {endpoint}", 0.5)
         options = {**sockets.DEALER, "MAXMSGSIZE": _LARGEST_FRAME, **self._handshakes.options()}
-        for name, value in options.items():
-            self._socket.setsockopt(getattr(zmq, name), value)
+        self._socket: zmq.Socket[bytes] = self._own.open(zmq.DEALER, options)
         self._endpoint = endpoint
         self.is_connected = False
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(CLIENT_EVENTS | zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = self._own.monitor(self._socket, CLIENT_EVENTS | zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
@@ -98,4 +96,4 @@ class WorkerLink:
 
     def close(self) -> None:
         """Close the socket. Sent messages have a moment to leave."""
-        self._context.destroy(linger=500)
+        self._own.close()
