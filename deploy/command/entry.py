@@ -7,11 +7,13 @@ lost in a library that catches it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -21,8 +23,16 @@ UNHEALTHY = 21
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells have it."""
 
+_PATIENCE_S = 2.0
+"""Seconds for which a process waits at its end for threads that are not daemons, and for processes of multiprocessing.
+
+`headrace up` waits for ever: it runs no env, and a logger of the user's may have a file to send."""
+
 _NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memory", "cannot allocate memory")
 """Words of the dynamic loader and the kernel. They say that a limit leaves no memory."""
+
+_UNWRITABLE = 120
+"""Python's exit code where output cannot be written."""
 
 _START_NOTHING = frozenset(("--help", "--print-config"))
 """Options with which a command starts nothing."""
@@ -49,8 +59,11 @@ def main() -> None:
         status = INTERRUPTED
     except SystemExit as end:
         status = end.code
+    except Exception:  # noqa: BLE001 - the interpreter would show it too, and then wait for all threads
+        sys.excepthook(*sys.exc_info())
+        status = 1
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    end_process(status)
+    end_process(status, None if sys.argv[1:2] == ["up"] else _PATIENCE_S)
     sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
 
 
@@ -87,20 +100,76 @@ def _start_fork_server() -> None:
     start_early(child_environment(1))
 
 
-def end_process(status: object) -> None:
+def end_process(status: object, patience_s: float | None = _PATIENCE_S) -> None:
     """End this process as the interpreter would, but do not free its objects, which takes 0.2 s.
+
+    Threads and processes of multiprocessing that an env has left get `patience_s` seconds each; with None, all they
+    take. Then the processes are killed, and a line on stderr names what was left.
 
     Return only if output cannot be written, or if `status` is no exit code.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
+    if threads := _lasting_threads():
+        waiter = threading.Thread(target=_join_threads, daemon=True)
+        with contextlib.suppress(RuntimeError, MemoryError):  # no memory for it: they get no time
+            waiter.start()
+            waiter.join(patience_s)
+        threads = _lasting_threads()
+    _say_left("thread", [thread.name for thread in threads])
+    if patience_s is not None:
+        _limit_children(patience_s)
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except (OSError, ValueError):
+        if threads:
+            os._exit(_UNWRITABLE)
         return
     if status is None or isinstance(status, int):
         os._exit(status or 0)
+
+
+def _lasting_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+
+
+def _join_threads() -> None:
+    """Wait for all threads that are not daemons, as the interpreter would. Idle threads of pools are told to end."""
+    for tell in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
+        tell()
+    while threads := _lasting_threads():
+        for thread in threads:
+            thread.join()
+
+
+def _limit_children(patience_s: float) -> None:
+    """Kill the processes of multiprocessing in `patience_s` seconds. Its function at exit joins them without a limit.
+
+    Even one that it terminates may go on: a forked one has our handler of SIGTERM.
+    """
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is None or not (children := processes.active_children()):
+        return
+
+    def kill() -> None:
+        time.sleep(patience_s)
+        left = [child for child in children if child.is_alive()]
+        try:
+            _say_left("process", [child.name for child in left])
+        finally:
+            for child in left:
+                child.kill()  # this process then ends at once
+
+    with contextlib.suppress(RuntimeError, MemoryError):
+        threading.Thread(target=kill, daemon=True).start()
+
+
+def _say_left(what: str, names: list[str]) -> None:
+    if names:
+        from headrace.deploy.process.child import LEFT
+
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{LEFT}{what} {', '.join(map(repr, names))}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _answer_plain_probe(words: list[str]) -> None:

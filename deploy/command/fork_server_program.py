@@ -144,5 +144,8 @@ if __name__ == "__main__":
         run_command()
     except SystemExit as end:
         status = end.code
+    except Exception:  # noqa: BLE001 - the interpreter would show it too, and then wait for all threads
+        sys.excepthook(*sys.exc_info())
+        status = 1
     end_process(status)
     os._exit(status if isinstance(status, int) else int(status is not None))  # the log may be on a full disk

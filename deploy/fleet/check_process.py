@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from headrace.deploy.process.child import Child, describe_end
+from headrace.deploy.process.child import LEFT, Child, describe_end
 from headrace.deploy.process.child_commands import check_start
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.event_loop import EventLoop
@@ -70,6 +70,13 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
         for line in child.log_lines(200):
             if line.startswith(NOTE):
                 log.warning("%s", line.removeprefix(NOTE))
+            elif line.startswith(LEFT):
+                log.warning(
+                    "env %r was reset and stepped, but its %s would keep the process alive; each process is ended "
+                    "all the same; end what the env starts in its close(), or start it with daemon=True",
+                    config.sampling.env,
+                    line.removeprefix(LEFT),
+                )
         return
     if took_s > limit_s:
         raise StartCheckError(

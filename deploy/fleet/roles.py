@@ -60,7 +60,7 @@ _SAYS_ENOUGH = (ImportError, AttributeError, HeadraceError)
 
 
 def run_start_check(config: Path | None) -> None:
-    """Check what `config` names, in this process. Skip the interpreter's clean-up, which envs can block."""
+    """Check what `config` names, in this process."""
     from headrace.deploy.fleet.check_process import NOTE, STEP
     from headrace.deploy.policies.start_check import check_start
 

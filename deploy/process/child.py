@@ -21,6 +21,8 @@ from headrace.schemas.basics.signal_names import signal_name
 from headrace.schemas.errors import ExitCode, writing
 
 _TAIL_BYTES = 16 * 1024
+LEFT = "left behind: "
+"""Prefix of the line that names the threads or processes for which the end of a process would have waited."""
 _SENTENCE = 1000
 
 
@@ -121,7 +123,7 @@ class Child:
 
     def last_error(self) -> str | None:
         """Return the sentence after `error: ` with which our commands end, on one line; None when there is none."""
-        lines = self.log_lines(200)
+        lines = [line for line in self.log_lines(200) if not line.startswith(LEFT)]
         starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         if not starts:
             return None

@@ -116,6 +116,29 @@ def test_the_end_of_a_forked_process_is_reported_like_any_childs(fork_server: Fo
     assert killed.exit_record is None
 
 
+@pytest.mark.parametrize("what", ["sys.exit(4)", "raise ValueError", "pool.submit(int); sys.exit(4)"])
+def test_a_process_ends_with_its_own_code_without_its_threads_that_never_end(what: str) -> None:
+    program = f"""
+import atexit, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from headrace.deploy.command import entry
+atexit.register(print, "bye")
+pool = ThreadPoolExecutor(1)
+def run():
+    if "pool" not in {what!r}:
+        threading.Thread(target=threading.Event().wait, name="endless").start()
+    {what}
+entry._import_command_line = lambda: run
+entry.main()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert run.returncode == (1 if "ValueError" in what else 4)
+    assert run.stdout == "bye\n"
+    assert ("left behind: thread 'endless'" in run.stderr) == ("pool" not in what)
+
+
 def test_the_fork_server_refuses_other_commands_and_environments(fork_server: ForkServer, tmp_path: Path) -> None:
     with (tmp_path / "log").open("ab") as log:
         ours, others = ENVIRONMENT, ENVIRONMENT | {"OMP_NUM_THREADS": "7"}

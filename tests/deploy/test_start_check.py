@@ -24,6 +24,25 @@ from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
 from support.waiting import TIMEOUT_S
 
+LEAVING = """
+import multiprocessing
+import signal
+import threading
+
+import gymnasium as gym
+
+
+def endless():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Event().wait()
+
+
+def make(context):
+    threading.Thread(target=threading.Event().wait, name="poller").start()
+    multiprocessing.get_context("fork").Process(target=endless, name="simulator").start()
+    return gym.make("CartPole-v1")
+"""
+
 USER_CODE = '''
 import os
 import threading
@@ -330,6 +349,23 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
         with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of sampling\.env_con") as caught:
             check_process.check_before_start(slow, run_dir, signals, fork_server)
     assert caught.value.exit_code == EnvError.exit_code
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("user_code")
+def test_an_env_that_leaves_a_thread_and_a_process_passes_and_both_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    with (
+        RunDir(tmp_path / "run") as run_dir,
+        StopSignals() as signals,
+        ForkServer(child_environment(1)) as fork_server,
+    ):
+        check_process.check_before_start(config(sampling={"env": "leaving:make"}), run_dir, signals, fork_server)
+    assert "env 'leaving:make' was reset and stepped, but its thread 'poller' would keep" in caplog.text
+    assert "but its process 'simulator' would keep" in caplog.text
 
 
 @pytest.mark.thorough
