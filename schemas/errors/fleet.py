@@ -162,12 +162,12 @@ def write_error(path: str, error: OSError, what: str = "") -> RunDirError:
     if error.errno in NO_ROOM:
         return DiskFullError(path, what)
     reason = error.strerror or str(error)
+    reason = f"{what} cannot be written ({reason})" if what else reason
     advice = "repair that"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         advice = "raise the limit of open files (ulimit -n)"
-    elif not what:
+    elif not what or error.errno == errno.ENOENT:
         return RunDirError(path, reason)
-    reason = f"{what} cannot be written ({reason})" if what else reason
     return RunDirError(path, reason, f"{advice}, then go on with headrace up --resume RUN")
 
 

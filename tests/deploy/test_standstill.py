@@ -126,7 +126,7 @@ def screen(run_dir: Path, *arguments: str) -> Iterator[Screen]:
 @pytest.mark.parametrize(
     ("placement", "sentence"),
     [
-        ("inline", r"its env or a callback has not returned for \d+ s"),
+        ("inline", r"env 1 has been in step for \d+ s \(env_step_timeout_s = 60\)"),
         ("process", r"none of its envs has answered for \d+ s"),
     ],
 )
