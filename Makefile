@@ -61,6 +61,7 @@ format: $(READY) ## repair formatting and what ruff can repair
 docs: $(READY) ## build docs/_build/html, with every warning an error
 	@$(BIN)/python -c 'import furo, myst_parser, sphinx, sphinx_copybutton' 2> /dev/null \
 		|| $(PIP) install -c constraints.txt -e ".[docs]"
+	$(BIN)/python docs/_ext/generated_pages.py
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build/html
 	@echo "open $(CURDIR)/docs/_build/html/index.html"
 

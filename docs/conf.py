@@ -18,7 +18,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx_copybutton",
     "exchange_lexer",
-    "generated_pages",
     "plain_docstrings",
 ]
 exclude_patterns = ["_build"]
@@ -30,7 +29,7 @@ html_css_files = ["headrace.css"]
 html_show_sphinx = False
 html_copy_source = False
 
-myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
+myst_enable_extensions = ["colon_fence", "fieldlist"]
 myst_heading_anchors = 3
 
 nitpicky = True

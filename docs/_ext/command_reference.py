@@ -40,9 +40,8 @@ def _section(name: str, command: Any) -> Iterator[str]:
         record = parameter.get_help_record(context)
         if record is not None:
             option, meaning = record
-            yield f"`{option}`"
-            yield f": {meaning}"
-            yield ""
+            yield f"- `{option}`: {meaning}"
+    yield ""
     if command.epilog:
         lines = [line.strip() for line in command.epilog.partition("\b\n")[2].splitlines()]
         yield from ("```sh", *lines, "```", "")

@@ -1,38 +1,53 @@
-"""Fills pages with what is generated from the code: settings from the schema, commands from the command line itself.
+"""Write into pages what is generated from the code: settings from the schema, commands from the command line itself.
 
-A page says where by a line of its own: `<!-- generated: settings -->`.
+    python docs/_ext/generated_pages.py     (`make docs` runs it first)
+
+The generated part stands in the repository, so that it can be read there. A page says where, by two lines of their own:
+
+    <!-- generated: settings -->
+    <!-- end of generated -->
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from pathlib import Path
 
 from command_reference import commands_as_markdown
 from exit_codes import exit_codes_as_markdown
 from redis_reference import redis_keys_as_markdown
 from settings_reference import runner_arguments_as_markdown, settings_as_markdown
 
-_PARTS = {
+PARTS = {
     "settings": settings_as_markdown,
     "commands": commands_as_markdown,
     "runner arguments": runner_arguments_as_markdown,
     "exit codes": exit_codes_as_markdown,
     "redis keys": redis_keys_as_markdown,
 }
-_PLACE = re.compile(r"^<!-- generated: (?P<what>[a-z ]+) -->$", re.MULTILINE)
+PLACE = re.compile(
+    r"^(?P<start><!-- generated: (?P<what>[a-z ]+) -->\n).*?(?P<end>^<!-- end of generated -->$)",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def fill(text: str) -> str:
-    """Return the text of a page with its generated parts. Raises `KeyError` for a part that does not exist."""
-    return _PLACE.sub(lambda place: _PARTS[place["what"]](), text)
+    """Return the text of a page with its generated parts made anew. Raise `KeyError` for a part that does not exist."""
+    return PLACE.sub(
+        lambda place: (
+            f"{place['start']}\n{PARTS[place['what']]().strip()}\n\n{place['end']}"
+        ),
+        text,
+    )
 
 
-def setup(app: Any) -> dict[str, bool]:
-    """Register with Sphinx."""
+def without(text: str) -> str:
+    """Return the text of a page with empty lines in the place of its generated parts."""
+    return PLACE.sub(lambda place: "\n" * place[0].count("\n"), text)
 
-    def on_source_read(_app: Any, _name: str, source: list[str]) -> None:
-        source[0] = fill(source[0])
 
-    app.connect("source-read", on_source_read)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+if __name__ == "__main__":
+    for page in Path(__file__).parents[1].rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        if fill(text) != text:
+            page.write_text(fill(text), encoding="utf-8")

@@ -107,15 +107,14 @@ def _settings_of(
 
 
 def _table(rows: list[Setting]) -> Iterator[str]:
-    """One definition a key: a table of six columns fits no phone."""
+    """One item a key: a table of six columns fits no phone."""
     for row in rows:
-        facts = [f"default {row.default}", f"in {row.unit}" if row.unit else ""]
-        facts += [f"variable `{row.variable}`" if "." in row.key else ""]
-        yield f'<a id="{row.key}"></a>`{row.key}` ({row.type})'
-        yield f": {_sentence(row.meaning)}"
-        yield ""
-        yield f"  {', '.join(filter(None, facts))}"
-        yield ""
+        unit = f", in {row.unit}" if row.unit else ""
+        variable = f" Variable: `{row.variable}`." if "." in row.key else ""
+        yield (
+            f'- <a id="{row.key}"></a>`{row.key}` ({row.type}{unit}): {_sentence(row.meaning)}'
+            f" Default: {row.default}.{variable}"
+        )
 
 
 def _sentence(text: str) -> str:

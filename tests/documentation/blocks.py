@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from generated_pages import without
 from markdown_it import MarkdownIt
 
 RUN = ("python", "sh", "toml", "json")
@@ -55,10 +56,10 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the blocks of a page, those of Sphinx's own directives left out."""
+    """Return the blocks of a page, without those of Sphinx's own directives and those of its generated parts."""
     marks: dict[str, str] = {}
     found = []
-    for token in MarkdownIt("commonmark").parse(page.read_text(encoding="utf-8")):
+    for token in MarkdownIt("commonmark").parse(without(page.read_text(encoding="utf-8"))):
         if token.type == "html_block":
             marks.update(_MARK.findall(token.content))
             continue
@@ -76,7 +77,7 @@ def ports_of(page: Path) -> list[str]:
 
 
 def _own(marks: dict[str, str]) -> dict[str, str]:
-    return {key: value for key, value in marks.items() if key not in ("ports", "generated")}
+    return {key: value for key, value in marks.items() if key != "ports"}
 
 
 class Page:

@@ -11,7 +11,7 @@ import pytest
 from command_reference import commands, commands_as_markdown
 from documentation.blocks import blocks_of
 from exit_codes import exit_codes_as_markdown
-from generated_pages import fill
+from generated_pages import PARTS, PLACE, fill, without
 from redis_reference import redis_keys_as_markdown
 from settings_reference import settings, settings_as_markdown
 from typer.main import get_command
@@ -76,10 +76,23 @@ def test_the_page_of_findings_has_each_kind_with_its_severity_time_and_limit() -
     assert told == [(kind.name, kind.severity, after[kind.name], kind.limit) for kind in KINDS]
 
 
-def test_fill_inserts_the_generated_part_that_a_page_asks_for() -> None:
-    assert "`CRASH_LOOP`" in fill("before\n<!-- generated: exit codes -->\nafter")
+def test_fill_makes_the_generated_parts_of_a_page_anew() -> None:
+    page = "before\n<!-- generated: {} -->\nstale\n<!-- end of generated -->\nafter"
+    filled = fill(page.format("exit codes"))
+    assert "`CRASH_LOOP`" in filled
+    assert "stale" not in filled
+    assert without(filled).split() == ["before", "after"]
     with pytest.raises(KeyError):
-        fill("<!-- generated: nothing that there is -->")
+        fill(page.format("nothing that there is"))
+
+
+def test_the_generated_parts_of_the_pages_are_what_the_code_says() -> None:
+    """`docs/_ext/generated_pages.py` writes them."""
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    places = [what for text in texts.values() for what in re.findall(r"^<!-- generated: (.+) -->$", text, re.MULTILINE)]
+    assert set(places) == PARTS.keys()
+    assert sum(len(PLACE.findall(text)) for text in texts.values()) == len(places)
+    assert [name for name, text in texts.items() if fill(text) != text] == []
 
 
 def test_every_reason_of_the_ledger_is_explained() -> None:
