@@ -41,11 +41,6 @@ def fill(text: str) -> str:
     )
 
 
-def without(text: str) -> str:
-    """Return the text of a page with empty lines in the place of its generated parts."""
-    return PLACE.sub(lambda place: "\n" * place[0].count("\n"), text)
-
-
 if __name__ == "__main__":
     for page in Path(__file__).parents[1].rglob("*.md"):
         text = page.read_text(encoding="utf-8")

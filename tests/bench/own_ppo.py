@@ -10,7 +10,8 @@ have 16 envs. Each is measured at the same number of steps that were trained on:
 - synchronous: as fleet, in synchronous sampling.
 - bare: a loop that steps its envs, then trains, in this process.
 
-The return is the mean of the newest 100 episodes. Wall times hold on an idle machine only; returns hold on any.
+The return is the mean of the newest 100 episodes. The wall time of a fleet counts from the moment at which its stream
+knows the spaces; the seconds before stand apart. Wall times hold on an idle machine only; returns hold on any.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,7 +50,10 @@ CONSTANTS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training: `mean_return` is that of the newest 100 episodes, `best` the best such mean."""
+    """One training: `mean_return` is that of the newest 100 episodes, `best` the best such mean.
+
+    `start_s` is what the fleet takes to start, before `wall_s`.
+    """
 
     arm: str
     seed: int
@@ -58,6 +61,7 @@ class Run:
     mean_return: float
     best: float
     wall_s: float
+    start_s: float = 0.0
 
 
 class Returns:
@@ -88,6 +92,11 @@ def program(env: str) -> ModuleType:
 def of_fleet(arm: str, env: str, seed: int, steps: int) -> Run:
     """Train on a fleet of two workers."""
     ppo, returns = program(env), Returns()
+    began = []
+
+    def built(spaces: Any) -> Any:
+        began.append(time.monotonic())
+        return actor_critic(spaces, seed=seed)
 
     def seen(module: Any, batch: ChunkBatch) -> ChunkBatch:
         for chunk in batch:
@@ -98,9 +107,7 @@ def of_fleet(arm: str, env: str, seed: int, steps: int) -> Run:
             return own
         return replace(own, columns={**own.columns, "behaviour_logp": own.columns["logp"]})
 
-    vars(ppo).update(
-        with_own_logp=seen, actor_critic=partial(actor_critic, seed=seed), save_policy=lambda *_, **__: None
-    )
+    vars(ppo).update(with_own_logp=seen, actor_critic=built, save_policy=lambda *_, **__: None)
     if arm == "synchronous":
         ppo.EpisodeStream = _Synchronous
     with tempfile.TemporaryDirectory() as folder:
@@ -112,10 +119,10 @@ def of_fleet(arm: str, env: str, seed: int, steps: int) -> Run:
                 torch.manual_seed(seed)
                 start = time.monotonic()
                 ppo.main(folder, steps)
-                elapsed = time.monotonic() - start
+                ended = time.monotonic()
             finally:
                 fleet.terminate()
-    return Run(arm, seed, steps, returns.mean, returns.best, elapsed)
+    return Run(arm, seed, steps, returns.mean, returns.best, ended - began[0], began[0] - start)
 
 
 class _Synchronous:
@@ -229,7 +236,7 @@ def main() -> None:
             runs.append(run := ARMS[arm](arm, args.env, seed, args.steps))
             print(
                 f"{args.env} seed {seed} {arm:<12} {run.steps:>8,} steps  mean return {run.mean_return:8.1f}  "
-                f"best {run.best:8.1f}  {run.wall_s:6.1f} s",
+                f"best {run.best:8.1f}  {run.wall_s:6.1f} s after {run.start_s:.1f} s",
                 flush=True,
             )
     if args.json:

@@ -14,12 +14,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from generated_pages import without
 from markdown_it import MarkdownIt
 
 RUN = ("python", "sh", "toml", "json")
 """Languages of blocks that a test runs, or reads as what they are."""
 _MARK = re.compile(r"<!--\s*([a-z ]+?):\s*(.*?)\s*-->", re.DOTALL)
+_GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated -->$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\w+\.py)\n")
 
 
@@ -59,7 +59,7 @@ def blocks_of(page: Path) -> list[Block]:
     """Return the blocks of a page, without those of Sphinx's own directives and those of its generated parts."""
     marks: dict[str, str] = {}
     found = []
-    for token in MarkdownIt("commonmark").parse(without(page.read_text(encoding="utf-8"))):
+    for token in MarkdownIt("commonmark").parse(written(page)):
         if token.type == "html_block":
             marks.update(_MARK.findall(token.content))
             continue
@@ -69,6 +69,11 @@ def blocks_of(page: Path) -> list[Block]:
         if token.nesting <= 0:
             marks = {}
     return found
+
+
+def written(page: Path) -> str:
+    """Return the text of a page with empty lines in the place of its generated parts."""
+    return _GENERATED.sub(lambda part: "\n" * part[0].count("\n"), page.read_text(encoding="utf-8"))
 
 
 def ports_of(page: Path) -> list[str]:
