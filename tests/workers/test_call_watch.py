@@ -71,6 +71,15 @@ def test_all_envs_of_a_vector_have_the_limit_each(watched: Watched) -> None:
     assert watched.at(1001.0 + 16 * 60.0).is_overdue
 
 
+def test_envs_in_processes_that_are_built_have_their_own_deadlines(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.mark(UserCall.PROCESSES, 0)
+    for now in (1000.0, 1012.0, 1000.0 + 6 * 3600.0):
+        assert not watched.at(now).is_overdue
+    assert caplog.messages[0] == "envs in processes have been in construction for 12 s"
+
+
 def test_code_of_headrace_gets_no_signs_of_life(watched: Watched) -> None:
     watched.mark(UserCall.NONE, 0)
     assert watched.at(1000.0).beat_ns == 0

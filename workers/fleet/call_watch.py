@@ -9,14 +9,15 @@ from collections.abc import Callable
 
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
+from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 """Seconds between two looks."""
-_OTHER_LIMIT_S = 300.0
-"""Seconds that a policy, a connector or a callback may take: its first pass may compile it."""
+_LIMITS_S = {UserCall.OTHER: 300.0, UserCall.PROCESSES: MOST_SILENCE_S}
+"""Seconds that a policy, a connector or a callback may take: its first pass may compile it. Others have settings."""
 _SAY_AFTER_S = 10.0
 
 
@@ -41,9 +42,9 @@ class CallWatch:
         self._since = 0.0
         self._say_after_s = _SAY_AFTER_S
         self._was_overdue = False
-        for kind in UserCall:
-            setting = SETTINGS.get(kind)
-            recorder.limit(kind, getattr(config.sampling, setting) if setting else _OTHER_LIMIT_S)
+        of_settings = {kind: getattr(config.sampling, setting) for kind, setting in SETTINGS.items()}
+        for kind, limit_s in (_LIMITS_S | of_settings).items():
+            recorder.limit(kind, limit_s)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="call-watch", daemon=True)
         if starts:
