@@ -18,6 +18,8 @@ LOOK_S = 0.25
 """Seconds between two looks."""
 _LIMITS_S = {UserCall.OTHER: 300.0, UserCall.PROCESSES: MOST_SILENCE_S}
 """Seconds that a policy, a connector or a callback may take: its first pass may compile it. Others have settings."""
+_MARGIN_S = 2.0
+"""Seconds beyond its limit after which a call hangs. At the limit, a vector of processes ends a call by itself."""
 _SAY_AFTER_S = 10.0
 
 
@@ -71,7 +73,7 @@ class CallWatch:
             self._seen, self._since = (call.kind, call.lane, commits), now
             self._say_after_s, self._was_overdue = _SAY_AFTER_S, False
         lasted_s = now - self._since
-        is_overdue = lasted_s > call.limit_s
+        is_overdue = lasted_s > call.limit_s + _MARGIN_S
         recorder.beat(int(self._since * 1e9), is_overdue=is_overdue)
         if is_overdue and not self._was_overdue:
             log.error("%s: it hangs, and this worker counts as lost", call.in_words(lasted_s))
