@@ -25,8 +25,9 @@ INTERRUPTED = 130
 
 _PATIENCE_S = 2.0
 """Seconds for which a process waits at its end for threads that are not daemons, and for processes of multiprocessing.
-
-`headrace up` waits for ever: it runs no env, and a logger of the user's may have a file to send."""
+"""
+_PATIENCE_OF_UP_S = 10.0
+"""`headrace up` runs no env, but a logger of the user's may have a file to send: it gets as long as for its `close`."""
 
 _NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memory", "cannot allocate memory")
 """Words of the dynamic loader and the kernel. They say that a limit leaves no memory."""
@@ -63,7 +64,7 @@ def main() -> None:
         sys.excepthook(*sys.exc_info())
         status = 1
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    end_process(status, None if sys.argv[1:2] == ["up"] else _PATIENCE_S)
+    end_process(status, _PATIENCE_OF_UP_S if sys.argv[1:2] == ["up"] else _PATIENCE_S)
     sys.exit(status)  # type: ignore[arg-type]  # Python reports output that cannot be written, or a message
 
 
@@ -100,11 +101,11 @@ def _start_fork_server() -> None:
     start_early(child_environment(1))
 
 
-def end_process(status: object, patience_s: float | None = _PATIENCE_S) -> None:
+def end_process(status: object, patience_s: float = _PATIENCE_S) -> None:
     """End this process as the interpreter would, but do not free its objects, which takes 0.2 s.
 
-    Threads and processes of multiprocessing that an env has left get `patience_s` seconds each; with None, all they
-    take. Then the processes are killed, and a line on stderr names what was left.
+    Threads and processes of multiprocessing that the user's code has left get `patience_s` seconds each. Then the
+    processes are killed, and a line on stderr names what was left.
 
     Return only if output cannot be written, or if `status` is no exit code.
     """
@@ -115,8 +116,7 @@ def end_process(status: object, patience_s: float | None = _PATIENCE_S) -> None:
             waiter.join(patience_s)
         threads = _lasting_threads()
     _say_left("thread", [thread.name for thread in threads])
-    if patience_s is not None:
-        _limit_children(patience_s)
+    _limit_children(patience_s)
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()

@@ -31,7 +31,7 @@ def why_silent(reading: Reading | None, lived_s: float, now_ns: int, lease_s: fl
     silent_s, allowed_s = seconds_of_silence(reading, now_ns)
     if silent_s - allowed_s <= lease_s:
         return None
-    in_call = reading.watched.in_words(now_ns)
+    in_call = reading.watched.in_words(now_ns, reading.updated_ns)
     return f"has been silent for {silent_s:.1f} s" + (in_call and f": {in_call}")
 
 

@@ -112,5 +112,5 @@ def _signs_of_life(entry: ProcessEntry, run_dir: Path) -> tuple[float, str]:
     doing = "" if reading.silent_until_ns <= now_ns else "rebuilding" if reading.totals.stepped else "building"
     silent_s = max(0.0, (now_ns - reading.updated_ns) / 1e9)
     if not doing and silent_s > _LONG_CALL_S:
-        doing = reading.watched.in_words(now_ns)
+        doing = reading.watched.in_words(now_ns, reading.updated_ns)
     return silent_s, doing

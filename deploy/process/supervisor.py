@@ -64,6 +64,8 @@ INCURABLE = frozenset(
     )
 )
 """Exit codes of errors that a restart cannot cure."""
+FINAL = INCURABLE | {ExitCode.CRASH_LOOP}
+"""Exit codes after which a process is not started again. In a crash loop it has restarted its own often enough."""
 
 
 class Role(StrEnum):
@@ -394,7 +396,7 @@ class Supervisor:
 
 def _is_final(record: ExitRecord, service: Service) -> bool:
     """Return whether a restart would fail in the same way. A port that was free once will be free again."""
-    return record.exit_code in INCURABLE or (record.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
+    return record.exit_code in FINAL or (record.exit_code == ExitCode.PORT_IN_USE and service.restarts == 0)
 
 
 def _because(child: Child) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from headrace.deploy.process.child import describe_end
 from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.restarts import RestartPolicy
-from headrace.deploy.process.supervisor import INCURABLE
+from headrace.deploy.process.supervisor import FINAL
 from headrace.deploy.ray.worker_actor import WorkerActor, WorkerEnd, WorkerStart
 from headrace.schemas.errors import CrashLoopError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
@@ -144,8 +144,8 @@ class WorkersOnRay:
             worker.run = worker.where = None
 
     def _start_again(self, worker: _KeptWorker, end: _End) -> None:
-        if end.incurable is not None:
-            raise ProcessFailedError(worker.name, end.incurable, end.words)
+        if end.final is not None:
+            raise ProcessFailedError(worker.name, end.final, end.words)
         delay_s = worker.policy.after_death(time.monotonic() - worker.started)
         if delay_s is None:
             raise CrashLoopError(
@@ -174,12 +174,12 @@ class WorkersOnRay:
 @dataclass(frozen=True)
 class _End:
     words: str
-    incurable: ExitCode | None = None
+    final: ExitCode | None = None
 
     @classmethod
     def of(cls, end: WorkerEnd) -> _End:
         words = describe_end(end.returncode) + (f": {end.sentence}" if end.sentence else "")
-        return cls(words, ExitCode(end.returncode) if end.announced and end.returncode in INCURABLE else None)
+        return cls(words, ExitCode(end.returncode) if end.announced and end.returncode in FINAL else None)
 
 
 def keep_workers(

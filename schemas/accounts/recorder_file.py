@@ -59,9 +59,13 @@ class WatchedCall:
     since_ns: int = 0
     is_overdue: bool = False
 
-    def in_words(self, now_ns: int) -> str:
-        """Say what is in progress, and for how long."""
-        return self.call.in_words((now_ns - self.since_ns) / 1e9) if self.call is not None else ""
+    def in_words(self, now_ns: int, updated_ns: int) -> str:
+        """Say what is in progress, and for how long, after an update at `updated_ns` by the thread that samples.
+
+        The watch has not seen the beginning of a call that keeps the interpreter's lock.
+        """
+        since_ns = max(self.since_ns, updated_ns)
+        return self.call.in_words((now_ns - since_ns) / 1e9) if self.call is not None else ""
 
 
 class Signs(Protocol):

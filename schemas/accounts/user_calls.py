@@ -15,11 +15,13 @@ class UserCall(IntEnum):
     NONE = 0
     """Headrace's own code runs, and gives signs of life itself."""
     OTHER = 1
-    """The policy, a connector, a callback, or an env in a process, which has deadlines of its own."""
+    """The policy, a connector or a callback; or a wait for envs in processes, with signs of life meanwhile."""
     CONSTRUCTION = 2
     RESET = 3
     STEP = 4
     RENDER = 5
+    PROCESSES = 6
+    """The construction of envs in processes, which have deadlines of their own."""
 
 
 SETTINGS = {
@@ -42,6 +44,8 @@ class CallInProgress:
 
     def in_words(self, lasted_s: float) -> str:
         """Say what has been in progress for `lasted_s` seconds, and what limits it."""
+        if self.kind is UserCall.PROCESSES:
+            return f"envs in processes have been in construction for {lasted_s:.0f} s"
         if self.kind not in SETTINGS:
             return f"the policy, a connector or a callback has not returned for {lasted_s:.0f} s"
         env = f"env {self.lane}" if self.lane >= 0 else "the vector of envs"

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.errors import HeadraceError
 
 MORE, DONTWAIT = 2, 1
@@ -137,12 +136,9 @@ class OwnSockets:
     """The ZeroMQ sockets of one object, in a `context` of their own. They close with `close`, or when it is dropped.
 
     An object is dropped without `close` where a function raises, or a notebook's cell runs again. Its sockets then
-    close in whatever thread that happens, and what they have sent has `linger_s` to leave. By themselves they would
-    stay open, and libzmq waits for ever for the end of a context with open sockets: before Python ends the objects of a
-    cycle, it clears the weak references by which pyzmq's context knows its sockets.
-
-    Nothing closes at the end of the program, where threads may still use the sockets, and nothing in a copy of the
-    process by `fork`, which shares the connections.
+    close as `when_dropped` says, and what they have sent has `linger_s` to leave. By themselves they would stay open,
+    and libzmq waits for ever for the end of a context with open sockets: before Python ends the objects of a cycle, it
+    clears the weak references by which pyzmq's context knows its sockets.
 
     - name: what is dropped, for the warning.
     """
@@ -153,8 +149,7 @@ class OwnSockets:
         self._open: list[Any] = []
         self._before_end: list[Callable[[], None]] = []
         parts = context, self._open, self._before_end, self._linger_ms
-        self._dropped = weakref.finalize(self, _end_dropped, name, self._process, *parts)
-        self._dropped.atexit = False
+        self._dropped = when_dropped(self, f"{name} was dropped without close()", _end, *parts)
 
     def open(self, kind: int, options: Mapping[str, Any]) -> Any:
         """Return a new socket with these options, which is not connected yet."""
@@ -197,12 +192,6 @@ class OwnSockets:
         if self.usable and self._dropped.detach() is not None:
             linger_ms = self._linger_ms if linger_s is None else int(linger_s * 1000)
             _end(self._context, self._open, self._before_end, linger_ms)
-
-
-def _end_dropped(name: str, process: int, context: Any, *parts: Any) -> None:
-    if process == os.getpid():
-        _end(context, *parts)
-        warnings.warn(f"{name} was dropped without close()", ResourceWarning, stacklevel=1)
 
 
 def _end(context: Any, sockets: list[Any], before_end: list[Callable[[], None]], linger_ms: int) -> None:

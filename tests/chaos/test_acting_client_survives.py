@@ -71,7 +71,7 @@ def test_client_steps_lost_with_a_killed_worker_are_reported_as_unshipped(tmp_pa
         fleet.wait_until(lambda: endpoint(tmp_path), "the worker serves")
         config = EnvRunnerConfig(num_envs=4, seed=1, external_fragment_max_age_s=0.5)
         with ActingClient(endpoint(tmp_path), config, timeout_s=TIMEOUT_S) as client:
-            shipments, totals = client._shipments, client._runner.totals
+            shipments, totals = client._acting._shipments, client._acting._runner.totals
             with Players(client):
                 fleet.wait_until(lambda: fleet.steps() > 300, "steps of the client")
                 taken = shipments._number

@@ -116,8 +116,9 @@ def test_the_end_of_a_forked_process_is_reported_like_any_childs(fork_server: Fo
     assert killed.exit_record is None
 
 
+@pytest.mark.parametrize("command", ["worker", "up"])
 @pytest.mark.parametrize("what", ["sys.exit(4)", "raise ValueError", "pool.submit(int); sys.exit(4)"])
-def test_a_process_ends_with_its_own_code_without_its_threads_that_never_end(what: str) -> None:
+def test_a_process_ends_with_its_own_code_without_its_threads_that_never_end(what: str, command: str) -> None:
     program = f"""
 import atexit, sys, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -129,10 +130,12 @@ def run():
         threading.Thread(target=threading.Event().wait, name="endless").start()
     {what}
 entry._import_command_line = lambda: run
+entry._start_fork_server = lambda: None
+entry._PATIENCE_S = entry._PATIENCE_OF_UP_S = 0.1
 entry.main()
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [sys.executable, "-c", program, command], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert run.returncode == (1 if "ValueError" in what else 4)
     assert run.stdout == "bye\n"

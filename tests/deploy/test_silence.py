@@ -75,6 +75,12 @@ def test_a_call_that_keeps_the_interpreter_may_last_until_its_own_limit() -> Non
     assert why_silent(told, 50.0, 171 * S, 10.0, 60.0) == said
 
 
+def test_a_call_whose_beginning_no_watch_has_seen_lasts_since_the_last_update() -> None:
+    told = reading(100 * S, watched=WatchedCall(STEP))
+    said = "has been silent for 71.0 s: env 3 has been in step for 71 s (env_step_timeout_s = 60)"
+    assert why_silent(told, 50.0, 171 * S, 10.0, 60.0) == said
+
+
 def test_a_worker_whose_watch_gives_signs_of_life_is_not_silent() -> None:
     told = reading(100 * S, watched=WatchedCall(STEP, beat_ns=155 * S, since_ns=100 * S))
     assert why_silent(told, 50.0, 156 * S, 10.0, 60.0) is None

@@ -76,7 +76,10 @@ def test_a_crash_loop_ends_in_a_typed_error_that_shows_the_log(nursery: Nursery)
     assert nursery.supervisor.gone()
 
 
-@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.ENV, ExitCode.ENV_RESTART_BUDGET, ExitCode.WRONG_FLEET])
+@pytest.mark.parametrize(
+    "code",
+    [ExitCode.CONFIG, ExitCode.ENV, ExitCode.ENV_RESTART_BUDGET, ExitCode.WRONG_FLEET, ExitCode.CRASH_LOOP],
+)
 def test_an_error_no_restart_can_cure_ends_the_fleet_with_its_own_code_and_sentence(
     nursery: Nursery, code: ExitCode
 ) -> None:

@@ -15,6 +15,8 @@ from headrace.deploy.process.fleet_errors import ScaleError
 from headrace.deploy.ray import worker_actor
 from headrace.deploy.ray.cluster import reachable
 from headrace.deploy.ray.wanted_workers import read_wanted, scale_run, write_wanted
+from headrace.deploy.ray.worker_actor import WorkerEnd
+from headrace.deploy.ray.workers_on_ray import _End
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
 from support.waiting import TIMEOUT_S, wait_until
@@ -135,6 +137,12 @@ def test_a_broker_for_this_machine_only_is_refused_where_the_cluster_has_other_n
     assert reachable(endpoint, "10.0.0.1", {"10.0.0.1"}) == endpoint
     with pytest.raises(ConfigError, match=r"nodes elsewhere \(10\.0\.0\.2\)"):
         reachable(endpoint, "10.0.0.1", {"10.0.0.1", "10.0.0.2"})
+
+
+@pytest.mark.parametrize("code", [ExitCode.ENV, ExitCode.CRASH_LOOP])
+def test_a_group_that_has_given_its_worker_up_is_not_started_again(code: ExitCode) -> None:
+    assert _End.of(WorkerEnd(code, "worker-0 died 11 times in a row", announced=True)).final is code
+    assert _End.of(WorkerEnd(code, "only a print of the env")).final is None
 
 
 def test_scale_returns_the_old_number_of_workers_on_ray_and_writes_the_new(tmp_path: Path) -> None:

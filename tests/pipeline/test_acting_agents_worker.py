@@ -53,7 +53,7 @@ def test_each_client_step_reaches_the_learner_once_or_is_counted_as_discarded(
             for steps in (30, 50, 20):
                 play(client, steps)
             play(client, 10, ends=False)
-        totals = client._runner.totals
+        totals = client._acting._runner.totals
         drain(stream, witness.see)
         worker.stopping.set()
         row = closed_row(broker, take=lambda: drain(stream, witness.see))

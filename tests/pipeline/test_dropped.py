@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from support.pipeline.delivery import BrokerThread, Envs, StartFeeder
-from support.serving.served import Served
+from support.serving.served import LIMITS, Served
 from support.waiting import TIMEOUT_S, wait_until
 
 _BEGIN = """
@@ -95,15 +96,18 @@ with EpisodeStream(where) as stream, WeightPublisher(where) as publisher:
 
 
 def test_a_dropped_policy_client_ends_with_its_thread() -> None:
-    with Served() as server:
-        code = """
+    with Served(replace(LIMITS, lease_s=3600.0)) as server:
+        code = f"""
 client = PolicyClient(where)
 client.start_episode()
+(thread,) = set(threading.enumerate()) - {{threading.main_thread()}}
 Cycle(client); del client; collect()
+thread.join({TIMEOUT_S})
+print(thread.is_alive())
 with PolicyClient(where) as client:
     print(client.start_episode() != "")
 """
-        assert run_program(code, server.endpoint) == "True\n"
+        assert run_program(code, server.endpoint) == "False\nTrue\n"
 
 
 def test_every_zeromq_context_has_an_owner(root: Path) -> None:

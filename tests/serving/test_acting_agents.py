@@ -29,7 +29,7 @@ def test_a_lost_client_leaves_an_aborted_marker_for_each_agent() -> None:
             client.get_action(episode, seen)
         wait_until(lambda: {chunk.agent_id for chunk in there.chunks} == {"short", "long"}, what="chunks of both")
         dispatcher: Any = there.runner.env.server.dispatcher
-        dispatcher.post(lambda sessions, now: sessions._close(client._link.session, "client_lost"))
+        dispatcher.post(lambda sessions, now: sessions._close(client._acting._link.session, "client_lost"))
         wait_until(lambda: len(markers(there)) == 2, what="the markers")
         assert {marker.end_reason for marker in markers(there)} == {"client_lost"}
         with pytest.raises(EpisodeAbortedError):
@@ -47,7 +47,7 @@ def test_steps_of_untrained_episodes_are_counted_as_discarded() -> None:
     with serving_runner(**PAIR) as there:
         with acting(there.endpoint, **PAIR) as client:
             play_pair(client, 10, 3, training_enabled=False)
-        steps = client._runner.totals.stepped
+        steps = client._acting._runner.totals.stepped
     assert there.runner.totals.discarded == {"training_disabled": steps}
     assert there.runner.totals.env_steps == there.runner.totals.env_steps_discarded == 30
     assert there.runner.get_metrics()["num_untrained_episodes_lifetime"] == 3

@@ -60,7 +60,8 @@ def test_an_acting_client_loads_newer_weights_and_its_chunks_name_them() -> None
             there.publish(2)
             played = threading.Thread(target=play, args=(two, 10, 2))
             played.start()
-            wait_until(lambda: (play(one, 5, 1), one._runner.weights_version)[1] == (1, 2), what="the newer weights")
+            ours = one._acting._runner
+            wait_until(lambda: (play(one, 5, 1), ours.weights_version)[1] == (1, 2), what="the newer weights")
             play(one, 12, 1)
             played.join(100)
         versions = {seq for chunk in there.chunks for seq in chunk.weights_seq.tolist()}
@@ -77,12 +78,28 @@ def test_a_lost_client_leaves_a_marker_and_gets_an_aborted_error_on_return() -> 
         wait_until(lambda: there.chunks, what="a first chunk")
         sessions: list[Any] = []
         dispatcher: Any = there.runner.env.server.dispatcher  # type: ignore[union-attr]
-        dispatcher.post(lambda s, now: (s._close(client._link.session, "client_lost"), sessions.append(s)))
+        dispatcher.post(lambda s, now: (s._close(client._acting._link.session, "client_lost"), sessions.append(s)))
         wait_until(lambda: any(c.end is ChunkEnd.ABORTED for c in there.chunks), what="the marker")
         assert there.chunks[-1].end_reason == "client_lost"
         with pytest.raises(EpisodeAbortedError):
             wait_until(lambda: client.get_action(episode, np.zeros(4)) is None, what="the end of the episode")
         play(client, 5, 1)
+
+
+def test_a_dropped_acting_client_ships_its_steps_and_ends_with_its_threads() -> None:
+    others = set(threading.enumerate())
+    with serving_runner() as there:
+        here = {thread.name for thread in threading.enumerate()}
+        client = acting(there.endpoint)
+        play(client, 20, 1)
+        client.get_action(client.start_episode(), np.zeros(4))
+        totals = client._acting._runner.totals
+        with pytest.warns(ResourceWarning, match=r"the acting client client-\w+ was dropped without close"):
+            del client
+        wait_until(lambda: {thread.name for thread in threading.enumerate()} <= here, "the end of its threads")
+        assert there.chunks
+        assert sum(map(len, there.chunks)) + sum(totals.discarded.values()) == totals.stepped > 0
+    assert set(threading.enumerate()) <= others
 
 
 def test_a_restarted_server_gets_chunks_of_new_episodes_only(free_port: int) -> None:

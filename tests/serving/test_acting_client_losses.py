@@ -113,7 +113,7 @@ def test_infos_larger_than_any_message_abort_their_episode_only() -> None:
         with acting(there.endpoint, **quick) as client:
             with pytest.raises(EpisodeAbortedError, match="or set infos = 'none'"):
                 walk(client, 1000, info={"words": "x" * (DEFAULT_LIMITS.infos_bytes // 8)})
-            lost = client._shipments.lost_steps
+            lost = client._acting._shipments.lost_steps
             walk(client, 5)
         assert client.failure is None
         assert there.runner.totals.discarded == {"unshipped": lost}
@@ -131,7 +131,7 @@ def test_a_chunk_too_large_for_a_message_is_reported_as_lost_steps(caplog: pytes
             client.log_returns(episode, 1.0, {"words": "x" * 20_000})
             with pytest.raises(EpisodeAbortedError, match="max_message_bytes = 16384: raise that, or lower"):
                 wait_until(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
-            lost = client._runner.totals.stepped - 5
+            lost = client._acting._runner.totals.stepped - 5
             walk(client, 5)
         assert client.failure is None
         assert sum(map(len, there.chunks)) == 10
@@ -158,18 +158,18 @@ def test_steps_that_a_stopped_server_did_not_take_are_reported_to_the_next(free_
     before = ServingRunner(port=free_port, **quick)
     client = acting(before.endpoint, **quick)
     walk(client, 5)
-    wait_until(lambda: client._shipments._number == 1, what="what is taken")
+    wait_until(lambda: client._acting._shipments._number == 1, what="what is taken")
     taken = sum(map(len, before.chunks))
     assert before.acting_channel.end(Discard.SHUTDOWN) == []  # from now on nothing is taken there
     episode = client.start_episode()
     for _ in range(3):
         client.get_action(episode, SEEN)
-    wait_until(lambda: client._runner.totals.delivered > taken, what="a cut")
+    wait_until(lambda: client._acting._runner.totals.delivered > taken, what="a cut")
     before.close()
     with serving_runner(port=free_port, **quick) as after:
         with client, pytest.raises(EpisodeAbortedError, match="restarted"):
             wait_until(lambda: client.get_action(episode, SEEN) is None, what="the end of the episode")
         assert client.failure is None
         lost = after.runner.totals.discarded["unshipped"]
-        assert lost + taken == client._runner.totals.stepped
+        assert lost + taken == client._acting._runner.totals.stepped
         assert lost > 0

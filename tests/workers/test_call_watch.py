@@ -49,8 +49,19 @@ def test_a_call_has_signs_of_life_until_its_own_limit_and_is_overdue_then(watche
     assert not watched.at(1000.0).is_overdue
     assert not watched.at(1299.0).is_overdue
     assert watched.kept == [0.0, 299.0]
-    assert watched.at(1301.0).is_overdue
+    assert watched.at(1303.0).is_overdue
     assert watched.kept == [0.0, 299.0], "no heartbeat for a call that hangs"
+
+
+def test_a_vector_whose_processes_are_killed_at_the_limit_has_time_to_say_so(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.mark(UserCall.STEP, -1)
+    watched.at(1000.0)
+    assert not watched.at(1061.0).is_overdue
+    watched.mark(UserCall.OTHER, -1)
+    watched.at(1062.5)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("moves_on", ["another env", "another poll"])
@@ -68,7 +79,16 @@ def test_all_envs_of_a_vector_have_the_limit_each(watched: Watched) -> None:
     watched.mark(UserCall.STEP, -16)
     watched.at(1000.0)
     assert not watched.at(1000.0 + 16 * 60.0).is_overdue
-    assert watched.at(1001.0 + 16 * 60.0).is_overdue
+    assert watched.at(1003.0 + 16 * 60.0).is_overdue
+
+
+def test_envs_in_processes_that_are_built_have_their_own_deadlines(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.mark(UserCall.PROCESSES, 0)
+    for now in (1000.0, 1012.0, 1000.0 + 6 * 3600.0):
+        assert not watched.at(now).is_overdue
+    assert caplog.messages[0] == "envs in processes have been in construction for 12 s"
 
 
 def test_code_of_headrace_gets_no_signs_of_life(watched: Watched) -> None:
@@ -86,7 +106,7 @@ def test_a_slow_call_is_named_in_the_log_and_a_hang_too(watched: Watched, caplog
         "env 3 has been in step for 10 s (env_step_timeout_s = 60)",
         "env 3 has been in step for 20 s (env_step_timeout_s = 60)",
         "env 3 has been in step for 40 s (env_step_timeout_s = 60)",
-        "env 3 has been in step for 61 s (env_step_timeout_s = 60): it hangs, and this worker counts as lost",
+        "env 3 has been in step for 63 s (env_step_timeout_s = 60): it hangs, and this worker counts as lost",
     ]
 
 

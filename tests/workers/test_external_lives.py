@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -36,6 +37,17 @@ def test_the_last_step_of_episodes_in_quick_succession_is_not_lost() -> None:
     by_thread = [[number for number in numbers if number % 4 == thread] for thread in range(4)]
     for thread, own in enumerate(by_thread):
         assert own == list(range(thread, thread + 4 * len(own), 4))
+
+
+def test_a_runner_that_is_dropped_without_stop_ends_the_threads_of_its_env() -> None:
+    others = set(threading.enumerate())
+    sampler = runner(Serving, num_envs=4, rollout_fragment_length=50, env_config={"length": 1, "threads": 4})
+    sampler.sample_fragment()
+    assert set(threading.enumerate()) > others
+    del sampler  # it is in a cycle
+    with pytest.warns(ResourceWarning, match="the runner of a Serving was dropped without stop"):
+        gc.collect()
+    wait_until(lambda: set(threading.enumerate()) <= others, "the end of its threads")
 
 
 @pytest.mark.parametrize("how", ["raising", "returning"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +28,19 @@ from support.waiting import wait_until
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")]
 
 MODES = list(AutoresetMode)
+
+
+def test_a_runner_that_is_dropped_without_stop_takes_the_processes_of_its_vector_with_it() -> None:
+    others = set(threading.enumerate())
+    sampler = runner(Counting, num_envs=2, gym_env_vectorize_mode="async")
+    sampler.sample(num_timesteps=8)
+    left = multiprocessing.active_children()
+    assert len(left) == 2
+    del sampler  # it is in a cycle
+    with pytest.warns(ResourceWarning, match="the processes of a vector were dropped without stop"):
+        gc.collect()
+    wait_until(lambda: not any(process.is_alive() for process in left), "the end of the processes")
+    wait_until(lambda: set(threading.enumerate()) <= others, "the end of the watchdog")
 
 
 class Once(Counting):

@@ -143,3 +143,16 @@ def test_the_env_whose_call_is_in_progress_is_marked(clock: Clock) -> None:
         runner.sample_fragment(random_actions=True)
         assert marked == [(kind, lane) for kind in (UserCall.RESET, UserCall.STEP) for lane in (0, 1)]
         assert runner.totals.calls.words[0] == UserCall.OTHER
+
+
+@pytest.mark.processes
+def test_the_construction_of_envs_in_processes_is_marked() -> None:
+    marked: list[int] = []
+
+    class Words(list[int]):
+        def __setitem__(self, at: Any, value: Any) -> None:
+            marked.append(value)
+
+    config = EnvRunnerConfig(env="CartPole-v1", env_placement="process")
+    with SingleAgentEnvRunner(config, call_words=Words((0, 0))):
+        assert UserCall.PROCESSES in marked

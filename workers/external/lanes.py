@@ -139,7 +139,7 @@ class ExternalLanes(ABC):
         env.attach(self.episodes, deadlines)
         for lane in self.lanes:
             lane.env = env  # type: ignore[assignment]
-        self._run = RunThread(env)
+        self._run = RunThread(env, self, config.env_close_timeout_s)
         self._table.tell_created(0)
         self._run.start()
 

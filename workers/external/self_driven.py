@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
+from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.errors import EnvError
 from headrace.schemas.errors.episodes import EpisodeError, EpisodeTimeoutError, NoFreePlaceError, RunReturnedError
 from headrace.workers.envs.lane import close_envs
@@ -133,10 +134,15 @@ logger = logging.getLogger(__name__)
 
 
 class RunThread:
-    """The thread of an env that is attached to a table. Once `run()` has ended, the table accepts nothing more."""
+    """The thread of an env that is attached to a table. Once `run()` has ended, the table accepts nothing more.
 
-    def __init__(self, env: SelfDrivenEnv[Any]) -> None:
+    It stops if `owner` is dropped without calling `stop(timeout_s)`.
+    """
+
+    def __init__(self, env: SelfDrivenEnv[Any], owner: object, timeout_s: float) -> None:
         self.env = env
+        sentence = f"the runner of a {type(env).__name__} was dropped without stop()"
+        self._dropped = when_dropped(owner, sentence, self.stop, timeout_s)
         self._error: BaseException = RunReturnedError(type(env).__name__)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"run-{type(env).__name__}", daemon=True)
@@ -162,6 +168,7 @@ class RunThread:
 
     def stop(self, timeout_s: float) -> None:
         """Close the env so that `run()` ends. Wait at most `timeout_s` seconds, because a thread cannot be killed."""
+        self._dropped.detach()
         deadline = time.monotonic() + timeout_s
         self.env.episodes.close("the env was closed")
         self.env.episodes.release_all()

@@ -9,14 +9,17 @@ from collections.abc import Callable
 
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
+from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 """Seconds between two looks."""
-_OTHER_LIMIT_S = 300.0
-"""Seconds that a policy, a connector or a callback may take: its first pass may compile it."""
+_LIMITS_S = {UserCall.OTHER: 300.0, UserCall.PROCESSES: MOST_SILENCE_S}
+"""Seconds that a policy, a connector or a callback may take: its first pass may compile it. Others have settings."""
+_MARGIN_S = 2.0
+"""Seconds beyond its limit after which a call hangs. At the limit, a vector of processes ends a call by itself."""
 _SAY_AFTER_S = 10.0
 
 
@@ -41,9 +44,9 @@ class CallWatch:
         self._since = 0.0
         self._say_after_s = _SAY_AFTER_S
         self._was_overdue = False
-        for kind in UserCall:
-            setting = SETTINGS.get(kind)
-            recorder.limit(kind, getattr(config.sampling, setting) if setting else _OTHER_LIMIT_S)
+        of_settings = {kind: getattr(config.sampling, setting) for kind, setting in SETTINGS.items()}
+        for kind, limit_s in (_LIMITS_S | of_settings).items():
+            recorder.limit(kind, limit_s)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="call-watch", daemon=True)
         if starts:
@@ -70,7 +73,7 @@ class CallWatch:
             self._seen, self._since = (call.kind, call.lane, commits), now
             self._say_after_s, self._was_overdue = _SAY_AFTER_S, False
         lasted_s = now - self._since
-        is_overdue = lasted_s > call.limit_s
+        is_overdue = lasted_s > call.limit_s + _MARGIN_S
         recorder.beat(int(self._since * 1e9), is_overdue=is_overdue)
         if is_overdue and not self._was_overdue:
             log.error("%s: it hangs, and this worker counts as lost", call.in_words(lasted_s))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
+from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import naming_what_failed
@@ -20,7 +21,13 @@ from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.native.creators import vector_creator
 from headrace.workers.envs.native.kinds import autoreset_of, check_vector, seeding_of
-from headrace.workers.envs.native.processes import Watchdog, close_vector, limited_construction, processes_of
+from headrace.workers.envs.native.processes import (
+    Watchdog,
+    close_vector,
+    end_watched,
+    limited_construction,
+    processes_of,
+)
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
 from headrace.workers.envs.recovery import SharedRecovery, wait_for_one
@@ -93,7 +100,9 @@ class NativeLanes(ABC):
         check_vector(env, len(self.lanes))
         self._mode, self._seeding = autoreset_of(env), seeding_of(env)
         if processes_of(env):
-            self._watchdog = Watchdog(lambda: env, min(config.env_step_timeout_s, config.env_reset_timeout_s))
+            watchdog = Watchdog(lambda: env, min(config.env_step_timeout_s, config.env_reset_timeout_s))
+            sentence = "the processes of a vector were dropped without stop()"
+            self._watchdog, self._dropped = watchdog, when_dropped(self, sentence, end_watched, watchdog, env)
         for lane in self.lanes:
             lane.seeds.renew()
             lane.env = env
@@ -120,6 +129,7 @@ class NativeLanes(ABC):
     def _take_down(self) -> None:
         env, self._env = self._env, None
         if self._watchdog is not None:
+            self._dropped.detach()
             self._watchdog.stop()
             self._watchdog = None
         if env is not None:

@@ -163,3 +163,9 @@ def close_vector(env: Any, timeout_s: float, *, broken: bool) -> None:
             if pipe is not None:
                 pipe.close()
         env.unwrapped.closed = True  # otherwise its `__del__` closes it again
+
+
+def end_watched(watchdog: Watchdog, env: Any) -> None:
+    """Kill the processes of a vector that was dropped. It is not asked to close, as a call may be under way in it."""
+    watchdog.stop()
+    close_vector(env, 0.0, broken=True)

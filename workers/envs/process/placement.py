@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.process.child import SOLO_CHILD
@@ -19,4 +20,5 @@ class ProcessPlacement:
 
     def open(self, table: LaneTable) -> EnvProcessPool:
         """Start all processes and build all envs. Raises what `EnvProcessPool` does."""
-        return EnvProcessPool(table.config, table.worker_index, table.making_seed, child=self._child)
+        with table.totals.calls.of(UserCall.PROCESSES, 0):
+            return EnvProcessPool(table.config, table.worker_index, table.making_seed, child=self._child)

@@ -6,13 +6,11 @@ import logging
 import math
 import os
 import select
-import threading
 import time
-import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.errors import EnvError
 from headrace.workers.envs.process.control import Phase
 from headrace.workers.envs.process.exits import ProcessExit
@@ -46,8 +44,7 @@ class Processes:
         self._told = select.epoll()
         """Tells which processes have replied. The driver does not sleep for it."""
         parts = self._handles, self._drain, self._latch, self.memory
-        self._dropped = weakref.finalize(self, _end_dropped, os.getpid(), *parts)
-        self._dropped.atexit = False  # at its end a process takes its envs with it
+        self._dropped = when_dropped(self, "processes of envs were dropped without stop()", _end_dropped, *parts)
 
     def __iter__(self) -> Iterator[ProcessHandle]:
         """Iterate over the handles of the processes that run."""
@@ -151,23 +148,12 @@ class Processes:
         _release(self._drain, self._latch, self.memory)
 
 
-def _end_dropped(
-    owner: int, handles: dict[int, ProcessHandle], drain: OutputDrain, latch: WakeupLatch, memory: int
-) -> None:
-    """Kill processes whose driver was dropped. A copy of it by `fork` does nothing."""
-    if owner != os.getpid():
-        return
+def _end_dropped(handles: dict[int, ProcessHandle], drain: OutputDrain, latch: WakeupLatch, memory: int) -> None:
     for handle in handles.values():
         handle.kill("dropped")
-
-    def bury() -> None:
-        for handle in handles.values():
-            handle.bury()
-        _release(drain, latch, memory)
-
-    # In a thread of its own: the garbage collector may run in the drain's, which would wait for itself.
-    threading.Thread(target=bury, name="bury-envs", daemon=True).start()
-    warnings.warn(f"{len(handles)} processes of envs were dropped without stop()", ResourceWarning, stacklevel=1)
+    for handle in handles.values():
+        handle.bury()
+    _release(drain, latch, memory)
 
 
 def _release(drain: OutputDrain, latch: WakeupLatch, memory: int) -> None:

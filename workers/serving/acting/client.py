@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_size, leaves
 from headrace.schemas.credentials.keys import CLIENT, PeerKeys, client_keys
 from headrace.schemas.errors import ConfigError, HeadraceError
@@ -27,7 +28,11 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.calls import Answer
 from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.sampling.module_batches import Cut
-from headrace.workers.serving.acting.caller_driven_env import caller_driven_env
+from headrace.workers.serving.acting.caller_driven_env import (
+    CallerDrivenEnv,
+    CallerDrivenMultiAgentEnv,
+    caller_driven_env,
+)
 from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
@@ -98,7 +103,7 @@ class ActingClient:
         if config.env is not None:
             raise ConfigError("an ActingClient has no env: its callers drive the episodes; leave it out", key="env")
         self._timeout_s = timeout_s
-        self._link = PolicyClient(
+        link = PolicyClient(
             endpoint,
             session=session,
             keys=keys,
@@ -106,26 +111,24 @@ class ActingClient:
             connect_timeout_s=connect_timeout_s,
             reopens=False,  # a new session of the same name would take a shipment again whose answer was lost
         )
-        self.spaces = self._link.spaces
+        self.spaces = link.spaces
         """The spaces of the one agent, or of each agent by the text of its id."""
         try:
             _check_kind(config, self.spaces)
             self._codec = EpisodeCodec.of(self.spaces)
             self._env = caller_driven_env(self.spaces)
-            here = config.model_copy(update={"env": lambda context: self._env, "env_placement": "inline"})
-            self._runner = open_runner(here, index, run_uid=secrets.token_hex(8))
+            self._acting = _Acting(link, self._env, config, index, timeout_s, update_interval_s)
         except BaseException:
-            self._link.close()
+            link.close()
             raise
         self.start_episode = self._env.start_episode
-        self.failure: HeadraceError | None = None
-        self._closing = threading.Event()
-        self._shipments = Shipments(self._link, self._runner, self._closing, timeout_s)
-        most_bytes = max(map(_step_bytes, self._runner.module_spaces.values()))
-        self._most_open = self._shipments.room // (2 * most_bytes)
-        self._puller = WeightsPuller(self._link, update_interval_s)
-        self._thread = threading.Thread(target=self._run, name="acting", daemon=True)
-        self._thread.start()
+        sentence = f"the acting client {link.session} was dropped without close()"
+        self._dropped = when_dropped(self, sentence, self._acting.stop)
+
+    @property
+    def failure(self) -> HeadraceError | None:
+        """The error that ended the client, or None."""
+        return self._acting.failure
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
         """Return the action of the policy, as `ExternalEnv` does. Observations may be lists and numbers, too."""
@@ -165,10 +168,8 @@ class ActingClient:
 
     def close(self) -> None:
         """Ship finished chunks, end the session, and abort open episodes. Call it when no other call is under way."""
-        self._closing.set()
-        self._thread.join()
-        self._puller.stop()
-        self._link.close()
+        self._dropped.detach()
+        self._acting.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -176,7 +177,38 @@ class ActingClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- the thread that acts -----------------------------------------------------------------------------------------
+
+class _Acting:
+    """The thread that acts, and what it uses. The client, which its callers may drop, is not known to it.
+
+    When it ends, it ends the session of `link`.
+    """
+
+    def __init__(
+        self,
+        link: PolicyClient,
+        env: CallerDrivenEnv | CallerDrivenMultiAgentEnv,
+        config: EnvRunnerConfig,
+        index: int,
+        timeout_s: float,
+        update_interval_s: float,
+    ) -> None:
+        self._link, self._env, self._timeout_s = link, env, timeout_s
+        here = config.model_copy(update={"env": lambda context: env, "env_placement": "inline"})
+        self._runner = open_runner(here, index, run_uid=secrets.token_hex(8))
+        self.failure: HeadraceError | None = None
+        self._closing = threading.Event()
+        self._shipments = Shipments(link, self._runner, self._closing, timeout_s)
+        most_bytes = max(map(_step_bytes, self._runner.module_spaces.values()))
+        self._most_open = self._shipments.room // (2 * most_bytes)
+        self._puller = WeightsPuller(link, update_interval_s)
+        self._thread = threading.Thread(target=self._run, name="acting", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ship finished chunks, and end."""
+        self._closing.set()
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -192,6 +224,8 @@ class ActingClient:
             self._env.episodes.close(f"the client has ended ({error})")
         finally:
             self._runner.stop()
+            self._puller.stop()
+            self._link.close()
 
     def _wait_for_weights(self) -> None:
         while not self._puller.arrived.wait(0.05):
