@@ -16,9 +16,10 @@ import numpy as np
 
 from headrace.deploy.run.policy_spaces import BuiltEnv
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import EnvContractError, EnvError
-from headrace.workers.agents.env import gym_spaces_of
+from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.action_masks import MASK
+from headrace.workers.envs.actions import RandomActions, to_env_form
 from headrace.workers.envs.checks import take_apart, take_reset_apart
 from headrace.workers.envs.context import StepFailedRecreateEnv
 from headrace.workers.envs.error_text import message_of, seed_hint
@@ -29,6 +30,7 @@ from headrace.workers.envs.sequential_step import step_all
 from headrace.workers.envs.vector_env import VectorEnv
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
+from headrace.workers.policy.masks import LegalRandomActions
 
 
 class _Trial:
@@ -84,7 +86,7 @@ def _try_one(trial: _Trial, env: Any, spaces: Spaces, *, check_bounds: bool) -> 
         observation, info = take_reset_apart(env.reset(seed=trial.seed))
         _raise_first(seen.put(None, [observation]))
     with trial.at("step"):
-        action = _sample(env.action_space, observation, info)
+        action = _sample(spaces, seen, info)
         failures = step_all([EnvSlot(0, env, env.step)], [action], seen, 1).failures
         if failures:
             raise failures[0].error
@@ -100,12 +102,11 @@ def _try_vector(trial: _Trial, env: Any, spaces: Spaces, *, check_bounds: bool) 
 
 def _try_agents(trial: _Trial, env: Any, spaces: Mapping[Any, Spaces], *, check_bounds: bool) -> None:
     seen = {agent: Observations(own.observation, 1, check_bounds=check_bounds) for agent, own in spaces.items()}
-    gym_spaces = gym_spaces_of(env)
     with trial.at("reset"):
         observations, infos = take_reset_apart(env.reset(seed=trial.seed))
         _put_all(seen, observations)
     with trial.at("step"):
-        actions = {a: _sample(gym_spaces[a][1], own, infos.get(a)) for a, own in observations.items()}
+        actions = {a: _sample(spaces[a], seen[a], infos.get(a)) for a in observations}
         _put_all(seen, _taken_apart(env.step(actions)))
 
 
@@ -133,13 +134,21 @@ def _raise_first(problems: list[tuple[int, EnvContractError]]) -> None:
         raise problem
 
 
-def _sample(space: Any, observation: Any, info: Any) -> Any:
-    """Return a random action: a legal one, where the observation or the info has a mask of the legal ones."""
-    masks = (part.get("action_mask") for part in (observation, info) if isinstance(part, Mapping))
-    mask = next((mask for mask in masks if mask is not None), None)
-    if mask is not None and isinstance(space, gym.spaces.Discrete):
-        return space.sample(mask=np.asarray(mask, np.int8))
-    return space.sample()
+def _sample(spaces: Spaces, seen: Observations, info: Any) -> Any:
+    """Return a random action: a legal one, where what is `seen` or the info has a mask of the legal ones.
+
+    Raises `EnvContractError` for a mask that is unsound or leaves no action.
+    """
+    random = LegalRandomActions(spaces, spaces.action, seen.columns)
+    if isinstance(info, Mapping) and MASK in info:
+        random.tell(0, info[MASK])
+    _raise_first(random.faults(np.zeros(1, np.intp)))
+    noise = np.random.default_rng().random((1, random.noise_size), np.float32)
+    try:
+        columns = random(noise)
+    except ConfigError:  # the policy may know how to obey this mask
+        columns = RandomActions(spaces.action)(noise)
+    return to_env_form(spaces.action, columns)[0]
 
 
 @contextmanager

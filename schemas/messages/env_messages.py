@@ -106,6 +106,8 @@ class EnvAnswers(Message):
     stepped: ListOf[Place] = Field(default=[])
     ended: ListOf[Annotated[tuple[Place, Literal[1, 2]], Strict(False)]] = Field(default=[])
     """Places that stepped and ended their episode: 1 terminated, 2 truncated."""
+    also_truncated: ListOf[Place] = Field(default=[])
+    """Places in `ended` as terminated that are truncated too. Hosts of wire version 1.0 do not tell it."""
     began: ListOf[Annotated[tuple[Place, Info], Strict(False)]] = Field(default=[])
     built: ListOf[Place] = Field(default=[])
     infos: ListOf[Annotated[tuple[Place, dict[str, Any]], Strict(False)]] = Field(default=[])

@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from headrace.deploy.fleet import check_process
+from headrace.deploy.policies.env_trial import try_env
 from headrace.deploy.policies.start_check import check_start
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
+from headrace.deploy.run.policy_spaces import built_env
 from headrace.deploy.run.run_dir import RunDir
 from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEnvError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
+from headrace.workers import EnvRunnerConfig
 from support.waiting import TIMEOUT_S
 
 LEAVING = """
@@ -285,6 +289,39 @@ def test_the_check_steps_masked_multi_agent_and_vector_envs() -> None:
     vector = {"env": "user:two_of_a_kind", "num_envs": 2}
     check_start(config(sampling=vector), lambda step: None)
     assert "first step: RuntimeError: no such joint" in mistake(sampling={**vector, "env_config": {"fault": "step"}})
+
+
+class OneLegal(gym.Env[Any, Any]):
+    """It takes only the last choice of each element, as its mask shows, which may be in its info."""
+
+    def __init__(self, config: Any) -> None:
+        self.action_space: Any = gym.spaces.MultiDiscrete([30, 40])
+        self._mask = np.zeros(70, np.int8)
+        self._mask[[29, 69]] = config["flag"]
+        self._in_info = config["in the info"]
+        box = gym.spaces.Box(-1.0, 1.0, (1,))
+        both = gym.spaces.Dict({"obs": box, "action_mask": gym.spaces.MultiBinary(70)})
+        self.observation_space: Any = box if self._in_info else both
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        seen = np.zeros(1, np.float32)
+        return (seen, {"action_mask": self._mask}) if self._in_info else ({"obs": seen, "action_mask": self._mask}, {})
+
+    def step(self, action: Any) -> Any:
+        assert action.tolist() == [29, 39]
+        return self.reset()[0], 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("in_info", [False, True])
+def test_the_trial_of_an_env_takes_a_legal_action_and_says_where_there_is_none(in_info: bool) -> None:
+    for flag in (1, 0):
+        config = EnvRunnerConfig(env=OneLegal, env_config={"in the info": in_info, "flag": flag})
+        with built_env(config) as built:
+            if flag:
+                assert try_env(config, built).keys() == {"reset", "step"}
+            else:
+                with pytest.raises(EnvError, match=r"failed at its first step: .*action_mask"):
+                    try_env(config, built)
 
 
 def test_unknown_connectors_and_callbacks_are_named() -> None:

@@ -99,6 +99,11 @@ def test_the_answers_of_an_honest_host_are_taken(command: Command, told: dict[st
     assert [failure.lane for failure in replies.failures] == [1] * len(told.get("failures", ()))
 
 
+@pytest.mark.parametrize(("ended", "lanes"), [([(0, 1)], [1]), ([(0, 2)], []), ([], [])])
+def test_only_an_episode_that_a_host_calls_terminated_is_truncated_too(ended: Any, lanes: list[int]) -> None:
+    assert answered(Command.STEP, {"stepped": [0], "ended": ended, "also_truncated": [0]}).also_truncated == lanes
+
+
 def test_a_failure_told_many_times_counts_once_and_long_texts_are_cut() -> None:
     """Each would count as a failure of its env, and nine in a row end a worker."""
     long = {**RAISED, "message": "m" * 500_000}

@@ -14,7 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.schemas.chunks.spaces import Spaces, nest
-from headrace.schemas.errors import ModuleError, NotFiniteError, WeightsMismatchError
+from headrace.schemas.errors import (
+    ConnectorError,
+    EnvRestartBudgetError,
+    ModuleError,
+    NotFiniteError,
+    WeightsMismatchError,
+)
+from headrace.workers.connectors.connector import Connector
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.acting import Actor
@@ -430,6 +437,150 @@ def test_a_policy_that_gives_numbers_that_are_not_finite_is_named_and_no_env_get
         assert sampler.totals.env_failures == 0
         module.name = ""
         assert sampler.sample(num_timesteps=4, explore=explore), "it goes on with a policy that is finite again"
+
+
+class _Acts(_Answers):
+    """Gives `actions` to each env."""
+
+    def __init__(self, actions: Any, by_arrays: bool = False) -> None:
+        super().__init__()
+        self.given = torch.as_tensor(actions)
+        if by_arrays:
+            self.numpy_act = lambda: lambda columns, noise: self._columns(columns["obs"])
+
+    def _columns(self, obs: Any) -> dict[str, Any]:
+        return {"actions": np.repeat(self.given.numpy()[None], len(obs), 0)}
+
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {name: torch.from_numpy(column) for name, column in self._columns(batch["obs"]).items()}
+
+
+DISCRETE, SHIFTED, WHOLE = ACTIONS[0], ACTIONS[1], ACTIONS[4]
+
+
+@pytest.mark.parametrize("by_arrays", [False, True], ids=["tensors", "arrays"])
+@pytest.mark.parametrize(
+    ("space", "given", "says"),
+    [
+        (DISCRETE, 6, r"actions 6 in 2 of 2 rows, outside Discrete\(4, start=2\)"),
+        (DISCRETE, 1, "actions 1 in 2 of 2 rows, outside"),
+        (
+            SHIFTED,
+            [0, 4, 2],
+            r"actions \[0, 4, 2\] in 2 of 2 rows, outside MultiDiscrete\(\[2 3 4\], start=\[0 1 2\]\)",
+        ),
+        (SHIFTED, [0, 1, 1], r"actions \[0, 1, 1\]"),
+        (
+            gym.spaces.MultiBinary(3),
+            torch.tensor([0, 2, 1], dtype=torch.int8),
+            r"actions \[0, 2, 1\].* MultiBinary\(3\)",
+        ),
+    ],
+)
+def test_an_action_outside_its_space_is_the_policys_failure_and_no_env_gets_it(
+    space: gym.Space[Any], given: Any, says: str, by_arrays: bool
+) -> None:
+    module = _Acts(given, by_arrays)
+    with runner(_env(Counting.observation_space, space), module=lambda spaces: module, num_envs=2) as sampler:
+        sampler.set_weights({}, 7, 1)
+        with pytest.raises(ModuleError, match=rf"policy weights version \(1, 7\): the policy _Acts gives {says}"):
+            sampler.sample(num_timesteps=4)
+        assert (sampler.totals.env_failures, sampler.totals.stepped) == (0, 0)
+        module.given = torch.as_tensor(space.sample())
+        assert sampler.sample(num_timesteps=4), "it goes on with a policy that acts inside again"
+
+
+@pytest.mark.parametrize(
+    ("space", "given", "says"),
+    [
+        (DISCRETE, 2.5, r"actions 2.5 of float32, outside Discrete\(4, start=2\)"),
+        (DISCRETE, 1e30, "actions 1.0000000150474662e.30 of float32, outside"),
+        (gym.spaces.MultiBinary(3), [256, 0, 0], r"actions 256 of int64, outside MultiBinary\(3\)"),
+        (WHOLE, [3.7, 0.0], r"actions 3.7.* of float32, outside Box\(0, 9, \(2,\), int32\)"),
+        (gym.spaces.Box(0, 255, (2,), np.uint8), [300, 0], "actions 300 of int64, outside Box"),
+    ],
+)
+def test_an_action_that_the_spaces_dtype_would_change_is_refused(space: gym.Space[Any], given: Any, says: str) -> None:
+    env = _env(Counting.observation_space, space)
+    with (
+        runner(env, module=lambda spaces: _Acts(given), num_envs=2) as sampler,
+        pytest.raises(ModuleError, match=f"the policy _Acts gives {says}"),
+    ):
+        sampler.sample(num_timesteps=4)
+    with (
+        runner(env, module=lambda spaces: _Acts(given, by_arrays=True), num_envs=2) as sampler,
+        pytest.raises(ModuleError, match=r"column 'actions' is (float32|int64), not (int64|int32|int8|uint8)"),
+    ):
+        sampler.sample(num_timesteps=4)
+
+
+@pytest.mark.parametrize(
+    ("space", "given"),
+    [
+        (DISCRETE, 3.0),
+        (DISCRETE, torch.tensor(3, dtype=torch.int32)),
+        (gym.spaces.MultiBinary(3), [True, False, True]),
+        (WHOLE, torch.tensor([9.0, 0.0])),
+        (WHOLE, [12, -1]),
+        (gym.spaces.Box(-1.0, 1.0, (2,)), torch.tensor([1.5, -3.0], dtype=torch.float64)),
+    ],
+)
+def test_an_action_that_the_spaces_dtype_holds_is_taken_and_a_box_may_be_left(
+    space: gym.Space[Any], given: Any
+) -> None:
+    env = _env(Counting.observation_space, space)
+    env.step = Counting.step  # type: ignore[method-assign]
+    with runner(env, module=lambda spaces: _Acts(given), num_envs=2) as sampler:
+        (chunk, _) = sampler.sample(num_timesteps=4)
+    assert chunk.actions.dtype == space.dtype
+    assert (chunk.actions == np.asarray(given)).all()
+
+
+@pytest.mark.parametrize("value", [6.0, 0.5])
+def test_what_a_policy_gives_to_envs_that_do_not_act_is_not_looked_at(value: float) -> None:
+    spaces = Spaces(observation=convert(Counting.observation_space, ""), action=convert(Counting.action_space, ""))
+    actor = Actor(_Answers("actions", value), spaces, {"obs": np.zeros((3, 2), np.float32)}, int)
+    assert actor(None, np.array([0, 2]))["actions"][[0, 2]].tolist() == [0, 0]
+    with pytest.raises(ModuleError, match=rf"actions {value:g}.* outside Discrete"):
+        actor(None, np.array([0, 1]))
+
+
+class _Adds(Connector):
+    def connect(self, spaces: Spaces, width: int) -> Spaces:
+        return spaces
+
+    def process(self, rows: Any) -> Any:
+        return {name: column + 1 for name, column in rows.columns.items()}
+
+
+def test_an_action_that_a_connector_moves_out_of_its_space_is_the_connectors_failure() -> None:
+    env = _env(Counting.observation_space, DISCRETE)
+    settings = {"module": lambda spaces: _Acts(5), "module_to_env": [_Adds], "num_envs": 2}
+    with (
+        runner(env, **settings) as sampler,
+        pytest.raises(
+            ConnectorError, match=r"_Adds failed: module_to_env made actions 6 in 2 of 2 rows, outside Discr"
+        ),
+    ):
+        sampler.sample(num_timesteps=4)
+
+
+@pytest.mark.parametrize("mode", [None, "sync"])
+def test_an_env_that_refuses_an_action_outside_its_box_is_not_told_to_be_repaired(mode: Any) -> None:
+    class Strict(_env(Counting.observation_space, gym.spaces.Box(-1.0, 1.0, (2,)))):  # type: ignore[misc]
+        def step(self, action: Any) -> Any:
+            assert self.action_space.contains(action)
+            return super().step(action)
+
+    module = _Acts([0.5, -1.5])
+    settings = {"env_restart_attempts": 1, "gym_env_vectorize_mode": mode, "module": lambda spaces: module}
+    with runner(Strict, num_envs=2, **settings) as sampler:
+        sampler.set_weights({}, 7, 1)
+        sampler.sample(num_timesteps=2)
+        with pytest.raises(EnvRestartBudgetError, match=r"weights 7 gave it actions \[0.5, -1.5\] .*Clip") as caught:
+            sampler.sample(num_timesteps=4)
+        assert "repair the env" not in str(caught.value)
+        assert "outside Box(-1.0, 1.0, (2,), float32)" in sampler.totals.newest_env_failure
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])

@@ -18,7 +18,7 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
 from headrace.workers.envs.checks import INFO_DEPTH, told_info
-from headrace.workers.envs.native.infos import info_of, lanes_with_info, without_rows
+from headrace.workers.envs.native.infos import final_infos, infos_by_lane, without_rows
 from headrace.workers.envs.vector_env import VectorEnv
 
 BOX, TWO = gym.spaces.Box(-np.inf, np.inf, (1,)), gym.spaces.Discrete(2)
@@ -156,12 +156,146 @@ def test_infos_of_a_vector_are_read_as_gymnasium_reads_them() -> None:
         "three": np.zeros(3),
         "one": np.zeros(()),
         "final_obs": np.zeros((2, 1)),
+        "two": [1, 2],
+        "_two": np.array([True]),
+        "packed": np.array([9]),
+        "_packed": np.array([False, True]),
+        "deep": {"pair": np.zeros(3)},
     }
-    assert lanes_with_info(infos, 2) == [0, 1]
-    assert info_of(infos, 0, 2) == {"lives": 3, "won": True, "episode": {"l": 7}, "notes": [1]}
-    assert info_of(infos, 1, 2) == {"lives": 4, "episode": {"r": 2.5, "l": 8}, "notes": {"a": 1}}
-    assert without_rows(infos, 2) == ["text", "three", "one"]
-    assert lanes_with_info({"won": infos["won"], "_won": infos["_won"]}, 2) == [0]
+    assert infos_by_lane(infos, 2) == {
+        0: {"lives": 3, "won": True, "episode": {"l": 7}, "notes": [1]},
+        1: {"lives": 4, "episode": {"r": 2.5, "l": 8}, "notes": {"a": 1}},
+    }
+    assert without_rows(infos, 2) == ["text", "three", "one", "two", "packed", "deep.pair"]
+    assert infos_by_lane({"won": infos["won"], "_won": infos["_won"]}, 2) == {0: {"won": True}}
+    assert infos_by_lane({"won": infos["won"], "_won": [0, 1]}, 2) == {1: {"won": False}}
+    assert infos_by_lane({1: np.array([5, 6])}, 2) == {0: {1: 5}, 1: {1: 6}}
+
+
+def test_rows_of_some_envs_belong_to_the_envs_that_env_id_names() -> None:
+    infos = {"env_id": np.array([3, 1]), "lives": np.array([7, 8]), "players": {"env_id": np.array([3, 1])}}
+    told = {
+        3: {"env_id": 3, "lives": 7, "players": {"env_id": 3}},
+        1: {"env_id": 1, "lives": 8, "players": {"env_id": 1}},
+    }
+    assert infos_by_lane(infos, 4) == told
+    assert infos_by_lane({**infos, "level": np.arange(4)}, 4) == told
+    assert without_rows({**infos, "level": np.arange(4)}, 4) == ["level"]
+    for other in ([3, 3], [1, 4], [0.0, 1.0]):  # they name no envs
+        assert infos_by_lane({"env_id": np.array(other), "lives": np.arange(4)}, 4) == {
+            i: {"lives": i} for i in range(4)
+        }
+
+
+@pytest.mark.parametrize(
+    "finals",
+    [{"n": np.arange(3), "_n": np.array([False, True, True])}, [None, {"n": 1}, {"n": 2}]],
+    ids=["dict", "rows"],
+)
+def test_last_infos_are_told_where_the_reset_has_none(finals: Any) -> None:
+    assert final_infos({"final_info": finals}, 3) == {1: {"n": 1}, 2: {"n": 2}}
+
+
+class Last(Moves):
+    """Has an info in the last step of an episode alone."""
+
+    def reset(self, **_: Any) -> Any:
+        return super().reset()[0], {}
+
+    def step(self, action: Any) -> Any:
+        *seen, _ = super().step(action)
+        return *seen, {"n": self._n} if self._n == 5 else {}
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_the_last_info_of_an_episode_arrives_from_a_vector_where_the_reset_has_none(mode: AutoresetMode) -> None:
+    def make(context: Any) -> gym.vector.SyncVectorEnv:
+        return gym.vector.SyncVectorEnv([Last] * context.num_envs, autoreset_mode=mode)
+
+    with SingleAgentEnvRunner(EnvRunnerConfig(env=make, num_envs=2, seed=0)) as runner:
+        for chunk in runner.sample(num_episodes=2):
+            assert chunk.infos == ([{}] * 5 + [{"n": 5}] if len(chunk) == 5 else [])
+
+
+class Spoilt(Native):
+    """Ends all episodes in its third step, with `infos` that do not fit."""
+
+    def __init__(self, num_envs: int, infos: dict[str, Any]) -> None:
+        super().__init__(num_envs)
+        self.metadata, self._own = {"autoreset_mode": AutoresetMode.SAME_STEP}, infos
+
+    def step(self, actions: Any) -> Any:
+        obs, rewards, _, cut, _ = super().step(actions)
+        return obs, rewards, np.full(self.num_envs, self._n == 3), cut, self._own if self._n == 3 else {}
+
+
+@pytest.mark.parametrize(
+    "finals",
+    [
+        {"final_obs": np.ones((1, 1), np.float32)},
+        {"final_obs": 1.0},
+        {"final_obs": np.ones((2, 1), np.float32), "_final_obs": np.array([True, False])},
+        {"final_obs": np.ones((2, 1), np.float32), "_final_obs": np.array([True])},
+    ],
+    ids=["a row for one env", "no rows", "one env not marked", "short mask"],
+)
+def test_last_observations_without_a_row_for_each_env_are_the_vectors_failure(finals: dict[str, Any]) -> None:
+    config = EnvRunnerConfig(
+        env=lambda c: Spoilt(c.num_envs, finals), num_envs=2, seed=0, restart_failed_sub_environments=False
+    )
+    with (
+        SingleAgentEnvRunner(config) as runner,
+        pytest.raises(EnvContractError, match=r"infos\['final_obs'\] should be a row for each of 2 envs"),
+    ):
+        runner.sample(num_timesteps=8)
+
+
+def _pool(**settings: Any) -> Any:
+    """A pool of four envs, of which the two that were sent first answer. It counts each env's steps in its infos."""
+
+    class Pool(Native):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.config = {"batch_size": 2}
+            self._sent: list[int] = []
+            self._steps = np.zeros(4, int)
+
+        def send(self, actions: Any, lanes: Any) -> None:
+            self._steps[lanes] += 1
+            self._sent += lanes.tolist()
+
+        def _reset(self, lanes: Any) -> None:
+            self._steps[lanes] = 0
+            self._sent += lanes.tolist()
+
+        def recv(self) -> Any:
+            lanes, self._sent = np.array(self._sent[1::-1]), self._sent[2:]
+            steps = self._steps[lanes]
+            infos = {
+                "env_id": lanes,
+                "at": np.stack([lanes, steps], 1),
+                "players": {"env_id": lanes},
+                "all": self._steps,
+            }
+            return steps[:, None].astype(np.float32), np.ones(2), steps == 5, np.zeros(2, bool), infos
+
+    Pool.__module__ = "envpool.toy"
+    return EnvRunnerConfig(env=lambda c: Pool(), num_envs=4, seed=0, **settings)
+
+
+def test_infos_of_a_pool_that_answers_for_some_envs_are_those_of_their_env_and_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with SingleAgentEnvRunner(_pool()) as runner:
+        chunks = runner.sample(num_timesteps=60)
+    assert {chunk.env_index for chunk in chunks} == {0, 1, 2, 3}
+    for chunk in chunks:
+        own, steps = chunk.env_index, chunk.obs[:, 0].astype(int).tolist()
+        assert [info["at"].tolist() for info in chunk.infos] == [[own, step] for step in steps]
+        assert {(info["env_id"], info["players"]["env_id"]) for info in chunk.infos} == {(own, own)}
+    assert "'all' of the vector" in caplog.text
+    with SingleAgentEnvRunner(_pool(infos="none")) as runner:
+        assert not any(chunk.infos for chunk in runner.sample(num_timesteps=60))
 
 
 class Pair(MultiAgentEnv):

@@ -16,6 +16,7 @@ from headrace.schemas.errors import ConnectorError
 from headrace.schemas.messages.weights import CONNECTORS
 from headrace.workers.connectors.connector import Columns, Exportable, Rows, State, Tensors
 from headrace.workers.connectors.pipeline import Pipeline
+from headrace.workers.envs.bounds import ActionLimits
 
 PIPELINES = ("env_to_module", "module_to_env")
 
@@ -41,6 +42,8 @@ class VectorConnectors:
         width = len(next(iter(observed.values())))
         self._all = np.arange(width)
         self._agents = np.zeros(width, np.intp)
+        self._limits = ActionLimits(spaces.action, "actions")
+        """The bounds of choices for the env."""
         outward = self._outward.connect_actions(spaces, width)
         self.spaces = self._inward.connect_observations(outward, width)
         self.sees = bool(self._inward.pieces)
@@ -109,10 +112,13 @@ class VectorConnectors:
         actions = {name: columns[name][those] for name in self.actions}
         sent = {name: columns.get(_sent(name), columns[name])[those] for name in self.actions}
         made = self._outward.process(Rows(lanes, sent, actions, np.zeros(len(lanes)), False, self._agents[those]))
+        problem = self._limits.problem(made)
         for name, column in made.items():
             if column.dtype.kind == "f" and not np.isfinite(column).all():
-                pieces = ", ".join(type(piece).__name__ for piece in self._outward.pieces)
-                raise ConnectorError(pieces, f"module_to_env made {name} that are NaN or infinite")
+                problem = f"{name} that are NaN or infinite"
+        if problem:
+            pieces = ", ".join(type(piece).__name__ for piece in self._outward.pieces)
+            raise ConnectorError(pieces, f"module_to_env made {problem}")
         kept = {name: column for name, column in columns.items() if name.split("/", 1)[0] != "actions_for_env"}
         if acting is not None:
             made = {name: self._spread(rows, acting) for name, rows in made.items()}

@@ -46,6 +46,8 @@ class Replies:
     stepped: list[int] = field(default_factory=list)
     ended: list[tuple[int, ChunkEnd]] = field(default_factory=list)
     """Lanes among `stepped` whose episode is over with that step."""
+    also_truncated: list[int] = field(default_factory=list)
+    """Lanes in `ended` as TERMINATED that are truncated too."""
     began: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """(lane, info) of each reset. `begin` shows the observation."""
     built: list[int] = field(default_factory=list)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.spaces import Box, Discrete, Leaf, MultiDiscrete, box_bounds, column_dtype, leaf_shape
+from headrace.schemas.chunks.spaces import (
+    Box,
+    Discrete,
+    Leaf,
+    MultiDiscrete,
+    Space,
+    box_bounds,
+    column_dtype,
+    leaf_shape,
+    leaves,
+)
 
 if TYPE_CHECKING:  # processes of envs import this file too, and start faster without it
     import torch
@@ -58,6 +69,36 @@ def _in_dtype(bound: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
     inner = (bound > span.min) & (bound < span.max)
     exact[inner] = bound[inner].astype(dtype)
     return exact
+
+
+class ActionLimits:
+    """The bounds of the leaves of an action space: of whole choices, and with `boxes` of Box leaves too.
+
+    A policy's Box action may leave its bounds on its way to the env, as those of a Gaussian do.
+    """
+
+    def __init__(self, space: Space, root: str, *, boxes: bool = False) -> None:
+        self._bounds = [
+            (name, leaf, *leaf_bounds(leaf)) for name, leaf in leaves(space, root) if boxes or not isinstance(leaf, Box)
+        ]
+
+    def problem(self, columns: Mapping[str, NDArray[Any]], rows: NDArray[Any] | None = None) -> str:
+        """Return in words which action in `rows` (None: all) of the columns is outside its space; "" for none."""
+        for name, leaf, low, high in self._bounds:
+            column = columns[name]
+            outside = np.zeros(column.shape, np.bool_) if low is None else column < low
+            if high is not None:
+                outside = outside | (column > high)
+            if not np.count_nonzero(outside):  # cheaper than `any`
+                continue
+            given, outside = (column, outside) if rows is None else (column[rows], outside[rows])
+            bad = np.flatnonzero(outside.reshape(len(given), -1).any(1))
+            if len(bad):
+                from headrace.schemas.chunks.gymnasium_spaces import to_gym
+
+                seen = f"{given[bad[0]].tolist()!r:.80} in {len(bad)} of {len(given)} rows"
+                return f"{name} {seen}, outside {to_gym(leaf)!s:.200}"
+        return ""
 
 
 def whole_array(value: Any) -> NDArray[Any]:

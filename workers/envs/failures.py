@@ -55,6 +55,8 @@ class Failure:
     """Place of the failure, in words, for the log."""
     unbegun: Episode | None = None
     """The episode that was created for a reset that failed."""
+    hint: str = ""
+    """In words, that its action was outside the env's space."""
     view: Any = None
     """The sampler's view of the open episode, if a callback is to see it."""
 
@@ -93,7 +95,7 @@ class Failure:
 
     def in_words(self) -> str:
         """Return its kind, env, place and error, on one line."""
-        error = f"{type(self.error).__name__}: {message_of(self.error)}"
+        error = f"{type(self.error).__name__}: {message_of(self.error)}{self.hint and f'; {self.hint}'}"
         return f"{self.reason.value} in env {self.lane} at {self.at}: {' '.join(error.split())}"
 
     def report(self, wait_s: float, attempt: int, attempts: int, *, with_traceback: bool) -> None:
@@ -110,7 +112,7 @@ class Failure:
             self.lane,
             self.at,
             type(error).__name__,
-            error,
+            f"{error}; {self.hint}" if self.hint else error,
             self.discarded,
             f" in {wait_s:.3g} s" if wait_s else "",
             attempt,

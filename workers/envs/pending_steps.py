@@ -163,6 +163,7 @@ class LockSteps(Steps):
         """Wait for all lanes that were sent an action. An env that hangs is awaited until its deadline."""
         aside, failures = self._aside, list[Failure]()
         ended: list[tuple[int, ChunkEnd]] = []
+        also_truncated: list[int] = []
         infos: list[tuple[int, dict[str, Any]]] = []
         if aside.lost:
             up = [lane.index for lane in self._recovery.up]
@@ -181,9 +182,10 @@ class LockSteps(Steps):
             if replies.failures or replies.began or replies.built:
                 aside.keep(replies, but={failure.lane for failure in failed})
             ended += replies.ended
+            also_truncated += replies.also_truncated
             infos += replies.infos
         self._sent = ()
-        return Outcome(self._rewards(failures), ended, failures, infos)
+        return Outcome(self._rewards(failures), ended, failures, infos, also_truncated=also_truncated)
 
     def _rewards(self, failures: Sequence[Failure]) -> NDArray[np.float64]:
         live = self._recovery.live

@@ -193,7 +193,7 @@ def _is_mended_at_once(
         lane.budget.change_host()
     else:
         try:
-            wait = lane.budget.spend(failure.error, now)
+            wait = lane.budget.spend(failure.error, now, failure.hint)
         except EnvRestartBudgetError:
             if not leave_host(lane, failure.in_words()):
                 raise

@@ -29,25 +29,31 @@ class RestartBudget:
         """Note that the env is built on another host next. Its failures so far say nothing about that one."""
         self.in_a_row = 0
 
-    def spend(self, error: BaseException, now: float) -> float:
-        """Count one failure, and return the seconds to wait. Raises `EnvRestartBudgetError` if it was one too many."""
+    def spend(self, error: BaseException, now: float, hint: str = "") -> float:
+        """Count one failure, and return the seconds to wait. `hint`: see `Failure`.
+
+        Raises `EnvRestartBudgetError` if it was one too many.
+        """
         config = self._config
         self._recent.append(now)
         while self._recent[0] <= now - config.env_restart_window_s:
             self._recent.popleft()
         self.in_a_row += 1
         if self.in_a_row > config.env_restart_attempts:
-            raise self._exhausted(error, self.in_a_row, now, "env_restart_attempts") from error
+            raise self._exhausted(error, self.in_a_row, now, "env_restart_attempts", hint) from error
         if len(self._recent) > config.max_env_restarts_per_window:
-            raise self._exhausted(error, len(self._recent), now, "max_env_restarts_per_window") from error
+            raise self._exhausted(error, len(self._recent), now, "max_env_restarts_per_window", hint) from error
         if self.in_a_row == 1:
             return 0.0
         # A float overflows with a larger exponent.
         wait = config.env_restart_backoff_s * 2.0 ** min(self.in_a_row - 2, 60)
         return min(wait, config.env_restart_backoff_max_s)
 
-    def _exhausted(self, error: BaseException, failures: int, now: float, setting: str) -> EnvRestartBudgetError:
+    def _exhausted(
+        self, error: BaseException, failures: int, now: float, setting: str, hint: str
+    ) -> EnvRestartBudgetError:
         first = self._recent[-min(failures, len(self._recent))]
         message = message_of(error)
         last = f"{type(error).__name__}: {message}{seed_hint(message, self._config.max_env_seed)}"
-        return EnvRestartBudgetError(self._env_index, failures, round(max(now - first, 0.001), 3), last, setting)
+        window_s = round(max(now - first, 0.001), 3)
+        return EnvRestartBudgetError(self._env_index, failures, window_s, last, setting, hint or "repair the env")

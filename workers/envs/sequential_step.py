@@ -19,8 +19,10 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.observations import Observations
 from headrace.workers.metrics.call_mark import CallMark
 
-Read = tuple[Sequence[Any], Sequence[Any], list[tuple[int, ChunkEnd]], list[tuple[int, dict[str, Any]]]]
-"""Observations and rewards of some lanes, one each, and ends and infos with their lanes, where there are any."""
+Read = tuple[Sequence[Any], Sequence[Any], list[tuple[int, ChunkEnd]], list[int], list[tuple[int, dict[str, Any]]]]
+"""Observations and rewards of some lanes, one each. Ends and infos with their lanes, where there are any. Between them,
+the lanes that are terminated and truncated at once.
+"""
 MANY = 8
 """Number of answers from which they are read together."""
 _FALSE = repeat(False)
@@ -50,6 +52,8 @@ class Outcome:
     resets: int = 0
     """Number of lanes that did not step, because a self-resetting vector used the step for a reset."""
     lanes: NDArray[np.intp] | None = None
+    also_truncated: list[int] = field(default_factory=list)
+    """Lanes in `ended` as TERMINATED that are truncated too. Told where lanes step together; chunks have one end."""
 
 
 def step_all(
@@ -84,7 +88,7 @@ def step_all(
     read = read_together(good, answers) if len(answers) >= MANY else None
     if read is None:
         good, read = read_each(good, answers, failures)
-    observations, rewards, ended, infos = read
+    observations, rewards, ended, also_truncated, infos = read
     checked, problems = check_rewards(rewards, good, actions)
     problems += into.put(None if len(good) == width else np.array(good, np.intp), observations)
     bad = {good[position]: error for position, error in reversed(problems)} if problems else {}
@@ -93,7 +97,7 @@ def step_all(
         bad |= untold
     if bad:
         failures += [Failure(lane, error, stepped=True) for lane, error in bad.items()]
-    outcome = Outcome(checked, ended, failures, infos)
+    outcome = Outcome(checked, ended, failures, infos, also_truncated=also_truncated)
     return _without_failed(outcome, live, good) if failures else outcome
 
 
@@ -124,13 +128,15 @@ def read_together(lanes: Sequence[int], answers: Sequence[Any]) -> Read | None:
     if {*map(type, infos)} != {dict}:
         return None
     ended: list[tuple[int, ChunkEnd]] = []
+    also_truncated: list[int] = []
     if not (all(map(is_, terminated, _FALSE)) and all(map(is_, truncated, _FALSE))):
         if not {*map(type, terminated), *map(type, truncated)} <= {bool, np.bool_}:
             return None
-        both = zip(lanes, terminated, truncated, strict=True)
-        ended = [(lane, end_of(done, cut)) for lane, done, cut in both if done or cut]
+        ends = [end for end in zip(lanes, terminated, truncated, strict=True) if end[1] or end[2]]
+        ended = [(lane, end_of(done, cut)) for lane, done, cut in ends]
+        also_truncated = [lane for lane, done, cut in ends if done and cut]
     told = [(lane, info) for lane, info in zip(lanes, infos, strict=True) if info] if any(infos) else []
-    return observations, rewards, ended, told
+    return observations, rewards, ended, also_truncated, told
 
 
 def read_each(lanes: Sequence[int], answers: Sequence[Any], failures: list[Failure]) -> tuple[list[int], Read]:
@@ -139,6 +145,7 @@ def read_each(lanes: Sequence[int], answers: Sequence[Any], failures: list[Failu
     observations: list[Any] = []
     rewards: list[Any] = []
     ended: list[tuple[int, ChunkEnd]] = []
+    also_truncated: list[int] = []
     infos: list[tuple[int, dict[str, Any]]] = []
     for index, answer in zip(lanes, answers, strict=True):
         try:
@@ -151,13 +158,15 @@ def read_each(lanes: Sequence[int], answers: Sequence[Any], failures: list[Failu
                 end = end_of(terminated, truncated)
                 if end is not ChunkEnd.ONGOING:
                     ended.append((index, end))
+                    if terminated and truncated:
+                        also_truncated.append(index)
         except Exception as error:  # noqa: BLE001 - the methods of a user's objects may raise
             failures.append(Failure(index, take_apart(answer, error), stepped=True))
             continue
         observations.append(observation)
         rewards.append(reward)
         good.append(index)
-    return good, (observations, rewards, ended, infos)
+    return good, (observations, rewards, ended, also_truncated, infos)
 
 
 def _without_failed(outcome: Outcome, live: Sequence[Steppable], good: list[int]) -> Outcome:
@@ -166,5 +175,6 @@ def _without_failed(outcome: Outcome, live: Sequence[Steppable], good: list[int]
     by_lane = dict(zip(good, outcome.rewards.tolist(), strict=True))
     outcome.rewards = np.array([by_lane.get(lane.index, 0.0) for lane in live])
     outcome.ended = [(lane, end) for lane, end in outcome.ended if lane not in failed]
+    outcome.also_truncated = [lane for lane in outcome.also_truncated if lane not in failed]
     outcome.infos = [(lane, info) for lane, info in outcome.infos if lane not in failed]
     return outcome

@@ -11,9 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.batch import STATE_IN
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.lookback import LOOKBACK
-from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
+from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.errors import ModuleError, NotFiniteError
+from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.bounds import ActionLimits
 from headrace.workers.modules.protocol import OUTPUTS, SplitAct
 from headrace.workers.modules.recurrent import Memory
 
@@ -63,6 +66,8 @@ class Actor:
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
         self._batch_obs = nest(spaces.observation, tensors, "obs")  # type: ignore[arg-type]
         self._expected = dict(leaves(spaces.action, "actions"))
+        self._limits: ActionLimits | None = None
+        """The bounds of choices for the env. None before the first pass, and for a module of Headrace's own."""
         self._watched: dict[tuple[bool, bool], list[str]] = {}
         """The columns that must be finite, by (takes the mode, makes all columns), once their form was checked."""
 
@@ -92,6 +97,8 @@ class Actor:
                 # One pass, and the usual case. The sum is not finite if one of the numbers is not, or if it overflows.
                 if name in columns and not math.isfinite(np.vdot(columns[name], columns[name])):
                     self._check_finite(name, columns[name], acting)
+            if self._limits is not None and self._limits.problem(columns):
+                self._check_limits(self._limits, columns, acting)
             if self.memory is not None:
                 self.memory.take(self._state_out, acting, self._lanes)
         except ModuleError:
@@ -126,14 +133,29 @@ class Actor:
             given, dtype = columns[name], column_dtype(leaf)
             if given.dtype.kind == "f" and dtype.kind != "f":
                 self._check_finite(name, given, acting)  # a cast would make numbers of NaN
-            columns[name] = given.astype(dtype, copy=False)
+            if given.dtype != dtype:
+                columns[name] = self._cast(name, given, leaf, acting)
         return columns
+
+    def _cast(self, name: str, given: NDArray[Any], leaf: Leaf, acting: NDArray[np.intp] | None) -> NDArray[Any]:
+        """Return actions in the dtype of their space. Raises `ModuleError` for a choice or integer that it changes."""
+        with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below, or is infinite then
+            cast: NDArray[Any] = given.astype(column_dtype(leaf))
+        rows = self._of(acting)
+        changed = cast != given if rows is None else (cast != given)[rows]
+        if cast.dtype.kind != "f" and changed.any():
+            seen = f"{name} {(given if rows is None else given[rows])[changed][0]} of {given.dtype}"
+            raise ModuleError(f"the policy {type(self._module).__name__} gives {seen}, outside {to_gym(leaf)}")
+        return cast
+
+    def _of(self, acting: NDArray[np.intp] | None) -> NDArray[Any] | None:
+        """Return the rows of `acting` in the pass's columns; None for all. The other rows have no meaning."""
+        return acting if acting is None or self._lanes is None else np.isin(self._lanes, acting)
 
     def _check_finite(self, name: str, column: NDArray[Any], acting: NDArray[np.intp] | None) -> None:
         """Raise `NotFiniteError` for NaN and infinities in the rows that act. Inputs of a distribution may be -inf."""
-        rows = column
-        if acting is not None:  # the other rows have no meaning
-            rows = column[acting if self._lanes is None else np.isin(self._lanes, acting)]
+        those = self._of(acting)
+        rows = column if those is None else column[those]
         bad = np.isnan(rows) | (rows == np.inf) if name == _LOGITS else ~np.isfinite(rows)
         if bad.any():
             kind, count = ("NaN" if np.isnan(rows).any() else "infinite"), int(bad.sum())
@@ -143,12 +165,22 @@ class Actor:
             )
             raise NotFiniteError(name, count, rows.size, sentence)
 
+    def _check_limits(self, limits: ActionLimits, columns: Columns, acting: NDArray[np.intp] | None) -> None:
+        if problem := limits.problem(columns, self._of(acting)):
+            raise ModuleError(f"the policy {type(self._module).__name__} gives {problem}; look at its outputs")
+
     def _check(self, columns: Columns) -> None:
         for name, leaf in self._expected.items():
             shape = (self._width, *leaf_shape(leaf))
             if name not in columns or columns[name].shape != shape:
                 seen = columns[name].shape if name in columns else "absent"
                 raise ModuleError(f"the policy's column {name!r} should have shape {shape}, and is {seen}")
+        root = action_root(columns)
+        for name, leaf in leaves(self._spaces.action, root):
+            if columns[name].dtype != column_dtype(leaf):
+                raise ModuleError(f"the policy's column {name!r} is {columns[name].dtype}, not {column_dtype(leaf)}")
+        if not type(self._module).__module__.startswith("headrace."):
+            self._limits = ActionLimits(self._spaces.action, root)
         for name, column in columns.items():
             if name.startswith((LOOKBACK, STATE_IN)):
                 raise ModuleError(f"the policy's column {name!r} has a name that is the runner's own; choose another")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError, NotFiniteError
+from headrace.schemas.errors import ConfigError, EnvContractError, ModuleError
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import ActionMask, choices_of, find_mask
@@ -148,10 +148,10 @@ class ActingModule:
         assert self._actor is not None, "the runner asks whether there is a module before it samples"
         try:
             columns = self._actor(self.noise.draw("policy", acting) if explore else None, some, whole=whole)
-        except NotFiniteError as error:
-            if self.module_id in ("", DEFAULT_MODULE_ID):
-                raise
-            raise NotFiniteError(error.name, error.bad, error.size, f"module {self.module_id!r}: {error}") from None
+        except ModuleError as error:
+            if self.module_id not in ("", DEFAULT_MODULE_ID):
+                error.args = (f"module {self.module_id!r}: {error}",)
+            raise
         return self.connectors.for_env(columns, some)
 
     def _draw(self, acting: NDArray[np.intp] | None) -> Columns:

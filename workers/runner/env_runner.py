@@ -18,7 +18,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.worker_figures import TimePart
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, NotFiniteError, RunnerStoppedError
+from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
@@ -378,9 +378,9 @@ class EnvRunner(ABC, Generic[Batch]):
                     on_wait=on_wait,
                     stop_at_episodes=stop_at_episodes,
                 )
-            except NotFiniteError as error:
-                sentence = f"policy weights version {self.weights_version}: {error}"
-                raise NotFiniteError(error.name, error.bad, error.size, sentence) from None
+            except ModuleError as error:
+                error.args = (f"policy weights version {self.weights_version}: {error}",)
+                raise
 
     def _enough_steps(self, steps: int) -> Enough:
         return enough_steps(steps, self._existing_sampler, self.config, self.totals)

@@ -155,6 +155,7 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         terminated, truncated = np.zeros((2, self.num_envs), np.bool_)
         for index, end in outcome.ended:
             (terminated if end is ChunkEnd.TERMINATED else truncated)[index] = True
+        truncated[outcome.also_truncated] = True
         for failure in outcome.failures:
             index = failure.lane
             rewards[index], truncated[index] = 0.0, True

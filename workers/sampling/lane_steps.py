@@ -12,10 +12,13 @@ from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import OFF_POLICY, ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
+from headrace.schemas.chunks.spaces import leaves
 from headrace.schemas.errors import ConnectorError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import MASK
+from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.bounds import ActionLimits
 from headrace.workers.envs.driver import EnvDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
@@ -248,11 +251,27 @@ class LaneSteps:
             self.answered += len(outcome.rewards)
             if not len(outcome.rewards):
                 return None
+        if outcome.failures:
+            self._look_at_actions([f for f in outcome.failures if f.reason is Discard.ENV_EXCEPTION and not f.stepped])
         if self._policy.connectors.sees:
             self._chosen = self.fragment.chosen(outcome.lanes, self._policy.connectors.actions)
         self.fragment.answer(outcome.lanes, outcome.rewards)
         self.reset_polls += outcome.resets
         return outcome
+
+    def _look_at_actions(self, failures: Sequence[Failure]) -> None:
+        """Note where an env raised at an action outside its space: that is the policy's doing, and no fault of the env.
+
+        Envs of a vector that fails as a whole share one error.
+        """
+        space, root = self._policy.env_spaces.action, action_root(self.fragment.columns)
+        names = [name for name, _ in leaves(space, root)]
+        for failure in failures:
+            lanes = np.array([other.lane for other in failures if other.error is failure.error])
+            sent = self.fragment.chosen(lanes, [*names, "weights_seq"])
+            if problem := ActionLimits(space, root, boxes=True).problem(sent):
+                who = f"policy weights {sent['weights_seq'][0]} gave it {problem}"
+                failure.hint = f"{who}; let module_to_env = ClipActions, or the module's actions_for_env, clip them"
 
     def is_spoilt_by(self, error: BaseException) -> bool:
         spoilt, self._is_spoilt = self._is_spoilt, False

@@ -35,8 +35,8 @@ def numbers_of(value: Any) -> list[float]:
 class SpaceWalk(gym.Env[Any, Any]):
     """A walk of its seed and its actions, over the spaces that `config` names.
 
-    Episodes end by themselves or by a time limit. Infos hold a number in some steps, and the pid at a reset. The first
-    env of lane `config["lane"]` does what `config["fault"]` says at step `config["at"]`.
+    Episodes end by themselves, by a time limit, or by both at once. Infos hold a number in some steps, and the pid at a
+    reset. The first env of lane `config["lane"]` does what `config["fault"]` says at step `config["at"]`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -66,7 +66,8 @@ class SpaceWalk(gym.Env[Any, Any]):
         if self._fault == "has no reward" and self._steps >= self._fault_at:
             return self._observe(), float("nan"), False, False, {}
         info = {"half": self._time / 2} if self._time % 3 == 0 else {}
-        return self._observe(), float(self._at.sum()), bool(self.np_random.random() < 0.1), self._time == 12, info
+        done = bool(self.np_random.random() < 0.1)
+        return self._observe(), float(self._at.sum()), done, self._time == 12 or (done and self._time % 2 == 0), info
 
     def _fail(self) -> None:
         if self._fault == "is killed":

@@ -2,53 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-_FINALS = ("final_obs", "final_info")  # read by `vector_step.py`: they belong to the step before
+_FINALS = ("final_obs", "final_info")  # read by `final_infos` and `vector_step.py`: they belong to the step before
 
 
-def lanes_with_info(infos: Mapping[str, Any], width: int) -> list[int]:
-    """Return the lanes that a mask ("_key" beside "key") marks; all lanes if a value has a row for each and no mask."""
-    masks = []
-    for key, values in infos.items():
-        if key.startswith("_") or key in _FINALS:
-            continue
-        if f"_{key}" in infos:
-            masks.append(infos[f"_{key}"])
-        elif isinstance(values, Mapping) or _has_rows(values, width):
-            return list(range(width))
-    return np.flatnonzero(np.logical_or.reduce(masks)).tolist() if masks else []
+def infos_by_lane(infos: Mapping[str, Any], width: int) -> dict[int, dict[str, Any]]:
+    """Return the infos that lanes have, each as gymnasium's `DictInfoToList` reads it.
+
+    Values may be views of the vector's arrays. Rows are of all `width` lanes, or of those in "env_id".
+    """
+    lanes = _lanes_of_rows(infos, width)
+    return {lanes[row]: info for row, info in _by_row(infos, len(lanes)).items()}
+
+
+def final_infos(infos: Mapping[str, Any], width: int) -> dict[int, dict[str, Any]]:
+    """Return the last infos of episodes whose lanes the vector has reset in the step that ended them.
+
+    Entries that a vector's wrappers add for such a lane stay in the info of its reset, because they cannot be told
+    apart.
+    """
+    finals = infos.get("final_info", {})
+    if isinstance(finals, Mapping):
+        return infos_by_lane(finals, width)
+    rows = enumerate(finals if has_rows(finals, width) else ())
+    return {lane: dict(info) for lane, info in rows if isinstance(info, Mapping)}
 
 
 def without_rows(infos: Mapping[str, Any], width: int) -> list[str]:
-    """Return the keys of values that no lane gets, because they have neither a mask nor a row for each lane."""
-    return [
-        key
-        for key, values in infos.items()
-        if not key.startswith("_") and f"_{key}" not in infos and not isinstance(values, Mapping)
-        if key not in _FINALS and not _has_rows(values, width)
-    ]
+    """Return the keys of values that no lane gets, because they, or their masks, do not have a row for each."""
+    return list(_without_rows(infos, len(_lanes_of_rows(infos, width))))
 
 
-def info_of(infos: Mapping[str, Any], lane: int, width: int) -> dict[str, Any]:
-    """Return one lane's part, as gymnasium's `DictInfoToList` reads it. Rows may be views of the vector's arrays."""
-    own: dict[str, Any] = {}
-    for key, values in infos.items():
-        mask = infos.get(f"_{key}")
-        if key.startswith("_") or key in _FINALS or (mask is not None and not mask[lane]):
+def has_rows(values: Any, rows: int) -> bool:
+    """Return whether `values` is an array or a list with a row for each env."""
+    if isinstance(values, np.ndarray):
+        return bool(values.shape[:1] == (rows,))
+    return isinstance(values, list | tuple) and len(values) == rows
+
+
+def _lanes_of_rows(infos: Mapping[str, Any], width: int) -> Sequence[int]:
+    """Return the lane of each row: all lanes, or those in "env_id" if it names some of them, as EnvPool's does."""
+    ids = infos.get("env_id")
+    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) < width:
+        lanes: list[int] = ids.tolist()
+        if len({*lanes} & {*range(width)}) == len(lanes):
+            return lanes
+    return range(width)
+
+
+def _by_row(infos: Mapping[str, Any], rows: int) -> dict[int, dict[str, Any]]:
+    own: dict[int, dict[str, Any]] = {}
+    for key, values in _told(infos):
+        marked = _marked(infos, key, rows)
+        if marked is None:
             continue
+        some = range(rows) if marked is True else np.flatnonzero(marked).tolist()
         if isinstance(values, Mapping):
-            if (part := info_of(values, lane, width)) or mask is not None:
-                own[key] = part
-        elif mask is not None or _has_rows(values, width):
-            own[key] = values[lane]
+            parts = _by_row(values, rows)
+            values = {row: parts.get(row, {}) for row in some if row in parts or marked is not True}
+            some = list(values)
+        for row in some:
+            own.setdefault(row, {})[key] = values[row]
     return own
 
 
-def _has_rows(values: Any, width: int) -> bool:
-    if isinstance(values, np.ndarray):
-        return bool(values.shape[:1] == (width,))
-    return isinstance(values, list | tuple) and len(values) == width
+def _without_rows(infos: Mapping[str, Any], rows: int) -> Iterator[str]:
+    for key, values in _told(infos):
+        if _marked(infos, key, rows) is None:
+            yield str(key)
+        elif isinstance(values, Mapping):
+            yield from (f"{key}.{part}" for part in _without_rows(values, rows))
+
+
+def _told(infos: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    return ((key, values) for key, values in infos.items() if not str(key).startswith("_") and key not in _FINALS)
+
+
+def _marked(infos: Mapping[str, Any], key: Any, rows: int) -> Any:
+    """Return the mask of a value, True for all rows; None if the value or its mask does not have a row for each."""
+    if not isinstance(infos[key], Mapping) and not has_rows(infos[key], rows):
+        return None
+    mask = infos.get(f"_{key}", True)
+    if isinstance(mask, np.ndarray):
+        return mask if mask.shape == (rows,) and mask.dtype.kind in "biu" else None
+    return mask if mask is True or (has_rows(mask, rows) and {*map(type, mask)} <= {bool, np.bool_, int}) else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.native.creators import vector_creator
+from headrace.workers.envs.native.infos import infos_by_lane, without_rows
 from headrace.workers.envs.native.kinds import autoreset_of, check_vector, seeding_of
 from headrace.workers.envs.native.processes import (
     Watchdog,
@@ -32,6 +34,8 @@ from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
 from headrace.workers.envs.recovery import SharedRecovery, wait_for_one
 from headrace.workers.envs.spaces import spaces_of_vector
+
+log = logging.getLogger(__name__)
 
 
 class NativeLanes(ABC):
@@ -56,6 +60,8 @@ class NativeLanes(ABC):
         self._broken: BaseException | None = None
         """Error for which the vector cannot go on. Episodes that are still open are lost with the next poll."""
         self._watchdog: Watchdog | None = None
+        self._untold = set[str]()
+        """Infos that no lane gets, of which the log has said so."""
         self._first = first
         self.build(table.config)
 
@@ -146,6 +152,17 @@ class NativeLanes(ABC):
         self._take_down()
         for column in self.observations.columns.values():
             column[...] = 0
+
+    def _infos_by_lane(self, infos: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Return the infos of lanes, none where the config wants none. Log once what no lane gets."""
+        if not infos or self._table.config.infos == "none":
+            return {}
+        width = len(self.lanes)
+        for key in without_rows(infos, width):
+            if key not in self._untold:
+                self._untold.add(key)
+                log.warning("info %r of the vector has no row for each of its %d envs, so no chunk has it", key, width)
+        return infos_by_lane(infos, width)
 
     # -- which lanes are up -------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
+from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.envs.native.kinds import Seeding, seeding_of
@@ -26,7 +27,7 @@ from headrace.workers.envs.native.vector_step import VectorStep, bad_rewards, re
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import render_at
-from headrace.workers.envs.sequential_step import Outcome
+from headrace.workers.envs.sequential_step import Outcome, tell_each
 
 
 def is_partial(env: Any) -> bool:
@@ -64,8 +65,8 @@ class PartialNativeVector(NativeLanes):
         """Lanes that step for an episode that is over."""
         self._coming: dict[int, Episode] = {}
         """Lanes that are reset, now or soon, and the episodes that begin there."""
-        self._arrived: list[int] = []
-        """Lanes in `_coming` whose reset is done."""
+        self._arrived: list[tuple[int, dict[str, Any]]] = []
+        """Lanes in `_coming` whose reset is done, with its info."""
 
     # -- which lanes are up -------------------------------------------------------------------------------------------
 
@@ -111,23 +112,31 @@ class PartialNativeVector(NativeLanes):
         done = step.terminated | step.truncated
         ended = [(lane, step.end_of(place)) for lane, place in place_of.items() if done[place] and lane not in bad]
         rewards = {lane: float(step.rewards[place]) for lane, place in place_of.items()}
+        infos = [(lane, step.infos[lane]) for lane in sorted(place_of) if lane in step.infos]
         if bad:
             self._broken = next(iter(bad.values()))
-            return self._lost(bad, ended, rewards)
+            outcome = self._lost(bad, ended, rewards)
+            outcome.infos = [(lane, info) for lane, info in infos if lane in dict(ended)]
+            return outcome
         answered = np.array(sorted(place_of), np.intp)
         self._awaited.difference_update(place_of)
-        return Outcome(np.array([rewards[lane] for lane in answered.tolist()]), ended, [], lanes=answered)
+        return Outcome(np.array([rewards[lane] for lane in answered.tolist()]), ended, [], infos, lanes=answered)
 
     def _receive(self) -> tuple[NDArray[np.intp], VectorStep, dict[int, Exception]] | None:
-        """Return the lanes of the next answer, their step, and errors by lane. Return None if the vector is broken."""
+        """Return the lanes of the next answer, their step with its infos by lane, and errors by lane.
+
+        Return None if the vector is broken.
+        """
         with self._table.totals.calls.of(UserCall.STEP, -1):
             answer = self._try(self._env.recv)
         if answer is None:
             return None
         try:
             lanes = np.asarray(answer[4]["env_id"], np.intp)
-            step = read_step((*answer[:4], {}), len(lanes))
+            step = read_step(answer, len(lanes))
             problems = {int(lanes[place]): error for place, error in self._news.put_rows(step.observations)}
+            infos, untold = tell_each([*self._infos_by_lane(step.infos).items()], own_info)
+            problems |= untold
         except EnvContractError as error:
             self._broken = error
             return None
@@ -135,7 +144,8 @@ class PartialNativeVector(NativeLanes):
             self.observations.columns[name][lanes] = column
         stale = self._stale.intersection(lanes.tolist())
         self._stale -= stale
-        self._arrived += [lane for lane in lanes.tolist() if lane in self._coming and lane not in stale]
+        step.infos = dict(infos)
+        self._arrived += [(i, step.infos.get(i, {})) for i in lanes.tolist() if i in self._coming and i not in stale]
         self._reset([lane for lane in sorted(stale) if lane in self._coming])
         return lanes, step, {lane: error for lane, error in problems.items() if lane not in stale}
 
@@ -190,9 +200,9 @@ class PartialNativeVector(NativeLanes):
 
     def _revive(self) -> None:
         arrived, self._arrived = self._arrived, []
-        for index in arrived:
+        for index, info in arrived:
             episode = self._coming.pop(index)
-            self.lanes[index].begin_episode(episode, episode.reset_info)
+            self.lanes[index].begin_episode(episode, info or episode.reset_info)
             self._idle[index] = False
             self._table.started.append(index)
         super()._revive()

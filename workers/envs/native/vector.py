@@ -14,8 +14,7 @@ When all lanes begin together, the driver resets them with seeds, in each mode.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
-from headrace.workers.envs.native.infos import info_of, lanes_with_info, without_rows
+from headrace.workers.envs.native.infos import final_infos
 from headrace.workers.envs.native.kinds import Seeding
 from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector_step import (
@@ -38,13 +37,10 @@ from headrace.workers.envs.native.vector_step import (
     bad_rewards,
     final_observations,
     read_step,
-    step_info,
 )
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.rendering import picture_of, warn_of
 from headrace.workers.envs.sequential_step import Outcome, tell_each
-
-log = logging.getLogger(__name__)
 
 
 class NativeVector(NativeLanes):
@@ -67,8 +63,6 @@ class NativeVector(NativeLanes):
     def _take_down(self) -> None:
         super()._take_down()
         self._pending = None
-        self._untold = set[str]()
-        """Infos that no lane gets, of which the log has said so."""
         self._resetting = np.zeros(len(self.lanes), np.bool_)
         """Lanes that the next step resets."""
 
@@ -102,7 +96,7 @@ class NativeVector(NativeLanes):
         error = next(iter(bad.values()), None)
         if ended and self._mode is AutoresetMode.SAME_STEP:
             self._pending = step
-            problems = self.observations.put(np.array(ended), final_observations(step.infos, ended))
+            problems = self.observations.put(np.array(ended), final_observations(step.infos, ended, len(self.lanes)))
             # These are first observations. A bad one is no failure of the episode that has ended.
             bad = {lane: problem for lane, problem in bad.items() if lane not in ended}
             bad |= {ended[position]: problem for position, problem in problems}
@@ -110,7 +104,7 @@ class NativeVector(NativeLanes):
         rewards = step.rewards if live is None else step.rewards[live]
         error = next(iter(bad.values()), error)
         infos: list[tuple[int, dict[str, Any]]] = []
-        if step.infos and self._keeps_infos:
+        if step.infos and self._table.config.infos == "all":
             infos, untold = self._step_infos(step, done)
             bad |= untold
             error = next(iter(bad.values()), error)
@@ -129,25 +123,16 @@ class NativeVector(NativeLanes):
             self._resetting = done & ~self._resetting
         return outcome
 
-    @property
-    def _keeps_infos(self) -> bool:
-        return self._table.config.infos == "all"
-
     def _step_infos(
         self, step: VectorStep, done: NDArray[np.bool_]
     ) -> tuple[list[tuple[int, dict[str, Any]]], dict[int, EnvContractError]]:
         """Return the infos of lanes that stepped, and errors by lane. A lane that this step only reset has no info."""
-        same, width = self._mode is AutoresetMode.SAME_STEP, len(self.lanes)
-        infos = [
-            (lane, step_info(step.infos, lane, width, was_reset=same and bool(done[lane])))
-            for lane in lanes_with_info(step.infos, width)
-            if not self._idle[lane]
-        ]
-        for key in without_rows(step.infos, width):
-            if key not in self._untold:
-                self._untold.add(key)
-                log.warning("info %r of the vector has no row for each of its %d envs, so no chunk has it", key, width)
-        return tell_each([(lane, info) for lane, info in infos if info], own_info)
+        told = self._infos_by_lane(step.infos)
+        if self._mode is AutoresetMode.SAME_STEP and done.any():
+            finals = final_infos(step.infos, len(self.lanes))
+            told |= {lane: finals.get(lane, {}) for lane in np.flatnonzero(done).tolist()}
+        infos = [(lane, info) for lane, info in sorted(told.items()) if info and not self._idle[lane]]
+        return tell_each(infos, own_info)
 
     def _lost(
         self,
@@ -214,14 +199,15 @@ class NativeVector(NativeLanes):
             observations, infos = take_reset_apart(answer)
             for _, problem in self.observations.put_rows(observations):
                 raise problem
-            told = [(episode, self._reset_info(infos, episode.env_index)) for episode in episodes]
+            told = self._infos_by_lane(infos)
+            told = {lane: own_info(told[lane]) for lane in lanes if lane in told}
         except Exception as error:  # noqa: BLE001 - a user's env
             self._broken = error
             self._table.failed += [Failure(episode.env_index, error, unbegun=episode) for episode in episodes]
             return
         self._resetting[:] = False
-        for episode, info in told:
-            self._begin(episode, info)
+        for episode in episodes:
+            self._begin(episode, told.get(episode.env_index, {}))
 
     def _seeds_for(self, lanes: Sequence[int]) -> tuple[Sequence[int | None], dict[str, Any]]:
         """Return the seeds for the next episodes in `lanes`, and the arguments of `reset` that pass them."""
@@ -236,20 +222,18 @@ class NativeVector(NativeLanes):
 
     def _begin_unseeded(self, lanes: Sequence[int], step: VectorStep) -> None:
         """Begin the episodes whose envs the vector has reset by itself."""
+        told = self._infos_by_lane(step.infos)
         for index in lanes:
             lane = self.lanes[index]
             episode = lane.create_episode(None, Episode)
             try:
                 if self.on_episode_created is not None:
                     self.on_episode_created(lane, episode)
-                info = self._reset_info(step.infos, index)
+                info = own_info(told[index]) if index in told else {}
             except Exception as error:  # noqa: BLE001 - a user's callback, or its env's info
                 self.fail(Failure(index, error, unbegun=episode))
                 continue
             self._begin(episode, info)
-
-    def _reset_info(self, infos: Mapping[str, Any], index: int) -> dict[str, Any]:
-        return own_info(info_of(infos, index, len(self.lanes))) if infos and self._keeps_infos else {}
 
     def _begin(self, episode: Episode, info: dict[str, Any]) -> None:
         index = episode.env_index

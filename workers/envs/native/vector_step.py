@@ -14,7 +14,7 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.bounds import reward_due, unsound_rewards, whole_array
 from headrace.workers.envs.checks import check_info
 from headrace.workers.envs.error_text import brief
-from headrace.workers.envs.native.infos import info_of
+from headrace.workers.envs.native.infos import has_rows
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class VectorStep:
     rewards: NDArray[np.float64]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
-    infos: Mapping[str, Any]
+    infos: Mapping[Any, Any]
 
     def end_of(self, lane: int) -> ChunkEnd:
         """Return how the episode in `lane`, which is done, has ended; see `checks.end_of`."""
@@ -80,27 +80,26 @@ def bad_rewards(step: VectorStep, live: NDArray[np.intp] | None, actions: Any) -
     return bad
 
 
-def final_observations(infos: Mapping[str, Any], lanes: Sequence[int]) -> list[Any]:
+def final_observations(infos: Mapping[str, Any], lanes: Sequence[int], width: int) -> list[Any]:
     """Return the last observations of `lanes`, which the vector has reset in the step that ended their episodes."""
     finals = infos.get("final_obs")
     if finals is None:
         raise EnvContractError("infos", f"{list(infos)!r:.120}", "with 'final_obs', for episodes have ended")
+    mask = infos.get("_final_obs", [True] * width)
+    if not _is_whole(finals, width) or not has_rows(mask, width) or not all(mask[lane] for lane in lanes):
+        seen = f"{brief(finals)} with the mask {brief(mask)}"
+        raise EnvContractError("infos['final_obs']", seen, f"a row for each of {width} envs, with those of {lanes}")
     return [_row(finals, lane) for lane in lanes]
+
+
+def _is_whole(batch: Any, width: int) -> bool:
+    """Return whether `_row` finds a row of each env in `batch`."""
+    if isinstance(batch, Mapping):
+        return all(_is_whole(part, width) for key, part in batch.items() if not key.startswith("_"))
+    return all(_is_whole(part, width) for part in batch) if isinstance(batch, tuple) else has_rows(batch, width)
 
 
 def _row(batch: Any, lane: int) -> Any:
     if isinstance(batch, Mapping):
         return {key: _row(part, lane) for key, part in batch.items() if not key.startswith("_")}
     return tuple(_row(part, lane) for part in batch) if isinstance(batch, tuple) else batch[lane]
-
-
-def step_info(infos: Mapping[str, Any], lane: int, width: int, *, was_reset: bool) -> dict[str, Any]:
-    """Return the lane's info of the step. If the lane was reset in the step, return the info of its last step.
-
-    Entries that a vector's wrappers add for such a lane stay in the info of its reset, because they cannot be told
-    apart.
-    """
-    if was_reset:
-        final = infos.get("final_info")
-        return info_of(final, lane, width) if isinstance(final, Mapping) else {}
-    return info_of(infos, lane, width)

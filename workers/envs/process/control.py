@@ -27,8 +27,10 @@ NO_SEED, WITHOUT_SEED = -1, -2
 """Seeds in an order. NO_SEED: no reset after the step, or no seed for a creator. WITHOUT_SEED: an unseeded reset."""
 SLOTS = 8
 """Number of orders of a process that can be under way at once."""
-ENDS, BEGAN = 0x0F, 0x10
-"""Bits of an outcome: the `ChunkEnd` of a step that ended the episode, and the flag of a reset."""
+ENDS, BEGAN, ALSO_TRUNCATED = 0x0F, 0x10, 0x20
+"""Bits of an outcome: the `ChunkEnd` of a step that ended the episode, the flag of a reset, and that of a step that was
+terminated and truncated at once.
+"""
 
 _WORDS = 4096
 """Bytes of JSON that fit in a slot; longer ones go by the socket."""

@@ -21,7 +21,7 @@ from headrace.workers.envs.backend import NextSeeds, Replies
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.child import SOLO_CHILD
-from headrace.workers.envs.process.control import BEGAN, ENDS, NO_SEED, Command, Phase, order_seed
+from headrace.workers.envs.process.control import ALSO_TRUNCATED, BEGAN, ENDS, NO_SEED, Command, Phase, order_seed
 from headrace.workers.envs.process.error_json import error_from_json
 from headrace.workers.envs.process.exits import failures_of
 from headrace.workers.envs.process.handle import ProcessHandle, ProcessReply
@@ -245,6 +245,8 @@ class EnvProcessPool:
         for index, outcome in enumerate(outcomes):
             if outcome & ENDS:
                 replies.ended.append((handle.first_lane + index, ChunkEnd(outcome & ENDS)))
+            if outcome & ALSO_TRUNCATED:
+                replies.also_truncated.append(handle.first_lane + index)
             if outcome & BEGAN:
                 replies.began.append((handle.first_lane + index, infos.get(index, {})))
                 handle.episodes += 1

@@ -21,7 +21,16 @@ from headrace.workers.envs.failures import let_go
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.ownership import free
-from headrace.workers.envs.process.control import BEGAN, NO_SEED, Command, Control, Phase, Slot, reset_seed
+from headrace.workers.envs.process.control import (
+    ALSO_TRUNCATED,
+    BEGAN,
+    NO_SEED,
+    Command,
+    Control,
+    Phase,
+    Slot,
+    reset_seed,
+)
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.shared_arrays import columns_layout, map_arrays
 from headrace.workers.envs.rendering import picture_to_json
@@ -272,6 +281,8 @@ class ProcessEnvs:
             reply.mark(lane, end)
             if reply.slot.seeds[lane] != NO_SEED:
                 again.append(self._places[lane])
+        for lane in outcome.also_truncated:
+            reply.mark(lane, ALSO_TRUNCATED)
         if again:
             self._reset(again, reply)
 

@@ -126,6 +126,8 @@ def take_replies(
     replies.stepped += [lanes[place] for place in told.stepped if place in lanes and place not in failed]
     replies.infos += [(lanes[place], info) for place, info in told.infos if place in lanes and place not in failed]
     replies.ended += [(lanes[place], ChunkEnd(end)) for place, end in told.ended if place in lanes]
+    terminated = {place for place, end in told.ended if ChunkEnd(end) is ChunkEnd.TERMINATED}
+    replies.also_truncated += [lanes[place] for place in terminated.intersection(told.also_truncated) if place in lanes]
     replies.began += [(lanes[place], info or {}) for place, info in told.began if place in lanes]
     replies.built += [lanes[place] for place in told.built if place in lanes]
     replies.failures += [

@@ -77,6 +77,7 @@ class _Place:
     is_built: bool = False
     stepped: bool = False
     ended: Literal[1, 2] | None = None
+    also_truncated: bool = False
     began: tuple[dict[str, Any] | None] | None = None
     built: bool = False
     info: dict[str, Any] | None = None
@@ -86,7 +87,7 @@ class _Place:
 
     def begin(self, number: int) -> None:
         """Reset the record for another order."""
-        self.number, self.answered, self.stepped, self.built = number, False, False, False
+        self.number, self.answered, self.stepped, self.built, self.also_truncated = number, False, False, False, False
         self.ended = self.began = self.info = None
         self.failures = []
 
@@ -187,6 +188,8 @@ class HostedEnvs:
             self._places[lane].built = True
         for lane, end in replies.ended:
             self._places[lane].ended = 1 if end is ChunkEnd.TERMINATED else 2
+        for lane in replies.also_truncated:
+            self._places[lane].also_truncated = True
         for lane, info in replies.began:
             self._places[lane].began = (info or None,)
         for lane, info in replies.infos:
@@ -234,6 +237,7 @@ class HostedEnvs:
             answers=[(place, own.number) for place, own in answers],
             stepped=stepped,
             ended=[(place, own.ended) for place, own in answers if own.ended is not None],
+            also_truncated=[place for place, own in answers if own.also_truncated],
             began=[(place, own.began[0]) for place, own in answers if own.began is not None],
             built=[place for place, own in answers if own.built],
             infos=[(place, own.info) for place, own in answers if own.info],
