@@ -16,7 +16,7 @@ from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, BlockedBy, Ports
 from headrace.schemas.basics.process_usage import own_usage, usage_of_children
-from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.basics.stop_event import end_copy, own_process, stop_event
 from headrace.schemas.errors import (
     CallbackError,
     ConfigError,
@@ -77,6 +77,7 @@ def run_worker(
         except StoppedError as stopped:
             log.info("%s", stopped)
             return
+        own_process()
         with closing(membership):
             try:
                 runner = build_runner(config, membership, stopping, host)
@@ -358,6 +359,7 @@ class Worker:
         The runner calls this after every poll, and while it waits for envs. Raises `StoppedError` if the fragment is
         not full soon after the worker was stopped: waits for envs, and whole episodes, may last for ever.
         """
+        end_copy()
         self._shipper.step()
         now = time.monotonic()
         if now >= self._next_pump or self.weights.pulling:

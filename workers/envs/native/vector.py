@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import UserCall
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError, EnvHangError
@@ -86,7 +87,8 @@ class NativeVector(NativeLanes):
         try:
             with self._limited(UserCall.STEP):
                 answer = self._env.step(self._actions)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             return self._lost(live, {}, error, stepped=False)
         try:
             step = read_step(answer, len(self.lanes))
@@ -179,7 +181,8 @@ class NativeVector(NativeLanes):
         try:
             with self._limited(UserCall.RENDER):
                 return picture_of(self._env, index)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             warn_of(index, f"{type(error).__name__}: {error}")
             if isinstance(error, EnvHangError):
                 self._broken = error
@@ -215,7 +218,8 @@ class NativeVector(NativeLanes):
             for _, problem in self.observations.put_rows(observations):
                 raise problem
             told = [(episode, self._reset_info(infos, episode.env_index)) for episode in episodes]
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             self._broken = error
             self._table.failed += [Failure(episode.env_index, error, unbegun=episode) for episode in episodes]
             return
