@@ -133,6 +133,8 @@ class InlineAgents:
         slots, answers, calls = self._built.slots, self._answers, self._table.totals.calls
         words, is_slow = calls.words, calls.is_slow
         words[0] = UserCall.STEP
+        if calls.sides is not None:
+            calls.sides.enter()
         for index, own in self._sent.items():
             words[1] = index
             try:

@@ -71,6 +71,8 @@ def step_all(
     good: list[int] = []
     words, is_slow = calls.words, calls.is_slow
     words[0] = UserCall.STEP
+    if calls.sides is not None:
+        calls.sides.enter()
     for lane in live:
         index = words[1] = lane.index
         try:

@@ -36,6 +36,8 @@ from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
+from headrace.workers.fleet.user_side import envs_apart
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.any_runner import open_runner
@@ -78,9 +80,9 @@ def run_worker(
             log.info("%s", stopped)
             return
         own_process()
-        with closing(membership):
+        with closing(membership), envs_apart(membership.recorder.call) as calls:
             try:
-                runner = build_runner(config, membership, stopping, host)
+                runner = build_runner(config, membership, stopping, host, calls)
             except StoppedError:
                 membership.leave()
                 return
@@ -107,7 +109,11 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
 
 
 def build_runner(
-    config: FleetConfig, membership: Membership, stopping: threading.Event, host: str = ""
+    config: FleetConfig,
+    membership: Membership,
+    stopping: threading.Event,
+    host: str = "",
+    calls: CallMark | None = None,
 ) -> EnvRunner[Any]:
     """Return the runner that `config` asks for. `host` is that of `host_of_ports`.
 
@@ -132,7 +138,7 @@ def build_runner(
             incarnation=membership.incarnation,
             run_uid=membership.fleet_id,
             on_wait=between_looks_for_hosts,
-            call_words=membership.recorder.call,
+            calls=calls or CallMark(membership.recorder.call),
         )
     runner.call_before_rebuilds(membership.expect_silence)
     if isinstance(served := runner.config.env, ServedEnvs):
@@ -339,6 +345,12 @@ class Worker:
                 cut = self.runner.sample_fragment(lambda: self._between_polls(stopping), at_random, most_steps=most)
         except StoppedError as stopped:
             log.info("%s; shipping the steps it has, and leaving", stopped)
+            cut = self.runner.cut_fragment()
+        except (ModuleError, ConnectorError) as error:
+            sides = self.runner.totals.calls.sides
+            if sides is None or not (changed := sides.look()):
+                raise
+            log.error("%s; an env had set %s, which is put back; going on", error, " and ".join(changed))
             cut = self.runner.cut_fragment()
         self.session.env_silence_s = 0.0
         return cut
