@@ -57,6 +57,7 @@ def test_a_worker_outlives_an_inline_env_of_each_kind(tmp_path: Path) -> None:
         result = fleet.finish()
     assert result["returncode"] == 0, result["stderr"]
     assert result["restarts"]["worker"] == 0
+    assert "ignored SIGTERM" not in result["stderr"]
     assert (
         {"env_exception", "env_bad_data"}
         <= set(result["ledger"]["discarded"])

@@ -38,7 +38,7 @@ def test_the_last_step_of_episodes_in_quick_succession_is_not_lost() -> None:
         assert own == list(range(thread, thread + 4 * len(own), 4))
 
 
-@pytest.mark.parametrize("how", ["raising", "returning"])
+@pytest.mark.parametrize("how", ["raising", "returning", "exiting"])
 def test_a_run_that_ends_is_an_env_failure_and_is_restarted_within_budget(how: str) -> None:
     """The reference waits for ever for a thread that is dead."""
     settings = {"env_config": {"how": how, "after": 10}, "env_restart_attempts": 3, "num_envs": 2}

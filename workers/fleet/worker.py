@@ -347,13 +347,17 @@ class Worker:
             log.info("%s; shipping the steps it has, and leaving", stopped)
             cut = self.runner.cut_fragment()
         except (ModuleError, ConnectorError) as error:
-            sides = self.runner.totals.calls.sides
-            if sides is None or not (changed := sides.look()):
+            if not (changed := self._look_for_changes()):
                 raise
             log.error("%s; an env had set %s, which is put back; going on", error, " and ".join(changed))
             cut = self.runner.cut_fragment()
         self.session.env_silence_s = 0.0
         return cut
+
+    def _look_for_changes(self) -> list[str]:
+        """Put back what envs have changed in the whole process. Return the names of what is newly changed."""
+        sides = self.runner.totals.calls.sides
+        return sides.look() if sides is not None else []
 
     def ship(self, cut: Cut) -> None:
         """Hand all batches of a cut to the session, and call callbacks for its chunks."""
@@ -452,6 +456,7 @@ class Worker:
         `whom` is the cause if the broker has taken all batches and names no other cause. Raises `StoppedError` if the
         worker ends with its fleet.
         """
+        self._look_for_changes()  # the last poll's: a stop signal may come during the wait
         with self._budget.spent_on(WAIT):
             self._wait_for(what, condition, stopping, whom)
 

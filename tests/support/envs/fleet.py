@@ -138,6 +138,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "leaks memory": lambda: _kept.append(np.ones(1 << 20)),
     "changes its process": _be_strict,
     "closes stderr": lambda: sys.stderr.close(),
+    "ignores SIGTERM": lambda: ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1)),
 }
 """What inline envs do to the worker that they live in, and it must go on."""
 ODD: dict[str, Callable[[Any], Any]] = {
