@@ -105,12 +105,14 @@ def test_a_policy_that_fails_by_what_an_env_has_set_goes_on_without_it(
         arrays = constant_value(stream.spaces(), 1.0)
         arrays["head.bias"][0] = 1000.0  # the probability of the other action underflows
         weights.publish(arrays)
-        steps = 0
-        while steps < 300:
-            batch = stream.next(TIMEOUT_S)
-            assert batch is not None
-            steps += batch.steps
-        worker.check()
+        seen: list[Any] = []
+
+        def has_gone_on() -> bool:
+            worker.check()
+            drain(stream, seen.append)
+            return sum(batch.steps for batch in seen) >= 300
+
+        wait_until(has_gone_on, "steps after the failure")
     assert "FloatingPointError" in caplog.text
     assert "an env had set numpy's reaction to errors (np.seterr), which is put back; going on" in caplog.text
 
