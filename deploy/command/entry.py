@@ -35,6 +35,8 @@ _NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memor
 _UNWRITABLE = 120
 """Python's exit code where output cannot be written."""
 
+_is_interrupted = False
+
 _START_NOTHING = frozenset(("--help", "--print-config"))
 """Options with which a command starts nothing."""
 
@@ -121,7 +123,9 @@ def end_process(status: object, patience_s: float = _PATIENCE_S) -> None:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError):
+    except (AttributeError, ValueError):
+        pass  # an env has closed one of them, or put an object in its place
+    except OSError:
         if threads:
             os._exit(_UNWRITABLE)
         return
@@ -185,10 +189,11 @@ def _answer_plain_probe(words: list[str]) -> None:
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
     """End at once in the midst of an import. Else let the command clean up; a second Ctrl-C ends it at once."""
-    if _is_importing(frame):
+    global _is_interrupted
+    if _is_interrupted or _is_importing(frame):
         os._exit(INTERRUPTED)
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    raise KeyboardInterrupt
+    _is_interrupted = True
+    raise KeyboardInterrupt  # this handler stays, by which `raise_stop` knows where the error comes from
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -73,10 +73,15 @@ def evaluate(asked: Asked, options: EvaluateOptions) -> None:
 
 def _play(policy: ResolvedPolicy, options: EvaluateOptions, video: Any) -> dict[str, Any]:
     from headrace.deploy.policies.evaluation import Evaluation, PlaySettings
+    from headrace.workers.fleet.user_side import envs_apart
 
     saved, began = policy.saved, time.monotonic()
     settings = PlaySettings(options.episodes, options.num_envs, options.seed or 0, options.explore)
-    with Evaluation(policy.config, settings, video) as evaluation, stop_event() as stopping:
+    with (
+        envs_apart() as calls,
+        Evaluation(policy.config, settings, video, calls) as evaluation,
+        stop_event() as stopping,
+    ):
         try:
             scores = evaluation.play(saved.arrays, saved.version, stopping)
         except (ModuleError, ConnectorError) as error:

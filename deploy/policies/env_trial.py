@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 
 from headrace.deploy.run.policy_spaces import BuiltEnv
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
 from headrace.workers.config import EnvRunnerConfig
@@ -158,7 +159,8 @@ def _failing_at(config: EnvRunnerConfig, what: str) -> Iterator[None]:
         yield
     except StepFailedRecreateEnv:
         return
-    except Exception as error:
+    except BaseException as error:
+        raise_stop(error)
         said = str(error) if isinstance(error, EnvContractError) else f"{type(error).__name__}: {message_of(error)}"
         said += seed_hint(said, config.max_env_seed)
         raise EnvError(

@@ -20,6 +20,7 @@ from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.runner.any_runner import open_runner
 
 log = logging.getLogger("headrace.deploy")
@@ -128,14 +129,22 @@ class Evaluation:
     for envs that only clients drive, and what a runner raises.
     """
 
-    def __init__(self, config: FleetConfig, settings: PlaySettings, video: EpisodeVideo | None = None) -> None:
+    def __init__(
+        self,
+        config: FleetConfig,
+        settings: PlaySettings,
+        video: EpisodeVideo | None = None,
+        calls: CallMark | None = None,
+    ) -> None:
         if config.serving.enabled:
             why = "clients drive this fleet's episodes, so there is nothing to step here"
             raise ConfigError(f"{why}; {_SERVE}, or give --set serving.enabled=false", key="serving.enabled")
         self._settings, self._video = settings, video
         self._num_envs = min(settings.num_envs or config.sampling.num_envs, settings.episodes)
         self._scores = EpisodeScores.of(settings.episodes, self._num_envs)
-        self._runner = open_runner(self._runner_config(config), config.fleet.workers, incarnation=_INCARNATION)
+        self._runner = open_runner(
+            self._runner_config(config), config.fleet.workers, incarnation=_INCARNATION, calls=calls
+        )
         try:
             if isinstance(self._runner.env, ExternalEnv | ExternalMultiAgentEnv):
                 raise EnvError(f"{config.sampling.env} drives its own episodes, so nothing can step it here; {_SERVE}")

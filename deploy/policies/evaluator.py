@@ -19,6 +19,7 @@ from headrace.deploy.run.saved_policy import BEST_FILE, NEWEST_FILE, counts_of
 from headrace.learner_stub.checkpoint import Checkpoint, hold_checkpoint, keep_best, published_arrays
 from headrace.schemas.errors import CheckpointError, writing
 from headrace.schemas.settings.config import FleetConfig
+from headrace.workers.fleet.user_side import envs_apart
 
 log = logging.getLogger("headrace.deploy")
 
@@ -36,7 +37,7 @@ def watch(
     """
     seed = next(given for given in (seed, config.sampling.seed, _DEFAULT_SEED) if given is not None)
     settings = PlaySettings(config.learner.evaluate_episodes, num_envs, seed)
-    with Evaluation(config, settings) as evaluation:
+    with envs_apart() as calls, Evaluation(config, settings, calls=calls) as evaluation:
         watcher = _Watcher(run_dir, config.learner.evaluate_every_steps, evaluation)
         while not stopping.wait(_LOOK_S):
             watcher.look(stopping)

@@ -53,8 +53,12 @@ def ignore_closed_reader(stream: TextIO) -> Iterator[None]:
 def say(line: str, stream: TextIO | None = None) -> None:
     """Print a line to `stream`, by default stdout, as in `ignore_closed_reader`."""
     stream = stream or sys.stdout
-    with ignore_closed_reader(stream):
-        print(line, file=stream, flush=True)
+    try:
+        with ignore_closed_reader(stream):
+            print(line, file=stream, flush=True)
+    except (AttributeError, TypeError, ValueError):  # an env has closed it, or put an object in its place
+        with suppress(OSError):
+            os.write(2 if stream is sys.stderr else 1, f"{line}\n".encode(errors="replace"))
 
 
 def _send_nowhere(stream: TextIO) -> None:

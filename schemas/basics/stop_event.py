@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -63,3 +65,46 @@ def _is_shielded() -> bool:
 
 def _take_no_notice(number: int, frame: object) -> None:
     """Do nothing."""
+
+
+_forks = 0
+"""Number of forks from the first process of Python to this one."""
+_owned_at: int | None = None
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def own_process() -> None:
+    """Note that this process runs user code. A copy that this code forks is not to do our work a second time."""
+    global _owned_at
+    _owned_at = _forks
+
+
+def end_copy() -> None:
+    """End this process at once if user code has forked it. Call this where such a copy would go on with our work."""
+    if _owned_at is not None and _forks != _owned_at:
+        os._exit(1)
+
+
+def raise_stop(error: BaseException) -> None:
+    """Raise `error`, which came out of user code, if it is to end this process: a signal's handler has raised it.
+
+    Everything else is the user code's own error, also `sys.exit()`, and a `BaseException` of a library. In a copy of
+    this process that the code has forked, `sys.exit()` ends the copy.
+    """
+    if isinstance(error, Exception):
+        return
+    if isinstance(error, SystemExit) and _owned_at is not None and _forks != _owned_at:
+        os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
+        raise error  # a handler in C leaves no frame
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+        raise error

@@ -1,5 +1,7 @@
-"""Faults that no worker survives: an inline env that ends or hangs its process. The worker is replaced, the fleet
-goes on to its goal, and the books name what was lost with it."""
+"""What inline envs do to the worker that they live in. Most of it costs the env at most.
+
+A worker whose process an env ends or hangs is replaced. The fleet goes on, and the books name what was lost.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from support.envs.fleet import KINDS, ODD
 from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
@@ -43,3 +46,26 @@ def test_workers_killed_by_inline_envs_are_replaced_and_lost_steps_are_counted(t
     assert set(ledger["discarded"]) <= {"worker_killed", "fenced", "shutdown"}
     assert result["balanced"] is True
     assert fleet.audit().returncode == 0
+
+
+def test_a_worker_outlives_an_inline_env_of_each_kind(tmp_path: Path) -> None:
+    """`sys.exit`, a BaseException of a library, a late signal, a fork, leaks, other process state, odd answers."""
+    width = len(KINDS) + len(ODD)
+    arguments = ("--env", "support.envs.fleet:one_of_each_kind", "--workers", "1", "--num-envs", str(width))
+    small = ("--no-check-env", "--set", "learner.epochs=1", "--until-steps", str(500 * width))
+    with RunningFleet(tmp_path / "run", *arguments, *small) as fleet:
+        result = fleet.finish()
+    assert result["returncode"] == 0, result["stderr"]
+    assert result["restarts"]["worker"] == 0
+    assert "ignored SIGTERM" not in result["stderr"]
+    assert (
+        {"env_exception", "env_bad_data"}
+        <= set(result["ledger"]["discarded"])
+        <= {
+            "env_exception",
+            "env_bad_data",
+            "shutdown",
+        }
+    )
+    assert result["balanced"] is True
+    fleet.audited()

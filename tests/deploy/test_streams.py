@@ -38,3 +38,12 @@ def test_characters_that_an_encoding_lacks_are_replaced() -> None:
     environment = {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=False)
     assert result.stdout == b"? fine\n", result.stderr
+
+
+@pytest.mark.parametrize("how", ["sys.stderr.close()", "sys.stderr = Sink()", "sys.stderr = 3"])
+def test_an_env_that_closes_or_replaces_stderr_ends_nobody_who_writes_there(how: str) -> None:
+    lines = ["import sys", "from headrace.deploy.command.entry import end_process"]
+    lines += ["from headrace.deploy.terminal.std_streams import say"]
+    lines += ["class Sink:", "    def write(self, text): pass", how, "say('still heard', sys.stderr)", "end_process(0)"]
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.strip()) == (0, "still heard")

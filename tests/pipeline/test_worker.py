@@ -16,6 +16,7 @@ from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.errors import ExitCode, RefusedError, UnreachableError
 from headrace.schemas.messages.weights import weights_digest
 from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.workers.fleet import user_side
 from support.pipeline.delivery import BrokerThread, Process, StartBroker, Witness, worker_process
 from support.pipeline.worker_threads import (
     AT_RANDOM,
@@ -89,6 +90,31 @@ def test_new_weights_apply_within_a_fragment_and_the_last_version_stays_in_use(
         wait_until(changed_in_the_midst_of_a_fragment, "a fragment of several versions")
         wait_until(lambda: seqs(100.0) == {weights.seq}, "a fragment of the last version alone")
         assert [seqs(100.0) for _ in range(3)] == [{weights.seq}] * 3
+
+
+def test_a_policy_that_fails_by_what_an_env_has_set_goes_on_without_it(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(user_side, "LOOK_INTERVAL_S", 1e9)  # the policy is the first to notice
+    sections = {"sampling": {**SAMPLING, "env": "support.envs.fleet:strict_numbers"}}
+    with (
+        EpisodeStream(broker.endpoints.learner) as stream,
+        WeightPublisher(broker.endpoints.learner) as weights,
+        WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker,
+    ):
+        arrays = constant_value(stream.spaces(), 1.0)
+        arrays["head.bias"][0] = 1000.0  # the probability of the other action underflows
+        weights.publish(arrays)
+        seen: list[Any] = []
+
+        def has_gone_on() -> bool:
+            worker.check()
+            drain(stream, seen.append)
+            return sum(batch.steps for batch in seen) >= 300
+
+        wait_until(has_gone_on, "steps after the failure")
+    assert "FloatingPointError" in caplog.text
+    assert "an env had set numpy's reaction to errors (np.seterr), which is put back; going on" in caplog.text
 
 
 def test_a_batch_too_large_for_the_broker_is_dropped_as_oversize(

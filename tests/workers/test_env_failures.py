@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+import signal
+import subprocess
+import sys
 import threading
 from collections import defaultdict
 from typing import Any
@@ -11,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from headrace.schemas.errors import EnvContractError, EnvError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane, close_envs
@@ -374,3 +379,122 @@ def test_an_env_that_takes_no_large_seeds_is_given_up_with_the_setting_that_help
         sampler.sample(num_timesteps=10)
     with runner(Legacy, env_config=config, max_env_seed=limit) as sampler:
         assert len(sampler.sample(num_timesteps=10)) > 0
+
+
+class Panic(BaseException):
+    """An error as libraries have it that mean to be caught by nobody."""
+
+
+class Ending(Counting):
+    """Env 1 raises `config["kind"]` in the call `config["at"]`. Its first life ends by another error if need be."""
+
+    render_mode = "rgb_array"
+
+    def __init__(self, context: EnvContext) -> None:
+        super().__init__(context)
+        context["lives"].append(self.index)
+        self.life = context["lives"].count(1) if self.index else 0
+        self._try("construction", self.life == 2)
+
+    def _try(self, what: str, armed: bool) -> None:
+        if armed and what == self.config["at"]:
+            raise self.config["kind"](3)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._try("reset", self.life == 2)
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self._try("step", self.life == 1 and self.t == 3)
+        if self.life == 1 and self.t == 3 and self.config["at"] != "render":
+            raise RuntimeError("diverged")
+        return super().step(action)
+
+    def render(self) -> Any:
+        self._try("render", self.life == 1)
+        return np.zeros((2, 2, 3), np.uint8)
+
+    def close(self) -> None:
+        self._try("close", self.life == 1)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError, Panic])
+@pytest.mark.parametrize(
+    ("at", "failures"), [("construction", 2), ("reset", 2), ("step", 1), ("render", 0), ("close", 1)]
+)
+def test_an_error_that_is_no_exception_costs_that_env_only(kind: type[BaseException], at: str, failures: int) -> None:
+    config = {"kind": kind, "at": at, "lives": []}
+    with runner(Ending, num_envs=2, env_config=config) as sampler:
+        sampler.sample(num_timesteps=6)
+        assert (sampler.try_render_at(1) is None) == (at == "render")
+        sampler.sample(num_timesteps=40)
+        assert (sampler.totals.env_failures, sampler.config.env_config["lives"].count(0)) == (failures, 1)
+        check_books(sampler)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, Panic])
+def test_a_first_env_that_raises_no_exception_could_not_be_built(kind: type[BaseException]) -> None:
+    def build(_: EnvContext) -> Any:
+        raise kind(3)
+
+    with pytest.raises(EnvError, match=rf"could not be built: {kind.__name__}: 3"):
+        runner(build)
+
+
+def test_an_interrupt_by_a_signal_is_no_failure_of_the_env_in_which_it_comes() -> None:
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(143)
+
+    def kill(answer: Answer) -> Answer:
+        signal.raise_signal(numbers.pop())
+        return answer
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with runner(Faulty, env_config=with_fault(kill, faulty={0}, every=6)) as sampler:
+            with pytest.raises(SystemExit):
+                sampler.sample(num_timesteps=10)
+            with pytest.raises(KeyboardInterrupt):
+                sampler.sample(num_timesteps=10)
+            assert sampler.totals.env_failures == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_where_ctrl_c_sets_an_event_an_env_that_raises_keyboard_interrupt_fails_alone() -> None:
+    def interrupt(answer: Answer) -> Answer:
+        raise KeyboardInterrupt
+
+    config = with_fault(interrupt, faulty={0}, every=6)
+    with stop_event() as stopping, runner(Faulty, env_config=config) as sampler:
+        sampler.sample(num_timesteps=10)
+        assert sampler.totals.env_failures == 1
+        assert not stopping.is_set()
+
+
+_FORKING = """
+import os, sys
+from headrace.schemas.basics.stop_event import end_copy, own_process, raise_stop
+
+def leave(how):
+    child = os.fork()
+    if child == 0:
+        try:
+            how()
+        except BaseException as error:
+            raise_stop(error)
+        end_copy()
+        os._exit(9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+own_process()
+print(leave(lambda: sys.exit(3)), leave(lambda: None))
+end_copy()
+print("goes on")
+"""
+
+
+def test_a_copy_that_an_env_forks_ends_and_does_not_sample_a_second_time() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKING], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["3 1", "goes on"]

@@ -79,6 +79,7 @@ def reasons(driver: Driver) -> dict[int, Discard]:
     ("fault", "words"),
     [
         ("raises", "RuntimeError: diverged"),
+        ("calls sys.exit", "SystemExit: 3"),
         *BAD_DATA.items(),
         ("info that is no JSON", "info should be plain values"),
         ("info without words", "info should be plain values"),
@@ -87,8 +88,9 @@ def reasons(driver: Driver) -> dict[int, Discard]:
 def test_bad_data_or_an_exception_in_a_step_fails_that_env_alone(fault: str, words: str) -> None:
     driver = drive(configure(fault, "step"))
     (failure,) = driver.failures
-    assert (failure.lane, failure.stepped) == (FAULTY, fault != "raises")
-    assert failure.reason is (Discard.ENV_EXCEPTION if fault == "raises" else Discard.ENV_BAD_DATA)
+    is_error = fault in ("raises", "calls sys.exit")
+    assert (failure.lane, failure.stepped) == (FAULTY, not is_error)
+    assert failure.reason is (Discard.ENV_EXCEPTION if is_error else Discard.ENV_BAD_DATA)
     assert re.search(words, str(failure.error))
     assert driver.lives[NEIGHBOUR] == live_inline(plain(), NEIGHBOUR, len(driver.lives[NEIGHBOUR]))
 

@@ -50,7 +50,7 @@ def test_a_runner_that_is_dropped_without_stop_ends_the_threads_of_its_env() -> 
     wait_until(lambda: set(threading.enumerate()) <= others, "the end of its threads")
 
 
-@pytest.mark.parametrize("how", ["raising", "returning"])
+@pytest.mark.parametrize("how", ["raising", "returning", "exiting"])
 def test_a_run_that_ends_is_an_env_failure_and_is_restarted_within_budget(how: str) -> None:
     """The reference waits for ever for a thread that is dead."""
     settings = {"env_config": {"how": how, "after": 10}, "env_restart_attempts": 3, "num_envs": 2}

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import UserCall
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConnectorError, EnvContractError
 from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
@@ -132,11 +133,14 @@ class InlineAgents:
         slots, answers, calls = self._built.slots, self._answers, self._table.totals.calls
         words, is_slow = calls.words, calls.is_slow
         words[0] = UserCall.STEP
+        if calls.sides is not None:
+            calls.sides.enter()
         for index, own in self._sent.items():
             words[1] = index
             try:
                 answers[index] = slots[index].step(own)
-            except Exception as error:  # noqa: BLE001 - a user's env
+            except BaseException as error:  # noqa: BLE001 - a user's env
+                raise_stop(error)
                 failures.append(Failure(index, error))
             if is_slow:
                 calls.between()
@@ -185,7 +189,8 @@ class InlineAgents:
                 first, episode.reset_info = read_reset(answer, self._seating.agents)
                 if self._table.config.infos == "all":
                     episode.reset_info = {agent: own_info(info) for agent, info in episode.reset_info.items()}
-            except Exception as error:  # noqa: BLE001 - a user's env
+            except BaseException as error:  # noqa: BLE001 - a user's env
+                raise_stop(error)
                 self._table.failed.append(Failure(index, error, unbegun=episode))
                 continue
             begun.append((lane, episode))
@@ -243,7 +248,8 @@ class InlineAgents:
             self._built.rebuild(lane.index)
             lane.env = self._built.slots[lane.index].env
             self._table.tell_created(lane.index)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             self._table.failed.append(Failure(lane.index, error, at="construction"))
             return
         self.try_reset([lane.index])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, MissingEnvError, UnknownEnvError
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.error_text import message_of, seed_hint
@@ -67,7 +68,8 @@ def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
         yield
     except HeadraceError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        raise_stop(error)
         what = f"env {index} ({config.env!r}) could not be built"
         message = message_of(error)
         hint = seed_hint(message, config.max_env_seed)

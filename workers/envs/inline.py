@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import UserCall
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, to_env_form
@@ -209,7 +210,8 @@ class InlineEnvs:
         """Step the envs that have actions. Takes as long as they do."""
         asked, self._asked = self._asked, ()
         if self._before_step is not None:
-            self._before_step(asked, self._actions)
+            with self._calls.of(UserCall.STEP, -self.width):
+                self._before_step(asked, self._actions)
         return step_all(asked, self._actions, self._seen, self.width, self._tell, self._calls)
 
     def step_wait(self, timeout_s: float = 0.0, batch_wait_s: float = 0.0) -> Replies:
@@ -231,7 +233,8 @@ class InlineEnvs:
             observation, info = take_reset_apart(answer)
             if info and self._tell is not None:
                 info = self._tell(info)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             self._told.failures.append(Failure(lane, error))
             return
         self._reset.append((lane, info))
@@ -255,7 +258,8 @@ class InlineEnvs:
         """Build the lane's env again now."""
         try:
             self._envs.rebuild(lane)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             self._told.failures.append(Failure(lane, error, at="construction"))
             return
         self._told.built.append(lane)

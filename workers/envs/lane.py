@@ -128,5 +128,5 @@ def close_envs(envs: Iterable[Any], timeout_s: float) -> None:
 def _close(env: Any) -> None:
     try:
         env.close()
-    except Exception as error:  # noqa: BLE001 - a user's env
+    except BaseException as error:  # noqa: BLE001 - a user's env
         logger.warning("closing %s failed (%s: %s); going on without", env, type(error).__name__, error)

@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.workers.envs.error_text import message_of
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
     """
     try:
         return picture_of(env, index)
-    except Exception as error:  # noqa: BLE001 - a user's env
+    except BaseException as error:  # noqa: BLE001 - a user's env
+        raise_stop(error)
         warn_of(index, f"{type(error).__name__}: {message_of(error)}")
         return None
 
@@ -51,7 +53,8 @@ def picture_to_json(env: Any, lane: int) -> dict[str, Any]:
     """Return the picture of `env` as JSON, or why there is none."""
     try:
         picture = picture_of(env, lane)
-    except Exception as error:  # noqa: BLE001 - a user's env
+    except BaseException as error:  # noqa: BLE001 - a user's env
+        raise_stop(error)
         return {"problem": f"{type(error).__name__}: {message_of(error)}"}
     if picture is None:
         return {}

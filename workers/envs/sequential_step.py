@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import UserCall
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import check_info, check_rewards, end_of, take_apart
@@ -74,11 +75,14 @@ def step_all(
     good: list[int] = []
     words, is_slow = calls.words, calls.is_slow
     words[0] = UserCall.STEP
+    if calls.sides is not None:
+        calls.sides.enter()
     for lane in live:
         index = words[1] = lane.index
         try:
             answers.append(lane.step(actions[index]))  # type: ignore[misc]
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             failures.append(Failure(index, error))
         else:
             good.append(index)

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator
@@ -38,7 +39,7 @@ class SubEnv(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         """Return `row`, or raise the exception in it."""
-        if self.row and isinstance(self.row[0], Exception):
+        if self.row and isinstance(self.row[0], BaseException):
             raise self.row[0]
         return self.row
 
@@ -76,7 +77,8 @@ class UserVectorEnvs:
             if lengths != [width] * 5:
                 raise EnvContractError("answer of vector_step", f"parts of {lengths} rows", f"5 of {width}")
             rows = list(zip(*answer, strict=True))
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             rows = [(error,)] * width
         for slot in slots:
             if isinstance(slot.env, SubEnv):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.checks import take_apart
 from headrace.workers.envs.lane import close_envs
@@ -154,7 +155,8 @@ def _step(env: Any, action: Any) -> tuple[Any, Any, Any, Any, Any]:
         return None, 0.0, False, False, {}
     try:
         answer = env.step(action)
-    except Exception as error:  # noqa: BLE001 - a user's env
+    except BaseException as error:  # noqa: BLE001 - a user's env
+        raise_stop(error)
         return error, 0.0, True, False, {}
     if not isinstance(answer, tuple) or len(answer) != 5:
         return take_apart(answer, ValueError()), 0.0, True, False, {}

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import CallbackError, HeadraceError
 from headrace.schemas.errors.episodes import ClientLostError
@@ -166,7 +167,8 @@ class ExternalLanes(ABC):
             env = self._checked(self._creator(context))
             self._check_spaces(env)
             self._adopt(env)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             self._table.failed.append(Failure(0, error, at="construction"))
 
     # -- which lanes are up -------------------------------------------------------------------------------------------

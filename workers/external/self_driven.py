@@ -70,7 +70,7 @@ class SelfDrivenEnv(Generic[AnyTable]):
         def run(number: int) -> None:
             try:
                 drive(number)
-            except Exception as error:  # noqa: BLE001 - a user's env
+            except BaseException as error:  # noqa: BLE001 - a user's env
                 ended.put(error)
             else:
                 ended.put(RunReturnedError(f"thread {number} of {type(self).__name__}"))
@@ -159,7 +159,7 @@ class RunThread:
     def _run(self) -> None:
         try:
             self.env.run()
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
             self._error = error
         finally:
             # Close first: when the sampler sees the failure, the table already has all earlier calls.

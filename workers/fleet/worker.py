@@ -16,7 +16,7 @@ from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import MOST_METRICS, LoggedMetric, fitting_metrics
 from headrace.schemas.accounts.worker_figures import MOST_VERSIONS, PORT_PATTERN, BlockedBy, Ports
 from headrace.schemas.basics.process_usage import own_usage, usage_of_children
-from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.basics.stop_event import end_copy, own_process, stop_event
 from headrace.schemas.errors import (
     CallbackError,
     ConfigError,
@@ -36,6 +36,8 @@ from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from headrace.workers.fleet.shipping import Shipper
+from headrace.workers.fleet.user_side import envs_apart
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.time_budget import OTHER, SERIALISE, WAIT
 from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.any_runner import open_runner
@@ -77,9 +79,10 @@ def run_worker(
         except StoppedError as stopped:
             log.info("%s", stopped)
             return
-        with closing(membership):
+        own_process()
+        with closing(membership), envs_apart(membership.recorder.call) as calls:
             try:
-                runner = build_runner(config, membership, stopping, host)
+                runner = build_runner(config, membership, stopping, host, calls)
             except StoppedError:
                 membership.leave()
                 return
@@ -106,7 +109,11 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
 
 
 def build_runner(
-    config: FleetConfig, membership: Membership, stopping: threading.Event, host: str = ""
+    config: FleetConfig,
+    membership: Membership,
+    stopping: threading.Event,
+    host: str = "",
+    calls: CallMark | None = None,
 ) -> EnvRunner[Any]:
     """Return the runner that `config` asks for. `host` is that of `host_of_ports`.
 
@@ -131,7 +138,7 @@ def build_runner(
             incarnation=membership.incarnation,
             run_uid=membership.fleet_id,
             on_wait=between_looks_for_hosts,
-            call_words=membership.recorder.call,
+            calls=calls or CallMark(membership.recorder.call),
         )
     runner.call_before_rebuilds(membership.expect_silence)
     if isinstance(served := runner.config.env, ServedEnvs):
@@ -339,8 +346,18 @@ class Worker:
         except StoppedError as stopped:
             log.info("%s; shipping the steps it has, and leaving", stopped)
             cut = self.runner.cut_fragment()
+        except (ModuleError, ConnectorError) as error:
+            if not (changed := self._look_for_changes()):
+                raise
+            log.error("%s; an env had set %s, which is put back; going on", error, " and ".join(changed))
+            cut = self.runner.cut_fragment()
         self.session.env_silence_s = 0.0
         return cut
+
+    def _look_for_changes(self) -> list[str]:
+        """Put back what envs have changed in the whole process. Return the names of what is newly changed."""
+        sides = self.runner.totals.calls.sides
+        return sides.look() if sides is not None else []
 
     def ship(self, cut: Cut) -> None:
         """Hand all batches of a cut to the session, and call callbacks for its chunks."""
@@ -358,6 +375,7 @@ class Worker:
         The runner calls this after every poll, and while it waits for envs. Raises `StoppedError` if the fragment is
         not full soon after the worker was stopped: waits for envs, and whole episodes, may last for ever.
         """
+        end_copy()
         self._shipper.step()
         now = time.monotonic()
         if now >= self._next_pump or self.weights.pulling:
@@ -438,6 +456,7 @@ class Worker:
         `whom` is the cause if the broker has taken all batches and names no other cause. Raises `StoppedError` if the
         worker ends with its fleet.
         """
+        self._look_for_changes()  # the last poll's: a stop signal may come during the wait
         with self._budget.spent_on(WAIT):
             self._wait_for(what, condition, stopping, whom)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from headrace.schemas.accounts.user_calls import UserCall
 
@@ -15,15 +16,33 @@ CallWords = MutableSequence[int] | memoryview
 _OTHER = int(UserCall.OTHER)
 
 
+class Sides(Protocol):
+    """Keeps what env code changes in the whole process away from our code."""
+
+    def keep(self) -> None:
+        """Take the state of the process as our code's, because envs and modules were built."""
+
+    def look(self) -> list[str]:
+        """Put back what env code has changed since the last look. Return the names of what is newly changed."""
+
+    def enter(self) -> None:
+        """Note that env code runs now."""
+
+    def leave(self, now: float, *, built: bool = False) -> None:
+        """Note that our code runs again, at the monotonic time `now`. `built`: an env was constructed."""
+
+
 class CallMark:
     """Names the env call that is in progress, for those who judge whether this process hangs.
 
     `words` are [kind, lane], which a worker shows in its recorder. A long poll gives its signs of life by itself:
     after a slow poll, `between` is called after each env's step. Fast polls need no look at the clock for each env.
+    `sides`, if any, is told when env code begins and ends.
     """
 
-    def __init__(self) -> None:
-        self.words: CallWords = [_OTHER, 0]
+    def __init__(self, words: CallWords | None = None, sides: Sides | None = None) -> None:
+        self.words: CallWords = [_OTHER, 0] if words is None else words
+        self.sides = sides
         self.on_wait: Callable[[], None] | None = None
         """Called between two calls. If it raises, `raise_kept` raises that error once the poll is over."""
         self.is_slow = True
@@ -35,15 +54,21 @@ class CallMark:
         """Mark a call of the env in `lane`, see `CallInProgress`."""
         self.words[1] = lane
         self.words[0] = kind
+        if self.sides is not None:
+            self.sides.enter()
 
     def end(self) -> None:
         """Mark the end of a call."""
+        if self.sides is not None:
+            self.sides.leave(time.monotonic(), built=self.words[0] == UserCall.CONSTRUCTION)
         self.words[0] = _OTHER
 
     def end_steps(self) -> None:
         """Mark the end of a poll's steps."""
         self.words[0] = _OTHER
         now = time.monotonic()
+        if self.sides is not None:
+            self.sides.leave(now)
         self.is_slow, self._polled_at = now - self._polled_at > SIGN_INTERVAL_S, now
 
     @contextmanager
@@ -61,10 +86,14 @@ class CallMark:
         if self.on_wait is None or self._error is not None or now - self._spoken_at < SIGN_INTERVAL_S:
             return
         self._spoken_at = now
+        if self.sides is not None:
+            self.sides.leave(now)
         try:
             self.on_wait()
         except Exception as error:  # noqa: BLE001 - the steps of this poll come first
             self._error = error
+        if self.sides is not None:
+            self.sides.enter()
 
     def raise_kept(self) -> None:
         """Raise the error that `on_wait` raised in the midst of calls."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.metrics.call_mark import CallWords
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner
 
@@ -20,9 +20,12 @@ def open_runner(
     incarnation: int = 0,
     run_uid: str = "",
     on_wait: Callable[[str], None] | None = None,
-    call_words: CallWords | None = None,
+    calls: CallMark | None = None,
 ) -> AnyRunner:
     """Build the runner for `config`. It takes and raises what `SingleAgentEnvRunner` or `MultiAgentEnvRunner` does."""
     kind = MultiAgentEnvRunner if config.is_multi_agent else SingleAgentEnvRunner
     who: dict[str, Any] = {"incarnation": incarnation, "run_uid": run_uid}
-    return kind(config, worker_index, **who, on_wait=on_wait, call_words=call_words)
+    runner = kind(config, worker_index, **who, on_wait=on_wait, calls=calls)
+    if calls is not None and calls.sides is not None:
+        calls.sides.keep()
+    return runner

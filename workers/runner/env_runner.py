@@ -22,7 +22,7 @@ from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError,
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
-from headrace.workers.metrics.call_mark import CallWords
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.time_budget import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
@@ -58,15 +58,15 @@ class EnvRunner(ABC, Generic[Batch]):
         run_uid: str,
         names: PolicyNames[Batch],
         on_wait: Callable[[str], None] | None,
-        call_words: CallWords | None,
+        calls: CallMark | None,
     ) -> None:
         own = {name: copy.deepcopy(getattr(config, name)) for name in _OWN_SETTINGS}
         self.config = config.model_copy(update=own)
         self.worker_index = worker_index
         self.incarnation = incarnation
         self.totals = RunnerTotals()
-        if call_words is not None:
-            self.totals.calls.words = call_words
+        if calls is not None:
+            self.totals.calls = calls
         self._metrics = RunnerMetrics(config, self.totals)
         self.callbacks = CallbackList(config.callbacks, self._callback_arguments)
         self._seeds = SeedTree(config.seed, worker_index, incarnation, config.num_envs)

@@ -12,7 +12,7 @@ from headrace.schemas.errors import MissingEnvError
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.agents import ExternalAgentLanes
-from headrace.workers.metrics.call_mark import CallWords
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import ModuleIdNames
@@ -45,10 +45,10 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         incarnation: int = 0,
         run_uid: str = "",
         on_wait: Callable[[str], None] | None = None,
-        call_words: CallWords | None = None,
+        calls: CallMark | None = None,
         **_: Any,
     ) -> None:
-        super().__init__(config, worker_index, incarnation, run_uid, ModuleIdNames(), on_wait, call_words)
+        super().__init__(config, worker_index, incarnation, run_uid, ModuleIdNames(), on_wait, calls)
         self._specs = Policies.of(self.config)
         self._metrics.count_losses = self._count_losses
         self._steps: SeatSteps | None = None

@@ -15,7 +15,7 @@ from headrace.schemas.errors import ConfigError, MissingEnvError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.external.vector import ExternalVector
-from headrace.workers.metrics.call_mark import CallWords
+from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import OneModuleNames
 from headrace.workers.sampling.cutting import Stamp
@@ -33,7 +33,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     the fault. `totals` is true after every poll. `incarnation` and `run_uid` make episode ids and random numbers unlike
     those of any other runner of the run; with `config.seed` and `run_uid` given, both repeat. While envs on other hosts
     have no host yet, `on_wait` is called from time to time with the address for env hosts. The env call in progress
-    is written to `call_words`. Unknown keyword arguments are accepted.
+    is marked in `calls`. Unknown keyword arguments are accepted.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         incarnation: int = 0,
         run_uid: str = "",
         on_wait: Callable[[str], None] | None = None,
-        call_words: CallWords | None = None,
+        calls: CallMark | None = None,
         **_: Any,
     ) -> None:
         if config.policies is not None or config.policy_mapping_fn is not None:
             raise ConfigError("several policies need MultiAgentEnvRunner; leave it out", key="policies")
-        super().__init__(config, worker_index, incarnation, run_uid, OneModuleNames(), on_wait, call_words)
+        super().__init__(config, worker_index, incarnation, run_uid, OneModuleNames(), on_wait, calls)
         self._steps: LaneSteps | None = None
         self._make_parts()
 

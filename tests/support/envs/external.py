@@ -69,7 +69,7 @@ class Idle(Serving):
 
 
 class Failing(Serving):
-    """Ends `run()` by "returning" or "raising" after `config["after"]` steps of its only episode."""
+    """Ends `run()` by "returning", "raising" or "exiting" after `config["after"]` steps of its only episode."""
 
     def run(self) -> None:
         episode = self.start_episode()
@@ -78,6 +78,8 @@ class Failing(Serving):
             self.log_returns(episode, 1.0)
         if self.config["how"] == "raising":
             raise RuntimeError("the simulator is gone")
+        if self.config["how"] == "exiting":
+            raise SystemExit("the simulator is gone")
 
 
 def table(sampler: SingleAgentEnvRunner) -> ExternalEpisodes:

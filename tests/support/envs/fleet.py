@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +98,76 @@ def fatal_once(context: Any) -> gym.Env[Any, Any]:
         return env
     mark.touch()
     return Deadly(env, 1000, list(FATAL.values())[context.worker_index])
+
+
+def strict_numbers(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; from its 41st step on it wants numpy to raise, in its whole process."""
+    return Deadly(gym.make("CartPole-v1"), 40, lambda: np.seterr(all="raise"))
+
+
+class Panic(BaseException):
+    """An error as libraries have it that mean to be caught by nobody."""
+
+
+def _panic() -> None:
+    raise Panic
+
+
+def _give_up(number: int, frame: object) -> None:
+    raise TimeoutError("no answer in time")
+
+
+def _set_an_alarm() -> None:
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.setitimer(signal.ITIMER_REAL, 0.002)
+
+
+def _be_strict() -> None:
+    np.seterr(all="raise")
+    os.chdir("/")
+
+
+_kept: list[Any] = []
+KINDS: dict[str, Callable[[], Any]] = {
+    "exits": sys.exit,
+    "panics": _panic,
+    "signals": _set_an_alarm,
+    "leaves a thread": lambda: threading.Thread(target=time.sleep, args=(1000,)).start(),
+    "forks": os.fork,
+    "leaks descriptors": lambda: _kept.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(20)),
+    "leaks memory": lambda: _kept.append(np.ones(1 << 20)),
+    "changes its process": _be_strict,
+    "closes stderr": lambda: sys.stderr.close(),
+    "ignores SIGTERM": lambda: ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1)),
+}
+"""What inline envs do to the worker that they live in, and it must go on."""
+ODD: dict[str, Callable[[Any], Any]] = {
+    "odd returns": lambda answer: (answer[0], float("nan"), *answer[2:]),
+    "odd infos": lambda answer: (*answer[:4], {"thing": object()}),
+}
+
+
+class Odd(gym.Wrapper[Any, Any, Any, Any]):
+    """Each `period` steps, does `kind` or answers what `odd` makes of the answer."""
+
+    def __init__(self, env: gym.Env[Any, Any], period: int, kind: Callable[[], Any] | None, odd: Any) -> None:
+        super().__init__(env)
+        self._steps, self._period, self._kind, self._odd = 0, period, kind, odd
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        due = self._steps % self._period == 0
+        if due and self._kind is not None:
+            self._kind()
+        answer = super().step(action)
+        return self._odd(answer) if due and self._odd is not None else answer
+
+
+def one_of_each_kind(context: Any) -> gym.Env[Any, Any]:
+    """CartPole; each sub-env is of another of `KINDS` or `ODD`."""
+    names = [*KINDS, *ODD]
+    name = names[context.vector_index % len(names)]
+    return Odd(gym.make("CartPole-v1"), 100, KINDS.get(name), ODD.get(name))
 
 
 class Sensors(gym.Env[Any, Any]):

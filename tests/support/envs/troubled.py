@@ -206,6 +206,10 @@ def _raises(answer: Any, config: Any) -> Any:
     raise RuntimeError("diverged")
 
 
+def _gives_up(answer: Any, config: Any) -> Any:
+    sys.exit(3)
+
+
 def _asks(answer: Any, config: Any) -> Any:
     raise StepFailedRecreateEnv
 
@@ -271,6 +275,7 @@ _left: list[Any] = []
 
 FAULTS: dict[str, Callable[[Any, Any], Any]] = {
     "raises": _raises,
+    "calls sys.exit": _gives_up,
     "asks": _asks,
     "hangs": _hangs,
     "hangs with the lock": _hangs_with_the_lock,

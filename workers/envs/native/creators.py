@@ -63,10 +63,10 @@ def _build_in_time(builder: Callable[[], Any], timeout_s: float, process: int) -
 
     def build() -> None:
         env: Any = None
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             env = builder()
-        except Exception as raised:  # noqa: BLE001 - a user's env
+        except BaseException as raised:  # noqa: BLE001 - a user's env
             error = raised
         if not built.set_running_or_notify_cancel():
             close_envs([env], timeout_s)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
 from headrace.schemas.basics.dropped import when_dropped
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import naming_what_failed
@@ -244,7 +245,8 @@ class NativeLanes(ABC):
             if spaces != self.spaces:
                 raise EnvContractError("spaces of the vector", repr(spaces), f"those it had before, {self.spaces!r}")
             self._table.tell_created(0)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             self._broken = error
             self._table.failed.append(Failure(0, error, at="construction"))
             return

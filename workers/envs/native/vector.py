@@ -22,6 +22,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.user_calls import UserCall
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import EnvContractError, EnvHangError
@@ -80,7 +81,8 @@ class NativeVector(NativeLanes):
         try:
             with self._limited(UserCall.STEP):
                 answer = self._env.step(self._actions)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             return self._lost(live, {}, error, stepped=False)
         try:
             step = read_step(answer, len(self.lanes))
@@ -164,7 +166,8 @@ class NativeVector(NativeLanes):
         try:
             with self._limited(UserCall.RENDER):
                 return picture_of(self._env, index)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             warn_of(index, f"{type(error).__name__}: {error}")
             if isinstance(error, EnvHangError):
                 self._broken = error
@@ -201,7 +204,8 @@ class NativeVector(NativeLanes):
                 raise problem
             told = self._infos_by_lane(infos)
             told = {lane: own_info(told[lane]) for lane in lanes if lane in told}
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             self._broken = error
             self._table.failed += [Failure(episode.env_index, error, unbegun=episode) for episode in episodes]
             return

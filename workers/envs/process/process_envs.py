@@ -12,6 +12,7 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers.envs.actions import to_env_form
 from headrace.workers.envs.checks import take_reset_apart, told_info
@@ -205,7 +206,8 @@ class ProcessEnvs:
         try:
             with self._control.during(place.index, Phase.CONSTRUCTION):
                 env, place.spaces = self._build_env(find_creator(job.env), context, job.several_agents)
-        except Exception as error:  # noqa: BLE001 - a user's env
+        except BaseException as error:  # noqa: BLE001 - a user's env
+            raise_stop(error)
             reply.fail(place.index, "construction", error)
             return
         place.env, place.step = env, self._noted(place.index, env.step)
@@ -233,7 +235,8 @@ class ProcessEnvs:
                 with self._control.during(place.index, Phase.RESET):
                     observation, info = take_reset_apart(place.env.reset(seed=reset_seed(seed)))
                 written = _info_json(info) if info else None
-            except Exception as error:  # noqa: BLE001 - a user's env
+            except BaseException as error:  # noqa: BLE001 - a user's env
+                raise_stop(error)
                 reply.fail(place.index, "reset", error)
                 continue
             done.append((place.index, written))
