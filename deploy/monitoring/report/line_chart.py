@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from headrace.deploy.monitoring.html_page import folded, table, text
+from headrace.deploy.report.progress import duration
 
 Points = Sequence[tuple[float, float]]
 """(x, y), x rising."""
@@ -99,18 +100,6 @@ def short_number(value: float) -> str:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time span in at most two units: 12 s, 3 min 5 s, 2 h 4 min, 3 d 1 h."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    for unit, one, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= one:
-            rest = whole % one // part
-            return f"{whole // one} {unit} {rest} {smaller}" if rest else f"{whole // one} {unit}"
-    raise AssertionError(whole)
 
 
 def _means(points: Sequence[tuple[float, ...]]) -> list[tuple]:  # type: ignore[type-arg]

@@ -11,8 +11,9 @@ import orjson
 
 from headrace.deploy.monitoring.html_page import folded, page, paragraph, table, text, tiles
 from headrace.deploy.monitoring.losses import loss_of
-from headrace.deploy.monitoring.report.line_chart import Chart, Curve, chart_html, duration, short_number
+from headrace.deploy.monitoring.report.line_chart import Chart, Curve, chart_html, short_number
 from headrace.deploy.monitoring.report.run_series import RunSeries
+from headrace.deploy.report.progress import duration
 from headrace.schemas.basics.printable import one_line, printable
 
 MOST_CHARTS = 24
