@@ -220,7 +220,7 @@ def _where(now: RunNumbers) -> str:
 def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
     service_manager().stopping()
     try:
-        fleet.drain()
+        fleet.drain(at_goal=outcome.at_goal is not None)
     except DrainCutShortError as error:
         outcome.failure = outcome.failure or error
         run_log.close_s = HURRIED_CLOSE_S
