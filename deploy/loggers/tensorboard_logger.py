@@ -8,7 +8,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from headrace.deploy.loggers.protocol import Row, RunInfo
 
-FLUSH_S = 1
 _NOT_PLOTTED = ("time", "elapsed_s", "env_steps")
 """Columns that are TensorBoard's own axes."""
 _GROUPS = (
@@ -24,10 +23,10 @@ class TensorBoardLogger:
     """Writes each number of a row as a scalar named after its group and column, at the row's env steps and time."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=FLUSH_S)
+        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"))
 
     def log(self, row: Row, step: int) -> None:
-        """Queue the row's numbers; they are in the file within a second."""
+        """Write the row's numbers; they are in the file when this returns."""
         values = [
             Summary.Value(tag=tag_of(name), simple_value=value)
             for name, value in row.items()
@@ -35,6 +34,7 @@ class TensorBoardLogger:
         ]
         at = float(row["time"])
         self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+        self._writer.flush()
 
     def close(self) -> None:
         """Write what is queued."""
