@@ -88,7 +88,8 @@ const Charts = (() => {
   function places() {
     const told = bySteps ? data.curves.env_steps_total : null;
     if (!told) return data.unix_s;
-    let steps = told.find((value) => value !== null) || 0;
+    const isStart = (data.curves.env_steps_per_s || [null])[0] !== null; /* a report without the counter: no step yet */
+    let steps = (isStart ? told[0] : told.find((value) => value !== null)) || 0;
     return told.map((value) => (steps = Math.max(steps, value || 0)));
   }
 
