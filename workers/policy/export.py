@@ -160,7 +160,7 @@ def export_policy(
 def _kinds(space: Space, root: str) -> list[tuple[str, str]]:
     """Return (name, dtype and shape) of each leaf."""
     return [
-        (name, f"{column_dtype(leaf)} ({', '.join(('rows', *map(str, leaf_shape(leaf))))})")
+        (name, f"{column_dtype(leaf)} {('rows', *leaf_shape(leaf))}".replace("'", ""))
         for name, leaf in leaves(space, root)
     ]
 
