@@ -608,6 +608,7 @@ def raised(slot: int, message: str, **changes: Any) -> dict[str, Any]:
 
 def test_one_cause_in_many_workers_is_one_finding_with_its_rate() -> None:
     workers = {slot: raised(slot, f"ValueError: bad at {slot}.5") for slot in range(4)}
+    workers[3]["env_failure"] = "env_exception in env 3 at reset: ValueError: bad at 7"
     facts = told(
         healthy(recent=((NOW - 60.0, {"env_failures_total": 24}),)),
         workers=workers,

@@ -298,7 +298,7 @@ def _check(
 def _traced(said: Sequence[warnings.WarningMessage]) -> str:
     """Return what torch warned of while it traced the module, with the place; "" for nothing."""
     for one in said:
-        if issubclass(one.category, torch.jit.TracerWarning) and one.filename != __file__:
+        if one.category.__name__ == "TracerWarning" and one.filename != __file__:
             return f"; torch says of {one.filename}:{one.lineno}: {' '.join(str(one.message).split())[:120]}"
     return ""
 
