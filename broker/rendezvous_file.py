@@ -93,16 +93,17 @@ class RendezvousFile:
         return Rendezvous(str(self._path)).look()
 
 
-def note_stopped(path: Path) -> None:
+def note_stopped(path: Path, *, at_goal: bool = False) -> None:
     """Write that the fleet has stopped, in place of a broker of this machine that was killed and is not restarted.
 
-    Workers on other machines then do not wait for that broker. A file that a broker of another machine has published
-    stays.
+    Workers on other machines then do not wait for that broker, and learners not for a fleet `at_goal`, which is noted
+    after a broker that ended in order, too. A file that a broker of another machine has published stays.
     """
     with suppress(ValidationError):  # no broker has published
         published = Published.model_validate(read_object(path))
-        if published.state == "running" and published.host == platform.node():
+        is_news = published.state == "running" or at_goal > published.at_goal
+        if is_news and published.host == platform.node():
             try:
-                published.model_copy(update={"state": "stopped"}).write(path)
+                published.model_copy(update={"state": "stopped", "at_goal": at_goal}).write(path)
             except OSError as error:
                 log.warning("%s cannot be written (%s): workers elsewhere go on waiting for a broker", path, error)

@@ -31,6 +31,8 @@ log = logging.getLogger("headrace.learner")
 
 _CONTROL = messages_to("stream")
 _MAX_PUMPED = 256
+_QUIET_S = 1.0
+"""Seconds of silence from which on a broker may be that of a fleet that is done: it answers twice a second."""
 
 
 class BrokerStream:
@@ -118,9 +120,14 @@ class BrokerStream:
                 self.session.not_sent(connection.now())
 
     def follow(self) -> None:
-        """Connect to the broker's new address if it has one."""
-        if self.link.follow(self.is_active, connection.now()):
-            self.session.not_sent(connection.now())
+        """Connect to the broker's new address if it has one.
+
+        A broker that is quiet and whose fleet is done does not answer any more, so its lease need not pass first.
+        """
+        now = connection.now()
+        is_over = self.session.silent_s(now) > _QUIET_S and self.link.place.is_done(now)
+        if self.link.follow(self.is_active and not is_over, now):
+            self.session.not_sent(now)
 
     def close(self) -> None:
         """Close the connection."""

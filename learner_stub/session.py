@@ -219,6 +219,10 @@ class LearnerSession:
         changed = [self._sources[key] for key in self._changed]
         return sum(s.taken.seq - s.committed.seq + (s.end_taken and not s.end_committed) for s in changed)
 
+    def silent_s(self, now: float) -> float:
+        """Return for how long the broker has sent nothing."""
+        return now - self._heard
+
     def idle_s(self, now: float) -> float:
         """Return the seconds until something is due if nothing arrives."""
         return max(0.0, self._next_send - now)

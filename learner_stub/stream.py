@@ -67,7 +67,7 @@ class EpisodeStream:
       is late.
     - batch_timeout_s: how long a loop over the stream waits for a batch before it ends. None: for ever.
     - silence_timeout_s: how long all brokers may be silent before the fleet counts as ended. One that was stopped, as
-      its run directory says, counts as ended after 10 s.
+      its run directory says, counts as ended after 10 s, and at once where it has reached its goal.
     - run_dir: the fleet's run directory, where the stream finds the broker after a restart of `headrace up`; see `of`.
     - rendezvous: the file or URL where the fleet's broker publishes its addresses, in place of `run_dir`. With several
       brokers: a list. An endpoint that is not known yet is "".

@@ -118,6 +118,6 @@ def export(
     set_up_logging(Identity("", "export"))
     with no_exit_from(EnvError, "the env or the module"):
         policy = build_policy(resolve_policy(run, asked, which=checkpoint.value))
-        path = policy.export(to, module_id)
+        written = policy.export_file(to, module_id)
     with ignore_closed_reader(sys.stdout):
-        typer.echo(f"{path}: {policy.source}")
+        typer.echo(f"{written.path}: {policy.source}\n{written.in_words()}")

@@ -406,14 +406,14 @@ class Fleet:
             if waited_s < deadline_s:
                 log.info("waiting for %s (%.0f s of at most %.0f s)", what, waited_s, deadline_s)
 
-    def drain(self) -> None:
-        """Stop everything in the order in which nothing is lost.
+    def drain(self, *, at_goal: bool = False) -> None:
+        """Stop everything in the order in which nothing is lost. `at_goal`: no start of the fleet is due after it.
 
         Workers that this fleet did not start pause. The fleet's own workers ship what they have, the learner commits
         what the broker holds, the broker reports to Redis, and Redis saves. Each wait has its deadline. Steps that are
         left after it stay queued in the ledger. Raises `DrainCutShortError` at the second signal.
         """
-        self.record.note(state="draining")
+        self.record.note(state="draining", at_goal=at_goal)
         if self.supervisor.gone(Role.BROKER):  # it failed for good, so workers need not wait for its acknowledgement
             self._note_stopped()
         if self._watchdog is not None:
@@ -478,7 +478,8 @@ class Fleet:
             lease.release()
 
     def _note_stopped(self) -> None:
-        note_stopped(rendezvous_path(self.config.fleet.rendezvous, self.run_dir.path))
+        path = rendezvous_path(self.config.fleet.rendezvous, self.run_dir.path)
+        note_stopped(path, at_goal=self.record.content.at_goal)
 
     def _look_at_recorders(self) -> None:
         """Send obituaries of ended workers, and delete recorders whose books Redis has. Repeat every second."""

@@ -158,6 +158,7 @@ def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
 def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: RunLog) -> None:
     """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
     goal, standstill = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps)
+    shown_from = replace(outcome.start, mean_return=None)
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
         _log_rows(fleet, run_log)
@@ -170,7 +171,9 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         standstill.note(now, seconds)
         restarts, evaluation = fleet.supervisor.restarts(), fleet.evaluations.newest
         view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
-        view = replace(view, steps_before=outcome.start.steps)
+        if shown_from.mean_return is None and now.steps > outcome.start.steps:
+            shown_from = replace(shown_from, mean_return=now.best_return)
+        view = replace(view, start=shown_from)
         if progress.is_due and standstill.lasts and not reached:
             view = replace(view, waiting=awaited(fleet.facts()))
         progress.show(view, last=reached)
@@ -217,7 +220,7 @@ def _where(now: RunNumbers) -> str:
 def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
     service_manager().stopping()
     try:
-        fleet.drain()
+        fleet.drain(at_goal=outcome.at_goal is not None)
     except DrainCutShortError as error:
         outcome.failure = outcome.failure or error
         run_log.close_s = HURRIED_CLOSE_S

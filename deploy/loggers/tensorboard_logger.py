@@ -8,27 +8,39 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from headrace.deploy.loggers.protocol import Row, RunInfo
 
-FLUSH_S = 5
 _NOT_PLOTTED = ("time", "elapsed_s", "env_steps")
 """Columns that are TensorBoard's own axes."""
+_GROUPS = (
+    ("", ("learner/", "learner_time/", "evaluation/", "policies/", "callbacks/")),
+    ("sampling/", ("env", "agent", "episode", "aborted", "worker", "client", "sampled")),
+    ("processes/", ("process", "restarts", "fenced")),
+    ("broker/", ("",)),
+)
+"""What a tag has before its column, by how that begins: TensorBoard makes a group of all tags up to the first "/"."""
 
 
 class TensorBoardLogger:
-    """Writes each number of a row as a scalar named after its column, at the row's env steps and time."""
+    """Writes each number of a row as a scalar named after its group and column, at the row's env steps and time."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=FLUSH_S)
+        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"))
 
     def log(self, row: Row, step: int) -> None:
-        """Queue the row's numbers; they are in the file within some seconds."""
+        """Write the row's numbers; they are in the file when this returns."""
         values = [
-            Summary.Value(tag=name, simple_value=value)
+            Summary.Value(tag=tag_of(name), simple_value=value)
             for name, value in row.items()
             if name not in _NOT_PLOTTED and not isinstance(value, str)
         ]
         at = float(row["time"])
         self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+        self._writer.flush()
 
     def close(self) -> None:
         """Write what is queued."""
         self._writer.close()
+
+
+def tag_of(column: str) -> str:
+    """Return the tag of a column: `sampling/episodes`, `broker/held_batches`, `learner/loss`."""
+    return next(group for group, starts in _GROUPS if column.startswith(starts)) + column

@@ -40,6 +40,7 @@ class Finding:
     - since_unix_s: the start; None if it is unknown.
     - limit: the setting that decides what follows, with its value; "" for none.
     - command: the command to paste that helps; "" for none.
+    - slots: those of all workers concerned, where one cause is found in several.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Finding:
     since_unix_s: float | None = None
     limit: str = ""
     command: str = ""
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ def observe(
     *,
     command: str = "",
     limit: str = "",
+    slots: tuple[int, ...] = (),
 ) -> Observation:
     """Make an observation that has lasted for `for_s` seconds. None: the duration is unknown, and it counts as wrong.
 
@@ -118,7 +121,9 @@ def observe(
     """
     known = KIND[kind]
     since = None if for_s is None else facts.unix_s - for_s
-    finding = Finding(kind, known.severity, whom, sentence, since, _with_value(facts, limit or known.limit), command)
+    finding = Finding(
+        kind, known.severity, whom, sentence, since, _with_value(facts, limit or known.limit), command, slots
+    )
     return Observation(finding, for_s is None or for_s >= known.after_s)
 
 

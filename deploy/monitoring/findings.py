@@ -175,7 +175,7 @@ def _of_disk(facts: Facts) -> Iterator[Observation]:
 def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:
     """Return how many workers are late, and how many workers have failing envs, as sentences."""
     wrong = [one.finding for one in seen if one.is_wrong and one.finding.whom.startswith(_WORKER)]
-    failing = {one.whom for one in wrong if one.kind in _OF_ENVS}
+    failing = {name for one in wrong if one.kind in _OF_ENVS for name in one.slots or [one.whom]}
     late = {one.whom for one in wrong if one.kind not in _OF_ENVS}
     own = {process.name for process in facts.processes.values() if process.role == "worker"}
     workers = len(own | {f"{_WORKER}{slot}" for slot in facts.snapshot.workers} | late)

@@ -21,6 +21,8 @@ _MANY_DEATHS = 3
 _PHASES = ("loading", "building", "rebuilding")
 """What a worker may do; any other word of it tells of a long call of an env, a policy or a callback."""
 _LATE_HEARTBEATS = 3
+_LARGE_BYTES = 1 << 20
+"""Bytes of a batch behind which a heartbeat may come late."""
 _SILENT_KINDS = {"broker": "broker_silent", "learner": "learner_silent", "env-host": "env_host_silent"}
 
 States = Mapping[int, Mapping[str, Any]]
@@ -147,13 +149,34 @@ def _why_stuck(facts: Facts, state: ProcessState, states: States) -> Observation
 def _why_stuck_elsewhere(facts: Facts, slot: int, told: Mapping[str, Any]) -> Observation | None:
     key = f"worker-{slot}"
     name = f"{key} (pid {number(told.get('pid')):.0f} on {one_line(str(told.get('host', '')))})"
+    if (silent_s := _late_s(facts, told)) > 0:
+        sentence = f"waiting for {name}, silent for {silent_s:.0f} s: {_why_late(facts, slot, told)}"
+        return observe(facts, "worker_late", key, sentence, silent_s)
+    return _why_envs_silent(facts, key, name, told)
+
+
+def _late_s(facts: Facts, told: Mapping[str, Any]) -> float:
+    """Return for how long a worker from elsewhere has been silent; 0.0 while its next heartbeats may come."""
     silent_s = (facts.snapshot.reported_unix_s or 0.0) - number(told.get("unix_s"))
     least_s, lease_s = (number(facts.setting(f"broker.{name}")) for name in ("heartbeat_interval_s", "lease_s"))
     heartbeat_s = heartbeat_interval(least_s or 1.0, lease_s or 10.0, len(facts.snapshot.workers))
-    if silent_s > max(SILENT_S, _LATE_HEARTBEATS * heartbeat_s):
-        sentence = f"waiting for {name}, silent for {silent_s:.0f} s: it is stopped, builds its envs, or an env hangs"
-        return observe(facts, "worker_late", key, sentence, silent_s)
-    return _why_envs_silent(facts, key, name, told)
+    return silent_s if silent_s > max(SILENT_S, _LATE_HEARTBEATS * heartbeat_s) else 0.0
+
+
+def _why_late(facts: Facts, slot: int, told: Mapping[str, Any]) -> str:
+    """Return the cause that the numbers of a silent worker, and of the others on its machine, leave."""
+    host = one_line(str(told.get("host", "")))
+    others = [w for key, w in facts.snapshot.workers.items() if key != slot and w.get("host") == told.get("host")]
+    heard = sum(not _late_s(facts, other) for other in others)
+    itself, network = "its process is stopped, or a call holds Python's lock", f"the network to {host} is slow or down"
+    nbytes = number(told.get("sent_bytes")) / max(number(told.get("accepted")), 1.0)
+    if nbytes >= _LARGE_BYTES:
+        network += f" (its heartbeats wait behind batches of {nbytes / 2**20:.1f} MiB)"
+    elif heard:
+        return f"{itself}; it is not the network, as {heard} more of {host} answer"
+    elif others:
+        return f"so are all others of {host}: {network}, or that machine is stopped"
+    return f"{network}, {itself}"
 
 
 def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any]) -> Observation | None:

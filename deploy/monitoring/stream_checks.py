@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ _LOST_WITH_PEERS = tuple(
     for reason in reasons
 )
 _FAILED_LATELY_S = 20.0
+_ENV_FAILURES = "env_failures_total"
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
+_OF_ONE_ENV = re.compile(r" in env # at [^:]*")
+"""What differs between failures of one cause: the env, its place in the episode, and numbers."""
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
 _NO_COMMITS_S = 60.0
@@ -66,28 +71,58 @@ def waits_of_workers(facts: Facts, states: States) -> Iterator[Observation]:
 
 
 def failing_envs(facts: Facts) -> Iterator[Observation]:
-    """Yield the workers whose envs fail again and again, or are down, and those that lack env hosts."""
+    """Yield the causes for which envs fail again and again, or are down, and the workers that lack env hosts."""
+    failing: dict[tuple[str, str], list[int]] = {}
     for slot, state in facts.snapshot.workers.items():
         name, down = f"worker-{slot}", number(state.get("envs_lost"))
         count, age_s = number(state.get("env_failures")), number(state.get("env_failure_age_s"))
-        told = "".join(c if c.isprintable() else "?" for c in str(state.get("env_failure", ""))[:MOST_SHORT_DETAIL])
-        of_all = f"{down:.0f} of {number(state.get('num_envs')):.0f} envs"
         connected, wanted = _hosts(state)
+        cause = _OF_ONE_ENV.sub("", _NUMBER.sub("#", str(state.get("env_failure", ""))))
         if count >= _MANY and age_s < _FAILED_LATELY_S and _fails_often(facts, state, count):
-            now = f"; {of_all} are down" if down else ""
-            sentence = (
-                f"envs of {name} fail again and again: {count:,.0f} times, the newest {age_s:.0f} s ago: {told}{now}"
-            )
-            first = min((one.first_unix_s for one in facts.snapshot.errors.values() if slot in one.slots), default=None)
-            for_s = None if first is None else max(0.0, facts.unix_s - first)
-            yield observe(facts, "envs_failing", name, sentence, for_s, command=_log_of(facts, name))
+            failing.setdefault(("envs_failing", cause), []).append(slot)
         elif 0 < connected < wanted and down and number(state.get("env_steps")):
             command = "" if facts.config is None else env_host_command(facts.config, facts.endpoints)
+            of_all = f"{down:.0f} of {number(state.get('num_envs')):.0f} envs"
             sentence = f"{name} has {connected:.0f} of {wanted:.0f} env hosts; {of_all} wait for one"
             yield observe(facts, "env_hosts_missing", name, sentence, command=command)
         elif count and down:
-            sentence = f"{of_all} of {name} are down; the newest failure, {age_s:.0f} s ago: {told}"
-            yield observe(facts, "envs_down", name, sentence, age_s, command=_log_of(facts, name))
+            failing.setdefault(("envs_down", cause), []).append(slot)
+    for (kind, _), slots in failing.items():
+        yield _failing(facts, kind, slots)
+
+
+def _failing(facts: Facts, kind: str, slots: Sequence[int]) -> Observation:
+    """Return the observation that envs of these workers fail for one cause."""
+    states = [facts.snapshot.workers[slot] for slot in slots]
+    names = [f"worker-{slot}" for slot in slots]
+    whom = ", ".join(names) if len(names) <= _MANY else f"{', '.join(names[:_MANY])} and {len(names) - _MANY} more"
+    of = names[0] if len(names) == 1 else f"{len(names)} of {len(facts.snapshot.workers)} workers"
+    newest = min(states, key=lambda state: number(state.get("env_failure_age_s")))
+    age_s = number(newest.get("env_failure_age_s"))
+    told = "".join(c if c.isprintable() else "?" for c in str(newest.get("env_failure", ""))[:MOST_SHORT_DETAIL])
+    count, down, num_envs = (
+        sum(number(state.get(name)) for state in states) for name in ("env_failures", "envs_lost", "num_envs")
+    )
+    of_all = f"{down:.0f} of {num_envs:.0f} envs"
+    command = next((log for name in names if (log := _log_of(facts, name))), "")
+    if kind == "envs_down":
+        sentence = f"{of_all} of {of} are down; the newest failure, {age_s:.0f} s ago: {told}"
+        return observe(facts, kind, whom, sentence, age_s, command=command, slots=tuple(slots))
+    now = f"; {of_all} are down" if down else ""
+    rate = _failures_per_min(facts, count)
+    sentence = f"envs of {of} fail again and again{rate}: {count:,.0f} times, the newest {age_s:.0f} s ago: {told}{now}"
+    firsts = [one.first_unix_s for one in facts.snapshot.errors.values() if not {*slots}.isdisjoint(one.slots)]
+    for_s = max(0.0, facts.unix_s - min(firsts)) if firsts else None
+    return observe(facts, kind, whom, sentence, for_s, command=command, slots=tuple(slots))
+
+
+def _failures_per_min(facts: Facts, count: float) -> str:
+    """Return the recent rate of `count` failures, in words: their share of those in the history ring."""
+    of_all = sum(number(state.get("env_failures")) for state in facts.snapshot.workers.values())
+    at, values = facts.recent[0] if facts.recent else (0.0, {})
+    span_s, now = (facts.snapshot.reported_unix_s or 0.0) - at, facts.snapshot.totals.get(_ENV_FAILURES, 0)
+    rose = now - values.get(_ENV_FAILURES, now)
+    return f" at {60 * rose / span_s * count / of_all:,.3g}/min" if rose > 0 and span_s > 0 else ""
 
 
 def censored_episodes(facts: Facts) -> Iterator[Observation]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from headrace.deploy.run.evaluation_log import describe
-from headrace.deploy.run.goal import Goal, RunNumbers
+from headrace.deploy.run.goal import EPISODES_NEEDED, Goal, RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.terminal.output import chosen_output
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
@@ -26,6 +28,7 @@ from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 LIVE_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 5.0
 STALE_S = 2.0
+_BAR_WIDTH = 30
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class ProgressView:
     seconds: float
     numbers: RunNumbers
     goal: Goal
-    steps_before: int = 0
-    """Number of env steps of earlier runs in the same directory."""
+    start: RunNumbers = field(default_factory=RunNumbers)
+    """The steps of earlier runs in the same directory, and the first mean return of this one over enough episodes."""
     steps_per_s: float = 0.0
     weights: tuple[int, int] = (0, 0)
     """(learner epoch, seq) of the newest weights."""
@@ -99,6 +102,7 @@ class ProgressView:
             mean += f" of {self.goal.until_return:g}"
         rows = [
             ("time", f"{self.seconds:.0f} s"),
+            *([("goal", self._way())] if self.goal != Goal() else []),
             ("env steps", f"{self._steps()} ({self.steps_per_s:,.0f}/s)"),
             ("episodes", f"{n.episodes:,}"),
             ("mean return", mean),
@@ -124,6 +128,34 @@ class ProgressView:
         """Return all labels and values as one line."""
         return "  ".join(f"{what} {value}" for what, value in self.rows())
 
+    @property
+    def share_done(self) -> float:
+        """Return the share of the way to the goal."""
+        return self.goal.share_done(self.numbers, self.start, self.seconds)
+
+    def _way(self) -> str:
+        said = f"{int(100 * self.share_done)} %"
+        if self.goal.until_steps is None and self.goal.until_return is not None and self.numbers.best_return is None:
+            said += f" ({self.numbers.window} of {EPISODES_NEEDED} episodes)"
+        left = self._left()
+        return f"{said}, {left}" if left else said
+
+    def _left(self) -> str:
+        """Return how long the run takes still, in words; "" where that is not known, as with a goal of a return."""
+        goal, is_old = self.goal, self.redis_age_s > STALE_S
+        left_s = math.inf if goal.timeout_s is None else max(0.0, goal.timeout_s - self.seconds)
+        if goal.until_steps is not None and self.steps_per_s > 0 and not is_old:
+            missing = max(0, goal.until_steps - (self.numbers.steps - self.start.steps))
+            steps_s = missing / self.steps_per_s
+            if not missing:
+                return ""
+            if steps_s <= left_s:
+                return f"about {duration(steps_s)} left{' at most' if goal.until_return is not None else ''}"
+        if math.isinf(left_s):
+            return ""
+        alone = goal.until_return is goal.until_steps is None
+        return f"{duration(left_s)} left" if alone else f"the time ends in {duration(left_s)}"
+
     def _lost(self, by_reason: Mapping[str, int]) -> str:
         total = sum(by_reason.values())
         share = f"{100 * total / self.agent_steps:.2g} % of all: " if self.agent_steps >= total else ""
@@ -133,8 +165,9 @@ class ProgressView:
         steps, until = self.numbers.steps, self.goal.until_steps
         if until is None:
             return f"{steps:,}"
-        in_all = f", {steps:,} in all" if self.steps_before else ""
-        return f"{max(0, steps - self.steps_before):,} of {until:,}{in_all}"
+        before = self.start.steps
+        in_all = f", {steps:,} in all" if before else ""
+        return f"{max(0, steps - before):,} of {until:,}{in_all}"
 
 
 def name_restarts(restarts: Mapping[str, int]) -> str:
@@ -191,6 +224,18 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:MOST_SHORT_DETAIL])
 
 
+def duration(seconds: float) -> str:
+    """Return a time span in at most two units: 12 s, 3 min 5 s, 2 h 4 min, 3 d 1 h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    for unit, one, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= one:
+            rest = whole % one // part
+            return f"{whole // one} {unit} {rest} {smaller}" if rest else f"{whole // one} {unit}"
+    raise AssertionError(whole)
+
+
 def number(value: Any) -> float:
     """Return a number from a peer or from Redis; 0.0 for any other value, since any program may have written it."""
     return float(value) if isinstance(value, int | float) else 0.0
@@ -228,7 +273,7 @@ class ProgressDisplay:
         self._shown = time.monotonic()
         with ignore_closed_reader(self._stream):
             if self._live is not None:
-                self._live.update(_table(view), refresh=True)
+                self._live.update(progress_table(view), refresh=True)
             else:
                 print(view.in_one_line(), file=self._stream, flush=True)
 
@@ -238,8 +283,13 @@ def _live(stream: TextIO) -> Live:
     return Live(console=Console(file=stream), auto_refresh=False, redirect_stderr=sys.stderr.isatty())
 
 
-def _table(view: ProgressView) -> Table:
+def progress_table(view: ProgressView) -> Table:
+    """Return the rows of `view`, with a bar for the way to the goal."""
     table = Table.grid(padding=(0, 2))
     for what, value in view.rows():
-        table.add_row(f"[dim]{what}[/dim]", escape(value))
+        shown: RenderableType = escape(value)
+        if what == "goal":
+            shown = Table.grid(padding=(0, 1))
+            shown.add_row(ProgressBar(total=1.0, completed=view.share_done, width=_BAR_WIDTH), escape(value))
+        table.add_row(f"[dim]{what}[/dim]", shown)
     return table

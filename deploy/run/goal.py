@@ -134,6 +134,19 @@ class Goal:
             words.append(f"{self.timeout_s:g} s")
         return "until " + ", or ".join(words) if words else "until Ctrl-C, since no goal is given"
 
+    def share_done(self, now: RunNumbers, start: RunNumbers, seconds: float) -> float:
+        """Return the share of the way to the nearest goal, 0.0 to 1.0; of the time only where there is no other goal.
+
+        A mean return counts from that of `start`, the first over enough episodes; until there is one it is at 0.
+        """
+        if self.until_return is self.until_steps is None:
+            return min(seconds / self.timeout_s, 1.0) if self.timeout_s else 0.0
+        share = (now.steps - start.steps) / self.until_steps if self.until_steps else 0.0
+        if self.until_return is not None and now.best_return is not None and start.mean_return is not None:
+            way = self.until_return - start.mean_return
+            share = max(share, (now.best_return - start.mean_return) / way if way > 0 else 0.0)
+        return min(max(share, 0.0), 1.0)
+
     def late(self, seconds: float) -> bool:
         """Return whether the run has taken longer than it may."""
         return self.timeout_s is not None and seconds >= self.timeout_s

@@ -22,7 +22,16 @@ from headrace.schemas.credentials.key_files import (
     read_key_file,
     read_public_key,
 )
-from headrace.schemas.credentials.keys import BROKER, ROLES, TOKEN_FILE, read_broker_keys, read_client_keys, server_of
+from headrace.schemas.credentials.keys import (
+    BROKER,
+    CLIENT,
+    ENV_HOST,
+    ROLES,
+    TOKEN_FILE,
+    read_broker_keys,
+    read_client_keys,
+    server_of,
+)
 from headrace.schemas.errors import KeysError
 
 
@@ -195,24 +204,48 @@ def _replace(path: Path, text: str) -> None:
 
 def where_to_copy(folder: Path, key: PeerKey) -> str:
     """Return, for people, what to do with a new key."""
-    files = f"{{{key.name}.secret,{server_of(key.role)}.public}}"
-    article = "an" if key.role[0] in "aeiou" else "a"
+    server = server_of(key.role)
+    files = f"{{{key.name}.secret,{server}.public}}"
     return "\n".join(
         (
             f"made in {folder}: {key.name}, {key.fingerprint}",
-            f"A broker that runs with this folder admits it within seconds. For {article} {key.role}'s machine:",
+            f"A {server} that runs with this folder admits it within seconds; one with another folder needs "
+            f"{key.name}.public there.",
+            f"For {_article(key.role)} {key.role}'s machine:",
             f"  ssh HOST mkdir -m 700 keys && scp -p {folder}/{files} HOST:keys/",
+            *(f"  {line}" for line in _further_files(key.role, key.name, key.group)),
+            _NAMES_FOLDER,
         )
     )
 
 
+_NAMES_FOLDER = "There --set keys.dir=keys, or HEADRACE_KEYS__DIR, names the folder."
+
+
+def _article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"
+
+
+def _further_files(role: str, name: str, group: str) -> list[str]:
+    """Return the files beyond its own and its server's that a role needs in some cases, in words."""
+    if role != "worker":
+        return []
+    lines = [
+        f"for `headrace worker --count` also: {key_name('supervisor', group)}.secret",
+        f"where env hosts of other machines connect to it also: {ENV_HOST}.public",
+        f"where it serves clients also: {CLIENT}.public",
+    ]
+    return [*lines, f"env hosts and clients of these workers also: {name}.public"] if group else lines
+
+
 def what_to_copy(folder: Path) -> str:
     """Return, for people, which files each machine needs."""
-    clients = [role for role in ROLES if role not in (BROKER, "supervisor")]
-    lines = [
-        f"  {'an' if role[0] in 'aeiou' else 'a'} {role}'s machine: {role}.secret {server_of(role)}.public"
-        for role in clients
-    ]
+    lines = []
+    for role in ROLES:
+        if role not in (BROKER, "supervisor"):
+            lines.append(f"  {_article(role)} {role}'s machine: {role}.secret {server_of(role)}.public")
+            lines += [f"    {line}" for line in _further_files(role, role, "")]
+            lines += [f"    by HTTP instead: the word in {TOKEN_FILE}"] if role == CLIENT else []
     return "\n".join(
         (
             f"made in {folder}: {', '.join(ROLES)}",
@@ -221,10 +254,10 @@ def what_to_copy(folder: Path) -> str:
             f"  --set keys.dir={folder}",
             "Other machines get a part of it:",
             *lines,
-            "as in",
+            "in a folder of mode 700, as in",
             f"  ssh HOST mkdir -m 700 keys && scp -p {folder}/{{worker.secret,{BROKER}.public}} HOST:keys/",
+            _NAMES_FOLDER,
             "",
-            f"Clients of a policy server by HTTP show what stands in {TOKEN_FILE}.",
             "A peer with a .secret file has its role: keep these files out of repositories and images.",
         )
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from headrace.schemas.basics.run_files import endpoint_in, run_state
+from headrace.schemas.basics.run_files import endpoint_in, read_object, run_state
 from headrace.schemas.errors import HeadraceError, RunDirError
 
 log = logging.getLogger("headrace.fleet")
@@ -29,6 +29,10 @@ class AddressSource(Protocol):
 
     def stopped(self) -> HeadraceError | None:
         """Return an error that says so, if the fleet has stopped; None if it runs, or nothing is known."""
+
+    @property
+    def at_goal(self) -> bool:
+        """Return whether a fleet that has stopped is done: it has reached its goal, so no start of it is due."""
 
 
 class RunDirAddresses:
@@ -59,7 +63,14 @@ class RunDirAddresses:
         """Return an error that says so, if the run has stopped."""
         if run_state(self.path) != "stopped":
             return None
-        return RunDirError(str(self.path), "its run has stopped", self._remedy)
+        return RunDirError(
+            str(self.path), f"its run has {'reached its goal' if self.at_goal else 'stopped'}", self._remedy
+        )
+
+    @property
+    def at_goal(self) -> bool:
+        """Return whether the run has reached its goal."""
+        return read_object(self.path / "fleet.json").get("at_goal") is True
 
     @property
     def _remedy(self) -> str:
@@ -85,6 +96,11 @@ class FirstOf:
         """Return an error that says so, if all have stopped."""
         errors = [source.stopped() for source in self._sources]
         return errors[0] if all(errors) else None
+
+    @property
+    def at_goal(self) -> bool:
+        """Return whether all are done."""
+        return all(source.at_goal for source in self._sources)
 
 
 def await_address(

@@ -33,7 +33,7 @@ class FleetPlace:
     - source: the fleet's run directory or rendezvous; None: the address stays.
     - server: what answers there: "broker" or "worker".
     - patience_s: how long it may be gone before `ended` is set, and `stopped_patience_s` where `source` says that the
-      fleet has stopped.
+      fleet has stopped. A peer that names the latter does not wait for a fleet that has reached its goal.
     - first_patience_s: how long its first answer may take; infinite for a peer that has a deadline of its own for that.
     - end: the place that says that the fleet has stopped; None: `source`.
     - says_waiting: False if another place of this process logs whom it waits for, and that it answers.
@@ -62,6 +62,7 @@ class FleetPlace:
         self._patience_s = patience_s
         self._first_patience_s = first_patience_s
         self._stopped_patience_s = patience_s if stopped_patience_s is None else stopped_patience_s
+        self._goal_patience_s = patience_s if stopped_patience_s is None else 0.0
         self._says_waiting = says_waiting
         self._was_present = self._has_said = self._stopped = False
         self._gone_since: float | None = None
@@ -132,11 +133,16 @@ class FleetPlace:
             self._stopped = self._end.stopped() is not None
         return self._stopped
 
+    def is_done(self, now: float) -> bool:
+        """Return whether the fleet says that it has stopped at its goal. It may have said so half a second ago."""
+        return self.has_stopped(now) and self._end is not None and self._end.at_goal
+
     def _judge(self, gone_s: float, now: float) -> None:
         why = self._source.stopped() if self._source is not None else None
         said, most_s = f"no {self._server} answers at {self.endpoint}", self._patience_s
         if self._source is not None and why is not None:
-            said, most_s = self._source.problem, self._stopped_patience_s
+            said = self._source.problem
+            most_s = self._goal_patience_s if self._source.at_goal else self._stopped_patience_s
         if not self._was_present:
             most_s = self._first_patience_s
         if gone_s >= most_s or now - self._lost_since >= _MOST_PATIENCES * most_s:

@@ -10,6 +10,7 @@ The content is JSON, and is replaced in one step:
     fleet_id          name of the fleet
     host              name of the broker's machine
     state             "running", or "stopped" once the broker has ended in order
+    at_goal           whether a fleet that has stopped has reached its goal, so that no start of it is due
     epoch             Unix time, ms, at which this broker started; that of its successor is larger
     endpoints         role -> address: worker, learner, weights
     keys              fingerprint of the broker's public key, under "broker"; empty without keys
@@ -89,6 +90,7 @@ class Published(BaseModel):
     fleet_id: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9_.-]*$")]
     host: str = Field(default="", max_length=255)
     state: Literal["running", "stopped"] = "running"
+    at_goal: bool = False
     epoch: int = Field(default=0, ge=0, lt=1 << 63)
     endpoints: Annotated[dict[_Name, _Address], Field(max_length=4096)]
     keys: Annotated[dict[_Name, Annotated[str, Field(max_length=64)]], Field(max_length=16)] = {}
@@ -124,6 +126,8 @@ class Rendezvous:
         self.fleet_id = fleet_id
         self.problem = ""
         """Text on why the last look found no fleet that runs; "" if it found one."""
+        self.at_goal = False
+        """Whether the fleet had reached its goal at the last look."""
         scheme = urlsplit(where).scheme if "://" in where else ""
         self._fixed = _by_name(where, ports or {}, setting) if scheme == "dns" else None
         self._fetcher = _Fetcher(where) if scheme in ("http", "https") else None
@@ -145,6 +149,7 @@ class Rendezvous:
             if self.fleet_id and found.fleet_id not in ("", self.fleet_id):
                 self.problem = f"{self.where} is of fleet {found.fleet_id!r}, not of {self.fleet_id!r}"
                 return None
+            self.at_goal = found.at_goal
             late_s = time.time() - found.expires_unix_s
             if late_s <= 0 or found.state == "stopped":
                 stopped = f"fleet {found.fleet_id} of {self.where} has stopped: start it again"

@@ -57,6 +57,11 @@ class WorkerPortChoice:
         """Return an error that says so, if the fleet has stopped."""
         return self._rendezvous.stopped()
 
+    @property
+    def at_goal(self) -> bool:
+        """Return whether the fleet has reached its goal."""
+        return self._rendezvous.at_goal
+
     def ports(self) -> dict[str, Port]:
         """Return the ports that this peer can use: of its kind, reachable from here, with the key that it expects."""
         found = self._rendezvous.look()

@@ -101,6 +101,8 @@ def by_redis_alone(facts: Facts) -> Facts:
     return replace(facts, config=None, run_dir=None, endpoints={}, snapshot=snapshot)
 
 
+LATE = {**WORKER, "host": "box", "unix_s": NOW - 8.0}
+HEARD = {**LATE, "unix_s": NOW - 0.5}
 REMOTE = FleetConfig(sampling=Sampling(env_placement="remote"))
 SERVED = FleetConfig(serving=ServingSection(enabled=True))
 TIGHT = FleetConfig(broker=BrokerSection(max_held_batches=2))
@@ -240,7 +242,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "a worker from elsewhere is late": (
         told(workers={0: WORKER, 1: WORKER, 1000: ELSEWHERE}),
         "worker_late",
-        r"worker-1000 \(pid 3 on \\x1b\[2Jbox\), silent for 8 s",
+        r"worker-1000 \(pid 3 on \\x1b\[2Jbox\), silent for 8 s: the network to \\x1b\[2Jbox is slow",
         "",
     ),
     "no worker": (
@@ -570,6 +572,75 @@ def test_many_findings_of_a_kind_are_merged_into_five_and_all_are_counted() -> N
     found = find(facts)
     assert [one.whom for one in found] == ["worker-0", "worker-1", "worker-2", "worker-3", "worker-4 and 58 more"]
     assert verdict(facts, found) == "Learning. 63 of 64 workers late. Nothing lost."
+
+
+@pytest.mark.parametrize(
+    ("late", "others", "said"),
+    [
+        ({}, {}, "the network to box is slow or down, its process is stopped, or a call holds Python's lock"),
+        (
+            {},
+            {7: HEARD},
+            "its process is stopped, or a call holds Python's lock; it is not the network, as 1 more of box",
+        ),
+        ({}, {7: LATE}, "so are all others of box: the network to box is slow or down, or that machine is stopped"),
+        ({}, {7: {**LATE, "host": "b"}, 8: {**HEARD, "host": "b"}}, "the network to box is slow or down, its process"),
+        (
+            {"sent_bytes": 40 << 20, "accepted": 4},
+            {7: HEARD},
+            "the network to box is slow or down (its heartbeats wait behind batches of 10.0 MiB), its process",
+        ),
+        ({"sent_bytes": 40 << 10, "accepted": 4}, {}, "the network to box is slow or down, its process"),
+    ],
+)
+def test_a_late_worker_names_the_network_unless_its_neighbours_answer(
+    late: dict[str, Any], others: dict[int, dict[str, Any]], said: str
+) -> None:
+    found = find(told(workers={0: WORKER, 1: WORKER, 6: {**LATE, **late}, **others}))
+    (sentence,) = (one.sentence for one in found if one.whom == "worker-6")
+    assert f"silent for 8 s: {said}" in sentence
+
+
+def raised(slot: int, message: str, **changes: Any) -> dict[str, Any]:
+    failure = f"env_exception in env {slot} at step {40 + slot}: {message}"
+    return {**FAILS, "env_failure": failure, "env_failure_age_s": 1.0 + slot, "num_envs": 8, **changes}
+
+
+def test_one_cause_in_many_workers_is_one_finding_with_its_rate() -> None:
+    workers = {slot: raised(slot, f"ValueError: bad at {slot}.5") for slot in range(4)}
+    workers[3]["env_failure"] = "env_exception in env 3 at reset: ValueError: bad at 7"
+    facts = told(
+        healthy(recent=((NOW - 60.0, {"env_failures_total": 24}),)),
+        workers=workers,
+        totals={"env_steps_total": 9000, "env_failures_total": 36},
+    )
+    (found,) = find(facts)
+    assert found.sentence == (
+        "envs of 4 of 4 workers fail again and again at 12/min: 36 times, the newest 1 s ago: "
+        "env_exception in env 0 at step 40: ValueError: bad at 0.5"
+    )
+    assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2 and 1 more", (0, 1, 2, 3))
+    assert found.command == "tail /runs/a/logs/worker-0.log"
+    assert verdict(facts, [found]) == "Learning. Envs of 4 of 4 workers fail. Nothing lost."
+
+
+def test_each_cause_is_a_finding_and_has_its_share_of_the_rate() -> None:
+    workers = {0: raised(0, "ValueError: a"), 1: raised(1, "KeyError: b"), 2: raised(2, "ValueError: a"), 3: WORKER}
+    facts = told(
+        healthy(recent=((NOW - 60.0, {"env_failures_total": 0}),)),
+        workers=workers,
+        totals={"env_steps_total": 9000, "env_failures_total": 27},
+    )
+    told_of = {one.slots: one.sentence for one in find(facts)}
+    assert "envs of 2 of 4 workers fail again and again at 18/min: 18 times" in told_of[0, 2]
+    assert "envs of worker-1 fail again and again at 9/min: 9 times" in told_of[1,]
+
+
+def test_envs_that_are_down_for_one_cause_are_one_finding() -> None:
+    down = {"env_failure_age_s": 30.0, "envs_lost": 2}
+    (found,) = find(told(workers={slot: raised(slot, "ValueError: a", **down) for slot in range(2)}))
+    assert (found.kind, found.slots) == ("envs_down", (0, 1))
+    assert found.sentence.startswith("4 of 16 envs of 2 of 2 workers are down; the newest failure, 30 s ago: env_exc")
 
 
 def test_a_stopped_broker_is_the_only_finding_of_the_stall_it_causes() -> None:

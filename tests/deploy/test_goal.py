@@ -6,8 +6,9 @@ import io
 
 import orjson
 import pytest
+from rich.console import Console
 
-from headrace.deploy.report.progress import ProgressDisplay, ProgressView, weights_lag
+from headrace.deploy.report.progress import ProgressDisplay, ProgressView, progress_table, weights_lag
 from headrace.deploy.report.summary import Summary, ledger_table, print_summary, summarise
 from headrace.deploy.run.goal import Goal, RunNumbers, show_return
 from headrace.deploy.run.redis_view import Snapshot
@@ -101,6 +102,49 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
         "weights 2/3 (lag 0)",
     ):
         assert part in line
+
+
+@pytest.mark.parametrize(
+    ("goal", "numbers", "said"),
+    [
+        (Goal(until_steps=4000), RunNumbers(1900), "22 %, about 1 min 2 s left"),
+        (Goal(until_steps=4000), RunNumbers(5010), "100 %"),
+        (Goal(until_steps=4000, until_return=475.0), RunNumbers(1900), "22 %, about 1 min 2 s left at most"),
+        (Goal(until_steps=4000, timeout_s=40.0), RunNumbers(1900), "22 %, the time ends in 10 s"),
+        (Goal(until_steps=4000, timeout_s=99.0), RunNumbers(1900), "22 %, about 1 min 2 s left"),
+        (Goal(until_return=475.0), RunNumbers(1900, 9, 200.0, 100), "39 %"),
+        (Goal(until_return=475.0), RunNumbers(1900, 9, 10.0, 100), "0 %"),
+        (Goal(until_return=475.0), RunNumbers(1900, 9, 474.9, 100), "99 %"),
+        (Goal(until_return=475.0), RunNumbers(1900, 9, 480.0, 37), "0 % (37 of 100 episodes)"),
+        (Goal(until_return=475.0, timeout_s=90.0), RunNumbers(1900, 9, 200.0, 100), "39 %, the time ends in 1 min"),
+        (Goal(timeout_s=120.0), RunNumbers(1900), "25 %, 1 min 30 s left"),
+    ],
+)
+def test_the_way_to_the_goal_is_told_with_a_time_only_where_one_is_known(
+    goal: Goal, numbers: RunNumbers, said: str
+) -> None:
+    view = ProgressView(30.0, numbers, goal, start=RunNumbers(1000, mean_return=22.0), steps_per_s=50.0)
+    assert dict(view.rows())["goal"] == said
+
+
+def test_a_return_that_begins_below_zero_counts_from_there() -> None:
+    view = ProgressView(30.0, RunNumbers(9, 9, -500.0, 100), Goal(until_return=-200.0), RunNumbers(mean_return=-1200.0))
+    assert dict(view.rows())["goal"] == "70 %"
+
+
+def test_no_time_is_told_by_an_old_rate_or_without_a_step_and_no_way_without_a_goal() -> None:
+    goal, numbers = Goal(until_steps=4000), RunNumbers(1000)
+    assert dict(ProgressView(9.0, numbers, goal, steps_per_s=50.0, redis_age_s=7.0).rows())["goal"] == "25 %"
+    assert dict(ProgressView(9.0, numbers, goal).rows())["goal"] == "25 %"
+    assert "goal" not in dict(ProgressView(9.0, numbers, Goal(), steps_per_s=50.0).rows())
+
+
+def test_on_a_terminal_the_way_to_the_goal_has_a_bar() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    console.print(progress_table(ProgressView(9.0, RunNumbers(1000), Goal(until_steps=4000), steps_per_s=50.0)))
+    (line,) = (line for line in console.file.getvalue().splitlines() if "goal" in line)  # type: ignore[attr-defined]
+    assert line.count("━") >= 7
+    assert "25 %, about 1 min left" in line
 
 
 def test_the_progress_view_marks_old_numbers_of_redis() -> None:

@@ -19,7 +19,7 @@ from headrace.deploy.report.ps import table
 from headrace.deploy.run import key_pairs
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.goal import Goal
-from headrace.deploy.run.key_pairs import add_key, listed_keys, make_keys, revoke_key, sound_roles
+from headrace.deploy.run.key_pairs import add_key, listed_keys, make_keys, revoke_key, sound_roles, where_to_copy
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import SESSIONS_REVOKED, labelled
 from headrace.schemas.credentials.key_files import read_key_file
@@ -66,7 +66,17 @@ def test_init_makes_keys_for_all_roles_and_lists_the_files_to_copy(tmp_path: Pat
     }
     assert mode(keys / "http.token") == 0o600
     assert {mode(path) for path in keys.glob("*.secret")} == {0o600}
-    for words in (f"keys.dir={keys}", "worker's machine: worker.secret broker.public", "learner.secret broker.public"):
+    for words in (
+        "The broker's machine keeps all of it. Start `headrace up` there, or `headrace broker`, with\n",
+        f"  --set keys.dir={keys}\n",
+        "a worker's machine: worker.secret broker.public\n    for `headrace worker --count` also: supervisor.secret\n",
+        "    where env hosts of other machines connect to it also: env-host.public\n",
+        "    where it serves clients also: client.public\n",
+        "a learner's machine: learner.secret broker.public\n",
+        "an env-host's machine: env-host.secret worker.public\n",
+        "a client's machine: client.secret worker.public\n    by HTTP instead: the word in http.token\n",
+        "--set keys.dir=keys, or HEADRACE_KEYS__DIR",
+    ):
         assert words in result.stdout
     assert all(read_key_file(path)["secret"] not in result.stdout for path in keys.glob("*.secret"))
     assert sound_roles(keys) == sorted(ROLES)
@@ -131,12 +141,29 @@ def test_a_keys_folder_that_cannot_be_made_gives_an_error_of_one_sentence(tmp_pa
     assert result.stderr.startswith("error: keys: file/keys cannot be used: it cannot be written: Not a directory")
 
 
+@pytest.mark.parametrize(
+    ("role", "server"), [("learner", "broker"), ("supervisor", "broker"), ("env-host", "worker"), ("client", "worker")]
+)
+def test_a_new_key_names_the_machines_that_need_its_halves(tmp_path: Path, role: str, server: str) -> None:
+    make_keys(tmp_path / "keys")
+    said = where_to_copy(tmp_path / "keys", add_key(tmp_path / "keys", role, "lab"))
+    assert f"A {server} that runs with this folder admits it within seconds" in said
+    assert f"one with another folder needs {role}.lab.public there" in said
+    assert f"{{{role}.lab.secret,{server}.public}} HOST:keys/" in said
+
+
 def test_a_group_has_keys_of_its_own_which_are_listed_and_revoked(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     make_keys(keys)
     added = headrace("keys", "add", "worker", "--group", "gpu", cwd=tmp_path)
     assert added.returncode == 0, added.stderr
-    assert "{worker.gpu.secret,broker.public} HOST:keys/" in added.stdout
+    for words in (
+        "one with another folder needs worker.gpu.public there",
+        "{worker.gpu.secret,broker.public} HOST:keys/",
+        "for `headrace worker --count` also: supervisor.gpu.secret",
+        "env hosts and clients of these workers also: worker.gpu.public",
+    ):
+        assert words in added.stdout
     assert (mode(keys / "worker.gpu.secret"), mode(keys / "worker.gpu.public")) == (0o600, 0o644 & ~umask())
     again = headrace("keys", "add", "worker", "--group", "gpu", cwd=tmp_path)
     assert again.returncode == ExitCode.KEYS

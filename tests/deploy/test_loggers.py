@@ -107,6 +107,17 @@ def test_tensorboard_reads_the_logged_values(tmp_path: Path) -> None:
     assert (scalar.wall_time, scalar.step, scalar.value) == (1000.5, 64, -0.25)
 
 
+def test_a_row_is_in_tensorboards_file_at_once(tmp_path: Path) -> None:
+    module = pytest.importorskip("headrace.deploy.loggers.tensorboard_logger", reason="tensorboard is not installed")
+    logger = module.TensorBoardLogger(info(tmp_path))
+    for number, row in enumerate((LEARNER_ROW, {**LEARNER_ROW, "learner/second": 1.0})):
+        logger.log(row, number)
+        (file,) = (tmp_path / "tensorboard").iterdir()
+        assert (b"learner/second" in file.read_bytes()) is (number == 1)
+        assert b"learner/policy (loss)" in file.read_bytes()
+    logger.close()
+
+
 def test_wandb_writes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed; pip install 'headrace[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -168,13 +168,18 @@ AXES = {"env_steps"}
 """Figures that TensorBoard has as its own axis."""
 
 
-def test_tensorboard_and_the_report_show_all_figures_under_the_names_of_the_columns(tmp_path: Path) -> None:
+def test_tensorboard_groups_all_figures_and_the_report_has_the_names_of_the_columns(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'headrace[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logged(tmp_path, tensorboard=True)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == set(figures()) - AXES
+    from headrace.deploy.loggers.tensorboard_logger import tag_of
+
+    tags = set(EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"])
+    assert tags == {tag_of(name) for name in figures()} - {tag_of(name) for name in AXES}
+    groups = {"sampling", "broker", "processes", "learner", "learner_time", "policies", "callbacks"}
+    assert {tag.partition("/")[0] for tag in tags} == groups
+    assert {"sampling/episode_return_mean", "broker/held_batches", "learner/loss", "processes/restarts"} < tags
     assert set(series_of(RunSeries(rows()))) == set(figures())
     header = (tmp_path / "metrics.csv").read_text().splitlines()[0]
     assert set(header.replace('"', "").split(",")) == set(figures()) | NO_FIGURES

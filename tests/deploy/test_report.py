@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,33 @@ def test_a_chart_of_many_points_is_small_and_keeps_its_range() -> None:
     assert len(places) <= MOST_POINTS
     assert places == sorted(places)
     assert "from 0 to 6" in str(page.named("svg")[0]["aria-label"])
+
+
+@pytest.mark.parametrize("value", [0.3, -7.5, 475.0, 1e-5, 0.0])
+def test_a_curve_that_is_constant_but_for_rounding_has_an_axis_of_its_size(value: float) -> None:
+    points = [(float(n), value * (1 + n % 3 * 1e-16)) for n in range(9)]
+    html = chart_html(Chart("x", "", [Curve("x", points)], end_s=9.0))
+    page = Page(html)
+    heights = {float(point.split(",")[1]) for point in str(page.named("polyline")[0]["points"]).split()}
+    assert max(heights) - min(heights) <= 0.1, "the line is flat"
+    ticks = re.findall(r'text-anchor="end">([-0-9.e]+)<', html)
+    assert len(ticks) == len(set(ticks)) >= 3, ticks
+    assert max(abs(float(tick)) for tick in ticks) <= 2 * abs(value) or value == 0.0
+
+
+def test_a_curve_that_varies_by_a_percent_keeps_its_shape() -> None:
+    page = Page(chart_html(Chart("x", "", [Curve("x", [(0.0, 495.0), (9.0, 500.0)])], end_s=9.0)))
+    low, high = (float(point.split(",")[1]) for point in str(page.named("polyline")[0]["points"]).split())
+    assert abs(low - high) > 100
+
+
+def test_a_chart_tells_env_steps_along_its_time() -> None:
+    steps = [(0.5, 0.0), (3.0, 1500.0), (9.0, 45_000.0)]
+    page = Page(chart_html(Chart("x", "", [Curve("x", [(0.0, 1.0), (6.0, 2.0), (9.0, 4.0)])], end_s=9.0, steps=steps)))
+    along = [said for said in page.texts if said in ("1,500", "45k env steps")]
+    assert along == ["1,500", "1,500", "45k env steps"], "none is known at 0 s"
+    assert "6 s (1,500 env steps): 2" in page.texts
+    assert "9 s (45k env steps)" in page.texts, "the table"
 
 
 def test_many_marks_of_a_chart_are_few_lines_which_name_the_first_of_each() -> None:

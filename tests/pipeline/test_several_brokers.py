@@ -82,7 +82,7 @@ def test_batches_of_both_brokers_form_one_stream_with_one_position(
 class Entry:
     """The entry of one broker, as the test says."""
 
-    problem = ""
+    problem, at_goal = "", False
 
     def __init__(self, broker: BrokerThread) -> None:
         self.names = broker

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from headrace.learner_stub import EpisodeStream, stall_detector
+from headrace.learner_stub import EpisodeStream, broker_stream, stall_detector
 from headrace.learner_stub.connection import LearnerSocket
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import WorkerTotals, add_up
@@ -19,6 +19,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
+from headrace.schemas.peers.rendezvous import Published
 from support.pipeline.delivery import (
     FLEET,
     SPACES,
@@ -57,6 +58,22 @@ def flip(at: int) -> Callable[[int, list[Buffer]], list[Buffer]]:
         return frames
 
     return alter
+
+
+def test_a_stream_ends_with_a_fleet_at_its_goal_before_its_broker_counts_as_silent(
+    broker: BrokerThread, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_stream, "_QUIET_S", 0.0)
+    published = Published(fleet_id="fleet", endpoints=broker.endpoints.model_dump())
+    published.write(tmp_path / "meet.json")
+    stream = stack.enter_context(EpisodeStream.of(tmp_path / "meet.json", connect_timeout_s=TIMEOUT_S))
+    stream.pump(0.1)
+    assert not stream.ended
+    broker.stop()
+    published.model_copy(update={"state": "stopped", "at_goal": True}).write(tmp_path / "meet.json")
+    wait_until(lambda: (stream.pump(0.05), stream.ended)[1], "the end")
+    assert stream._brokers[0].is_active, "it need not wait for the silence of a broker that may come back"
+    assert list(stream) == []
 
 
 def test_every_batch_is_handed_out_once_and_settled(

@@ -178,6 +178,7 @@ def test_the_page_shows_the_numbers_of_redis_and_peer_strings_as_plain_text(
             assert {name: one[name] for name in told} == told
         _shows_findings(shown["texts"], browser.text("#verdict"))
         _draws_the_history(browser)
+        _goes_along_env_steps(browser)
         # Texts of peers are shown as they are, and nothing of them is an element.
         for place in ("#fleet", "#policies", "#logged", "#processes", "#workers", "#findings", "#errors pre"):
             assert EVIL in browser.text(place), place
@@ -241,6 +242,26 @@ def _draws_the_history(browser: Browser) -> None:
     assert browser.text("#marks-count") == "3 events"
     for mark in ("worker 1: lost the connection", "learner epoch 2 began", f"ended ({EVIL[:40]})"):
         assert mark in browser.text("#marks")
+
+
+def _goes_along_env_steps(browser: Browser) -> None:
+    """Check the choice of the horizontal axis, and the vertical axis of curves that are constant but for rounding."""
+    browser.ask("window.Real = uPlot; uPlot = function (...all) { window.built = all; return new Real(...all); }; 0")
+    browser.ask("document.querySelector('[data-axis=steps]').click()")
+    browser.wait("window.built")
+    steps = browser.ask("built[1][0]")
+    assert steps == sorted(steps)
+    assert 0 < steps[-1] < 1e6, "env steps, and no Unix times"
+    assert browser.ask("built[0].scales.x.range()[1]") == steps[-1]
+    assert browser.ask("built[0].axes[0].values(null, [12000])") == ["12K"]
+    for value in (0.3, -7.5, 475.0, 1e-5):
+        low, high = browser.ask(f"built[0].scales.y.range(null, {value}, {value * (1 + 1e-15)!r})")
+        assert 0.1 * abs(value) < high - low < 0.3 * abs(value)
+        assert low < value < high
+    assert browser.ask("built[0].scales.y.range(null, 0, 0)") == [0, 1]
+    browser.ask("window.built = null; document.querySelector('[data-axis=time]').click()")
+    browser.wait("window.built")
+    assert browser.ask("built[1][0][0]") > 1e9
 
 
 @pytest.mark.thorough

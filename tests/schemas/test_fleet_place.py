@@ -40,6 +40,24 @@ def test_a_peer_logs_an_absent_broker_every_ten_seconds_until_its_wait_ends(
     assert place.ended is None
 
 
+@pytest.mark.parametrize(
+    ("at_goal", "patience", "ends"), [(True, 20.0, True), (False, 20.0, False), (True, None, False)]
+)
+def test_a_learner_does_not_wait_for_a_fleet_that_has_reached_its_goal_and_a_worker_does(
+    tmp_path: Path, at_goal: bool, patience: float | None, ends: bool
+) -> None:
+    write(tmp_path, "broker.json", {"endpoints": {"worker": "tcp://a:1"}})
+    write(tmp_path, "fleet.json", {"state": "draining", "at_goal": at_goal})
+    place = FleetPlace("tcp://a:1", "worker", RunDirAddresses(tmp_path), patience_s=60.0, stopped_patience_s=patience)
+    place.observe(True, 0.0)
+    place.observe(False, 1.0)
+    assert place.ended is None, "it drains still, so it may need its broker again"
+    write(tmp_path, "fleet.json", {"state": "stopped", "at_goal": at_goal})
+    place.observe(False, 2.0)
+    assert (place.ended is not None) is ends
+    assert not ends or "its run has reached its goal" in str(place.ended)
+
+
 def test_a_peer_logs_a_stopped_fleet_and_waits_a_shorter_time_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,7 +96,7 @@ def test_a_peer_follows_a_moved_port_and_ignores_malformed_addresses(tmp_path: P
 class Alternating:
     """Names another address each time."""
 
-    problem = ""
+    problem, at_goal = "", False
 
     def __init__(self) -> None:
         self.looks = 0

@@ -219,7 +219,16 @@ def test_note_stopped_marks_only_a_rendezvous_of_a_broker_on_this_machine(tmp_pa
     assert Rendezvous(str(path)).stopped() is None
     published(host=platform.node(), expires_unix_s=1.0).write(path)
     note_stopped(path)
-    assert Rendezvous(str(path)).stopped() is not None
+    found = Rendezvous(str(path))
+    assert found.stopped() is not None
+    assert not found.at_goal
+    note_stopped(path, at_goal=True)
+    assert found.stopped() is not None
+    assert found.at_goal
+    published(host="elsewhere", state="stopped").write(path)
+    note_stopped(path, at_goal=True)
+    assert found.stopped() is not None
+    assert not found.at_goal
 
 
 def test_a_broker_rewrites_its_rendezvous_and_leaves_it_to_a_later_broker(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,94 @@ def test_an_impossible_export_is_refused(settings: dict[str, Any], suffix: str, 
         policy_of(*trained(Walk)).export(tmp_path / "nowhere" / "policy.pt")
     with pytest.raises(ExportError, match=r"/proc/policy\.pt: it cannot be written \(No such file"):
         policy_of(*trained(Walk)).export("/proc/policy.pt")
+
+
+class ByValues(ThroughNumpy):
+    """A module with an `if` on values of its observations."""
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        scores = self.layer(batch["obs"])
+        return {"actions": (scores if batch["obs"].sum() > 0 else -scores).argmax(1) - 1}
+
+
+class ByRows(ThroughNumpy):
+    """A module with a loop over the rows."""
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"actions": torch.stack([self.layer(row) for row in batch["obs"]]).argmax(1) - 1}
+
+
+class Unusual(ThroughNumpy):
+    """A module with an operation that ONNX lacks."""
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"actions": torch.special.bessel_j0(self.layer(batch["obs"])).argmax(1) - 1}
+
+
+PLACE = rf"at \S*{Path(__file__).name}:\d+\)"
+
+
+@pytest.mark.parametrize(
+    ("module", "suffix", "why"),
+    [
+        (ByValues, ".pt2", rf"ByValues takes a path that depends on values .*torch\.where.*GuardOnDataDep.*, {PLACE}"),
+        (ByValues, ".onnx", r"ByValues takes a path that depends on values of observations, by an `if`"),
+        (
+            ByValues,
+            ".pt",
+            rf"by up to \d; torch says of \S*{Path(__file__).name}:\d+: Converting a tensor to a Python bool",
+        ),
+        (ByRows, ".pt2", r"ByRows is bound to one number of rows, by a loop .*Constraints violated"),
+        (ByRows, ".onnx", r"ByRows is bound to one number of rows"),
+        (Unusual, ".onnx", r"Unusual has an operation that ONNX lacks; use others, or export to \.pt2 .*bessel_j0\)"),
+    ],
+)
+def test_a_refused_export_tells_cause_and_remedy_and_prints_no_graph(
+    module: Any, suffix: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, runner = trained(Walk, module=module)
+    with runner:
+        policy = policy_of(config, runner)
+    capfd.readouterr()
+    with pytest.raises(ExportError, match=why):
+        policy.export(tmp_path / f"policy{suffix}")
+    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".onnx"])
+def test_an_export_tells_inputs_and_outputs_in_their_order_and_how_it_was_tried(suffix: str, tmp_path: Path) -> None:
+    config, runner = trained(Nested)
+    with runner:
+        policy = policy_of(config, runner)
+    written = policy.export_file(tmp_path / f"policy{suffix}")
+    (spaces,) = policy.spaces.values()
+    names = [name for name, _ in leaves(spaces.observation, "obs")]
+    assert [name for name, _ in written.inputs] == names
+    assert ("obs/bits", "int8 (rows, 3)") in written.inputs
+    assert [name for name, _ in written.outputs] == [name for name, _ in leaves(spaces.action, "actions")]
+    assert (written.unread, written.path) == ([], tmp_path / f"policy{suffix}")
+    assert 0.0 <= written.difference < 1e-3
+    said = written.in_words().splitlines()
+    assert f"  input 1: {names[0]}, {dict(written.inputs)[names[0]]}" in said
+    assert "tried with 1 and 7 random observations: the largest difference" in said[-1]
+    if suffix == ".onnx":
+        session = onnxruntime.InferenceSession(str(written.path))
+        assert [given.name for given in session.get_inputs()] == names
+        assert re.match(r"ONNX of opset \d+, tried by onnxruntime ", said[0])
+
+
+def test_an_onnx_file_that_this_onnxruntime_cannot_read_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_old(*_: Any, **__: Any) -> None:
+        raise RuntimeError("ONNX Runtime only guarantees support for models stamped with official released opset")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", too_old)
+    policy = policy_of(*trained(Walk))
+    with pytest.raises(ExportError, match=r"does not read ONNX of opset \d+ .*pip install --upgrade onnxruntime"):
+        policy.export(tmp_path / "policy.onnx")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_observation_of_a_wrong_form_raises_policy_call_error() -> None:

@@ -20,7 +20,7 @@ from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.observations import Observations
 from headrace.workers.modules.protocol import build_module, weights_bounded
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.policy.export import export_policy
+from headrace.workers.policy.export import ExportedFile, export_policy
 from headrace.workers.policy.module_weights import weights_by_module, write_weights
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.policy.policies import NO_EPISODE, Policies
@@ -175,6 +175,10 @@ class TrainedPolicy:
         Inputs are the env's observations, one array (rows, ...) for each leaf of the space. Outputs are the actions
         that `act` gives for a batch, one array for each leaf. Raises `ExportError` where a part does not allow it.
         """
+        return self.export_file(path, module_id).path
+
+    def export_file(self, path: str | Path, module_id: str | None = None) -> ExportedFile:
+        """Do as `export`, and return what the file has: its inputs and outputs in their order, and how it was tried."""
         module_id = self._module_of(None, module_id)
         reference = self.with_own_memory()
         reference._checks_masks = False  # it is called with random observations

@@ -30,7 +30,7 @@ MOST_VIEWERS = 100
 RENDEZVOUS = f"/{RENDEZVOUS_FILE}"
 
 PAGE_CURVES = (
-    "env_steps_per_s",
+    "env_steps_",
     "committed_agent_steps_per_s",
     "dropped_agent_steps_per_s",
     "discarded_agent_steps_per_s",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from headrace.deploy.monitoring.html_page import folded, table, text
+from headrace.deploy.report.progress import duration
 
 Points = Sequence[tuple[float, float]]
 """(x, y), x rising."""
 
-WIDTH, HEIGHT = 440, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 8, 22
+WIDTH, HEIGHT = 440, 204
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 8, 36
+_FLAT = 1e-3
+"""A curve that varies by less of its size is drawn as a constant one: its axis would show rounding errors."""
 MOST_POINTS = 110
 """Points that are drawn of a curve. Of more, each is the mean of several neighbours."""
 MOST_CURVES = 8
@@ -47,6 +51,18 @@ class Chart:
     from_zero: bool = False
     """True if 0 is on the axis, whatever the values are."""
     percent: bool = False
+    steps: Points = ()
+    """(s, env steps until then), which the horizontal axis tells too."""
+
+    def steps_at(self, at: float) -> str:
+        """Return the number of env steps until a moment; "" where it is not known."""
+        number = bisect_right(self.steps, (at, math.inf)) - 1
+        return short_number(self.steps[number][1]) if number >= 0 else ""
+
+    def moment(self, at: float) -> str:
+        """Return a time with the env steps until then."""
+        steps = self.steps_at(at)
+        return f"{duration(at)} ({steps} env steps)" if steps else duration(at)
 
 
 def chart_html(chart: Chart) -> str:
@@ -69,11 +85,11 @@ def chart_html(chart: Chart) -> str:
 
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(_in_words(chart, show))}">',
-        *_axes(end_s, x, y, (low, high, step), show),
+        *_axes(chart, end_s, x, y, (low, high, step), show),
         *(_band(number, curve, x, y) for number, curve in enumerate(curves) if curve.band),
         *(_mark(group, x(group[0][0])) for group in _near(chart.marks, end_s)),
         *(_line(number, curve, x, y) for number, curve in enumerate(curves)),
-        *_hover(curves, x, show),
+        *_hover(chart, curves, x, show),
         "</svg>",
     ]
     unit = f' <span class="dim">{text(chart.unit)}</span>' if chart.unit else ""
@@ -99,18 +115,6 @@ def short_number(value: float) -> str:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time span in at most two units: 12 s, 3 min 5 s, 2 h 4 min, 3 d 1 h."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    for unit, one, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= one:
-            rest = whole % one // part
-            return f"{whole // one} {unit} {rest} {smaller}" if rest else f"{whole // one} {unit}"
-    raise AssertionError(whole)
 
 
 def _means(points: Sequence[tuple[float, ...]]) -> list[tuple]:  # type: ignore[type-arg]
@@ -141,7 +145,8 @@ def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float
 def _axis(values: Sequence[float], from_zero: bool) -> tuple[float, float, float]:
     """Return round numbers (low, high, step) around the values."""
     low, high = min(values), max(values)
-    low, high = (min(low, 0.0), max(high, 0.0)) if from_zero or low == high else (low, high)
+    if from_zero or high - low <= _FLAT * max(abs(low), abs(high)):
+        low, high = min(low, 0.0), max(high, 0.0)
     if low == high:
         high = low + 1.0
     rough = (high - low) / _TICKS
@@ -151,6 +156,7 @@ def _axis(values: Sequence[float], from_zero: bool) -> tuple[float, float, float
 
 
 def _axes(
+    chart: Chart,
     end_s: float,
     x: Callable[[float], float],
     y: Callable[[float], float],
@@ -166,7 +172,10 @@ def _axes(
         parts.append(f'<text x="{_LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{text(show(value))}</text>')
     for part, anchor in enumerate(("start", "middle", "middle", "end")):
         at = end_s * part / 3
-        parts.append(f'<text x="{x(at)}" y="{HEIGHT - 6}" text-anchor="{anchor}">{text(duration(at))}</text>')
+        steps = chart.steps_at(at)
+        for up, label in ((20, duration(at)), (6, f"{steps} env steps" if anchor == "end" else steps)):
+            if steps or up > 6:
+                parts.append(f'<text x="{x(at)}" y="{HEIGHT - up}" text-anchor="{anchor}">{text(label)}</text>')
     return parts
 
 
@@ -199,7 +208,9 @@ def _mark(group: Sequence[tuple[float, str]], px: float) -> str:
     return f'<line class="mark" x1="{px}" x2="{px}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"><title>{name}</title></line>'
 
 
-def _hover(curves: Sequence[Curve], x: Callable[[float], float], show: Callable[[float], str]) -> list[str]:
+def _hover(
+    chart: Chart, curves: Sequence[Curve], x: Callable[[float], float], show: Callable[[float], str]
+) -> list[str]:
     """Return a strip for each moment of the first curve, whose title says all values there."""
     moments = [at for at, _ in curves[0].points]
     edges = [float(_LEFT), *((x(a) + x(b)) / 2 for a, b in pairwise(moments)), float(WIDTH - _RIGHT)]
@@ -210,7 +221,7 @@ def _hover(curves: Sequence[Curve], x: Callable[[float], float], show: Callable[
         said = said if len(curves) > 1 else [show(nearest[0][at])]
         strips.append(
             f'<rect x="{begin:.1f}" width="{max(end - begin, 0.5):.1f}" y="{_TOP}" height="{HEIGHT - _TOP - _BOTTOM}">'
-            f"<title>{text(duration(at) + ': ' + ', '.join(said))}</title></rect>"
+            f"<title>{text(chart.moment(at) + ': ' + ', '.join(said))}</title></rect>"
         )
     return ['<g class="hover">', *strips, "</g>"]
 
@@ -231,5 +242,5 @@ def _table(chart: Chart, show: Callable[[float], str]) -> str:
     step = max(1, math.ceil(len(moments) / _TABLE_ROWS))
     chosen = sorted({*moments[::step], moments[-1]})
     known = [dict(curve.points) for curve in curves]
-    rows = [(duration(at), *(show(own[at]) if at in own else "" for own in known)) for at in chosen]
+    rows = [(chart.moment(at), *(show(own[at]) if at in own else "" for own in known)) for at in chosen]
     return folded("as a table", table(chart.title, ("time", *(curve.name for curve in curves)), rows))

@@ -11,8 +11,9 @@ import orjson
 
 from headrace.deploy.monitoring.html_page import folded, page, paragraph, table, text, tiles
 from headrace.deploy.monitoring.losses import loss_of
-from headrace.deploy.monitoring.report.line_chart import Chart, Curve, chart_html, duration, short_number
+from headrace.deploy.monitoring.report.line_chart import Chart, Curve, chart_html, short_number
 from headrace.deploy.monitoring.report.run_series import RunSeries
+from headrace.deploy.report.progress import duration
 from headrace.schemas.basics.printable import one_line, printable
 
 MOST_CHARTS = 24
@@ -94,7 +95,8 @@ def _charts(series: RunSeries) -> str:
     if not drawn:
         return paragraph("There are no rows yet: the fleet has not taken a step, or its rows were removed.", "dim")
     marks = " Dashed lines mark changes; each has its name under the pointer." if series.marks else ""
-    about = "The time is that for which the fleet ran. Point at a curve for its values." + marks
+    axis = "The time is that for which the fleet ran, with the env steps until then below it."
+    about = f"{axis} Point at a curve for its values.{marks}"
     listed = folded(
         "changes", table("changes", ("time", "what"), [(duration(at), what) for at, what in series.marks], 2)
     )
@@ -102,10 +104,12 @@ def _charts(series: RunSeries) -> str:
 
 
 def _all_charts(series: RunSeries) -> Iterator[Chart]:
+    steps = series.points("env_steps")
+
     def chart(
         title: str, unit: str, curves: Iterable[Curve], *, from_zero: bool = True, percent: bool = False
     ) -> Chart:
-        return Chart(title, unit, list(curves), series.marks, series.end_s, from_zero, percent)
+        return Chart(title, unit, list(curves), series.marks, series.end_s, from_zero, percent, steps)
 
     def lines(**named: str) -> Iterator[Curve]:
         for column, name in named.items():

@@ -20,10 +20,10 @@ from headrace.deploy.loggers import Row
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
-from headrace.deploy.monitoring.report.line_chart import duration
 from headrace.deploy.monitoring.report.run_series import RunSeries
 from headrace.deploy.report.audit import find_books, warnings
 from headrace.deploy.report.audit_command import read_and_audit
+from headrace.deploy.report.progress import duration
 from headrace.deploy.report.run_facts import plain_errors, read_run_facts
 from headrace.deploy.report.run_rows import history_row
 from headrace.deploy.run.evaluation_log import EvaluationLog

@@ -228,7 +228,11 @@ function showWorkers(s) {
   const value = (w) => w[sorting.column] ?? "";
   found.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a.slot - b.slot) * (sorting.falls ? -1 : 1));
   const worst = new Map();
-  for (const one of s.findings) if (worst.get(one.whom) !== "error") worst.set(one.whom, one.severity);
+  for (const one of s.findings) {
+    for (const whom of one.slots.length ? one.slots.map((slot) => `worker-${slot}`) : [one.whom]) {
+      if (worst.get(whom) !== "error") worst.set(whom, one.severity);
+    }
+  }
   keyed(table.tBodies[0], found.slice(0, MOST_ROWS), (w) => w.slot, (w) => make("tr", {},
     make("th", { scope: "row" }, make("a", { href: `/worker/${w.slot}`, text: w.name })),
     ...WORKER_COLUMNS.slice(1).map(([key, , , isText]) => make("td", { "data-of": key, class: isText ? "text" : null }))),
@@ -367,7 +371,8 @@ function show(s) {
   say($("about"), filled([s.fleet.started_unix_s && `started ${moment(s.fleet.started_unix_s)}`,
     isNumber(s.fleet.ended_unix_s) && `ended ${moment(s.fleet.ended_unix_s)}`,
     s.fleet.version && `Headrace ${s.fleet.version}`, s.fleet.run_dir]));
-  showFindings(s.findings.filter((one) => slotShown === null || one.whom === `worker-${slotShown}`));
+  showFindings(s.findings.filter((one) => slotShown === null || one.whom === `worker-${slotShown}`
+    || one.slots.includes(slotShown)));
   if (slotShown !== null) return showWorker(s);
   showTiles($("tiles"), tiles(s));
   showLedger($("fleet-ledger"), s.ledger);
@@ -469,6 +474,13 @@ function begin() {
       if (wanted !== ring) { ring = wanted; Charts.clear(); }
       Charts.show(Number(button.dataset.range));
       loadSeries();
+    });
+  }
+  const axes = document.querySelectorAll("[data-axis]");
+  for (const button of axes) {
+    button.addEventListener("click", () => {
+      for (const one of axes) one.setAttribute("aria-pressed", String(one === button));
+      Charts.along(button.dataset.axis === "steps");
     });
   }
   $("learner-details").open = innerWidth > 700;

@@ -28,11 +28,13 @@ const CHARTS = [
   { title: "Length of episodes", unit: "env steps", lines: [{ name: "episode_len_mean", label: "mean" }] },
 ];
 const MOST_LEARNER_CHARTS = 24;
+const FLAT = 1e-3; /* A curve that varies by less of its size is drawn as a constant one. */
 
 const Charts = (() => {
   const plots = new Map();
   let data = { unix_s: [], curves: {}, marks: [], interval_s: 5 };
   let shown = 3600;
+  let bySteps = false;
   let boxes = [];
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -82,12 +84,23 @@ const Charts = (() => {
     return spec.scale ? values.map((value) => value === null ? null : value * spec.scale) : values;
   }
 
+  /* The horizontal place of each row: its time, or the env steps until then, which never fall. */
+  function places() {
+    const told = bySteps ? data.curves.env_steps_total : null;
+    if (!told) return data.unix_s;
+    const isStart = (data.curves.env_steps_per_s || [null])[0] !== null; /* a report without the counter: no step yet */
+    let steps = (isStart ? told[0] : told.find((value) => value !== null)) || 0;
+    return told.map((value) => (steps = Math.max(steps, value || 0)));
+  }
+
   function drawMarks(plot) {
     const { left, top, width, height } = plot.bbox;
     plot.ctx.save();
     plot.ctx.setLineDash([4, 4]);
     for (const mark of data.marks) {
-      const x = plot.valToPos(mark.unix_s, "x", true);
+      const row = data.unix_s.findIndex((time) => time >= mark.unix_s);
+      if (bySteps && row < 0) continue;
+      const x = plot.valToPos(bySteps ? plot.data[0][row] : mark.unix_s, "x", true);
       if (x < left || x > left + width) continue;
       plot.ctx.strokeStyle = color(["joined", "again", "learner", "broker"].includes(mark.kind) ? "--c5" : "--error");
       plot.ctx.beginPath();
@@ -112,8 +125,9 @@ const Charts = (() => {
     return {
       width, height: 170, legend: { show: false }, series: [{}, ...series], bands,
       cursor: { sync: { key: "fleet" }, drag: { x: false, y: false }, points: { show: false } },
-      scales: { x: { time: true, range: () => range() }, y: { range: (_, low, high) => limits(low, high) } },
-      axes: [{ ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, ticks[ticks.length - 1] - ticks[0] > 600 ? 5 : 8)) }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => short(tick)) }],
+      scales: { x: { time: !bySteps, range: () => range() }, y: { range: (_, low, high) => limits(low, high) } },
+      axes: [{ ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => bySteps ? short(tick)
+        : clock(tick).slice(0, ticks[ticks.length - 1] - ticks[0] > 600 ? 5 : 8)) }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => short(tick)) }],
       hooks: { draw: [drawMarks], setCursor: [(plot) => tell(caption, spec, found, plot.cursor.idx)] },
     };
   }
@@ -121,13 +135,18 @@ const Charts = (() => {
   function range() {
     const last = data.unix_s[data.unix_s.length - 1] || Date.now() / 1000;
     const first = Math.max(data.unix_s[0] || 0, last - shown);
-    return [Math.min(first, last - 60), last];
+    if (!bySteps) return [Math.min(first, last - 60), last];
+    const x = places();
+    const from = x[data.unix_s.findIndex((time) => time >= first)] || 0;
+    return [from, Math.max(from + 1, x[x.length - 1] || 0)];
   }
 
   function limits(low, high) {
-    if (low === null || low === undefined) return [0, 1];
-    const room = (high - low || Math.abs(high) || 1) * 0.08;
-    return [low >= 0 && low < (high - low) * 2 ? 0 : low - room, high + room];
+    if (low === null || low === undefined || (low === 0 && high === 0)) return [0, 1];
+    const size = Math.max(Math.abs(low), Math.abs(high));
+    const spread = high - low > FLAT * size ? high - low : 0; /* else the axis would show rounding errors */
+    const room = (spread || size) * 0.08;
+    return [low >= 0 && low < spread * 2 ? 0 : low - room, high + room];
   }
 
   const short = (value) => Math.abs(value) >= 10000
@@ -148,7 +167,8 @@ const Charts = (() => {
       const said = (one) => one === null || one === undefined ? "-" : short(one * (spec.scale || 1));
       parts.push({ column, text: `${column.label} ${column.isBand ? `${said(low)} to ` : ""}${said(value)}` });
     }
-    const when = index === null || index === undefined ? "" : clock(data.unix_s[i]);
+    const at = bySteps ? `${whole(places()[i])} env steps` : clock(data.unix_s[i]);
+    const when = index === null || index === undefined ? "" : at;
     caption.replaceChildren(...(when ? [make("b", { text: when })] : []), ...parts.map(({ column, text }) => {
       const swatch = make("span", { class: "swatch" });
       swatch.style.background = column.isBand ? `${color("--c0")}55` : color(column.hue || "--c0");
@@ -188,7 +208,7 @@ const Charts = (() => {
     const figure = make("figure", {}, make("h3", { text: spec.unit ? `${spec.title}, ${spec.unit}` : spec.title }),
       canvas, caption);
     let plot = null;
-    const rows = () => [data.unix_s, ...found.map((column) => valuesOf(spec, column))];
+    const rows = () => [places(), ...found.map((column) => valuesOf(spec, column))];
     const resize = new ResizeObserver(() => {
       const width = Math.floor(canvas.clientWidth);
       if (width < 50) return;
@@ -213,6 +233,7 @@ const Charts = (() => {
     take, clear, draw,
     mount(...elements) { boxes = elements; },
     show(seconds) { shown = seconds; draw(); },
+    along(steps) { bySteps = steps; this.restyle(); },
     restyle() { for (const title of [...plots.keys()]) drop(title); draw(); },
     newest: () => data.unix_s[data.unix_s.length - 1] || 0,
     marks: () => data.marks,
