@@ -245,7 +245,10 @@ def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet
 
 def _problems(fleet: Fleet, snapshot: Snapshot) -> list[str]:
     """Return the audit's problems. A fleet that ended before its broker's first report has no ledger to audit."""
-    evidence = read_evidence(fleet.run_dir.path, fleet.fleet_id)
+    try:
+        evidence = read_evidence(fleet.run_dir.path, fleet.fleet_id)
+    except (OSError, RunDirError) as error:
+        return [f"the books are not compared with the files of the run: {error}"]
     if snapshot.reported_unix_s is None:
         return [*snapshot.garbage, *contradictions(evidence, snapshot)]
     return audit(snapshot, evidence)

@@ -233,6 +233,6 @@ def test_a_life_without_a_number_on_disk_does_not_begin(nursery: Nursery, monkey
     assert service.child is not None
     service.child.send(signal.SIGKILL)
     nursery.until(lambda: service.state is ServiceState.FAILED)
-    assert "the number of child cannot be written (Read-only file system); repair that" in str(
+    assert "the number of child cannot be written (Read-only file system); mount it for writing" in str(
         nursery.supervisor.failure
     )
