@@ -16,6 +16,7 @@ from headrace.deploy.fleet.fleet import Fleet
 from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.monitoring.findings import awaited
 from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.event_loop import StandstillWatch
 from headrace.deploy.process.fleet_errors import DrainCutShortError, GoalTimeoutError
 from headrace.deploy.process.fork_server import early_or_new
 from headrace.deploy.process.service_manager import service_manager
@@ -96,6 +97,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
             service_manager().follow(fleet.loop)
             with (
                 LogRotation(run_dir.logs, config.logging.max_file_bytes),
+                StandstillWatch(fleet.loop, run_dir.path),
                 RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log,
             ):
                 try:
