@@ -183,6 +183,35 @@ def test_a_file_that_the_machine_does_not_give_is_not_called_damaged(
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_a_disk_that_does_not_answer_is_said_and_the_fleet_goes_on_with_it(tmp_path: Path) -> None:
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(128 << 20)
+    for command in (["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(disk)]):
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            pytest.skip(f"needs a disk of its own: {made.stderr.strip()}")
+    said = tmp_path / "said"
+    settings = ["--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--run-dir", str(disk / "run"), "--json"]
+    try:
+        with said.open("w") as words, (tmp_path / "end").open("w") as end:
+            fleet = subprocess.Popen([*UP, *settings, "--timeout-s", "200"], stdout=end, stderr=words)
+            wait_until((disk / "run" / "learner.checkpoint").exists, "a checkpoint")
+            subprocess.run(["fsfreeze", "--freeze", str(disk)], check=True)
+            try:
+                wait_until(lambda: "stood still for 10 s in " in said.read_text(), "a sentence on the disk")
+            finally:
+                subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=True)
+            fleet.terminate()
+            assert fleet.wait(120) == 0, said.read_text()
+        assert orjson.loads((tmp_path / "end").read_bytes())["balanced"]
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_fleet_whose_run_directory_becomes_immutable_is_drained_and_can_be_resumed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ["--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--set", "learner.steps_per_update=512"]
