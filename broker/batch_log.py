@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -148,7 +149,8 @@ class BatchLog:
         lost = nbytes - readable
         if is_last:
             log.warning("broker log: cut %d bytes of an unfinished record at the end of %s", lost, path.name)
-            os.truncate(path, readable)
+            with writing(path, "the broker's log"):
+                os.truncate(path, readable)
         else:
             log.error("broker log: %s is damaged; %d bytes after byte %d are ignored", path.name, lost, readable)
 
@@ -234,7 +236,8 @@ class BatchLog:
         segments = list(self._segments.values())
         if all(_is_over(segment, is_over) for segment in segments):
             for segment in segments:
-                segment.path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    segment.path.unlink(missing_ok=True)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -309,8 +312,10 @@ class BatchLog:
             _write_all(self._file, pieces)
             os.fsync(self._file)
         except OSError:
-            os.ftruncate(self._file, segment.nbytes)
+            whole, segment.nbytes = segment.nbytes, segment.nbytes + self._segment_bytes  # full, if it stays torn
+            os.ftruncate(self._file, whole)
             os.lseek(self._file, 0, os.SEEK_END)
+            segment.nbytes = whole
             raise
         segment.nbytes += nbytes
 
@@ -335,8 +340,9 @@ class BatchLog:
             self._segments = {**self._segments, index: segment}
 
     def _remove(self, index: int) -> None:
-        segment = self._segments[index]
-        segment.path.unlink(missing_ok=True)
+        """Remove a segment that no broker needs. One that stays does no harm: its batches are known to be over."""
+        with suppress(OSError):
+            self._segments[index].path.unlink(missing_ok=True)
         with self._changed:
             self._segments = {other: each for other, each in self._segments.items() if other != index}
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headrace.schemas.accounts.folded_lives import CountsByName, FoldedLives
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.basics.run_files import read_regular, replace_private
-from headrace.schemas.errors import RunDirError
+from headrace.schemas.errors import RunDirError, reading
 
 
 class EndedLives(BaseModel):
@@ -57,7 +57,9 @@ class BooksFile:
 
     def _read(self) -> _Content | None:
         try:
-            content = _Content.model_validate_json(read_regular(self._path))
+            with reading(self._path, "the file of ended lives"):
+                text = read_regular(self._path)
+            content = _Content.model_validate_json(text)
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:

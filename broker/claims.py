@@ -178,7 +178,8 @@ class Claims:
             return  # it is only acknowledged
         if peer in self._supervisors and (source is None or not source.closed):  # the closed is only acknowledged
             self._check_incarnation(obituary.slot, obituary.incarnation, now)
-            self._last_words(obituary, source, now)
+            if source is None or not source.is_unrecorded(obituary):
+                self._last_words(obituary, source, now)
 
     def _last_words(self, words: LastWords, source: Source | None, now: float) -> None:
         totals, settled = words.totals, words.settled

@@ -27,6 +27,7 @@ from headrace.schemas.accounts.folded_lives import FoldedLives, fold
 from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.runner_counters import Counters
 from headrace.schemas.basics.run_files import read_regular, replace_private
+from headrace.schemas.errors import reading
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +68,19 @@ class LifetimeFile:
         self._ended_as_json: dict[int, Any] = {}
 
     def read(self) -> Lifetime:
-        """Return the content of the file; empty if there is none. Log and leave out what cannot be read."""
+        """Return the content of the file; empty if there is none. Log and leave out what is damaged.
+
+        Raises `RunDirError` where the disk does not give it: it may be whole.
+        """
         lifetime = self._read()
         self._is_damaged = bool(lifetime.damage)
         return lifetime
 
     def _read(self) -> Lifetime:
         try:
-            found: Any = orjson.loads(read_regular(self._path))
+            with reading(self._path, "the sums of earlier lives"):
+                text = read_regular(self._path)
+            found: Any = orjson.loads(text)
             if found["fleet_id"] != self._fleet_id:
                 raise ValueError(f"it is of fleet {found['fleet_id']!r}")
             hashes = [
@@ -126,14 +132,14 @@ class LifetimeFile:
         env_errors: Mapping[str, Mapping[str, object]],
         *,
         last: bool = False,
-    ) -> None:
+    ) -> bool:
         """Replace the file if anything has changed and its pause is over, or if this is the `last` write.
 
-        Keep one that `read` has found damaged at `set_aside`. Raises `OSError`.
+        Return False during the pause. Keep one that `read` has found damaged at `set_aside`. Raises `OSError`.
         """
         now = self._clock()
         if now < self._not_before and not last:
-            return
+            return False
         content = {
             "fleet_id": self._fleet_id,
             "runner_state": runner_state,
@@ -151,3 +157,4 @@ class LifetimeFile:
         if text != self._written:
             replace_private(self._path, text)
             self._written = text
+        return True

@@ -328,13 +328,13 @@ class RedisReporter:
         if self._lifetime_file is None or lifetime is None:
             return
         try:
-            self._lifetime_file.write(*lifetime, last=last)
+            written = self._lifetime_file.write(*lifetime, last=last)
         except OSError as error:
             if not self._lifetime_failed:
                 log.warning("lifetime.json cannot be written (%s): the audit lacks lives that end meanwhile", error)
             self._lifetime_failed = True
         else:
-            self._lifetime_failed = False
+            self._lifetime_failed = self._lifetime_failed and not written
 
     def _find_folded_rows(self) -> None:
         """Find rows in Redis whose lives are folded, and counters there: it may have lost the newest writes."""

@@ -161,6 +161,8 @@ def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endp
             socket.bind(endpoint)
             return
         except zmq.ZMQError as error:
+            if error.errno == errno.EMFILE:
+                raise
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"{config.host!r} cannot be bound: {error}", key="broker.host") from error
     raise PortInUseError(endpoint)

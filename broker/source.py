@@ -22,7 +22,7 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer
-from headrace.schemas.messages import ModuleShapes, WeightsRefusal, WorkerHello
+from headrace.schemas.messages import LastWords, ModuleShapes, WeightsRefusal, WorkerHello
 
 UNSEEN_AT_ONCE = 1_000
 UNSEEN_PER_S = 10_000
@@ -224,6 +224,10 @@ class Source:
         totals = self.counting(totals, now)
         if totals.__dict__ != self.totals.__dict__:
             self.totals = totals
+
+    def is_unrecorded(self, words: LastWords) -> bool:
+        """Return whether the life's supervisor found no recorder, though the life has told of steps: it was removed."""
+        return not words.totals.stepped and not self.closed and bool(self.totals.stepped or self.cut.stepped)
 
     def know_cut(self, totals: WorkerTotals) -> None:
         """Note how many batches the worker has cut. No later batch can be settled, or held by a learner."""

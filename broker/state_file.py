@@ -18,7 +18,7 @@ from headrace.broker.limits import BrokerState
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.credentials.key_files import is_group
-from headrace.schemas.errors import RunDirError, writing
+from headrace.schemas.errors import RunDirError, reading, writing
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ def read_broker_file(run_dir: Path) -> BrokerFile | None:
     """
     path = file_path(run_dir)
     try:
-        return _without_impossible(BrokerFile.model_validate(orjson.loads(read_regular(path))))
+        with reading(path, "the broker's state"):
+            content = read_regular(path)
+        return _without_impossible(BrokerFile.model_validate(orjson.loads(content)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, ValidationError) as error:

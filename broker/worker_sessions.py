@@ -480,9 +480,13 @@ class WorkerSessions:
         if not self._owners.has_place(obituary.slot):
             detail = f"slot {obituary.slot} is unknown, and workers were in too many slots"
             self._refuse(peer, "a supervisor", "too_many_slots", detail)
-        elif not self._may_begin(peer, "a supervisor", life, supervisor.group, now):
             return
-        elif self._ends.add(peer, obituary, supervisor.group):
+        if not self._may_begin(peer, "a supervisor", life, supervisor.group, now):
+            return
+        source = self._store.sources.get(life)
+        if source is not None and source.is_unrecorded(obituary):
+            obituary = self._end_as_told(source, obituary.reason, now, "its supervisor found no recorder of it")
+        if self._ends.add(peer, obituary, supervisor.group):
             self.close_dead(now)
         else:
             detail = "too many ends of workers wait for the first learner; say it again later"
@@ -582,26 +586,32 @@ class WorkerSessions:
                 self._store.take_end(source)  # no supervisor has reported it, so its open episodes are unknown
             closes_at = self._closes_at(source)
             if now > closes_at:
-                if source.met_at is None:
-                    source.take_totals(source.cut, now)
-                log.warning(
-                    "worker %d (incarnation %d, %s) was lost, and no supervisor has told of its end: its "
-                    "books are closed with the %d steps that it had told of",
-                    *source.key,
-                    "known from Redis" if source.met_at is None else f"pid {source.pid} on {source.host!r}",
-                    source.totals.stepped,
-                )
-                words = Obituary(
-                    slot=source.slot,
-                    incarnation=source.incarnation,
-                    totals=source.totals,
-                    settled=source.settled,
-                    reason=Discard.WORKER_KILLED,
-                )
-                self._ends.note(words)
+                why = "no supervisor has told of its end"
+                self._ends.note(self._end_as_told(source, Discard.WORKER_KILLED, now, why))
             elif closes_at < math.inf:
                 last = max(last, closes_at)
         self.last_close_at = last or math.inf
+
+    def _end_as_told(self, source: Source, reason: str, now: float, why: str) -> Obituary:
+        """Return the end of a life whose recorder is lost, with the steps that it had told of. Log it."""
+        if source.met_at is None:
+            source.take_totals(source.cut, now)
+        if source.key not in self._ends:  # supervisors repeat it
+            log.warning(
+                "worker %d (incarnation %d, %s) was lost, and %s: its books are closed with the %d steps that it had "
+                "told of",
+                *source.key,
+                "known from Redis" if source.met_at is None else f"pid {source.pid} on {source.host!r}",
+                why,
+                source.totals.stepped,
+            )
+        return Obituary(
+            slot=source.slot,
+            incarnation=source.incarnation,
+            totals=source.totals,
+            settled=source.settled,
+            reason=reason,
+        )
 
     def _closes_at(self, source: Source) -> float:
         """Return when to close the books of a life whose end no supervisor reports; infinity for a life that may go on.

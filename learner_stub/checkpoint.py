@@ -20,6 +20,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_WEIGHTS_SEQ
 from headrace.schemas.basics.run_files import opener, read_regular, sync_folder
-from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, write_error, writing
+from headrace.schemas.errors import CheckpointError, DecodeError, FencedError, reading, write_error, writing
 from headrace.schemas.frames.manifest import Buffer
 from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules
@@ -81,8 +82,9 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
     """
     before = _whole(path) or (_whole(previous_path(path)) if claim else None)
     if claim:
-        for orphan in path.parent.glob(f"{path.name}.*.new"):
-            orphan.unlink(missing_ok=True)
+        with writing(path.parent, "the checkpoint"):
+            for orphan in path.parent.glob(f"{path.name}.*.new"):
+                orphan.unlink(missing_ok=True)
     elif before is not None and before.epoch > checkpoint.epoch:
         raise FencedError(
             "fenced",
@@ -100,7 +102,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, *, claim: bool = False) 
         fresh.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):  # on a disk that is read-only, for one
+            fresh.unlink()
         raise write_error(str(path.parent), error, "the checkpoint") from error
 
 
@@ -148,7 +151,8 @@ def keep_best(held: Path, best: Path) -> None:
 def load_checkpoint(path: Path) -> Checkpoint | None:
     """Load the checkpoint at `path`, or None when there never was one.
 
-    A damaged file is logged and the previous one is loaded. Raises `CheckpointError` when that one is damaged too.
+    A damaged file is logged and the previous one is loaded. Raises `CheckpointError` when that one is damaged too, and
+    `RunDirError` where the disk does not give the file, which may be whole.
     """
     previous = previous_path(path)
     if not path.exists():
@@ -191,7 +195,8 @@ def _write(path: Path, parts: list[Buffer]) -> None:
 
 def _read(path: Path) -> Checkpoint:
     try:
-        return decode_checkpoint(read_regular(path), str(path))
+        with reading(path, "the checkpoint"):
+            return decode_checkpoint(read_regular(path), str(path))
     except MemoryError as error:
         reason = f"its {path.stat().st_size:,} bytes need more memory than this process can get"
         raise CheckpointError(str(path), reason) from error

@@ -1,8 +1,8 @@
 """The `headrace` command. Each function here only turns typed arguments into a call; other modules do the work.
 
 An error that Headrace raises on purpose ends a command with one sentence on stderr and the error's exit code
-(`schemas.errors.ExitCode`). A lack of memory ends it with a sentence and 1. Any other error is a bug of ours or of the
-user's code. It ends with a traceback and 1.
+(`schemas.errors.ExitCode`). A lack of memory or descriptors ends it with a sentence and 1. Any other error is a bug of
+ours or of the user's code. It ends with a traceback and 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.output import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
 from headrace.schemas.basics.printable import printable
-from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, LedgerError
+from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, LedgerError, machine_error
 
 if TYPE_CHECKING:
     from headrace.deploy.report.summary import Summary
@@ -71,26 +71,28 @@ def main() -> None:
         sys.path.insert(0, str(Path.cwd()))  # so that `package.module:make_env` is found here, as by `python -m`
     try:
         command_line()()
-    except HeadraceError as error:
-        if wants_tracebacks():
-            traceback.print_exc()
-        say(printable(f"error: {error}"), sys.stderr)
-        write_exit_record(exit_record_at, error.exit_code, str(error))
-        sys.exit(int(error.exit_code))
-    except (MemoryError, ImportError) as error:
-        if not lacks_memory(error):
+    except Exception as error:
+        told = error if isinstance(error, HeadraceError) else _lack_of(error)
+        if told is None:
             raise
         if wants_tracebacks():
             traceback.print_exc()
-        what = f" ({error})" if str(error) else ""
-        sentence = f"this process can get no more memory{what}; raise its limit, or give it less to do: fewer envs, say"
-        say(printable(f"error: {sentence}"), sys.stderr)
-        write_exit_record(exit_record_at, ExitCode.FAILURE, sentence)
-        sys.exit(int(ExitCode.FAILURE))
+        say(printable(f"error: {told}"), sys.stderr)
+        write_exit_record(exit_record_at, told.exit_code, str(told))
+        sys.exit(int(told.exit_code))
     except SystemExit as end:  # typer raises it at the end of a command, also for wrong arguments
         if end.code in (ExitCode.OK, ExitCode.USAGE):
             write_exit_record(exit_record_at, int(end.code))
         raise
+
+
+def _lack_of(error: Exception) -> HeadraceError | None:
+    """Return the error for what this machine does not give: memory, descriptors, a disk. None for any other error."""
+    if isinstance(error, MemoryError | ImportError) and lacks_memory(error):
+        what = f" ({error})" if str(error) else ""
+        advice = "raise its limit, or give it less to do: fewer envs, say"
+        return HeadraceError(f"this process can get no more memory{what}; {advice}")
+    return machine_error(error)
 
 
 @functools.cache

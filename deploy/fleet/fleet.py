@@ -49,7 +49,7 @@ from headrace.deploy.run.ports import (
     with_client_ports,
     with_env_ports,
 )
-from headrace.deploy.run.redis_server import check_url, prepare_redis, wait_ready
+from headrace.deploy.run.redis_server import check_url, prepare_redis, told_of_cut, wait_ready
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.deploy.run.resume import write_settings
 from headrace.deploy.run.run_dir import RunDir
@@ -70,6 +70,8 @@ log = logging.getLogger("headrace.supervisor")
 
 REDIS_DEADLINE_S = 15.0
 REDIS_ATTEMPTS = 2
+_REDIS_LINES = 100
+"""Lines of a server's log from its start until it answers, and more."""
 """Number of restarts without an answer after which the fleet gives up its own server: its files are the likely cause.
 """
 BOOKS_DEADLINE_S = 60.0
@@ -304,6 +306,8 @@ class Fleet:
             if self.supervisor.failure is not None or self.stop_asked:
                 return
             wait_ready(url, 0.0)
+            if redis.child is not None and (told := told_of_cut(redis.child.log_lines(_REDIS_LINES))):
+                log.warning("%s", told)
             self._redis_probe = RedisProbe(url, lambda: self.redis_age_s)
         self._lease = FleetLease(url, self.fleet_id, holder)
         self._lease.take()

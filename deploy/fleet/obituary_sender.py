@@ -51,8 +51,8 @@ _REPEAT_PAUSE_S = 1.0
 def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) -> Obituary:
     """Write the obituary of a life from its recorder and its log of open episodes.
 
-    Without a recorder the life took no step, since a worker creates its recorder before its first step. All zeros are
-    then the true counts.
+    Without a recorder all counts are zeros. Either the life took no step, since a worker creates its recorder before
+    its first step, or the file was removed: the broker then takes the steps that the worker had told it of.
     """
     path = recorder_path(recorders, slot, incarnation)
     reading = read_recorder(path)
@@ -115,6 +115,8 @@ class ObituarySender:
         self._unreadable: set[Life] = set()
         self._unread: set[Life] = set()
         """Lives that have ended, and whose recorders could not be read yet."""
+        self._recorded: set[Life] = set()
+        """Lives whose recorders were seen, and not deleted."""
         self._warnings = CountedWarnings(log)
         self._seen_living: set[Life] = set()
         """Lives that no supervisor has, and that once were seen to live on this machine."""
@@ -137,11 +139,24 @@ class ObituarySender:
         life = (obituary.slot, obituary.incarnation)
         if life not in self._deaths:
             reading = read_recorder(recorder_path(self._recorders, *life))
-            log.info("%s", _last_words(obituary, reading.accepted if reading is not None else 0))
+            if reading is None and not obituary.totals.stepped:
+                self._note_unrecorded(life)
+            else:
+                log.info("%s", _last_words(obituary, reading.accepted if reading is not None else 0))
             self._deaths[life] = _Death(obituary)
             self._not_stored.add(life)
             self._seen_living.discard(life)
             self._send(life)
+
+    def _note_unrecorded(self, life: Life) -> None:
+        """Log that a life has left no recorder, and no number of steps, which the deep audit would take for true."""
+        if life in self._recorded:
+            lost = (
+                "the recorder of worker %d incarnation %d is lost: the broker knows only the steps that it was told of"
+            )
+            log.warning(lost, *life)
+        else:
+            log.info("worker %d incarnation %d left no recorder, as one that ends before its first step", *life)
 
     def send_end(self, slot: int, incarnation: int, reason: str) -> None:
         """Send the obituary of a life as soon as its recorder can be read.
@@ -212,6 +227,7 @@ class ObituarySender:
 
     def _send_ended(self, may_have_ended: Callable[[Life], bool], own: Container[Life]) -> None:
         for life, path in recorders_in(self._recorders):
+            self._recorded.add(life)
             if life in own or life in self._deaths or life in self._unreadable | self._unread:
                 continue
             reading = read_recorder(path)
@@ -270,6 +286,7 @@ class ObituarySender:
         self.resend()
 
     def _delete_recorder(self, life: Life) -> None:
+        self._recorded.discard(life)
         path = recorder_path(self._recorders, *life)
         path.unlink(missing_ok=True)
         log_path(path).unlink(missing_ok=True)

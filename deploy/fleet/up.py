@@ -16,6 +16,7 @@ from headrace.deploy.fleet.fleet import Fleet
 from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.monitoring.findings import awaited
 from headrace.deploy.process.child_environment import child_environment
+from headrace.deploy.process.event_loop import StandstillWatch
 from headrace.deploy.process.fleet_errors import DrainCutShortError, GoalTimeoutError
 from headrace.deploy.process.fork_server import early_or_new
 from headrace.deploy.process.service_manager import service_manager
@@ -96,6 +97,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
             service_manager().follow(fleet.loop)
             with (
                 LogRotation(run_dir.logs, config.logging.max_file_bytes),
+                StandstillWatch(fleet.loop, run_dir.path),
                 RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log,
             ):
                 try:
@@ -248,7 +250,10 @@ def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet
 
 def _problems(fleet: Fleet, snapshot: Snapshot) -> list[str]:
     """Return the audit's problems. A fleet that ended before its broker's first report has no ledger to audit."""
-    evidence = read_evidence(fleet.run_dir.path, fleet.fleet_id)
+    try:
+        evidence = read_evidence(fleet.run_dir.path, fleet.fleet_id)
+    except (OSError, RunDirError) as error:
+        return [f"the books are not compared with the files of the run: {error}"]
     if snapshot.reported_unix_s is None:
         return [*snapshot.garbage, *contradictions(evidence, snapshot)]
     return audit(snapshot, evidence)

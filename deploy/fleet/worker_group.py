@@ -27,7 +27,7 @@ from headrace.deploy.fleet.silence_limits import first_sign_limits
 from headrace.deploy.fleet.watchdog import FleetWatchdog
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.child_commands import group_worker, worker_of_group
-from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.event_loop import EventLoop, StandstillWatch
 from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.recorders import Life, has_delivered, recorder_path, recorders_in
@@ -75,7 +75,7 @@ def run_group(config: FleetConfig, fleet: FleetElsewhere, count: int, fork_serve
     """
     with StopSignals() as signals:
         group = WorkerGroup(config, fleet, signals, fork_server)
-        with LogRotation(group.logs, config.logging.max_file_bytes):
+        with LogRotation(group.logs, config.logging.max_file_bytes), StandstillWatch(group.loop, group.folder):
             try:
                 group.start(count)
                 group.run()

@@ -1,17 +1,27 @@
-"""An event loop for one thread: ZeroMQ sockets, file descriptors (pidfds, signals) and timers."""
+"""An event loop for one thread: ZeroMQ sockets, file descriptors (pidfds, signals) and timers. And a watch over it."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
+import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 import zmq
 
+from headrace.deploy.process.proc_stat import waits_for_disk
+from headrace.deploy.terminal.logs import say_on_stderr
 from headrace.schemas.errors import RunDirError
+
+_LOOK_S, _LOOKS = 1.0, 10
+_OWN = __name__.partition(".")[0]
 
 Handler = Callable[[], None]
 Clock = Callable[[], float]
@@ -39,6 +49,8 @@ class EventLoop:
         self._handlers: dict[Any, Handler] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
+        self.turns = 0
+        """Turns so far."""
 
     def watch(self, source: int | zmq.Socket[bytes], handler: Handler) -> None:
         """Call `handler` whenever `source` is readable."""
@@ -58,6 +70,7 @@ class EventLoop:
 
     def turn(self, timeout_s: float) -> None:
         """Wait until something happens, at most `timeout_s`, and handle it."""
+        self.turns += 1
         for source, _ in self._poller.poll(self._wait_ms(timeout_s)):
             handler = self._handlers.get(source)  # an earlier handler of this turn may have forgotten it
             if handler is not None:
@@ -88,3 +101,48 @@ class EventLoop:
     def _wait_ms(self, timeout_s: float) -> int:
         next_timer_s = self._timers[0][0] - self.clock() if self._timers else timeout_s
         return max(0, math.ceil(1000 * min(timeout_s, next_timer_s)))  # rounded down, it would spin for the last ms
+
+
+class StandstillWatch:
+    """Says on stderr, every ten seconds within `with`, that the loop's thread stands still, and in which call.
+
+    A write to a disk that does not answer, as a network's folder, holds the thread, and nothing can end the wait. The
+    watch has a thread of its own and writes no file. Enter it in the loop's thread.
+    """
+
+    def __init__(self, loop: EventLoop, folder: Path, look_s: float = _LOOK_S) -> None:
+        self._loop, self._folder, self._look_s = loop, folder, look_s
+        self._closing = threading.Event()
+        self._watched = threading.current_thread()
+        self._thread = threading.Thread(target=self._run, name="standstill-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        turns, looks = -1, 0  # looks are counted: a process that was stopped itself has looked no more than its loop
+        while not self._closing.wait(self._look_s):
+            looks = looks + 1 if self._loop.turns == turns else 0
+            turns = self._loop.turns
+            if looks and looks % _LOOKS == 0:
+                self._say(looks * self._look_s)
+
+    def _say(self, seconds: float) -> None:
+        frame = sys._current_frames().get(self._watched.ident or 0)
+        why = f"it waits for the disk of {self._folder} to answer, as a folder of the network may not"
+        if not waits_for_disk(self._watched.native_id or 0):
+            why = "it waits for that call to return"
+        words = f"this process has stood still for {seconds:.0f} s in {_own_function(frame)}: {why}"
+        say_on_stderr("headrace.supervisor", logging.WARNING, words)
+
+
+def _own_function(frame: FrameType | None) -> str:
+    """Return the name of the innermost function of Headrace on the stack."""
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_OWN):
+        frame = frame.f_back
+    return frame.f_code.co_qualname if frame is not None else "another library"

@@ -20,6 +20,11 @@ def is_stopped(pid: int) -> bool:
     return _field(pid, _STATE) == "T"
 
 
+def waits_for_disk(thread_id: int) -> bool:
+    """Return whether the thread waits in the kernel, without being interruptible, as for a disk."""
+    return _field(thread_id, _STATE) == "D"
+
+
 def parent_of(pid: int) -> int:
     """Return the pid of the parent of a process; 0 for none."""
     return int(_field(pid, _PARENT) or 0)

@@ -186,7 +186,9 @@ class Supervisor:
             self._logs.stat()
             if shutil.disk_usage(self._logs).free < _LEAST_ROOM:
                 return DiskFullError(str(self._logs), what)
-            replace_private(self._logs / ".written", b"")
+            written = self._logs / ".written"
+            replace_private(written, bytes(_LEAST_ROOM))  # a used-up quota leaves free room
+            written.unlink()
         except FileNotFoundError:
             return removed_error(str(self._logs.parent), f" ({seen})")
         except OSError as error:

@@ -11,7 +11,15 @@ import orjson
 from rich.console import Console
 
 from headrace.deploy.report.audit import audit, find_books, render, warnings
-from headrace.deploy.report.deep_audit import Sources, as_facts, disagreements, read_files, table, with_ledger
+from headrace.deploy.report.deep_audit import (
+    Sources,
+    as_facts,
+    disagreements,
+    known_losses,
+    read_files,
+    table,
+    with_ledger,
+)
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
@@ -73,13 +81,16 @@ def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
             return now, disagreements(now), now.reported_unix_s
 
         sources, found = _once_caught_up(look)
+    losses = [*known_losses(sources)]
     if as_json:
         lives = [as_facts(sources, life) for life in sources.lives]
-        print(orjson.dumps({"fleet_id": fleet_id, "lives": lives, "disagreements": found}).decode(), file=stream)
+        told = {"fleet_id": fleet_id, "lives": lives, "known_losses": losses, "disagreements": found}
+        print(orjson.dumps(told).decode(), file=stream)
     else:
         console = Console(file=stream, width=None if stream.isatty() else FILE_WIDTH)
+        known = [f"! {sentence}" for sentence in losses]
         verdict = [f"✗ {sentence}" for sentence in found] or ["✓ the sources agree"]
-        console.print(table(sources), *verdict, sep="\n")
+        console.print(table(sources), *known, *verdict, sep="\n")
     if found:
         raise LedgerError("the sources differ: " + "; ".join(found))
 

@@ -39,6 +39,8 @@ class Sources:
     """Sentences on files that cannot be read."""
     position: Mapping[Life, Place] = field(default_factory=dict)
     log: Mapping[Life, int] = field(default_factory=dict)
+    unrecorded: frozenset[Life] = frozenset()
+    """Lives whose recorders were lost, as the supervisor's log says."""
     books: Books | None = None
     """books.json; None without that file."""
     ledger: Books = field(default_factory=Books)
@@ -65,8 +67,8 @@ def read_files(run_dir: Path, fleet_id: str) -> Sources:
         books = read_books(run_dir / "books.json")
     except ValueError as error:
         words.append(str(error))
-    position, log = read_position(run_dir, fleet_id), read_log(run_dir / "logs" / "supervisor.log")
-    return Sources(recorders, tuple(words), position, log, books)
+    position, (log, lost) = read_position(run_dir, fleet_id), read_log(run_dir / "logs" / "supervisor.log")
+    return Sources(recorders, tuple(words), position, log, frozenset(lost), books)
 
 
 def with_ledger(sources: Sources, run_dir: Path, url: str, fleet_id: str) -> Sources:
@@ -96,6 +98,19 @@ def disagreements(sources: Sources) -> list[str]:
             f"slot {slot}, its {line.lives} folded lives: {difference}" for difference in _of_folded(sources, slot)
         ]
     return [*found, *_of_sums(sources)]
+
+
+def known_losses(sources: Sources) -> Iterator[str]:
+    """Yield one sentence for each life whose books have only what it had told of, as its recorder was lost."""
+    for life in sorted(sources.unrecorded):
+        row = sources.ledger.rows.get(life)
+        if row is None and not sources.ledger.is_folded(life):
+            continue
+        has = f"the {row.counts.stepped:,} steps" if row is not None else "only the steps"
+        yield (
+            f"slot {life[0]} incarnation {life[1]}: its recorder was lost, so the ledger has {has} that it had told "
+            "of; how many more it took is not known"
+        )
 
 
 def table(sources: Sources) -> Table:

@@ -29,6 +29,7 @@ from headrace.schemas.basics.run_files import read_regular, regular
 
 READ_TIMEOUT_S = 2.0
 _END = re.compile(r"worker (\d{1,9}) incarnation (\d{1,9}) took ([\d,]{1,30}) steps")
+_LOST = re.compile(r"the recorder of worker (\d{1,9}) incarnation (\d{1,9}) is lost")
 _RECORDER = re.compile(r"worker-(\d{1,9})-([1-9]\d{0,8})\.rec")
 _WORDS = struct.Struct("<264q")
 """The head of a recorder and its two areas; `recorder.py` draws them."""
@@ -222,18 +223,22 @@ def read_ledger(url: str, fleet_id: str) -> tuple[Books, float]:
     return Books(rows, folded), reported_unix_s if math.isfinite(reported_unix_s) else 0.0
 
 
-def read_log(path: Path) -> dict[Life, int]:
-    """Return the steps of each life whose end the supervisor has logged; the most, where it logged two ends of a life.
+def read_log(path: Path) -> tuple[dict[Life, int], set[Life]]:
+    """Return the steps of each life whose end the supervisor has logged, and the lives whose recorders were lost.
 
-    A later line has fewer steps where the books were lost in between, and only the learner knew of the life.
+    The most steps, where it logged two ends of a life. A later line has fewer steps where the books were lost in
+    between, and only the learner knew of the life.
     """
-    ends: dict[Life, int] = {}
+    ends, lost = dict[Life, int](), set[Life]()
     for part in (rotated_path(path), path):
         with contextlib.suppress(FileNotFoundError), part.open(errors="replace") as lines:
-            for match in filter(None, map(_END.search, lines)):
-                life = int(match[1]), int(match[2])
-                ends[life] = max(ends.get(life, 0), int(match[3].replace(",", "")))
-    return ends
+            for line in lines:
+                if match := _END.search(line):
+                    life = int(match[1]), int(match[2])
+                    ends[life] = max(ends.get(life, 0), int(match[3].replace(",", "")))
+                elif match := _LOST.search(line):
+                    lost.add((int(match[1]), int(match[2])))
+    return ends, lost
 
 
 def read_highest(path: Path) -> dict[int, int]:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
+import logging
 import os
+import re
 import secrets
 import shlex
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -32,11 +35,16 @@ from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import ConfigError, RedisContractError, RedisUnavailableError, RunDirError, writing
 from headrace.schemas.settings.redis_url import without_password
 
+log = logging.getLogger("headrace.supervisor")
+
 READY_S = 10.0
 CHECK_TIMEOUT_S = 2.0
 _POLL_S = 0.02
 _HOST = "127.0.0.1"
 _NO_WRITES = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+_MOST_SAID = 1 << 20
+_CUT = re.compile(r"Truncating the AOF (\S+) at offset (\d+)")
 
 _CONFIG = """\
 bind 127.0.0.1
@@ -116,6 +124,18 @@ def wait_ready(url: str, deadline_s: float = READY_S) -> None:
             time.sleep(_POLL_S)
 
 
+def told_of_cut(lines: Iterable[str]) -> str:
+    """Return a sentence if the server's log says that it cut off a torn end of its append-only file; "" if not."""
+    cuts = [match for match in map(_CUT.search, lines) if match is not None]
+    if not cuts:
+        return ""
+    return (
+        f"the fleet's own Redis found {cuts[-1][1]} torn, as after an abort or a loss of power, and cut it off at byte "
+        f"{cuts[-1][2]}; the books that were in the rest come from books.json, recorders and checkpoint, and "
+        "`headrace audit` names what they lack"
+    )
+
+
 def check_url(url: str, fleet_id: str = "") -> None:
     """Check that a fleet can use the server: it answers, admits us, accepts our writes, and evicts no counters.
 
@@ -167,13 +187,16 @@ def serving(run_dir: Path, url: str) -> Iterator[None]:
         launch = prepare_redis(run_dir)
     except RunDirError as error:
         raise _only_readable(run_dir, error) or error from error.__cause__
-    server = subprocess.Popen(launch.argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        wait_ready(url)
-        yield
-    finally:
-        server.terminate()
-        server.wait()
+    with tempfile.TemporaryFile() as said:
+        server = subprocess.Popen(launch.argv, stdin=subprocess.DEVNULL, stdout=said)
+        try:
+            wait_ready(url)
+            if told := told_of_cut(os.pread(said.fileno(), _MOST_SAID, 0).decode(errors="replace").splitlines()):
+                log.warning("%s", told)
+            yield
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def _only_readable(run_dir: Path, error: RunDirError) -> RunDirError | None:

@@ -30,6 +30,7 @@ from headrace.schemas.errors import (
     DecodeError,
     HeadraceError,
     ModuleError,
+    RunDirError,
 )
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.messages.weights import read_weights, split_modules
@@ -220,8 +221,9 @@ def _of_file(path: Path) -> SavedPolicy:
 
     try:
         saved = load_checkpoint(path)
-    except OSError as error:
-        raise CheckpointError(str(path), error.strerror or str(error), _ADVICE) from error
+    except (OSError, RunDirError) as error:
+        cause = error.__cause__ if isinstance(error, RunDirError) else error
+        raise CheckpointError(str(path), getattr(cause, "strerror", None) or str(error), _ADVICE) from error
     except CheckpointError as error:
         raise CheckpointError(error.path, error.reason, _ADVICE) from error
     if saved is None:

@@ -198,6 +198,15 @@ class _File(logging.FileHandler):
         """Drop the line, without the traceback that logging would print."""
 
 
+def say_on_stderr(logger: str, level: int, message: str) -> None:
+    """Log on stderr alone. No lock is taken that a thread may hold whose write to a file waits for the disk."""
+    record = logging.makeLogRecord({"name": logger, "levelno": level, "levelname": logging.getLevelName(level)})
+    record.msg = message
+    for handler in logging.getLogger("headrace").handlers:
+        if isinstance(handler, _Stderr):
+            handler.handle(record)
+
+
 def set_up_logging(identity: Identity, *, file: Path | None = None) -> None:
     """Send the records of all `headrace` loggers to stderr, and as JSON lines to `file` as well if one is named.
 

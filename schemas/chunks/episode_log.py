@@ -22,6 +22,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,8 @@ class EpisodeLog:
             if len(self._waiting) > _MOST_WAITING:
                 log.warning("%s ends: episodes that a kill leaves open may lack their end marker", self.path)
                 self.close()
-                self.path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    self.path.unlink(missing_ok=True)
         else:
             self._waiting = b""
             if waited:
@@ -178,16 +180,17 @@ class EpisodeLog:
         self._records = _from(self._records, settled)
         content = b"".join(record.encode() for record in self._records)
         aside = self.path.with_name(f".{self.path.name}")
-        aside.unlink(missing_ok=True)
         descriptor = None
         try:
+            aside.unlink(missing_ok=True)
             descriptor = open_own(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             _write_all(descriptor, content, 0)
             aside.replace(self.path)
         except OSError:
             if descriptor is not None:
                 os.close(descriptor)
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
             self._rewrite_at = 2 * self._bytes
             return
         assert self._descriptor is not None

@@ -87,6 +87,8 @@ from headrace.schemas.errors.fleet import (
     UnreachableError as UnreachableError,
     WindowStalledError as WindowStalledError,
     WorkerWaitsError as WorkerWaitsError,
+    machine_error as machine_error,
+    reading as reading,
     removed_error as removed_error,
     write_error as write_error,
     writing as writing,

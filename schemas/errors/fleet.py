@@ -12,6 +12,16 @@ from headrace.schemas.errors.root import ExitCode, HeadraceError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the errors of a full disk and of a used-up quota."""
+_NO_FILE = (None, errno.ENOENT, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+_REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files of this machine (fs.file-max)",
+    errno.EIO: "look for the disk's fault in the log of the system (dmesg), repair it",
+    errno.EROFS: "mount it for writing",
+    errno.ESTALE: "mount the network's folder again",
+    errno.ETIMEDOUT: "see that the network's folder answers",
+}
+"""What to do about errors of the machine, by number."""
 
 
 class ConfigError(HeadraceError):
@@ -157,18 +167,43 @@ class SocketFolderError(RunDirError):
         HeadraceError.__init__(self, f"the folder of Unix sockets {path} cannot be used: {reason}")
 
 
-def write_error(path: str, error: OSError, what: str = "") -> RunDirError:
-    """Return the error for `what`, which could not be written at `path` because of `error`."""
+def write_error(path: str, error: OSError, what: str = "", done: str = "written") -> RunDirError:
+    """Return the error for `what`, which could not be `done` at `path` because of `error`."""
     if error.errno in NO_ROOM:
         return DiskFullError(path, what)
     reason = error.strerror or str(error)
-    reason = f"{what} cannot be written ({reason})" if what else reason
-    advice = "repair that"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        advice = "raise the limit of open files (ulimit -n)"
-    elif not what or error.errno == errno.ENOENT:
+    reason = f"{what} cannot be {done} ({reason})" if what else reason
+    remedy = _REMEDIES.get(error.errno or 0)
+    if remedy is None and (not what or error.errno == errno.ENOENT):
         return RunDirError(path, reason)
-    return RunDirError(path, reason, f"{advice}, then go on with headrace up --resume RUN")
+    return RunDirError(path, reason, f"{remedy or 'repair that'}, then go on with headrace up --resume RUN")
+
+
+def machine_error(error: Exception) -> HeadraceError | None:
+    """Return the error for what the machine refused, at the edge of a process; None for any other error.
+
+    A restart cures a process that has used up its descriptors, so the exit code is FAILURE.
+    """
+    number = getattr(error, "errno", None)  # of an OSError, or ZeroMQ's
+    if number in (errno.EMFILE, errno.ENFILE):
+        return HeadraceError(f"this process can open no more files and sockets ({error}); {_REMEDIES[number]}")
+    if isinstance(error, OSError) and (number in NO_ROOM or number in _REMEDIES):
+        return write_error(str(error.filename or "the disk"), error, "a file of the run", "used")
+    return None
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn the machine's `OSError` within the block into the `write_error` of `what` at `path`: the file may be whole.
+
+    Leave the errors of a missing file, and of a pipe or a folder in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise
+        raise write_error(str(path), error, what, "read") from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -183,6 +184,33 @@ def test_a_lack_of_memory_is_one_sentence(
     assert caught.value.code == ExitCode.FAILURE
     error = capsys.readouterr().err
     assert error.startswith(f"error: this process can get no more memory ({cause}); raise its limit")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "exit_code"),
+    [
+        (errno.EMFILE, "can open no more files and sockets", ExitCode.FAILURE),
+        (errno.EIO, "(Input/output error); look for the disk's fault", ExitCode.RUN_DIR),
+        (errno.EROFS, "(Read-only file system); mount it for writing", ExitCode.RUN_DIR),
+        (errno.ESTALE, "(Stale file handle); mount the network's folder again", ExitCode.RUN_DIR),
+        (errno.ENOSPC, "the disk is full", ExitCode.RUN_DIR),
+        (errno.EDQUOT, "the disk is full", ExitCode.RUN_DIR),
+    ],
+)
+def test_what_the_machine_refuses_is_one_sentence(
+    number: int, said: str, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        raise OSError(number, os.strerror(number), "/run/a")
+
+    monkeypatch.setattr(cli, "command_line", lambda: run)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == exit_code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
     assert error.count("\n") == 1
 
 

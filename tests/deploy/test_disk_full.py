@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from pathlib import Path
 
 import orjson
 import pytest
 
+from headrace.broker.books_file import BooksFile
+from headrace.broker.lifetime_file import LifetimeFile
+from headrace.broker.state_file import read_broker_file
 from headrace.deploy.process.exit_record import exit_record_path, take_exit_record, write_exit_record
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
-from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
+from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from headrace.schemas.accounts.recorder import Recorder
-from headrace.schemas.errors import DiskFullError, ExitCode
+from headrace.schemas.errors import DiskFullError, ExitCode, RunDirError
 from support.waiting import wait_until
 
 UP = [sys.executable, "-m", "headrace.deploy", "up"]
@@ -137,6 +141,73 @@ def test_output_and_exit_records_on_a_read_only_disk_end_no_process(
     assert (told.exit_code, told.sentence) == (7, "no more")
     with record.open() as log, os.fdopen(os.dup(log.fileno()), "w") as unwritable, ignore_closed_reader(unwritable):
         print("lost", file=unwritable, flush=True)
+
+
+def test_a_save_to_a_read_only_disk_names_the_checkpoint(disk: Path) -> None:
+    path = disk / "learner.checkpoint"
+    save_checkpoint(path, Checkpoint(1, []))
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(RunDirError, match=r"the checkpoint cannot be written \(Read-only file system\); mount it for"):
+        save_checkpoint(path, Checkpoint(1, []))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("broker.json", read_broker_file),
+        ("books.json", lambda run: BooksFile(run, "f").read()),
+        ("lifetime.json", lambda run: LifetimeFile(run, "f").read()),
+        ("learner.checkpoint", lambda run: load_checkpoint(run / "learner.checkpoint")),
+        ("learner.checkpoint", lambda run: save_checkpoint(run / "learner.checkpoint", Checkpoint(1, []))),
+    ],
+)
+def test_a_file_that_the_machine_does_not_give_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Callable[[Path], object], number: int
+) -> None:
+    (tmp_path / name).write_bytes(b"whole")
+    opened = os.open
+
+    def refuse(path: str | Path, flags: int, *mode: int) -> int:
+        if Path(path).name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, flags, *mode)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(RunDirError, match=rf"cannot be read \({os.strerror(number)}\)") as caught:
+            read(tmp_path)
+    assert "remove" not in str(caught.value)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"whole"]
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_disk_that_does_not_answer_is_said_and_the_fleet_goes_on_with_it(tmp_path: Path) -> None:
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(128 << 20)
+    for command in (["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(disk)]):
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            pytest.skip(f"needs a disk of its own: {made.stderr.strip()}")
+    said = tmp_path / "said"
+    settings = ["--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--run-dir", str(disk / "run"), "--json"]
+    try:
+        with said.open("w") as words, (tmp_path / "end").open("w") as end:
+            fleet = subprocess.Popen([*UP, *settings, "--timeout-s", "200"], stdout=end, stderr=words)
+            wait_until((disk / "run" / "learner.checkpoint").exists, "a checkpoint")
+            subprocess.run(["fsfreeze", "--freeze", str(disk)], check=True)
+            try:
+                wait_until(lambda: "stood still for 10 s in " in said.read_text(), "a sentence on the disk")
+            finally:
+                subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=True)
+            fleet.terminate()
+            assert fleet.wait(120) == 0, said.read_text()
+        assert orjson.loads((tmp_path / "end").read_bytes())["balanced"]
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.mark.thorough

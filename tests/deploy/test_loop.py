@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from headrace.deploy.process.event_loop import EventLoop
+from headrace.deploy.process.event_loop import EventLoop, StandstillWatch
 from headrace.deploy.process.stop_signals import StopSignals
 from support.waiting import TIMEOUT_S
 
@@ -52,6 +54,25 @@ def test_a_signal_ends_the_wait_and_is_counted() -> None:
             assert signals.count == count
             assert time.monotonic() - began < 25.0
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_loop_that_stands_still_is_said_with_the_call_until_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, told, twice = EventLoop(), list[str](), threading.Event()
+
+    def say(logger: str, level: int, message: str) -> None:
+        told.append(message)
+        if len(told) == 2:
+            twice.set()
+
+    monkeypatch.setattr("headrace.deploy.process.event_loop.say_on_stderr", say)
+    loop.call_later(0.0, lambda: told.append("met" if twice.wait(TIMEOUT_S) else "never"))
+    with StandstillWatch(loop, tmp_path, look_s=0.001):
+        assert loop.turn_until(lambda: "met" in told, TIMEOUT_S)
+    assert told[0].startswith(
+        "this process has stood still for 0 s in EventLoop._call: it waits for that call to return"
+    )
 
 
 def test_the_error_of_a_file_goes_to_its_owner_and_the_loop_goes_on() -> None:

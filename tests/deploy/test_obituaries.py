@@ -353,6 +353,22 @@ def test_an_end_whose_recorder_cannot_be_read_waits_and_is_not_told_as_no_steps(
     assert [told.totals.stepped for told in registrar.taken] == [30]
 
 
+def test_an_end_without_a_recorder_is_told_without_a_number_of_steps(
+    obituaries: ObituarySender, loop: EventLoop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The deep audit takes a number for the life's true count."""
+    leave_a_recorder(tmp_path, 0, 1)
+    obituaries.send_ended([(0, 1), (1, 1)])
+    (tmp_path / "worker-0-1.rec").unlink()
+    with caplog.at_level("INFO"):
+        obituaries.send_end(0, 1, "shutdown")
+        obituaries.send_end(1, 1, "shutdown")
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
+    assert "the recorder of worker 0 incarnation 1 is lost" in caplog.text
+    assert "worker 1 incarnation 1 left no recorder, as one that ends before its first step" in caplog.text
+    assert "took" not in caplog.text
+
+
 def test_a_recorder_that_cannot_be_deleted_now_is_deleted_later(
     obituaries: ObituarySender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

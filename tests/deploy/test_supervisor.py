@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from headrace.deploy.process.fleet_errors import ProcessFailedError
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
-from headrace.schemas.errors import CrashLoopError, ExitCode, RunDirError, write_error
+from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, RunDirError, write_error
 from headrace.schemas.settings.config import SupervisorSection
 
 if TYPE_CHECKING:
@@ -225,6 +226,22 @@ def test_a_process_that_cannot_be_started_for_want_of_descriptors_is_an_error_an
     assert "what child needs to start cannot be written (Too many open files); raise the limit" in str(error)
 
 
+def test_a_used_up_quota_is_trouble_although_the_disk_has_free_room(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty file needs no block, so no quota refuses it."""
+    assert nursery.supervisor.trouble("a log", "it ended") is None
+
+    def replace(path: Path, content: bytes) -> None:
+        if content:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+    monkeypatch.setattr("headrace.deploy.process.supervisor.replace_private", replace)
+    trouble = nursery.supervisor.trouble("a log", "it ended")
+    assert isinstance(trouble, DiskFullError)
+    assert "or raise your quota" in str(trouble)
+
+
 def test_a_life_without_a_number_on_disk_does_not_begin(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
     service = nursery.start(SLEEP)
     nursery.until(lambda: nursery.says("child", "up"))
@@ -236,6 +253,6 @@ def test_a_life_without_a_number_on_disk_does_not_begin(nursery: Nursery, monkey
     assert service.child is not None
     service.child.send(signal.SIGKILL)
     nursery.until(lambda: service.state is ServiceState.FAILED)
-    assert "the number of child cannot be written (Read-only file system); repair that" in str(
+    assert "the number of child cannot be written (Read-only file system); mount it for writing" in str(
         nursery.supervisor.failure
     )

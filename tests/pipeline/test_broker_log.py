@@ -219,6 +219,51 @@ def test_a_full_disk_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.M
     again.log.close(again.is_over)
 
 
+def test_a_segment_that_cannot_be_removed_ends_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlink(self: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    log = Log(tmp_path)
+    for seq in range(1, 8):
+        log.write(seq)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        log.settle(7)
+        for seq in range(8, 12):
+            log.write(seq)
+        log.log.close(log.is_over)
+    again = Log(tmp_path)
+    notes = [found for found in again.found if isinstance(found, LogNote)]
+    assert notes[-1].sources()[0, 1].seq == 7
+    again.log.close(again.is_over)
+
+
+def test_a_segment_stays_readable_though_a_torn_record_could_not_be_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.writev
+
+    def broken(file: int, pieces: list[memoryview]) -> int:
+        real(file, [bytes(pieces[0])])
+        raise OSError(errno.EIO, "Input/output error")
+
+    def no_cut(file: int, length: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    log = Log(tmp_path, when_full="go_on")
+    log.write(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", broken)
+        patch.setattr(os, "ftruncate", no_cut)
+        log.write(2)
+    monkeypatch.setattr(log.log, "_paused_until", 0.0)
+    log.write(3)
+    log.log.close(log.is_over)
+    again = Log(tmp_path)
+    assert len([found for found in again.found if isinstance(found, list)]) == 2
+    again.log.close(again.is_over)
+
+
 def test_a_link_in_place_of_the_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     log_folder(tmp_path).symlink_to(tmp_path / "elsewhere")

@@ -12,6 +12,7 @@ import pytest
 
 from bench import books
 from headrace.broker.books_file import BooksFile, EndedLives
+from headrace.broker.lifetime_file import LifetimeFile
 from headrace.broker.mirror import Mirror
 from headrace.broker.report import MergeScript, Part, Report, read_saved_state
 from headrace.broker.reporter import RedisReporter
@@ -371,6 +372,21 @@ def test_folded_lives_know_each_life_in_any_order(make_row: MakeRow) -> None:
             assert (lives.lives, list(lives.problems())) == (count + 1, [])
             assert before is None or (lives.covers(before) and not before.covers(lives))
             assert fold(lives, make_row(0, incarnation, 2, 2, closed=True)) is None, "a life was added twice"
+
+
+def test_a_lifetime_file_that_cannot_be_written_is_said_once(
+    url: str, fleet_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attempts between two writes are pauses, and no success."""
+    now = 0.0
+    file = LifetimeFile(tmp_path / "absent", fleet_id, clock=lambda: now)
+    reporter = RedisReporter(url, fleet_id, lifetime_file=file)
+    for steps in range(1, 9):
+        reporter.offer(Report(runner_state={0: {"num_episodes_lifetime": steps}}, metric_sums={}))
+        wait_until(lambda: reporter.is_idle, "the report")
+        now += 0.6
+    assert reporter.close(30.0)
+    assert caplog.text.count("lifetime.json cannot be written") == 1
 
 
 def test_redis_gets_the_row_of_an_ended_life_only_once_the_books_file_has_it(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import re
 import shutil
 import signal
@@ -169,6 +170,28 @@ def test_the_books_of_a_stopped_fleet_can_be_opened(make_server: MakeServer, tmp
         assert client.get("kept") == b"2"
     with pytest.raises(redis.exceptions.ConnectionError), server.client() as client:
         client.ping()
+
+
+@pytest.mark.parametrize("cut", [1, 17, 60])
+def test_a_torn_end_of_the_append_only_file_is_cut_off_and_said(
+    make_server: MakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    server = make_server().start()
+    with server.client() as client:
+        client.set("kept", 2)
+        client.set("torn", "x" * 100)
+    server.signal(signal.SIGKILL)
+    assert server.process is not None
+    server.process.wait()
+    server.process = None
+    (file,) = (tmp_path / "run-0" / "redis" / "appendonlydir").glob("*.incr.aof")
+    os.truncate(file, file.stat().st_size - cut)
+    with serving(tmp_path / "run-0", server.url), server.client() as client:
+        assert (client.get("kept"), client.get("torn")) == (b"2", None)
+    assert f"the fleet's own Redis found {file.name} torn" in caplog.text
+    caplog.clear()
+    with serving(tmp_path / "run-0", server.url):
+        assert "torn" not in caplog.text
 
 
 def test_books_where_this_user_may_not_write_are_to_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -468,6 +468,27 @@ def test_an_obituary_within_a_minute_of_the_next_life_still_counts() -> None:
     assert (row.closed, row.totals.stepped) == (True, 57)
 
 
+@pytest.mark.parametrize("knows_from", ["the worker", "Redis"])
+def test_a_life_whose_recorder_was_removed_is_closed_with_the_steps_that_it_had_told_of(
+    knows_from: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = Broker()
+    broker.say(WORKER, beat(totals=totals(3, stepped=37, open=7)))
+    if knows_from == "Redis":
+        rows = [*broker.core.rows()]
+        broker.core = BrokerCore(FLEET, BrokerLimits())
+        broker.core.restore(rows, {0: 1}, epoch=1)
+        broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
+    for _ in range(2):  # a supervisor repeats it
+        broker.say(SUPERVISOR, obituary(0, totals=WorkerTotals(), window=[]))
+    broker.say(LEARNER, LearnerHello(token="l", channel="stream"))
+    broker.core.tick(broker.now + UNHEARD_S)
+    (row,) = broker.core.rows()
+    assert (row.closed, row.totals.stepped, [*row.problems()]) == (True, 37, [])
+    assert row.totals.discarded == {"worker_killed": 7}
+    assert caplog.text.count("its supervisor found no recorder of it: its books are closed with the 37 steps") == 1
+
+
 def test_obituaries_that_wait_for_a_learner_take_bounded_memory_and_none_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

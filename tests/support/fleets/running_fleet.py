@@ -39,16 +39,23 @@ def redis_in(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 class RunningFleet:
     """`headrace up --json` with `arguments`; use as a context manager, so that nothing of it outlives a failed test.
 
-    `up` has the words of the command, where it is another one that starts a fleet.
+    `up` has the words of the command, where it is another one that starts a fleet. `place` names the run directory.
     """
 
-    def __init__(self, run_dir: Path, *arguments: str, cwd: Path | None = None, up: Sequence[str] = ("up",)) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *arguments: str,
+        cwd: Path | None = None,
+        up: Sequence[str] = ("up",),
+        place: str = "--run-dir",
+    ) -> None:
         self.run_dir = run_dir
         self._view: FleetView | None = None
         self._read_at: tuple[str, str] | None = None
         """The URL and fleet id of `_view`, which is kept: a connection costs more than what is asked by it."""
         self._words = os.memfd_create("stderr")
-        command = [sys.executable, "-m", "headrace.deploy", *up, "--json", "--run-dir", str(run_dir)]
+        command = [sys.executable, "-m", "headrace.deploy", *up, "--json", place, str(run_dir)]
         self._process = subprocess.Popen(
             [*command, "--seed", "0", "--timeout-s", "240", *arguments],
             cwd=cwd,
