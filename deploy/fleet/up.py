@@ -13,8 +13,9 @@ from pathlib import Path
 from headrace.deploy.doctor.limits import Needs, warn_of_limits
 from headrace.deploy.fleet.check_process import check_before_start
 from headrace.deploy.fleet.fleet import Fleet
+from headrace.deploy.monitoring.bottleneck import Bottlenecks, find_bottleneck
 from headrace.deploy.monitoring.connecting import how_to_connect
-from headrace.deploy.monitoring.findings import awaited
+from headrace.deploy.monitoring.findings import awaited, find
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fleet_errors import DrainCutShortError, GoalTimeoutError
 from headrace.deploy.process.fork_server import early_or_new
@@ -41,6 +42,8 @@ from headrace.schemas.settings.redis_url import without_password
 log = logging.getLogger("headrace.supervisor")
 
 TICK_S = 0.25
+LOOK_S = 5.0
+"""Seconds between two looks for what limits the pace."""
 STANDSTILL_S = 3.0
 """Seconds without a new step after which a run counts as waiting. Numbers come about once a second."""
 
@@ -65,6 +68,7 @@ class RunOutcome:
     at_goal: RunNumbers | None = None
     failure: HeadraceError | None = None
     seconds: float = 0.0
+    bottlenecks: Bottlenecks = field(default_factory=Bottlenecks)
 
 
 def up(config: FleetConfig, options: UpOptions) -> Summary:
@@ -157,7 +161,7 @@ def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
 
 def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: RunLog) -> None:
     """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
-    goal, standstill = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps)
+    goal, standstill, look_at = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps), 0.0
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
         _log_rows(fleet, run_log)
@@ -170,7 +174,11 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         standstill.note(now, seconds)
         restarts, evaluation = fleet.supervisor.restarts(), fleet.evaluations.newest
         view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
-        view = replace(view, steps_before=outcome.start.steps)
+        if seconds >= look_at:
+            look_at, facts = seconds + LOOK_S, fleet.facts()
+            outcome.bottlenecks.note(find_bottleneck(facts, find(facts)))
+        limit = outcome.bottlenecks.newest
+        view = replace(view, steps_before=outcome.start.steps, bottleneck=limit.sentence if limit is not None else "")
         if progress.is_due and standstill.lasts and not reached:
             view = replace(view, waiting=awaited(fleet.facts()))
         progress.show(view, last=reached)
@@ -240,6 +248,7 @@ def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet
         ledger=snapshot.fleet if snapshot else None,
         failure=outcome.failure,
         problems=_problems(fleet, snapshot) if fleet is not None and snapshot else (),
+        bottleneck=outcome.bottlenecks.in_words(),
     )
 
 

@@ -118,11 +118,11 @@ def observe(
     """
     known = KIND[kind]
     since = None if for_s is None else facts.unix_s - for_s
-    finding = Finding(kind, known.severity, whom, sentence, since, _with_value(facts, limit or known.limit), command)
+    finding = Finding(kind, known.severity, whom, sentence, since, with_value(facts, limit or known.limit), command)
     return Observation(finding, for_s is None or for_s >= known.after_s)
 
 
-def _with_value(facts: Facts, key: str) -> str:
+def with_value(facts: Facts, key: str) -> str:
     """Return a setting with its value, if that is known and is no secret."""
     value = None if key in ("", "redis.url") else facts.setting(key)
     if value is None or value == "":
