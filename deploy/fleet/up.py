@@ -146,7 +146,8 @@ def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, chan
             log.info("changed for this run: %s", change)
     if page := fleet.endpoints.get("dashboard"):
         log.info("dashboard: %s", page)
-    for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id):
+    lease = fleet.snapshot.lease if fleet.snapshot is not None else {}
+    for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id, lease):
         log.info("%s", line)
     if fleet.config.broker.allow_insecure and not fleet.config.keys.dir:
         who = "every user of this machine" if is_loopback(fleet.config.broker.host) else "every machine that reaches it"

@@ -85,6 +85,7 @@ KINDS = (
     FindingKind("learner_loading", "warning", 60, "supervisor.hung_after_s"),
     FindingKind("no_weights", "error", 60, "worker.random_actions_before_weights"),
     FindingKind("no_learner", "error", 10, "worker.window_batches"),
+    FindingKind("learner_threads", "warning", 0, ""),
     FindingKind("learner_slow", "warning", 10, "worker.window_batches"),
     FindingKind("metric_not_finite", "error", 0, ""),
     FindingKind("no_commits", "error", 60, "worker.window_batches"),
