@@ -22,6 +22,7 @@ from headrace.broker.batch_store import BatchStore
 from headrace.broker.claims import Claims
 from headrace.broker.folding import Folding
 from headrace.broker.learner_sessions import LearnerSessions
+from headrace.broker.lease import LearnerLease
 from headrace.broker.limits import RECONCILE_WAIT_S, BrokerLimits, BrokerState
 from headrace.broker.outbox import Outbox, Send
 from headrace.broker.slot_owners import SlotOwners
@@ -306,20 +307,15 @@ class BrokerCore:
         return self._learners.lease is not None and self._learners.lease.stream is not None
 
     @property
-    def learner_version(self) -> str:
-        """Return the version of Headrace of the learner that holds the lease; "" where it is not known."""
-        return self._learners.lease.headrace_version if self._learners.lease is not None else ""
+    def learner_lease(self) -> LearnerLease | None:
+        """Return the lease of the learner that came last; None before one came to this broker. Only read it."""
+        return self._learners.lease
 
     @property
     def granted_epoch(self) -> int:
         """Return the epoch of the learner that holds the lease if this broker gave it out; else 0."""
         lease = self._learners.lease
         return lease.epoch if lease is not None and lease.granted else 0
-
-    @property
-    def committed_at(self) -> float | None:
-        """Return when the learner that holds the lease last settled a batch, or came; None before the first came."""
-        return self._learners.lease.committed_at if self._learners.lease is not None else None
 
     @property
     def learner_progress(self) -> int:

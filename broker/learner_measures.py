@@ -36,6 +36,7 @@ class LearnerMeasures:
         self._told_at = 0.0
         self._times: deque[Times] = deque(maxlen=int(WINDOW_S / _SAMPLE_S) + 2)
         self.usage = RecentUsage()
+        self._threads = (0, 0)
 
     def begin(self, now: float, *, is_new: bool) -> None:
         """Forget the last learner's figures.
@@ -45,6 +46,7 @@ class LearnerMeasures:
         self._told, self._told_at = [0] * LAG_BUCKETS if is_new else None, now
         self._times.clear()
         self.usage = RecentUsage()
+        self._threads = (0, 0)
 
     def take(self, figures: LearnerFigures, workers: int, now: float) -> None:
         """Take newer figures. Count impossible ones as refused, and leave them out.
@@ -52,6 +54,7 @@ class LearnerMeasures:
         `workers` is the number of lives whose steps the learner may have been handed.
         """
         self.usage.take(figures.usage, now)
+        self._threads = figures.torch_threads, figures.cores
         if len(figures.consumed_lag) == LAG_BUCKETS:
             self._take_lag(figures.consumed_lag, workers, now)
         if figures.time_spent.keys() >= set(LEARNER_PARTS):
@@ -82,6 +85,10 @@ class LearnerMeasures:
 
     def _note_lie(self, detail: str) -> None:
         self._refusals.note("the learner", f"{IMPLAUSIBLE} figures", detail)
+
+    def threads(self) -> dict[str, int]:
+        """Return how many threads torch uses in it, and the cores that it may use; zeros where it does not tell."""
+        return dict(zip(("torch_threads", "cores"), self._threads, strict=True))
 
     def consumed_lag(self) -> dict[str, float]:
         """Return the gauges of the steps handed out by lag."""

@@ -76,7 +76,7 @@ class LearnerSessions:
             return
         if learner is not holder:
             self.measures.begin(now, is_new=learner.granted)
-        learner.headrace_version = hello.headrace_version
+        learner.take_identity(hello, now)
         if hello.channel == "publisher":
             learner.attach_publisher(peer)
         else:
@@ -203,6 +203,7 @@ class LearnerSessions:
         if learner is None or peer != learner.stream:
             self._outbox.ask_hello(peer)
             return
+        learner.heard_at = now
         settles = [self._store.learn_position(position) for position in commit.position]
         if any(settles) or learner.committed_at is None:
             learner.committed_at = now
@@ -274,6 +275,7 @@ class LearnerSessions:
             epoch=learner.epoch,
             held_batches=self._store.held_batches(),
             workers=len(workers),
+            workers_here=sum(1 for source in workers if source.host and source.host == learner.host),
             workers_blocked=sum(1 for source in workers if source.blocked),
             spaces=spaces,
             published=self._store.weights,

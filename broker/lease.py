@@ -9,6 +9,9 @@ from headrace.broker.source import Peer
 from headrace.schemas.frames.compression import readable_encodings
 from headrace.schemas.messages import LearnerHello, ModuleShapes
 
+_MOST_HOST = 255
+"""Characters of a host's name: the most that DNS allows."""
+
 
 @dataclass(slots=True)
 class LearnerLease:
@@ -35,9 +38,19 @@ class LearnerLease:
     reads_all: bool = False
     """True if it reads every encoding of arrays that this broker takes from workers."""
     headrace_version: str = ""
-    """As the learner tells it; "" if it does not."""
+    """As the learner tells it; "" if it does not, as the next two and a pid of 0."""
+    host: str = ""
+    program: str = ""
+    pid: int = 0
+    heard_at: float = 0.0
+    """Time of its newest HELLO or commit."""
     granted: bool = False
     """True when this broker gave out the epoch; False when the learner claimed it."""
+
+    def take_identity(self, hello: LearnerHello, now: float) -> None:
+        """Note who the learner is, as it says for people."""
+        self.headrace_version, self.heard_at = hello.headrace_version, now
+        self.host, self.program, self.pid = hello.host[:_MOST_HOST], hello.program, hello.pid
 
     def attach_stream(self, peer: Peer, hello: LearnerHello) -> None:
         """Note that a stream connected or reconnected.

@@ -235,9 +235,14 @@ class FleetMetrics:
             "token": core.state.learner_token,
             "since_unix_s": self._lease_since,
             "connected": int(core.has_learner),
-            "headrace_version": core.learner_version,
         }
-        since = core.committed_at
+        learner = core.learner_lease
+        if learner is None:  # Redis keeps what an earlier broker told of it
+            return lease
+        lease |= {"headrace_version": learner.headrace_version, "heard_unix_s": time.time() - (now - learner.heard_at)}
+        lease |= {"host": learner.host, "pid": learner.pid, "program": learner.program}
+        lease |= core.learner_measures.threads()
+        since = learner.committed_at
         return lease if since is None else lease | {"committed_unix_s": time.time() - (now - since)}
 
     def note_start(self, incarnations: Mapping[int, int]) -> None:

@@ -13,7 +13,7 @@ from headrace.learner_stub.ready_batches import ReadyBatches
 from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.learner_stub.source_progress import CheckpointPosition
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.basics.process_usage import own_usage
+from headrace.schemas.basics.process_usage import own_cores, own_usage, torch_threads
 from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
 from headrace.schemas.chunks.batch_reader import UnreadBatch
 from headrace.schemas.errors import DecodeError, refusal
@@ -143,6 +143,8 @@ class BrokerStream:
                 message = read(_CONTROL[kind], header)
                 if isinstance(message, LearnerWelcome | Status):
                     connection.note_weight_shapes(self.link.token, message)
+                if isinstance(message, Status):
+                    connection.warn_of_threads(message.workers_here)
                 if isinstance(message, Reject) and self.link.disowns(message):
                     return
                 self.session.receive(message, connection.now())
@@ -153,4 +155,10 @@ class BrokerStream:
 
 def _figures(token: str, lag: LagMonitor) -> LearnerFigures:
     spent = connection.time_spent(token)
-    return LearnerFigures(time_spent=spent.seconds(), consumed_lag=lag.counts, usage=own_usage())
+    return LearnerFigures(
+        time_spent=spent.seconds(),
+        consumed_lag=lag.counts,
+        usage=own_usage(),
+        torch_threads=torch_threads(),
+        cores=own_cores(),
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from contextlib import suppress
 
 from headrace.learner_stub import connection
 from headrace.learner_stub.broker_link import BrokerLink, await_message
 from headrace.learner_stub.row_queue import RowQueue
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.basics.headrace_version import headrace_version, program_name
 from headrace.schemas.errors import DecodeError, EncodeError, HeadraceError, RefusedWeightsError, refusal
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, encode
 from headrace.schemas.messages import (
@@ -154,6 +156,9 @@ class BrokerWeights:
             token=self.link.token,
             channel="publisher",
             epoch=self.epoch,
+            host=platform.node(),
+            pid=os.getpid(),
+            program=program_name(),
             headrace_version=headrace_version(),
         )
         if not self.link.send(hello.frames()):

@@ -5,6 +5,7 @@ To pump a connection is to receive what has arrived and to send what is due.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -15,12 +16,15 @@ import zmq
 
 from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import LearnerWelcome, ModuleShapes, Status
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
+
+log = logging.getLogger("headrace.learner")
 
 _LEAVING_S = 0.5
 """Seconds that messages have to leave when a connection is closed or dropped: a commit is the caller's word."""
@@ -30,6 +34,8 @@ _STREAMING: set[str] = set()
 _PUBLISHED: dict[str, Sequence[Version]] = {}
 _WEIGHT_SHAPES: dict[str, ModuleShapes] = {}
 _TIME_SPENT: dict[str, TimeSpent] = {}
+_WARNED_OF_THREADS: set[int] = set()
+"""The process id of a process that has warned; a child by fork has its own."""
 _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
 
 
@@ -133,6 +139,15 @@ def measure_time(token: str) -> TimeSpent:
 def time_spent(token: str) -> TimeSpent:
     """Return the `TimeSpent` of the learner with `token`; `NOT_MEASURED` while no stream of it is open."""
     return _TIME_SPENT.get(token, NOT_MEASURED)
+
+
+def warn_of_threads(workers_here: int) -> None:
+    """Warn once in a process if its torch threads take the cores of the workers on this host."""
+    if not workers_here or os.getpid() in _WARNED_OF_THREADS:
+        return
+    if crowded := crowded_cores(torch_threads(), own_cores(), workers_here):
+        _WARNED_OF_THREADS.add(os.getpid())
+        log.warning("%s; %s", *crowded)
 
 
 def enroll(member: Pumpable) -> None:

@@ -8,6 +8,8 @@ declares everything taken so far as settled.
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import Any
 from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
 from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch
 from headrace.schemas.basics.bounds import MOST_COUNT, Version
-from headrace.schemas.basics.headrace_version import headrace_version
+from headrace.schemas.basics.headrace_version import headrace_version, program_name
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json
 from headrace.schemas.errors import DecodeError
@@ -265,6 +267,9 @@ class LearnerSession:
                 window_steps=self.window_steps,
                 synchronous=self.limits.synchronous,
                 steps_per_update=self.limits.steps_per_update,
+                host=platform.node(),
+                pid=os.getpid(),
+                program=program_name(),
                 headrace_version=headrace_version(),
                 encodings=readable_encodings(),
             )

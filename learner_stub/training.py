@@ -48,7 +48,8 @@ come.
 """
 _SAY_WAITING_S = 10.0
 _FROM_THE_START = (
-    "to train from the start move it away and start with --set redis.bytes_per_hour=0, as Redis may have a copy"
+    "if a learner of your own wrote it, start that one again; to train from the start move it away and start with "
+    "--set redis.bytes_per_hour=0, as Redis may have a copy"
 )
 
 

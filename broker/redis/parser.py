@@ -33,6 +33,8 @@ V = TypeVar("V")
 _LARGEST = 1 << 53
 """Above this Lua's numbers, which are doubles, stop being exact."""
 
+_COUNTS_OF_LEASE = ("connected", "pid", "torch_threads", "cores")
+
 _LATEST_UNIX_S = 1e11
 """More than three thousand years."""
 
@@ -114,10 +116,12 @@ class HashParser:
     def lease(self, raw: Hash) -> dict[str, Any]:
         """Parse the learner's lease; empty when there is none.
 
-        unix_s, epoch, since_unix_s, connected and committed_unix_s are numbers, the rest is text.
+        The epoch, times, connected, pid, torch_threads and cores are numbers, the rest is text.
         """
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
-        moments = dict.fromkeys(("unix_s", "since_unix_s", "connected", "committed_unix_s"), _moment)
+        moments = dict.fromkeys(
+            (name for name in lease if name.endswith("unix_s") or name in _COUNTS_OF_LEASE), _moment
+        )
         for name, read in {"epoch": _epoch, **moments}.items():
             if name in lease:
                 kept = self._parse("lease", {name.encode(): lease.pop(name).encode()}, str, read)

@@ -263,7 +263,9 @@ if report.fleet.ended_unix_s then
 end
 local held = tonumber(redis.call('HGET', LEASE, 'epoch') or '0') or 0
 if not (held < 2^40 - 1) then held = 0 end  -- nan too; MOST_EPOCH of bounds.py: an older broker without bounds wrote it
-if report.lease.epoch and tonumber(report.lease.epoch) >= held then replace(LEASE, report.lease) end
+local epoch = tonumber(report.lease.epoch or '-1')
+if epoch == held then set(LEASE, report.lease)  -- a new broker does not know yet who holds it
+elseif epoch > held then replace(LEASE, report.lease) end
 for slot, incarnation in pairs(report.incarnations) do
   local highest = tonumber(redis.call('HGET', INCARNATIONS, slot) or '0') or 0
   if not (highest < 999999999) then highest = 0 end  -- MOST_LIVES

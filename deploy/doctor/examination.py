@@ -15,7 +15,7 @@ from headrace.deploy.doctor.key_checks import key_checks
 from headrace.deploy.doctor.limits import Needs, core_dump_check, limit_checks, open_files_check
 from headrace.deploy.doctor.network import advertised_checks, meeting_checks, port_checks, reachability_check
 from headrace.deploy.doctor.redis_checks import redis_checks
-from headrace.deploy.doctor.software import connected_check, software_checks
+from headrace.deploy.doctor.software import connected_checks, own_learner_check, software_checks
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.credentials.keys import ENV_HOST
@@ -78,11 +78,13 @@ def _here(config: FleetConfig) -> Iterator[Check]:
     fleet = _Fleet.of(config)
     yield from redis_checks(fleet.redis_url, fleet.fleet_id)
     if fleet.fleet_id and fleet.redis_url:
-        yield connected_check(fleet.redis_url, fleet.fleet_id)
+        yield from connected_checks(fleet.redis_url, fleet.fleet_id)
     if fleet.broker:
         yield reachability_check("broker", fleet.broker)
     else:
         yield from port_checks(config)
+        if config.fleet.workers and not config.learner.enabled:
+            yield own_learner_check(config.fleet.workers)
     yield from advertised_checks(config)
 
 

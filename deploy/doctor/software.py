@@ -12,9 +12,10 @@ from typing import Any
 import zmq
 
 from headrace.deploy.doctor.check import Check, Verdict
-from headrace.deploy.run.redis_view import FleetView, Snapshot, told_versions
+from headrace.deploy.run.redis_view import FleetView, Snapshot, crowded_learner, told_versions
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
+from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.errors import RedisUnavailableError
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
@@ -74,14 +75,28 @@ def _gpu() -> Check:
     return Check("gpu", Verdict.OK, seen)
 
 
-def connected_check(url: str, fleet_id: str) -> Check:
-    """Compare the versions of the broker, the learner and the workers with one another and with ours."""
+def connected_checks(url: str, fleet_id: str) -> Iterator[Check]:
+    """Compare the versions of the broker, the learner and the workers with one another and with ours.
+
+    Say if the threads of a learner take the cores of workers.
+    """
     try:
         with FleetView(url, fleet_id) as view:
             seen = view.read()
     except RedisUnavailableError as error:
-        return Check("connected", Verdict.WARN, str(error))
-    return judge_versions(seen, headrace_version())
+        yield Check("connected", Verdict.WARN, str(error))
+        return
+    yield judge_versions(seen, headrace_version())
+    if crowded := crowded_learner(seen):
+        yield Check("learner", Verdict.WARN, *crowded)
+
+
+def own_learner_check(workers: int) -> Check:
+    """Say if a learner of one's own would take the cores of these workers, started here with torch's default."""
+    threads, cores = torch_threads(), own_cores()  # `software_checks` has loaded torch
+    if crowded := crowded_cores(threads, cores, workers):
+        return Check("learner", Verdict.WARN, f"where a learner of your own sets no number, {crowded[0]}", crowded[1])
+    return Check("learner", Verdict.OK, f"torch uses {threads} threads by default, on {cores} cores")
 
 
 def judge_versions(seen: Snapshot, own: str) -> Check:

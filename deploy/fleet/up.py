@@ -13,8 +13,9 @@ from pathlib import Path
 from headrace.deploy.doctor.limits import Needs, warn_of_limits
 from headrace.deploy.fleet.check_process import check_before_start
 from headrace.deploy.fleet.fleet import Fleet
+from headrace.deploy.monitoring.bottleneck import Bottlenecks, find_bottleneck
 from headrace.deploy.monitoring.connecting import how_to_connect
-from headrace.deploy.monitoring.findings import awaited
+from headrace.deploy.monitoring.findings import awaited, find
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.event_loop import StandstillWatch
 from headrace.deploy.process.fleet_errors import DrainCutShortError, GoalTimeoutError
@@ -42,6 +43,8 @@ from headrace.schemas.settings.redis_url import without_password
 log = logging.getLogger("headrace.supervisor")
 
 TICK_S = 0.25
+LOOK_S = 5.0
+"""Seconds between two looks for what limits the pace."""
 STANDSTILL_S = 3.0
 """Seconds without a new step after which a run counts as waiting. Numbers come about once a second."""
 
@@ -66,6 +69,7 @@ class RunOutcome:
     at_goal: RunNumbers | None = None
     failure: HeadraceError | None = None
     seconds: float = 0.0
+    bottlenecks: Bottlenecks = field(default_factory=Bottlenecks)
 
 
 def up(config: FleetConfig, options: UpOptions) -> Summary:
@@ -144,7 +148,8 @@ def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, chan
             log.info("changed for this run: %s", change)
     if page := fleet.endpoints.get("dashboard"):
         log.info("dashboard: %s", page)
-    for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id):
+    lease = fleet.snapshot.lease if fleet.snapshot is not None else {}
+    for line in how_to_connect(fleet.config, fleet.endpoints, fleet.run_dir.path, fleet.fleet_id, lease):
         log.info("%s", line)
     if fleet.config.broker.allow_insecure and not fleet.config.keys.dir:
         who = "every user of this machine" if is_loopback(fleet.config.broker.host) else "every machine that reaches it"
@@ -159,7 +164,7 @@ def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
 
 def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: RunLog) -> None:
     """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
-    goal, standstill = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps)
+    goal, standstill, look_at = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps), 0.0
     shown_from = replace(outcome.start, mean_return=None)
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
@@ -175,7 +180,11 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
         if shown_from.mean_return is None and now.steps > outcome.start.steps:
             shown_from = replace(shown_from, mean_return=now.best_return)
-        view = replace(view, start=shown_from)
+        if seconds >= look_at:
+            look_at, facts = seconds + LOOK_S, fleet.facts()
+            outcome.bottlenecks.note(find_bottleneck(facts, find(facts)))
+        limit = outcome.bottlenecks.newest
+        view = replace(view, start=shown_from, bottleneck=limit.sentence if limit is not None else "")
         if progress.is_due and standstill.lasts and not reached:
             view = replace(view, waiting=awaited(fleet.facts()))
         progress.show(view, last=reached)
@@ -245,6 +254,7 @@ def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet
         ledger=snapshot.fleet if snapshot else None,
         failure=outcome.failure,
         problems=_problems(fleet, snapshot) if fleet is not None and snapshot else (),
+        bottleneck=outcome.bottlenecks.in_words(),
     )
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import platform
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 
+from headrace.deploy.report.progress import number
+from headrace.deploy.run.saved_policy import NEWEST_FILE
+from headrace.schemas.basics.printable import one_line
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.config_loading import known_keys
 
@@ -28,13 +33,24 @@ _OF_ENV_HOSTS = (
 Endpoints = Mapping[str, str]
 
 
-def how_to_connect(config: FleetConfig, at: Endpoints, run_dir: Path, fleet_id: str) -> Iterator[str]:
-    """Yield, for each kind of peer that this fleet does not start itself, how to start it, with text to paste."""
+def how_to_connect(
+    config: FleetConfig, at: Endpoints, run_dir: Path, fleet_id: str, lease: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield, for each kind of peer that this fleet does not start itself, how to start it, with text to paste.
+
+    `lease` is that of the learner that came last.
+    """
     if not config.fleet.workers and not config.ray.workers:
         yield f"start workers with: {worker_command(config, at, run_dir, fleet_id)}"
     if not config.learner.enabled:
-        yield f"connect a learner of your own:\n{_learner_lines(config, at)}"
-        yield f"or start the reference learner: headrace learner --run-dir {run_dir}"
+        if last := named_learner(lease):
+            command, heard = start_of_learner(lease, run_dir), number(lease.get("heard_unix_s"))
+            when = time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(heard)) if heard else ""
+            yield f"{last} was last heard of{when}{f'; start it again: {command}' if command else ''}"
+        else:
+            yield f"connect a learner of your own:\n{_learner_lines(config, at)}"
+        if not last and not (run_dir / NEWEST_FILE).exists():
+            yield f"or start the reference learner: headrace learner --run-dir {run_dir}"
     if config.sampling.env_placement == "remote" and not config.fleet.env_hosts:
         yield f"start one env host or more for each worker: {env_host_command(config, at)}"
     if config.serving.enabled and config.fleet.workers:
@@ -54,6 +70,27 @@ def env_host_command(config: FleetConfig, at: Endpoints) -> str:
     found = _addresses([_reachable(at[name]) for name in at if name.startswith("envs-")])
     settings = _settings(config, _OF_ENV_HOSTS)
     return f"headrace env-host --connect {found} --env {shlex.quote(config.sampling.env)}{settings}"
+
+
+def named_learner(lease: Mapping[str, Any]) -> str:
+    """Return the name of the learner that came last, with its process; "" where none has told it."""
+    program, host = (one_line(str(lease.get(name, ""))) for name in ("program", "host"))
+    return f"the learner {program} (pid {number(lease.get('pid')):.0f} on {host})" if program else ""
+
+
+def start_of_learner(lease: Mapping[str, Any], run_dir: Path) -> str:
+    """Return what starts the learner that came last again, without its arguments; "" where nothing to paste does.
+
+    Without a last one: the code that connects one.
+    """
+    program = one_line(str(lease.get("program", "")))
+    if not program:
+        return f'EpisodeStream.of("{run_dir}")'
+    if Path(program).name == "headrace" or program.startswith("python -m headrace"):
+        return f"headrace learner --run-dir {run_dir}"
+    if program == "python" or program.startswith("python -m ipykernel"):
+        return ""
+    return program if program.startswith("python -m ") else f"python {shlex.quote(program)}"
 
 
 def client_addresses(at: Endpoints) -> str:

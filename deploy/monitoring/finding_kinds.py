@@ -87,6 +87,7 @@ KINDS = (
     FindingKind("learner_loading", "warning", 60, "supervisor.hung_after_s"),
     FindingKind("no_weights", "error", 60, "worker.random_actions_before_weights"),
     FindingKind("no_learner", "error", 10, "worker.window_batches"),
+    FindingKind("learner_threads", "warning", 0, ""),
     FindingKind("learner_slow", "warning", 10, "worker.window_batches"),
     FindingKind("metric_not_finite", "error", 0, ""),
     FindingKind("no_commits", "error", 60, "worker.window_batches"),
@@ -122,12 +123,12 @@ def observe(
     known = KIND[kind]
     since = None if for_s is None else facts.unix_s - for_s
     finding = Finding(
-        kind, known.severity, whom, sentence, since, _with_value(facts, limit or known.limit), command, slots
+        kind, known.severity, whom, sentence, since, with_value(facts, limit or known.limit), command, slots
     )
     return Observation(finding, for_s is None or for_s >= known.after_s)
 
 
-def _with_value(facts: Facts, key: str) -> str:
+def with_value(facts: Facts, key: str) -> str:
     """Return a setting with its value, if that is known and is no secret."""
     value = None if key in ("", "redis.url") else facts.setting(key)
     if value is None or value == "":

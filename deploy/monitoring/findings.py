@@ -108,6 +108,7 @@ def _observations(facts: Facts) -> Iterator[Observation]:
             yield from stream_checks.waits_of_workers(facts, ready)
     yield from stream_checks.failing_envs(facts)
     yield from stream_checks.censored_episodes(facts)
+    yield from stream_checks.learner_threads(facts)
     yield from stream_checks.metrics_not_finite(facts)
     yield from stream_checks.refusals(facts)
     yield from process_checks.lost_elsewhere(facts)

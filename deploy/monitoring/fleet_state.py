@@ -1,6 +1,7 @@
 """The state of a fleet as one JSON document. The page, `top` and `--json` show it, and compute no number of their own.
 
 verdict, severity    one line, and "ok", "warning", "error", "ended" or "unknown"
+bottleneck           what limits the pace and what helps, in words; "" where nothing clearly does
 findings             what is wrong, worst first: cause, since when, limit, command
 fleet                id, env, version, state, times, addresses
 redis                whether its numbers are old, since when, and the server's own health
@@ -23,6 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
 from headrace.deploy.monitoring.losses import loss_of
@@ -83,11 +85,12 @@ def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = 
     """Return the document. It has only JSON types. Text from peers is plain text, never markup."""
     slow, snapshot = slow or SlowFacts(), facts.snapshot
     by_name, by_label = _split(snapshot)
-    line = verdict(facts, findings)
+    line, limit = verdict(facts, findings), find_bottleneck(facts, findings)
     return {
         "unix_s": facts.unix_s,
         "verdict": line,
         "severity": _severity(facts, findings, line),
+        "bottleneck": limit.in_words() if limit is not None else "",
         "findings": [_finding(finding, facts.unix_s) for finding in findings],
         "fleet": _fleet(facts),
         "redis": _redis(facts, slow),

@@ -6,11 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.deploy.monitoring.connecting import client_addresses, env_host_command, worker_command
+from headrace.deploy.monitoring.connecting import (
+    client_addresses,
+    env_host_command,
+    named_learner,
+    start_of_learner,
+    worker_command,
+)
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import States
 from headrace.deploy.report.progress import name_revoked, number
+from headrace.deploy.run.redis_view import crowded_learner
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import NOT_FINITE
 from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
@@ -160,6 +167,14 @@ def _were_lost_lately(facts: Facts) -> bool:
 
 def _lost_with_peers(totals: Mapping[str, float]) -> float:
     return sum(totals.get(name, 0) for name in _LOST_WITH_PEERS)
+
+
+def learner_threads(facts: Facts) -> Iterator[Observation]:
+    """Yield that the threads of the learner's torch take the cores of workers on its host."""
+    if crowded := crowded_learner(facts.snapshot):
+        own = "learner" in facts.processes
+        limit, command = ("learner.torch_threads", "") if own else ("", "torch.set_num_threads(1)")
+        yield observe(facts, "learner_threads", "learner", crowded[0], command=command, limit=limit)
 
 
 def metrics_not_finite(facts: Facts) -> Iterator[Observation]:
@@ -322,7 +337,7 @@ def _whose(facts: Facts) -> str:
     own = facts.processes.get("learner")
     if own is None:
         at = facts.endpoints.get("learner")
-        return f"a learner at {at}" if at else "the learner"
+        return named_learner(facts.snapshot.lease) or (f"a learner at {at}" if at else "the learner")
     if own.state != "fenced":
         return "the learner"
     left = ""
@@ -338,9 +353,13 @@ def _holder(facts: Facts, what: str) -> str:
     for_s = _since_commit(facts)
     if for_s is None:
         is_expected = lease.get("connected") or "learner" in facts.processes
-        return "" if is_expected else "; no learner is connected"
+        return (
+            "" if is_expected else f"; no learner is connected{'' if number(lease.get('epoch')) else ', and none was'}"
+        )
     lost = "" if lease.get("connected") else ", and its connection is lost"
-    return f"; it holds the lease (epoch {number(lease.get('epoch')):.0f}) and {what} for {for_s:.0f} s{lost}"
+    heard = number(lease.get("heard_unix_s"))
+    seen = f"; last heard of {(facts.snapshot.reported_unix_s or 0.0) - heard:,.0f} s ago" if heard else ""
+    return f"; it holds the lease (epoch {number(lease.get('epoch')):.0f}) and {what} for {for_s:.0f} s{lost}{seen}"
 
 
 def _since_commit(facts: Facts) -> float | None:
@@ -363,8 +382,9 @@ def _blocked_for(facts: Facts, states: Sequence[Mapping[str, Any]]) -> float | N
 
 
 def _learner_command(facts: Facts) -> str:
-    has_own = "learner" in facts.processes
-    return "" if facts.run_dir is None or has_own else f"headrace learner --run-dir {facts.run_dir}"
+    if facts.run_dir is None or "learner" in facts.processes:
+        return ""
+    return start_of_learner(facts.snapshot.lease, facts.run_dir)
 
 
 def _log_of(facts: Facts, name: str) -> str:

@@ -60,6 +60,8 @@ class ProgressView:
     """Sessions that ended because their key was revoked, by the name of the key."""
     waiting: str = ""
     """Text that names what the fleet waits for while it takes no step; "" for nothing."""
+    bottleneck: str = ""
+    """Text that names what limits the pace, with the shares that say so; "" where nothing clearly does."""
     evaluation: Mapping[str, Any] | None = None
     """The newest line of evaluations.jsonl, parsed; None before the first."""
 
@@ -122,6 +124,8 @@ class ProgressView:
             rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
         if self.waiting:
             rows.append(("waiting for", self.waiting))
+        if self.bottleneck:
+            rows.append(("pace", self.bottleneck))
         return rows
 
     def in_one_line(self) -> str:

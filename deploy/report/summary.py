@@ -10,6 +10,7 @@ from typing import TextIO
 
 import orjson
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headrace.deploy.report.progress import name_restarts
@@ -46,6 +47,8 @@ class Summary:
     """The error that ended the run; None when its goal or a signal ended it."""
     problems: Sequence[str] = ()
     """The audit's sentences about the ledger; empty when it adds up."""
+    bottleneck: str = ""
+    """What limited the pace for most of the run, and what would help, in words; "" where nothing clearly did."""
 
     @property
     def balanced(self) -> bool | None:
@@ -76,6 +79,7 @@ def summarise(
     ledger: FleetLedger | None,
     failure: HeadraceError | None,
     problems: Sequence[str] = (),
+    bottleneck: str = "",
 ) -> Summary:
     """Summarise a run that went from `start` to `end`.
 
@@ -101,6 +105,7 @@ def summarise(
         ledger=ledger,
         failure=failure,
         problems=problems,
+        bottleneck=bottleneck,
     )
 
 
@@ -120,6 +125,8 @@ def print_summary(summary: Summary, stream: TextIO) -> None:
     ):
         table.add_row(what, value)
     console.print(table)
+    if summary.bottleneck:
+        console.print(escape(summary.bottleneck))
     if summary.ledger is None:
         console.print("ledger: not known, since Redis was not started, or did not answer at the end")
     else:

@@ -21,6 +21,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetric, RowValues
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.headrace_version import MOST_VERSION
 from headrace.schemas.basics.printable import one_line
+from headrace.schemas.basics.process_usage import crowded_cores
 from headrace.schemas.errors import RedisContractError
 from headrace.schemas.settings.redis_url import without_password
 
@@ -249,6 +250,15 @@ class FleetView:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def crowded_learner(seen: Snapshot) -> tuple[str, str] | None:
+    """Return, in words, that a connected learner's torch takes the cores of workers on its host, and the remedy."""
+    lease = seen.lease
+    if not lease.get("connected") or not lease.get("host"):
+        return None
+    here = sum(1 for row in seen.workers.values() if row.get("host") == lease["host"])
+    return crowded_cores(int(lease.get("torch_threads", 0)), int(lease.get("cores", 0)), here)
 
 
 def told_versions(seen: Snapshot) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""Processor time and memory of processes of this machine, from the kernel's proc(5)."""
+"""Processor time, memory, cores and torch's threads of processes of this machine; most from the kernel's proc(5)."""
 
 from __future__ import annotations
 
 import os
 import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +33,31 @@ def usage_of(pid: int) -> Usage | None:
 def own_usage() -> Usage | None:
     """Return what this process uses; None where the system does not tell."""
     return usage_of(os.getpid())
+
+
+def own_cores() -> int:
+    """Return the number of cores on which this process may run."""
+    return len(os.sched_getaffinity(0))
+
+
+def torch_threads() -> int:
+    """Return how many threads torch uses for one operation in this process; 0 where torch is not loaded."""
+    count = getattr(sys.modules.get("torch"), "get_num_threads", None)  # absent while torch is being imported
+    return count() if count is not None else 0
+
+
+def crowded_cores(threads: int, cores: int, workers: int) -> tuple[str, str] | None:
+    """Return, in words, that torch's threads in a learner take the cores of the workers on its host, and the remedy.
+
+    None where they do not. Threads that wait for one another for a core cost more than they bring.
+    """
+    left = max(1, cores - workers)
+    if not workers or not cores or threads <= left:
+        return None
+    shared = f"{cores} cores with {workers} workers" if workers > 1 else f"{cores} cores with a worker"
+    sentence = f"torch uses {threads} threads in the learner, which shares {shared}: both get slower"
+    most = f" (at most {left})" if left > 1 else ""
+    return sentence, f"call torch.set_num_threads(1){most}, or set OMP_NUM_THREADS=1"
 
 
 def usage_of_children() -> Usage | None:

@@ -26,7 +26,7 @@ from headrace.schemas.basics.bounds import (
     Version,
     WeightsSeq,
 )
-from headrace.schemas.basics.headrace_version import HeadraceVersion
+from headrace.schemas.basics.headrace_version import HeadraceVersion, Program
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.frames.compression import Encodings
@@ -51,6 +51,9 @@ LEARNER_PARTS = ("wait", "decode", "train", "publish")
 """The parts of a learner's time (`learner_stub/time_spent.py`)."""
 
 TimeOfParts = Annotated[dict[Annotated[str, Field(max_length=20)], Seconds], Field(max_length=16)]
+
+
+Threads = Annotated[int, Field(ge=0, le=1 << 16)]
 
 
 class LearnerHello(Message):
@@ -80,6 +83,8 @@ class LearnerHello(Message):
     """Steps of an update, for synchronous sampling; 0: one cut of each worker."""
     host: str = ""
     pid: Pid = 0
+    program: Program = ""
+    """How it was started, without arguments: a script, or `python -m MODULE`."""
     headrace_version: HeadraceVersion = ""
     encodings: Encodings = []
     """Encodings of a batch's arrays that this learner reads. It is given others without compression."""
@@ -110,6 +115,10 @@ class LearnerFigures(BaseModel):
     """Agent steps handed to its user, by their lag at that moment (`lag_buckets.py`)."""
     usage: Usage | None = None
     """The use of its process; the time counts from its start."""
+    torch_threads: Threads = 0
+    """Threads that torch uses for one operation; 0 where torch is not loaded, or by a learner that does not tell."""
+    cores: Threads = 0
+    """Cores on which its process may run."""
 
 
 class Commit(Message):
@@ -162,6 +171,8 @@ class Status(Message):
     epoch: Epoch
     held_batches: Natural = 0
     workers: Natural = 0
+    workers_here: Natural = 0
+    """Of these, the workers on the learner's own host, as far as both have told theirs."""
     workers_blocked: Natural = 0
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)

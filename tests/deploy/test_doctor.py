@@ -31,7 +31,7 @@ from headrace.deploy.doctor.limits import (
 from headrace.deploy.doctor.network import advertised_check, advertised_checks, meeting_checks, reachability_check
 from headrace.deploy.doctor.software import judge_versions
 from headrace.deploy.run.key_pairs import make_keys
-from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.redis_view import Snapshot, crowded_learner
 from headrace.schemas.credentials.key_files import read_public_key
 from headrace.schemas.peers.rendezvous import LIFETIME_S, Port, Published
 from headrace.schemas.settings.config import FleetConfig
@@ -381,6 +381,22 @@ def test_doctor_compares_the_versions_of_connected_peers() -> None:
     assert here.verdict is Verdict.WARN
     assert here.advice == "install headrace 0.2.0 here, or upgrade the broker"
     assert "no broker" in judge_versions(Snapshot(), "0.1.0").seen
+
+
+def test_doctor_names_a_learner_whose_torch_takes_the_cores_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = {0: {"host": "box"}, 1: {"host": "box"}, 2: {"host": "other"}}
+    lease = {"connected": 1.0, "host": "box", "torch_threads": 8.0, "cores": 4.0}
+    told = crowded_learner(Snapshot(lease=lease, workers=workers))
+    assert told is not None
+    assert told[0] == "torch uses 8 threads in the learner, which shares 4 cores with 2 workers: both get slower"
+    for other in ({"torch_threads": 2.0}, {"connected": 0.0}, {"host": "elsewhere"}, {"host": ""}, {"cores": 0.0}):
+        assert crowded_learner(Snapshot(lease={**lease, **other}, workers=workers)) is None, other
+    for threads, verdict in (("64", "warn"), ("1", "ok")):  # MKL takes no more than there are cores
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            monkeypatch.setenv(name, threads)
+        asked = doctor("--set", "fleet.workers=64", "--set", "learner.enabled=false")["learner"]
+        assert (asked["verdict"], bool(asked["advice"])) == (verdict, verdict == "warn"), asked
+    assert "learner" not in doctor()
 
 
 def test_peers_of_another_version_are_named() -> None:

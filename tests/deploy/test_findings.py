@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,97 +12,33 @@ from headrace.deploy.monitoring.finding_kinds import KIND, KINDS
 from headrace.deploy.monitoring.findings import awaited, find, verdict
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
-from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
-from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection
+from headrace.schemas.settings.config import BrokerSection, FleetConfig, ServingSection
 from headrace.schemas.settings.config import SamplingSection as Sampling
 from headrace.schemas.settings.config_loading import known_keys
-
-NOW = 1_795_280_000.0
-RUN = Path("/runs/a")
-AT = {"learner": "tcp://127.0.0.1:5702", "worker": "tcp://127.0.0.1:5701", "clients-0": "tcp://127.0.0.1:5801"}
-GAUGES = {"unix_s": NOW, "env_steps_per_s": 900.0, "weights_seq": 7.0, "held_batches": 2.0, "held_bytes": 4096.0}
-LEASE = {"epoch": 1, "connected": 1.0, "since_unix_s": NOW - 500, "committed_unix_s": NOW - 0.5}
-WORKER = {"incarnation": 1, "pid": 70, "host": "here", "weights_seq": 7, "blocked": "", "unix_s": NOW - 0.5}
-STILL = {"env_steps_per_s": 0.0}
-
-
-def process(name: str, role: str, **changes: Any) -> ProcessState:
-    slot = int(name.rpartition("-")[2]) if role == "worker" else None
-    usual = {"slot": slot, "incarnation": 1, "pid": 70, "started_unix_s": NOW - 600}
-    return ProcessState(name=name, role=role, **{**usual, **changes})
-
-
-def healthy(**changes: Any) -> Facts:
-    """A fleet of two workers that learns."""
-    own = [("supervisor", "supervisor"), ("redis", "redis"), ("broker", "broker"), ("learner", "learner")]
-    own += [("worker-0", "worker"), ("worker-1", "worker")]
-    facts = Facts(
-        unix_s=NOW,
-        snapshot=Snapshot(
-            fleet_id="demo",
-            gauges=GAUGES,
-            totals={"env_steps_total": 9000},
-            workers={0: WORKER, 1: WORKER},
-            lease=LEASE,
-            reported_unix_s=NOW,
-        ),
-        processes={name: process(name, role) for name, role in own},
-        config=FleetConfig(),
-        endpoints=AT,
-        run_dir=RUN,
-        disk_free_bytes=1 << 40,
-    )
-    return replace(facts, **changes)
-
-
-def told(facts: Facts | None = None, gauges: dict[str, float] | None = None, **changes: Any) -> Facts:
-    """These facts with another snapshot."""
-    facts = facts or healthy()
-    return replace(facts, snapshot=replace(facts.snapshot, gauges={**GAUGES, **(gauges or {})}, **changes))
-
-
-def having(name: str, facts: Facts | None = None, **changes: Any) -> Facts:
-    """These facts with another state of one process; None: without it."""
-    facts = facts or healthy()
-    changed = facts.processes[name].model_copy(update=changes)
-    return replace(facts, processes={**facts.processes, name: changed})
-
-
-def without(*names: str, facts: Facts | None = None) -> Facts:
-    facts = facts or healthy()
-    return replace(facts, processes={name: one for name, one in facts.processes.items() if name not in names})
-
-
-def blocked(by: str = "window", for_s: float = 20.0, slots: tuple[int, ...] = (0, 1)) -> dict[int, dict[str, Any]]:
-    waits = {**WORKER, "blocked": by, "blocked_since_unix_s": NOW - for_s, "held_batches": 16}
-    return {slot: waits if slot in slots else WORKER for slot in (0, 1)}
-
-
-def stalled(for_s: float, lease: dict[str, Any] | None = None, by: str = "window") -> Facts:
-    """All workers wait for a commit for `for_s` seconds."""
-    lease = {**LEASE, "committed_unix_s": NOW - for_s, **(lease or {})}
-    return told(gauges=STILL, workers=blocked(by, for_s), lease=lease)
-
-
-def of_own_learner(facts: Facts) -> Facts:
-    """These facts, of a fleet without a learner of its own."""
-    config = FleetConfig(learner=LearnerSection(enabled=False))
-    return replace(without("learner", facts=facts), config=config)
-
-
-def by_redis_alone(facts: Facts) -> Facts:
-    """These facts as a machine without the run directory has them."""
-    assert facts.config is not None
-    settings = {key: facts.config.value_of(key) for key in TOLD_SETTINGS}
-    snapshot = replace(facts.snapshot, settings=settings)
-    return replace(facts, config=None, run_dir=None, endpoints={}, snapshot=snapshot)
-
+from support.fleets.known_facts import (
+    LEASE,
+    NOW,
+    STILL,
+    WORKER,
+    blocked,
+    by_redis_alone,
+    having,
+    healthy,
+    of_own_learner,
+    process,
+    stalled,
+    told,
+    without,
+)
 
 LATE = {**WORKER, "host": "box", "unix_s": NOW - 8.0}
 HEARD = {**LATE, "unix_s": NOW - 0.5}
 REMOTE = FleetConfig(sampling=Sampling(env_placement="remote"))
 SERVED = FleetConfig(serving=ServingSection(enabled=True))
+SCRIPT = {"program": "/home/me/ppo.py", "pid": 71.0, "host": "box\x1b", "heard_unix_s": NOW - 9}
+"""What a learner of one's own tells of itself."""
+GREEDY = {"host": "here", "torch_threads": 8.0, "cores": 4.0}
 TIGHT = FleetConfig(broker=BrokerSection(max_held_batches=2))
 ROOMY = FleetConfig(broker=BrokerSection(max_held_batches=4))
 DROPS = FleetConfig(broker=BrokerSection(max_held_batches=4, overflow="drop_oldest"))
@@ -267,7 +201,32 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         of_own_learner(stalled(12.0, {"connected": 0.0})),
         "no_learner",
         "has not committed for 12 s, and its connection is lost; 2 of 2 workers wait with full windows",
-        "headrace learner --run-dir /runs/a",
+        'EpisodeStream.of("/runs/a")',
+    ),
+    "a learner of one's own that is gone": (
+        of_own_learner(stalled(12.0, {"connected": 0.0, **SCRIPT})),
+        "no_learner",
+        r"waiting for the learner /home/me/ppo.py \(pid 71 on box\\x1b\) to commit what it holds; it holds the lease "
+        r"\(epoch 1\) and has not committed for 12 s, and its connection is lost; last heard of 9 s ago; 2 of 2",
+        "python /home/me/ppo.py",
+    ),
+    "a learner of one's own that never came": (
+        of_own_learner(told(gauges={**STILL, "weights_seq": 0.0}, workers=NO_WEIGHTS, lease={"connected": 0.0})),
+        "no_learner",
+        "waiting for first weights from a learner at tcp://127.0.0.1:5702; no learner is connected, and none was",
+        'EpisodeStream.of("/runs/a")',
+    ),
+    "a learner of one's own that is slow": (
+        of_own_learner(stalled(15.0, SCRIPT)),
+        "learner_slow",
+        r"the learner /home/me/ppo.py .* has not committed for 15 s; last heard of 9 s ago",
+        "",
+    ),
+    "a learner with too many threads": (
+        of_own_learner(told(lease={**LEASE, **GREEDY})),
+        "learner_threads",
+        "torch uses 8 threads in the learner, which shares 4 cores with 2 workers: both get slower",
+        "torch.set_num_threads(1)",
     ),
     "learner slow": (
         stalled(15.0),
@@ -658,3 +617,35 @@ def test_without_a_run_directory_the_limits_have_no_values() -> None:
 def test_a_fleet_whose_learner_logs_nan_is_not_said_to_learn() -> None:
     facts, _, _, _ = WRONG["a loss that is NaN"]
     assert verdict(facts, find(facts)).startswith("Sampling. The learner does not learn: its newest loss is NaN")
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("/venv/bin/headrace", "headrace learner --run-dir /runs/a"),
+        ("python -m headrace.deploy", "headrace learner --run-dir /runs/a"),
+        ("/my code/ppo.py", "python '/my code/ppo.py'"),
+        ("python -m mine.ppo", "python -m mine.ppo"),
+        ("python -m ipykernel_launcher", ""),
+        ("python", ""),
+    ],
+)
+def test_a_learner_that_is_gone_is_started_as_it_was(program: str, command: str) -> None:
+    facts = of_own_learner(stalled(12.0, {**SCRIPT, "connected": 0.0, "program": program}))
+    (found,) = find(facts)
+    assert (found.kind, found.command) == ("no_learner", command)
+    assert f"the learner {program} (pid 71 on " in found.sentence
+
+
+def test_threads_of_the_fleets_own_learner_have_a_setting_and_those_elsewhere_take_no_cores() -> None:
+    (found,) = find(told(lease={**LEASE, **GREEDY}))
+    assert (found.kind, found.limit) == ("learner_threads", "learner.torch_threads = 1")
+    fine = {
+        "a host of its own": {"host": "there"},
+        "enough cores": {"cores": 10.0},
+        "one thread": {"torch_threads": 1.0},
+    }
+    fine |= {"gone": {"connected": 0.0}, "an earlier version": {"host": ""}}
+    assert {name: find(told(lease={**LEASE, **GREEDY, **one})) for name, one in fine.items() if name != "gone"} == {
+        name: [] for name in fine if name != "gone"
+    }

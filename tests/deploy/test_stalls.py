@@ -148,7 +148,7 @@ def test_a_learner_that_is_gone_slow_or_commits_nothing_and_a_full_window(tmp_pa
     own = sets("learner.enabled=false", "worker.window_batches=4", f'sampling.env_config={{"fast": "{fast}"}}')
     with stalls_of(run, *env, *own) as stalls:
         started = stalls.until(("no_learner", "learner"))["no_learner"]
-        assert started["command"] == f"headrace learner --run-dir {run}"
+        assert started["command"] == f'EpisodeStream.of("{run}")'
         with told_learner(run) as learner:
             found = stalls.until(("no_weights", "learner"))["no_weights"]
             assert since(found, 60)
@@ -164,9 +164,13 @@ def test_a_learner_that_is_gone_slow_or_commits_nothing_and_a_full_window(tmp_pa
             learner.tell("take")
             learner.tell("commit")
             stalls.until()
-        found = stalls.until(("no_learner", "learner"))["no_learner"]
+        slow = frozenset((("learner_slow", "learner"),))  # before its end is reported: it took nothing since the commit
+        found = stalls.until(("no_learner", "learner"), between=slow)["no_learner"]
         assert since(found, 10)
-        with running(found["command"]):
+        assert found["command"] == "python -m support.fleets.told_learner"
+        assert f"the learner {found['command']} (pid {learner.process.pid} on " in found["sentence"]
+        with told_learner(run) as learner:
+            learner.tell("train")
             stalls.until()
 
 

@@ -158,7 +158,8 @@ def test_the_terminal_names_each_stall_and_not_weights_that_workers_have(tmp_pat
                 fleet.forget()
                 fleet.shows(r"env steps +[\d,]+ \([1-9][\d,]*/s\)")
                 learner.send_signal(signal.SIGUSR1)
-                told = r"waiting for +a learner at tcp://[\d.:]+ to commit what it holds; it holds the lease "
+                mine = rf"waiting for +the learner python \(pid {learner.pid} on [^)]+\)"  # python -c has no script
+                told = mine + " to commit what it holds; it holds the lease "
                 fleet.shows(told + r"\(epoch 1\) and has not committed for \d+ s")
                 wait_until(lambda: found(run_dir) == {"learner_slow"}, "a finding", pause_s=0.5)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 import threading
 import time
 from bisect import bisect_left
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +23,11 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher, connection
 from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, LAG_LABELS
 from headrace.schemas.accounts.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
+from headrace.schemas.basics.headrace_version import program_name
 from headrace.schemas.frames.wire import Buffer, decode
-from headrace.schemas.messages import Commit, LearnerFigures, LearnerHello, read
+from headrace.schemas.messages import Commit, LearnerFigures, LearnerHello, Status, WorkerHello, read
 from headrace.schemas.messages.learner_messages import LEARNER_PARTS
-from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder
+from support.pipeline.delivery import FLEET, BrokerThread, Envs, StartBroker, StartFeeder
 from support.waiting import TIMEOUT_S, wait_until
 
 WEIGHTS = {"w": np.zeros(3, np.float32)}
@@ -215,3 +222,110 @@ def test_the_lag_of_a_batch_after_markers_counts_versions_published_in_between(
     assert sizes[0] > 0 == sizes[1] < sizes[2], "a batch, markers, and a batch"
     assert batch is not None
     assert batch.newest == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("host", "workers", "here"),
+    [("box", ("box", "box", "other"), 2), ("box", ("other",), 0), ("box", (), 0), ("", ("", "box"), 0)],
+)
+def test_a_heartbeat_tells_the_learner_how_many_workers_share_its_host(
+    host: str, workers: tuple[str, ...], here: int
+) -> None:
+    core = BrokerCore("f", BrokerLimits(heartbeat_interval_s=1.0))
+    for slot, where in enumerate(workers):
+        hello = WorkerHello(fleet_id="f", token=str(slot), slot=slot, incarnation=1, host=where)
+        core.receive(b"w%d" % slot, hello, 0.0)
+    core.receive(b"l", LearnerHello(token="l", channel="stream", host=host), 0.0)
+    core.take_outbox()
+    core.tick(1.0)
+    (status,) = [send.content for send in core.take_outbox() if isinstance(send.content, Status)]
+    assert (status.workers, status.workers_here) == (len(workers), here)
+
+
+def test_a_stream_says_who_its_learner_is(start_broker: StartBroker) -> None:
+    broker = start_broker(heartbeat_interval_s=0.1)
+    with EpisodeStream(broker.endpoints.learner):
+        lease = broker.ask(lambda asked: asked.metrics.report(asked.core, time.monotonic()).lease)
+        assert (lease["host"], lease["pid"], lease["connected"]) == (platform.node(), os.getpid(), 1)
+        assert lease["program"] == program_name()
+
+
+@pytest.mark.parametrize(
+    ("argv", "module", "name"),
+    [
+        (["/srv/ppo.py", "--token", "secret"], None, "/srv/ppo.py"),
+        (["-c"], None, "python"),
+        ([""], None, "python"),
+        ([], None, "python"),
+        (["/lib/mine/ppo.py"], "mine.ppo", "python -m mine.ppo"),
+        (["/lib/mine/__main__.py"], "mine.__main__", "python -m mine"),
+        (["/s\udcff\x1b.py"], None, r"/s?\x1b.py"),
+        (["/" + 300 * "a" + "/ppo.py"], None, 193 * "a" + "/ppo.py"),
+    ],
+)
+def test_the_name_of_a_program_is_its_script_or_module_without_arguments(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], module: str | None, name: str
+) -> None:
+    main = ModuleType("__main__")
+    main.__spec__ = ModuleSpec(module, None) if module is not None else None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", argv)
+    assert program_name() == name
+    assert LearnerHello(token="l", channel="stream", program=name).program == name
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    """A process on four cores whose torch uses as many threads as the test says, and that has not warned."""
+    monkeypatch.setattr(connection, "_WARNED_OF_THREADS", set())
+    monkeypatch.setattr(connection, "own_cores", lambda: 4)
+    return Threads(monkeypatch)
+
+
+class Threads:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def use(self, count: int | None) -> None:
+        """Let torch use so many threads; None: torch is not loaded."""
+        torch = None if count is None else SimpleNamespace(get_num_threads=lambda: count)
+        self._patch.setitem(sys.modules, "torch", torch)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "torch uses" in record.getMessage()]
+
+
+def test_a_learner_whose_torch_takes_the_cores_of_workers_is_warned_once(
+    threads: Threads, caplog: pytest.LogCaptureFixture
+) -> None:
+    for count, workers in ((None, 2), (2, 2), (1, 9), (4, 0), (0, 2)):
+        threads.use(count)
+        connection.warn_of_threads(workers)
+    assert warnings_of(caplog) == []
+    threads.use(4)
+    for _ in range(3):
+        connection.warn_of_threads(2)
+    assert warnings_of(caplog) == [
+        "torch uses 4 threads in the learner, which shares 4 cores with 2 workers: both get slower; call "
+        "torch.set_num_threads(1) (at most 2), or set OMP_NUM_THREADS=1"
+    ]
+
+
+def test_a_stream_warns_of_threads_once_workers_share_its_host(
+    threads: Threads, caplog: pytest.LogCaptureFixture, start_broker: StartBroker
+) -> None:
+    threads.use(4)
+    broker = start_broker(heartbeat_interval_s=0.1)
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        wait_until(lambda: (stream.pump(), stream.exhausted)[1], "a heartbeat of the broker")
+        assert warnings_of(caplog) == []
+        hello = WorkerHello(fleet_id=FLEET, token="w", slot=0, incarnation=1, host=platform.node())
+        broker.ask(lambda asked: asked.core.receive(b"w", hello, time.monotonic()))
+        wait_until(lambda: (stream.pump(), warnings_of(caplog))[1], "the warning")
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_without_torch_a_stream_does_not_import_it() -> None:
+    code = "import sys; from headrace.learner_stub import EpisodeStream; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

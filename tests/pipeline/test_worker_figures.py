@@ -83,7 +83,9 @@ def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner
         row, gauges = figures(broker)
         waited = counters(broker)[WAIT]
         held = broker.ask(lambda it: (it.core.store.held_batches(), it.core.store.nbytes))
-        told = broker.ask(lambda it: [it.core.learner_version, *(source.headrace_version for source in it.core.live())])
+        told = broker.ask(
+            lambda it: [it.core.learner_lease.headrace_version, *(source.headrace_version for source in it.core.live())]
+        )
     assert told == [version("headrace")] * 2
     assert sum(row["time_share"].values()) == pytest.approx(1.0, abs=0.01)
     assert set(row) <= {member.name for member in WORKER_TABLE}

@@ -15,7 +15,7 @@ from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import row_counters
 from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
 from headrace.schemas.chunks.batch import BatchHeader
-from headrace.schemas.messages import Heartbeat, LearnerHello, WorkerHello
+from headrace.schemas.messages import Commit, Heartbeat, LearnerFigures, LearnerHello, WorkerHello
 
 
 def header(seq: int, steps: int, **totals: Any) -> BatchHeader:
@@ -41,11 +41,36 @@ def test_the_report_has_each_peers_version_or_an_empty_string() -> None:
     for slot, told in enumerate(("0.2.0", "")):
         hello = WorkerHello(fleet_id="f", token=f"{slot}", slot=slot, headrace_version=told)
         core.receive(b"%d" % slot, hello, 0.0)
-    assert FleetMetrics().report(core, now=0.0).lease["headrace_version"] == ""
+    assert "headrace_version" not in FleetMetrics().report(core, now=0.0).lease
     core.receive(b"l", LearnerHello(token="l", channel="stream", headrace_version="0.3.0"), 0.0)
     report = FleetMetrics().report(core, now=0.0)
     assert {slot: row["headrace_version"] for slot, row in report.workers.items()} == {0: "0.2.0", 1: ""}
     assert report.lease["headrace_version"] == "0.3.0"
+
+
+def told_learner(core: BrokerCore, now: float) -> dict[str, Any]:
+    """Return program, process, host and threads of the learner that came last, and for how long it is silent."""
+    lease = FleetMetrics().report(core, now=now).lease
+    about = {name: lease.get(name) for name in ("program", "pid", "host", "torch_threads", "cores", "connected")}
+    return about | {"silent_s": round(lease["unix_s"] - lease["heard_unix_s"], 1)} if "program" in lease else about
+
+
+def test_the_lease_names_the_learner_that_came_last_and_when_it_was_heard() -> None:
+    core = BrokerCore("f", BrokerLimits())
+    assert set(told_learner(core, 0.0).values()) == {None, 0}
+    mine = {"program": "/home/me/ppo.py", "pid": 7, "host": "box"}
+    core.receive(b"1", LearnerHello(token="1", channel="stream", **mine), 1.0)
+    figures = LearnerFigures(torch_threads=8, cores=4)
+    core.receive(b"1", Commit(epoch=1, figures=figures), 5.0)
+    seen = told_learner(core, 6.0)
+    assert seen == {**mine, "torch_threads": 8, "cores": 4, "connected": 1, "silent_s": 1.0}
+    core.gone(b"1")
+    assert told_learner(core, 65.0) == {**seen, "connected": 0, "silent_s": 60.0}
+    newer = {"program": "python -m mine", "pid": 8, "host": 255 * "a"}
+    core.receive(b"2", LearnerHello(token="2", channel="stream", **{**newer, "host": 999 * "a"}), 66.0)
+    core.receive(b"1", Commit(epoch=1), 67.0)
+    expected = {**newer, "torch_threads": 0, "cores": 0, "connected": 1, "silent_s": 2.0}
+    assert told_learner(core, 68.0) == expected, "the older one counts no more"
 
 
 def test_the_rate_counts_env_steps_not_agent_steps() -> None:

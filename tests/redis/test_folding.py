@@ -345,6 +345,20 @@ def test_what_is_of_a_moment_expires_and_books_and_the_epoch_stay(
     assert read(url, fleet_id).lease["connected"] == 1
 
 
+def test_a_new_broker_keeps_what_is_known_of_the_learner_until_a_newer_one_comes(
+    url: str, fleet_id: str, client: Any
+) -> None:
+    def report(**lease: Any) -> dict[str, Any]:
+        MergeScript(client, fleet_id)(Part(Report(lease=lease)), [], 0)
+        return dict(read(url, fleet_id).lease)
+
+    known = {"host": "box", "pid": 7, "program": "/ppo.py", "heard_unix_s": 1.79e9, "torch_threads": 8, "cores": 4}
+    assert report(epoch=3, unix_s=1.0, **known) == {"epoch": 3, "unix_s": 1.0, **known}
+    assert report(epoch=3, unix_s=2.0) == {"epoch": 3, "unix_s": 2.0, **known}
+    assert report(epoch=2, unix_s=3.0) == {"epoch": 3, "unix_s": 2.0, **known}
+    assert report(epoch=4, unix_s=4.0) == {"epoch": 4, "unix_s": 4.0}
+
+
 @pytest.mark.parametrize("damage", [b'"highest":2', b'"stepped":4', b'"settled":{"seq":1'])
 def test_the_audit_finds_a_changed_number_of_folded_lives(
     url: str, fleet_id: str, client: Any, make_row: MakeRow, damage: bytes

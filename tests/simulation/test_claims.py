@@ -276,7 +276,7 @@ def test_a_repeated_commit_does_not_move_the_time_of_the_last_commit() -> None:
     seen = []
     for broker.now, batches in ((1.0, 0), (5.0, 2), (9.0, 2), (12.0, 3)):
         broker.say(LEARNER, Commit(epoch=1, position=position(batches)))
-        seen.append(broker.core.committed_at)
+        seen.append(broker.core.learner_lease.committed_at)
     assert seen == [1.0, 5.0, 5.0, 12.0]
 
 

@@ -37,6 +37,7 @@ def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
         (
             f"<h1>{text(name)}</h1>",
             paragraph(_bounded(facts["verdict"]), f"verdict {kind}"),
+            paragraph(_bounded(facts["bottleneck"])) if facts["bottleneck"] else "",
             paragraph(_when(facts), "dim"),
             *_findings(facts["findings"]),
             tiles(_key_numbers(facts)),

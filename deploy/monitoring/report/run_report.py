@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from headrace.deploy.loggers import Row
 from headrace.deploy.loggers.row_files import JsonlFile
+from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.monitoring.report.run_series import RunSeries
@@ -78,7 +79,9 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], RunSeries]:
         "marks": [{"elapsed_s": round(at, 1), "what": what} for at, what in series.marks],
         "settings": _changed(config),
     }
-    facts["findings"], line = _seen_now(run_dir) if state == "running" else ([], "")
+    facts["findings"], line, facts["bottleneck"] = [], "", str(told.get("bottleneck", "")) if state == "ended" else ""
+    if state == "running":
+        facts["findings"], line, facts["bottleneck"] = _seen_now(run_dir)
     facts["verdict"] = f"{_verdict(facts)} {line}".strip()
     return facts, series
 
@@ -102,15 +105,17 @@ def _state(run_dir: Path, page: FleetFile, told: Mapping[str, Any]) -> str:
     return "ended" if told.get("state") == "ended" or page.state == "stopped" else "killed"
 
 
-def _seen_now(run_dir: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the findings of a running fleet, the worst first, and the verdict line that the page and `top` show."""
+def _seen_now(run_dir: Path) -> tuple[list[dict[str, Any]], str, str]:
+    """Return the findings of a running fleet, the worst first, and the verdict and bottleneck that the page shows."""
     try:
         with FactsReader(run_dir) as reader:
             seen = reader.read()
     except HeadraceError:
-        return [], ""
+        return [], "", ""
     findings = find(seen)
-    return [asdict(finding) for finding in findings], verdict(seen, findings)
+    limit = find_bottleneck(seen, findings)
+    line = verdict(seen, findings)
+    return [asdict(finding) for finding in findings], line, limit.in_words() if limit is not None else ""
 
 
 def _errors(snapshot: Snapshot | None, told: Mapping[str, Any]) -> list[dict[str, Any]]:

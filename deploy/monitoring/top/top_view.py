@@ -245,6 +245,7 @@ def head(document: Document, curves: Curves, width: int, blocks: str, most: int 
         Text(f"headrace top  {_line(about)}  {at}", style="dim"),
         Text(_line(document["verdict"]), style=_STYLES.get(document["severity"], "bold")),
     ]
+    lines += [Text(_line(document["bottleneck"]))] if document["bottleneck"] else []
     lines += _findings(document, most)
     if document["redis"]["is_old"] and document["severity"] != "ended":
         age = duration(document["redis"]["age_s"])

@@ -366,6 +366,7 @@ function show(s) {
   document.body.classList.toggle("is-old", s.redis.is_old);
   $("verdict-box").dataset.severity = s.severity;
   say($("verdict"), s.verdict);
+  say($("bottleneck"), s.bottleneck);
   document.title = `${s.findings.length ? `(${s.findings.length}) ` : ""}${s.verdict} ${s.fleet.id}`;
   say($("fleet"), filled([s.fleet.id, s.fleet.env]));
   say($("about"), filled([s.fleet.started_unix_s && `started ${moment(s.fleet.started_unix_s)}`,
