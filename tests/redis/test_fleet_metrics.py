@@ -13,9 +13,10 @@ from headrace.broker.metrics import FleetMetrics
 from headrace.broker.source import Source, StoredBatch
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import row_counters
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
 from headrace.schemas.chunks.batch import BatchHeader
-from headrace.schemas.messages import Heartbeat, LearnerHello, WorkerHello
+from headrace.schemas.messages import Bye, Heartbeat, LearnerHello, WorkerHello
 
 
 def header(seq: int, steps: int, **totals: Any) -> BatchHeader:
@@ -105,6 +106,21 @@ def test_quantiles_cover_the_newest_hundred_episodes(count: int) -> None:
         assert found == pytest.approx(expected)
         if name == "return":
             assert list(report.policies["one"]["quantiles"].values()) == pytest.approx(expected)
+
+
+def test_the_last_words_of_a_worker_have_its_newest_metrics() -> None:
+    metrics, core = FleetMetrics(), BrokerCore("f", BrokerLimits())
+    core.receive(b"w", WorkerHello(fleet_id="f", token="w", slot=0, incarnation=1), 0.0)
+    core.receive(b"w", beat(metrics={"goals": LoggedMetric(reduce="sum", value=1.0)}), 1.0)
+    bye = Bye(
+        slot=0,
+        incarnation=1,
+        totals=WorkerTotals(),
+        settled=Settled(),
+        metrics={"goals": LoggedMetric(reduce="sum", value=3.0)},
+    )
+    core.receive(b"w", bye, 2.0)
+    assert metrics.report(core, now=2.0).metrics["goals"].value == 3.0
 
 
 def test_committed_bytes_leave_out_what_the_broker_drops_and_chunks_the_learner_leaves_out() -> None:
