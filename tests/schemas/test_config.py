@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.settings import config_loading
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config, known_keys, load_config
 from headrace.schemas.settings.plugins import load_object
@@ -155,6 +156,25 @@ def test_a_crafted_file_is_refused_without_a_wait_and_without_much_memory(tmp_pa
             load_config(path, environ={})
     with pytest.raises(ConfigError, match=r"module\.config: is nested deeper than 61 levels \(from flag\)"):
         load_config(flags={"module.config": orjson.loads('{"a":' * 900 + "1" + "}" * 900)}, environ={})
+
+
+def test_a_pipe_that_gives_more_than_a_file_may_have_is_refused_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"[sampling]\nnum_envs = 3\n#"
+    monkeypatch.setattr(config_loading, "_LARGEST_FILE", len(text))
+    monkeypatch.setattr(config_loading, "_STREAMS", {})
+    for more, is_refused in ((b"", False), (b"#", True), (b"#" * 1000, True)):
+        ours, theirs = os.pipe()
+        os.write(theirs, text + more)
+        os.close(theirs)
+        path = Path(f"/proc/self/fd/{ours}")
+        config_loading._STREAMS.clear()
+        config_loading.take_stream(path)
+        os.close(ours)
+        if is_refused:
+            with pytest.raises(ConfigError, match="the file has more than"):
+                load_config(path, environ={})
+        else:
+            assert load_config(path, environ={})[0].sampling.num_envs == 3
 
 
 def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:
