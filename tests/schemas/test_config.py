@@ -113,6 +113,22 @@ def test_a_wrong_setting_gives_an_error_that_names_it(tmp_path: Path, text: str,
     assert caught.value.exit_code is ExitCode.CONFIG
 
 
+@pytest.mark.parametrize(
+    ("broker", "bound"),
+    [
+        ({}, None),
+        ({"max_staleness": 3}, 3),
+        ({"overflow": "drop_stale"}, 8),
+        ({"overflow": "drop_stale", "max_staleness": 3}, 3),
+        ({"overflow": "drop_oldest"}, None),
+    ],
+)
+def test_batches_have_a_bound_of_staleness_only_where_a_setting_gives_them_one(
+    broker: dict[str, Any], bound: int | None
+) -> None:
+    assert build_config({"broker": broker}).broker.staleness_bound() == bound
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"])
 def test_loopback_needs_no_permission(host: str) -> None:
     assert build_config({"broker": {"host": host}}).broker.host == host
