@@ -11,7 +11,7 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.source import Source, StoredBatch
-from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import row_counters
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
@@ -134,6 +134,14 @@ def test_committed_bytes_leave_out_what_the_broker_drops_and_chunks_the_learner_
     assert source.committed_bytes == 108
     source.learn_settled(Settled(seq=4, committed=(25, 5), dropped={"stale": (10, 2), "gap": (5, 1)}))
     assert source.committed_bytes == 116
+
+
+def test_batches_of_which_only_the_learner_has_the_bytes_count_none() -> None:
+    source = Source(0, 1)
+    source.with_learner[1] = HeldBatch(seq=1, steps=10, chunks=2)
+    source.adopt_with_learner(0.0)
+    source.learn_settled(Settled(seq=1, committed=(10, 2)))
+    assert (source.accepted_count, source.committed_bytes) == ((10, 2), 0)
 
 
 def test_counters_of_lives_go_on_from_those_of_an_earlier_broker() -> None:
