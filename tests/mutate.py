@@ -1,18 +1,20 @@
 """Mutation testing: change one operator, constant or call at a time, and see whether a test notices.
 
-    python tests/mutate.py SEED COUNT [FOLDER ...]
+    python tests/mutate.py SEED [FIRST-]LAST [FOLDER ...]
 
-FOLDERs are parts of the product, by default broker, learner_stub, schemas and workers/sampling. The script works on a
-copy of the last commit. It runs the tests of `make check` once under coverage (`pip install coverage`), then mutates
-COUNT of the lines that they cover, chosen by SEED. Against each mutation it runs the tests that cover its line. It
-prints each mutation that none of them notices, and exits 1 if there is one. Such a survivor shows a missing test, or a
-line that has no effect. MUTATE_COPY=FOLDER keeps the copy and its coverage for the next call.
+The script works on a copy of the last commit. It runs the tests of `make check` once under coverage (`pip install
+coverage`), and finds all mutations of the lines that they cover. SEED puts these in an order; FIRST and LAST are places
+in it. FOLDERs are parts of the product, by default broker, learner_stub, schemas and workers/sampling. Against each
+mutation it runs the tests that cover its line. It prints each mutation that none of them notices, and exits 1 if there
+is one. Such a survivor shows a missing test, or a line that has no effect. Tests that fail without a mutation are left
+out. MUTATE_COPY=FOLDER keeps the copy and its coverage for the next call.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import json
 import os
 import random
 import sqlite3
@@ -121,6 +123,8 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.failing: set[str] = set()
+        """Tests that fail without a mutation."""
         if not folder.exists():
             subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, folder], check=True)
         self._environment = os.environ | {"PYTHONPATH": str(folder / ".types"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -150,7 +154,10 @@ class Copy:
                 "[run]\ndynamic_context = test_function\nsource = broker,learner_stub,schemas,workers\n"
             )
             print("running the tests under coverage, which takes some minutes ...", flush=True)
-            self.run("coverage", "run", "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", CHECKED)
+            self.run("coverage", "run", "-m", "pytest", "-p", "no:xdist", "-m", CHECKED)
+        failed = self.folder / ".pytest_cache/v/cache/lastfailed"
+        if failed.exists():
+            self.failing = {test.partition("[")[0] for test in json.loads(failed.read_text())}
         return self._read(data)
 
     def _read(self, data: Path) -> Tests:
@@ -171,27 +178,30 @@ class Copy:
                 tests[name][line].append(context)
         return tests
 
-    def survives(self, mutation: Mutation, contexts: list[str]) -> bool:
-        """Return whether all of these tests pass with the mutation."""
+    def try_(self, mutation: Mutation, contexts: list[str]) -> str:
+        """Run these tests against the mutation. Return what became of it: SURVIVED if all of them pass."""
         path = self.folder / mutation.file
         source = path.read_text()
         path.write_text(mutation.applied(source))
         try:
-            tests = [test for test in map(self._test, contexts[:MOST_TESTS]) if test]
-            run = ("pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", CHECKED, *tests)
-            return self.run(*run, timeout_s=TIMEOUT_S) == 0
+            tests = [test for test in map(self._test, contexts) if test]
+            run = ("pytest", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", CHECKED, *tests[:MOST_TESTS])
+            return {0: "SURVIVED", -1: "took too long"}.get(self.run(*run, timeout_s=TIMEOUT_S), "killed")
         finally:
             path.write_text(source)
 
     def _test(self, context: str) -> str:
-        """Return the test's id; "" for a context that is none."""
+        """Return the test's id; "" for a context that is none, and for a test that fails anyway."""
         module, _, function = context.rpartition(".")
-        file = self.folder / f"{module.replace('.', '/')}.py"
-        return f"{file}::{function}" if file.exists() and function.startswith("test_") else ""
+        file = f"{module.replace('.', '/')}.py"
+        test = f"{file}::{function}"
+        is_test = function.startswith("test_") and test not in self.failing and (self.folder / file).exists()
+        return test if is_test else ""
 
 
 def main() -> int:
-    seed, count, *folders = sys.argv[1:]
+    seed, places, *folders = sys.argv[1:]
+    first, _, last = places.rpartition("-")
     kept = os.environ.get("MUTATE_COPY")
     with tempfile.TemporaryDirectory() as scratch:
         tree = Copy(Path(kept or scratch) / "copy")
@@ -203,12 +213,13 @@ def main() -> int:
             for mutation in mutations(file, (tree.folder / file).read_text())
             if any(map(tree._test, tests[file].get(mutation.line, ())))
         ]
-        chosen = random.Random(int(seed)).sample(possible, min(int(count), len(possible)))
+        random.Random(int(seed)).shuffle(possible)
+        chosen = list(enumerate(possible, start=1))[int(first or 1) - 1 : int(last)]
         survivors = 0
-        for number, mutation in enumerate(chosen, start=1):
-            survived = tree.survives(mutation, tests[mutation.file][mutation.line])
-            survivors += survived
-            print(f"{number}/{len(chosen)} {'SURVIVED' if survived else 'killed'} {mutation}", flush=True)
+        for place, mutation in chosen:
+            result = tree.try_(mutation, tests[mutation.file][mutation.line])
+            survivors += result == "SURVIVED"
+            print(f"{place} {result} {mutation}", flush=True)
     print(f"{survivors} of {len(chosen)} mutations survived, of {len(possible)} that are possible")
     return 1 if survivors else 0
 

@@ -64,6 +64,7 @@ def test_a_learner_waits_for_its_fleet_finds_its_new_ports_and_ends_with_it(tmp_
     assert f"the broker has moved from {seen[0]} to {seen[1]}" in said
     start = f"start it with `headrace up --resume {run_dir}`"
     assert f"the stream ends: run directory {run_dir} cannot be used: its run has stopped; {start}" in said
+    assert said.count("the stream ends: ") == 1
 
     evaluate = [sys.executable, "-m", "headrace.deploy", "evaluate", str(run_dir), "--episodes", "3", "--json"]
     played = subprocess.run(evaluate, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)

@@ -81,6 +81,12 @@ def test_a_call_whose_beginning_no_watch_has_seen_lasts_since_the_last_update() 
     assert why_silent(told, 50.0, 171 * S, 10.0, 60.0) == said
 
 
+@pytest.mark.parametrize(("envs", "each"), [(1, ""), (2, ", for each of 2 envs")])
+def test_the_limit_of_a_call_of_a_vector_is_told_as_that_of_each_env(envs: int, each: str) -> None:
+    call = CallInProgress(UserCall.STEP, -envs, limit_s=60.0 * envs)
+    assert call.in_words(130.0) == f"the vector of envs has been in step for 130 s (env_step_timeout_s = 60{each})"
+
+
 def test_a_worker_whose_watch_gives_signs_of_life_is_not_silent() -> None:
     told = reading(100 * S, watched=WatchedCall(STEP, beat_ns=155 * S, since_ns=100 * S))
     assert why_silent(told, 50.0, 156 * S, 10.0, 60.0) is None

@@ -164,9 +164,14 @@ def test_a_torn_checkpoint_without_a_previous_one_is_an_error(path: Path) -> Non
 
 
 def test_other_files_are_no_checkpoints(path: Path) -> None:
-    path.write_bytes(b"".join(encode_safetensors({"w": np.ones(2)}, {"headrace": '{"epoch": 1}'})))
-    with pytest.raises(CheckpointError, match="whole safetensors file, but no learner's checkpoint"):
-        load_checkpoint(path)
+    parts = '"epoch": 1', '"position": []', '"state": {}'
+    odd = '"epoch": -1', '"position": {}', '"state": []'
+    for number in range(3):
+        for part in ('"other": 0', odd[number]):
+            header = "{" + ", ".join([*parts[:number], part, *parts[number + 1 :]]) + "}"
+            path.write_bytes(b"".join(encode_safetensors({"w": np.ones(2)}, {"headrace": header})))
+            with pytest.raises(CheckpointError, match="whole safetensors file, but no learner's checkpoint"):
+                load_checkpoint(path)
     path.write_bytes(b"HDRCCKPT" + bytes(40))
     with pytest.raises(CheckpointError, match="of an earlier Headrace"):
         load_checkpoint(path)

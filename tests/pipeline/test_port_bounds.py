@@ -206,6 +206,18 @@ def test_what_a_cut_stranger_had_sent_is_dropped_unread(start_broker: StartBroke
     assert broker.ask(lambda asked: asked.core.refusals.total) == STRANGE_MESSAGES
 
 
+def test_the_oldest_of_too_many_strangers_are_cut(start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_watch, "STRANGERS", 3)
+    broker = start_broker(allow_insecure=True)
+    watch = watch_of(broker)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(RawZmtp(broker.endpoints.worker)) for _ in range(5)]
+        wait_until(lambda: all(stranger.is_cut() for stranger in strangers[:2]), "the oldest to be cut")
+        wait_until(lambda: watch.cuts == {"more than 3 connections without HELLO": 2}, "the reason")
+        assert not any(stranger.is_cut() for stranger in strangers[2:])
+    wait_until(lambda: watch._pause_s() == port_watch.SLOW_LOOK_S, "the watch to be at rest once all have gone")
+
+
 def test_a_peer_that_gets_the_descriptor_of_a_stranger_is_not_cut_for_it(start_broker: StartBroker) -> None:
     """The stranger has gone before its messages are received. They count on no other connection."""
     broker, honest = start_broker(allow_insecure=True), list[RawZmtp]()

@@ -228,6 +228,24 @@ def test_a_learner_is_starved_only_when_the_workers_of_all_brokers_wait() -> Non
     assert stall.starved, "a broker that is gone has no say"
 
 
+def test_a_wait_asks_for_a_larger_window_once_a_second_while_a_worker_waits_for_a_commit() -> None:
+    session = LearnerSession("token", StreamLimits())
+    stall = StallDetector([session])
+
+    def hints(workers_blocked: int, uncommitted: int) -> list[bool]:
+        session.status = Status(epoch=1, workers=2, workers_blocked=workers_blocked)
+        session.uncommitted = lambda: uncommitted  # type: ignore[method-assign]
+        found = []
+        for _ in range(6):
+            stall.add_wait(0.5)
+            found.append(stall.take_hint())
+        return found
+
+    assert hints(workers_blocked=0, uncommitted=1) == [False] * 6
+    assert hints(workers_blocked=1, uncommitted=1) == [True, False] * 3
+    assert hints(workers_blocked=1, uncommitted=0) == [False] * 6
+
+
 def test_a_broker_gives_out_and_takes_only_its_own_slots(
     brokers: list[BrokerThread], start_feeder: StartFeeder
 ) -> None:

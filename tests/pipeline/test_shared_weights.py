@@ -730,6 +730,7 @@ def test_a_written_version_is_the_message_that_would_be_sent() -> None:
     shared = SharedWeights(FLEET)
     given = {"z": np.ones((300, 300)), "a": np.array(1.5), "empty": np.zeros((0, 3)), "t": np.ones((200, 200)).T}
     given["big"] = np.arange(20_000, dtype=">f4")
+    given |= {f"layer {n}": np.full(1 << 13, float(n)) for n in range(70)}  # they fill all frames of a message
     written = shared.write_arrays((1, 1), given)
     assert written is not None
     views, digest = written

@@ -215,6 +215,23 @@ def test_a_live_worker_without_steps_gets_no_share_until_it_makes_a_step() -> No
     assert _shares(rounds, workers) == [40, 40, 40]
 
 
+def test_a_round_says_for_which_workers_it_waits_and_nothing_once_it_is_complete(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "headrace.broker.rounds")
+    rounds, workers = Rounds(True, 2, lease_s=2.0), _workers(2)
+    rounds.advance((1, 1), workers, 0, 0.0)
+    _ship(rounds, workers[0], 64, (1, 1))
+    _makes(workers[1], 4)
+    for second in (5.0, 9.0, 11.0, 12.0):
+        rounds.advance((1, 1), workers, 0, second)
+        _makes(workers[1], int(second))
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["waiting for worker 1"]
+    _ship(rounds, workers[1], 64, (1, 1))
+    rounds.advance((1, 1), workers, 0, 40.0)
+    assert len(caplog.records) == 1, "the learner may take its time"
+
+
 def test_the_first_round_waits_for_all_workers_of_the_config_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "headrace.broker.rounds")
     rounds, workers = Rounds(True, 3, lease_s=2.0), _workers(2)

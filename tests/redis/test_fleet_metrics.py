@@ -11,11 +11,12 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.limits import BrokerLimits
 from headrace.broker.metrics import FleetMetrics
 from headrace.broker.source import Source, StoredBatch
-from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import row_counters
+from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
 from headrace.schemas.chunks.batch import BatchHeader
-from headrace.schemas.messages import Commit, Heartbeat, LearnerFigures, LearnerHello, WorkerHello
+from headrace.schemas.messages import Bye, Commit, Heartbeat, LearnerFigures, LearnerHello, WorkerHello
 
 
 def header(seq: int, steps: int, **totals: Any) -> BatchHeader:
@@ -132,6 +133,21 @@ def test_quantiles_cover_the_newest_hundred_episodes(count: int) -> None:
             assert list(report.policies["one"]["quantiles"].values()) == pytest.approx(expected)
 
 
+def test_the_last_words_of_a_worker_have_its_newest_metrics() -> None:
+    metrics, core = FleetMetrics(), BrokerCore("f", BrokerLimits())
+    core.receive(b"w", WorkerHello(fleet_id="f", token="w", slot=0, incarnation=1), 0.0)
+    core.receive(b"w", beat(metrics={"goals": LoggedMetric(reduce="sum", value=1.0)}), 1.0)
+    bye = Bye(
+        slot=0,
+        incarnation=1,
+        totals=WorkerTotals(),
+        settled=Settled(),
+        metrics={"goals": LoggedMetric(reduce="sum", value=3.0)},
+    )
+    core.receive(b"w", bye, 2.0)
+    assert metrics.report(core, now=2.0).metrics["goals"].value == 3.0
+
+
 def test_committed_bytes_leave_out_what_the_broker_drops_and_chunks_the_learner_leaves_out() -> None:
     source = Source(0, 1)
     for seq, nbytes in enumerate((100, 40, 8, 16), start=1):
@@ -143,6 +159,14 @@ def test_committed_bytes_leave_out_what_the_broker_drops_and_chunks_the_learner_
     assert source.committed_bytes == 108
     source.learn_settled(Settled(seq=4, committed=(25, 5), dropped={"stale": (10, 2), "gap": (5, 1)}))
     assert source.committed_bytes == 116
+
+
+def test_batches_of_which_only_the_learner_has_the_bytes_count_none() -> None:
+    source = Source(0, 1)
+    source.with_learner[1] = HeldBatch(seq=1, steps=10, chunks=2)
+    source.adopt_with_learner(0.0)
+    source.learn_settled(Settled(seq=1, committed=(10, 2)))
+    assert (source.accepted_count, source.committed_bytes) == ((10, 2), 0)
 
 
 def test_counters_of_lives_go_on_from_those_of_an_earlier_broker() -> None:

@@ -105,9 +105,10 @@ def test_bytes_that_are_no_lz4_block_are_a_decode_error() -> None:
 def test_a_small_message_cannot_unpack_to_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     frames = encode(MessageKind.BATCH, {}, {"zeros": np.zeros(1 << 20)}, compressed=True)
     assert sum(map(len, frames)) < 100_000
+    assert decode(frames, WireLimits(payload_bytes=8 << 20)).arrays["zeros"].nbytes == 8 << 20
     monkeypatch.setattr(compression, "_decompress", lambda frame, size: pytest.fail("it was unpacked first"))
     with pytest.raises(DecodeError) as caught:
-        decode(frames, WireLimits(payload_bytes=1 << 20))
+        decode(frames, WireLimits(payload_bytes=(8 << 20) - 1))
     assert caught.value.reason == "payload_too_large"
 
 

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from headrace.schemas.errors import ConfigError, ExitCode
+from headrace.schemas.settings import config_loading
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config, known_keys, load_config
 from headrace.schemas.settings.plugins import load_object
@@ -99,6 +100,8 @@ def test_environment_variables_are_parsed_by_the_type_of_their_field(name: str, 
             "^broker: lease_s = 1.0 must be at least twice heartbeat_interval_s = 0.9$",
         ),
         ("[broker]\nlog = true\nmax_staleness = 2", "log = true keeps every batch for the learner"),
+        ("[learner]\nenabled = false\nevaluate_every_steps = 9", "evaluate_every_steps = 9 evaluates checkpoints of"),
+        ("[serving]\nenabled = true\n[learner]\nevaluate_every_steps = 9", "clients drive the episodes"),
         ("[broker]\nmax_held_age_s = 2.0", "max_held_age_s = 2.0 drops the oldest batches"),
         ("[broker]\nmax_held_bytes = 1048576", "max_batch_bytes = 134217728 exceeds max_held_bytes = 1048576"),
         ("[broker]\nhost = '0.0.0.0'", r"broker.host = '0.0.0.0' serves other machines: it needs keys\.dir"),
@@ -110,6 +113,22 @@ def test_a_wrong_setting_gives_an_error_that_names_it(tmp_path: Path, text: str,
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(_file(tmp_path, text), environ={})
     assert caught.value.exit_code is ExitCode.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("broker", "bound"),
+    [
+        ({}, None),
+        ({"max_staleness": 3}, 3),
+        ({"overflow": "drop_stale"}, 8),
+        ({"overflow": "drop_stale", "max_staleness": 3}, 3),
+        ({"overflow": "drop_oldest"}, None),
+    ],
+)
+def test_batches_have_a_bound_of_staleness_only_where_a_setting_gives_them_one(
+    broker: dict[str, Any], bound: int | None
+) -> None:
+    assert build_config({"broker": broker}).broker.staleness_bound() == bound
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"])
@@ -155,6 +174,25 @@ def test_a_crafted_file_is_refused_without_a_wait_and_without_much_memory(tmp_pa
             load_config(path, environ={})
     with pytest.raises(ConfigError, match=r"module\.config: is nested deeper than 61 levels \(from flag\)"):
         load_config(flags={"module.config": orjson.loads('{"a":' * 900 + "1" + "}" * 900)}, environ={})
+
+
+def test_a_pipe_that_gives_more_than_a_file_may_have_is_refused_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"[sampling]\nnum_envs = 3\n#"
+    monkeypatch.setattr(config_loading, "_LARGEST_FILE", len(text))
+    monkeypatch.setattr(config_loading, "_STREAMS", {})
+    for more, is_refused in ((b"", False), (b"#", True), (b"#" * 1000, True)):
+        ours, theirs = os.pipe()
+        os.write(theirs, text + more)
+        os.close(theirs)
+        path = Path(f"/proc/self/fd/{ours}")
+        config_loading._STREAMS.clear()
+        config_loading.take_stream(path)
+        os.close(ours)
+        if is_refused:
+            with pytest.raises(ConfigError, match="the file has more than"):
+                load_config(path, environ={})
+        else:
+            assert load_config(path, environ={})[0].sampling.num_envs == 3
 
 
 def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:

@@ -1,12 +1,15 @@
-"""Serving ports of the config: each worker adds its slot, and a clash is an error before anything starts."""
+"""Ports: serving ports of the config, to which each worker adds its slot, and quiet ones that a process chooses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.schemas.errors import ConfigError
+from headrace.schemas.peers.ports import quiet_ports
 from headrace.schemas.settings.config_loading import build_config
 
 
@@ -34,3 +37,22 @@ def test_ports_far_enough_apart_port_0_and_a_single_worker_are_accepted() -> Non
     for workers, ports in ((2, (5900, 5902)), (1, (5900, 5901)), (100, (0, 5902)), (100, (5900, 0)), (0, (5900, 5901))):
         build_config(sections(workers, port=ports[0], http_port=ports[1]))
     build_config({**sections(4, port=5900, http_port=5902), "serving": {"port": 5900, "http_port": 5902}})
+
+
+@pytest.mark.parametrize(
+    ("said", "quiet"),
+    [
+        ("10002\t65533\n", [10_000, 10_001, 65_534, 65_535]),
+        ("1024 9999", range(10_000, 65_536)),
+        ("1024 65535", []),
+        ("", []),
+    ],
+)
+def test_quiet_ports_are_those_outside_the_ephemeral_range(
+    said: str, quiet: Sequence[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "range").write_text(said)
+    monkeypatch.setattr("headrace.schemas.peers.ports._RANGE", tmp_path / "range")
+    found = list(quiet_ports())
+    assert len(found) == min(len(quiet), 64)
+    assert set(found) <= set(quiet)

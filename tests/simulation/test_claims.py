@@ -457,6 +457,19 @@ def test_a_worker_life_lost_with_its_machine_is_closed_with_its_last_totals() ->
     assert (row.closed, row.totals.stepped, row.accepted, [*row.problems()]) == (True, 30, (30, 6), [])
 
 
+def test_what_only_an_earlier_learner_held_is_lost_with_its_worker() -> None:
+    """The broker restarts, and then a learner comes that holds no batch: no peer has these any more."""
+    broker = Broker()
+    broker.core = BrokerCore(FLEET, BrokerLimits(), broker.core.state)
+    broker.say(WORKER, hello(totals=totals(3)))
+    broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
+    broker.say(LEARNER, LearnerHello(token="l", channel="stream", epoch=1, held={"0/1": window(1, 3)}))
+    broker.say(STRANGER, LearnerHello(token="x", channel="stream"))
+    broker.say(SUPERVISOR, obituary(3))
+    (row,) = broker.core.rows()
+    assert (row.closed, row.held, row.lost, [*row.problems()]) == (True, (0, 0), {"worker_killed": (30, 6)}, [])
+
+
 def test_an_obituary_within_a_minute_of_the_next_life_still_counts() -> None:
     broker = Broker()
     broker.say(STRANGER, hello(token="x", incarnation=2))
