@@ -116,7 +116,7 @@ class ObituarySender:
         self._unread: set[Life] = set()
         """Lives that have ended, and whose recorders could not be read yet."""
         self._recorded: set[Life] = set()
-        """Lives whose recorders were seen, and not deleted."""
+        """Lives that are known to have had recorders, which were not deleted."""
         self._warnings = CountedWarnings(log)
         self._seen_living: set[Life] = set()
         """Lives that no supervisor has, and that once were seen to live on this machine."""
@@ -140,7 +140,7 @@ class ObituarySender:
         if life not in self._deaths:
             reading = read_recorder(recorder_path(self._recorders, *life))
             if reading is None and not obituary.totals.stepped:
-                self._note_unrecorded(life)
+                self._note_unrecorded(life, has_stepped=life in self._recorded)
             else:
                 log.info("%s", _last_words(obituary, reading.accepted if reading is not None else 0))
             self._deaths[life] = _Death(obituary)
@@ -148,9 +148,10 @@ class ObituarySender:
             self._seen_living.discard(life)
             self._send(life)
 
-    def _note_unrecorded(self, life: Life) -> None:
+    def _note_unrecorded(self, life: Life, *, has_stepped: bool) -> None:
         """Log that a life has left no recorder, and no number of steps, which the deep audit would take for true."""
-        if life in self._recorded:
+        if has_stepped:
+            self._recorded.add(life)
             lost = (
                 "the recorder of worker %d incarnation %d is lost: the broker knows only the steps that it was told of"
             )
@@ -354,6 +355,8 @@ class ObituarySender:
             return
         death.known = True
         death.stop_sending()
+        if ack.accepted and not death.obituary.totals.stepped and life not in self._recorded:
+            self._note_unrecorded(life, has_stepped=True)  # it was removed before this supervisor had seen it
         if not self._reads_redis and ack.final:
             self._delete_recorder(life)
             del self._deaths[life]

@@ -366,6 +366,18 @@ def test_an_end_without_a_recorder_is_told_without_a_number_of_steps(
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     assert "the recorder of worker 0 incarnation 1 is lost" in caplog.text
     assert "worker 1 incarnation 1 left no recorder, as one that ends before its first step" in caplog.text
+
+
+def test_a_recorder_that_was_never_seen_is_lost_once_where_the_broker_has_batches_of_the_life(
+    obituaries: ObituarySender, registrar: Registrar, loop: EventLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    registrar.accepted = 3
+    for _ in range(2):
+        obituaries.send_end(0, 1, "shutdown")
+        assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
+        obituaries.resend()
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
+    assert caplog.text.count("the recorder of worker 0 incarnation 1 is lost") == 1
     assert "took" not in caplog.text
 
 
