@@ -154,5 +154,5 @@ def test_the_construction_of_envs_in_processes_is_marked() -> None:
             marked.append(value)
 
     config = EnvRunnerConfig(env="CartPole-v1", env_placement="process")
-    with SingleAgentEnvRunner(config, call_words=Words((0, 0))):
+    with SingleAgentEnvRunner(config, calls=call_mark.CallMark(Words((0, 0)))):
         assert UserCall.PROCESSES in marked
