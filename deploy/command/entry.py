@@ -24,8 +24,7 @@ INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells have it."""
 
 _PATIENCE_S = 2.0
-"""Seconds for which a process waits at its end for threads that are not daemons, and for processes of multiprocessing.
-"""
+"""Seconds that threads which are not daemons, and processes of multiprocessing, get at the end of a process."""
 _PATIENCE_OF_UP_S = 10.0
 """`headrace up` runs no env, but a logger of the user's may have a file to send: it gets as long as for its `close`."""
 

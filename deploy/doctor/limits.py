@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headrace.deploy.doctor.cgroup import Limit, Limits, machine_memory, read_limits
 from headrace.deploy.doctor.check import Check, Verdict
+from headrace.schemas.basics.process_usage import own_cores
 from headrace.schemas.peers.connection_limit import files_for
 from headrace.schemas.settings.config import FleetConfig
 
@@ -113,7 +114,7 @@ def memory_check(needs: Needs, limit: Limit | None) -> Check:
 
 def core_check(needs: Needs, limit: Limit | None) -> Check:
     """Compare the threads of torch with the cores, or with the share of them that is allowed."""
-    cores = Limit(len(os.sched_getaffinity(0)), "the machine")
+    cores = Limit(own_cores(), "the machine")
     allowed = min((limit or cores, cores), key=lambda limit: limit.value)
     seen = f"{allowed.value:g} by {allowed.where}, {needs.threads} torch threads of {needs.who}"
     if needs.threads > allowed.value + 1:  # a learner computes while workers wait for its weights

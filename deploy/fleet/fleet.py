@@ -70,10 +70,10 @@ log = logging.getLogger("headrace.supervisor")
 
 REDIS_DEADLINE_S = 15.0
 REDIS_ATTEMPTS = 2
-_REDIS_LINES = 100
-"""Lines of a server's log from its start until it answers, and more."""
 """Number of restarts without an answer after which the fleet gives up its own server: its files are the likely cause.
 """
+_REDIS_LINES = 100
+"""Lines of a server's log from its start until it answers, and more."""
 BOOKS_DEADLINE_S = 60.0
 """Seconds for the first read of the books in Redis, which a fleet needs: no life or learner epoch may begin twice."""
 BROKER_DEADLINE_S = 30.0

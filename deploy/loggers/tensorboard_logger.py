@@ -16,7 +16,7 @@ _GROUPS = (
     ("processes/", ("process", "restarts", "fenced")),
     ("broker/", ("",)),
 )
-"""What a tag has before its column, by how that begins: TensorBoard makes a group of all tags up to the first "/"."""
+"""(Prefix of a tag, beginnings of the columns that get the prefix). TensorBoard groups tags by their first part."""
 
 
 class TensorBoardLogger:

@@ -1,4 +1,4 @@
-"""What limits the pace of a fleet that goes on: its learner, its envs, its policy, or the way between them.
+"""Finds the limit of a running fleet's pace: its learner, its envs, its policy, or the way between them.
 
 The learner and the workers measure for how much of their time they wait for one another. The side that waits least is
 the limit. Each sentence has one place: `headrace up`, `why`, `top`, the page and the report show the same.
@@ -19,6 +19,7 @@ from headrace.deploy.report.progress import number
 from headrace.schemas.accounts.ledger import Drop
 from headrace.schemas.accounts.redis_keys import LEARNER_TIME, labelled
 from headrace.schemas.accounts.worker_figures import TIME_PARTS
+from headrace.schemas.basics.process_usage import own_cores
 from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 
 _SETTLED_S = 15.0
@@ -55,7 +56,7 @@ _OF_WORKERS = {
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What limits the pace: `sentence` names it, with the shares that say so; `remedy` says what would help."""
+    """The limit of a fleet's pace: `sentence` names the limit and gives its shares, `remedy` says what would help."""
 
     sentence: str
     remedy: str
@@ -71,7 +72,7 @@ class Bottleneck:
 
 
 class Bottlenecks:
-    """What limited a run at each look, from the first one that found something: shares have to be measured first."""
+    """The limits that were found at each look at a run. Looks before the first find do not count: shares come late."""
 
     def __init__(self) -> None:
         self.newest: Bottleneck | None = None
@@ -182,7 +183,7 @@ def _more_workers(facts: Facts, *, in_envs: bool) -> str:
 
 def _busy_cores(facts: Facts) -> str:
     """Return that this machine, where the fleet was started, has more to do than its cores can; "" if it has not."""
-    cores = len(os.sched_getaffinity(0))
+    cores = own_cores()
     is_busy = facts.run_dir is not None and os.getloadavg()[0] >= cores
     return f"all {cores} cores of this machine are busy" if is_busy else ""
 

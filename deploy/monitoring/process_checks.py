@@ -19,7 +19,7 @@ SILENT_S = 3.0
 
 _MANY_DEATHS = 3
 _PHASES = ("loading", "building", "rebuilding")
-"""What a worker may do; any other word of it tells of a long call of an env, a policy or a callback."""
+"""Phases of a worker. Any other word names a long call of an env, a policy or a callback."""
 _LATE_HEARTBEATS = 3
 _LARGE_BYTES = 1 << 20
 """Bytes of a batch behind which a heartbeat may come late."""

@@ -39,7 +39,7 @@ _FAILED_LATELY_S = 20.0
 _ENV_FAILURES = "env_failures_total"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
 _OF_ONE_ENV = re.compile(r" in env # at [^:]*")
-"""What differs between failures of one cause: the env, its place in the episode, and numbers."""
+"""The parts in which failures of one cause differ: the env, the step of the episode, and numbers."""
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
 _NO_COMMITS_S = 60.0

@@ -21,7 +21,7 @@ _REMEDIES = {
     errno.ESTALE: "mount the network's folder again",
     errno.ETIMEDOUT: "see that the network's folder answers",
 }
-"""What to do about errors of the machine, by number."""
+"""Remedies for errors of the machine, by error number."""
 
 
 class ConfigError(HeadraceError):

@@ -172,7 +172,7 @@ class Status(Message):
     held_batches: Natural = 0
     workers: Natural = 0
     workers_here: Natural = 0
-    """Of these, the workers on the learner's own host, as far as both have told theirs."""
+    """Number of these workers on the learner's own host. Workers and learners that tell no host do not count."""
     workers_blocked: Natural = 0
     spaces: dict[str, Any] = {}
     published: Version = (0, 0)
