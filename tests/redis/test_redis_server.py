@@ -19,6 +19,7 @@ from headrace.deploy.run import redis_server
 from headrace.deploy.run.redis_server import check_url, prepare_redis, serving, wait_ready
 from headrace.schemas.errors import ConfigError, ExitCode, RedisUnavailableError, RunDirError
 from headrace.schemas.settings.redis_url import without_password
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -180,11 +181,13 @@ def test_a_torn_end_of_the_append_only_file_is_cut_off_and_said(
     with server.client() as client:
         client.set("kept", 2)
         client.set("torn", "x" * 100)
+    (file,) = (tmp_path / "run-0" / "redis" / "appendonlydir").glob("*.incr.aof")
+    # The server answers before it has written where a sync of the file is under way.
+    wait_until(lambda: file.read_bytes().endswith(b"x" * 100 + b"\r\n"), "the last write in the file")
     server.signal(signal.SIGKILL)
     assert server.process is not None
     server.process.wait()
     server.process = None
-    (file,) = (tmp_path / "run-0" / "redis" / "appendonlydir").glob("*.incr.aof")
     os.truncate(file, file.stat().st_size - cut)
     with serving(tmp_path / "run-0", server.url), server.client() as client:
         assert (client.get("kept"), client.get("torn")) == (b"2", None)
