@@ -16,26 +16,26 @@ from typing import Any
 import orjson
 import zmq
 
-from headrace.broker.books_file import BooksFile
-from headrace.broker.charges import COST_OF_REPEAT, COST_OF_SKIP, Charges
-from headrace.broker.core import BrokerCore
-from headrace.broker.keyed_peers import KeyedPeers
-from headrace.broker.learner_rows_file import LearnerRowsFile
-from headrace.broker.lifetime_file import LifetimeFile
-from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.broker.logged_batches import LoggedBatches, warn_of_log
-from headrace.broker.metrics import FleetMetrics
-from headrace.broker.outbox import Send
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.batches.slot_owners import revocation
+from headrace.broker.batches.source import Source
+from headrace.broker.files.books_file import BooksFile
+from headrace.broker.files.learner_rows_file import LearnerRowsFile
+from headrace.broker.files.lifetime_file import LifetimeFile
+from headrace.broker.files.logged_batches import LoggedBatches, warn_of_log
+from headrace.broker.files.rendezvous_file import RendezvousFile
+from headrace.broker.files.state_file import read_broker_file, write_broker_file
+from headrace.broker.ports.charges import COST_OF_REPEAT, COST_OF_SKIP, Charges
+from headrace.broker.ports.keyed_peers import KeyedPeers
+from headrace.broker.ports.sockets import BrokerSockets, Socket, receive
+from headrace.broker.ports.weights_relay import WeightsRelay
+from headrace.broker.ports.worker_ports import WorkerPorts
 from headrace.broker.redis.rows import ReceivedRow
-from headrace.broker.rendezvous_file import RendezvousFile
-from headrace.broker.report import LIVE_S
-from headrace.broker.reporter import RedisReporter
-from headrace.broker.slot_owners import revocation
-from headrace.broker.sockets import BrokerSockets, Socket, receive
-from headrace.broker.source import Source
-from headrace.broker.state_file import read_broker_file, write_broker_file
-from headrace.broker.weights_relay import WeightsRelay
-from headrace.broker.worker_ports import WorkerPorts
+from headrace.broker.reports.metrics import FleetMetrics
+from headrace.broker.reports.report import LIVE_S
+from headrace.broker.reports.reporter import RedisReporter
+from headrace.broker.sessions.core import BrokerCore
+from headrace.broker.sessions.outbox import Send
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.run_files import rendezvous_path

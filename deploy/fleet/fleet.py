@@ -12,11 +12,11 @@ from typing import Any
 
 import orjson
 
-from headrace.broker.books_file import BooksFile, EndedLives
-from headrace.broker.learner_rows_file import LearnerRowsFile
-from headrace.broker.limits import RECONCILE_WAIT_S, BrokerState
-from headrace.broker.rendezvous_file import note_stopped
-from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
+from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerState
+from headrace.broker.files.books_file import BooksFile, EndedLives
+from headrace.broker.files.learner_rows_file import LearnerRowsFile
+from headrace.broker.files.rendezvous_file import note_stopped
+from headrace.broker.files.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
 from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of

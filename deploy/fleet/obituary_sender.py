@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import zmq
 
-from headrace.broker.books_file import EndedLives
+from headrace.broker.files.books_file import EndedLives
 from headrace.deploy.process.event_loop import EventLoop, Timer
 from headrace.deploy.process.exit_record import ExitRecord
 from headrace.deploy.process.recorders import Life, covers, is_written_to, recorder_path, recorders_in

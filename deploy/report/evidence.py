@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.broker.books_file import BooksFile
-from headrace.broker.lifetime_file import Lifetime, LifetimeFile
+from headrace.broker.files.books_file import BooksFile
+from headrace.broker.files.lifetime_file import Lifetime, LifetimeFile
 from headrace.deploy.process.recorders import Life, covers, is_written_to, recorders_in
 from headrace.deploy.report.run_facts import keepers_that_failed
 from headrace.deploy.run.redis_view import Snapshot

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.broker.books_file import EndedLives
+from headrace.broker.files.books_file import EndedLives
 from headrace.deploy.process.recorders import recorders_in
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.recorder import read_recorder

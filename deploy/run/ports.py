@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from headrace.broker.state_file import Endpoints
+from headrace.broker.files.state_file import Endpoints
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.ports import HIGHEST, LOWEST, quiet_ports

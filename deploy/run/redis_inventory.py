@@ -13,7 +13,7 @@ import redis
 
 from headrace.broker.redis.client import REDIS_FAILURES, RedisReader, ask, connect, unusable
 from headrace.broker.redis.parser import HashParser
-from headrace.broker.report import LIVE_S
+from headrace.broker.reports.report import LIVE_S
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.settings.redis_url import without_password

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from headrace.broker.rendezvous_file import note_stopped
+from headrace.broker.files.rendezvous_file import note_stopped
 from headrace.deploy.process.fleet_errors import OtherSettingsError, SlurmError
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.resume import EarlierRun

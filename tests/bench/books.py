@@ -22,7 +22,7 @@ from pathlib import Path
 import orjson
 
 from bench.table import Row, show
-from headrace.broker.folding import MOST_AT_ONCE
+from headrace.broker.batches.folding import MOST_AT_ONCE
 from headrace.broker.process import Broker
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_server import prepare_redis, wait_ready

@@ -26,7 +26,7 @@ from bench.processes import FLEET_ID, Processes
 from bench.table import Row, rows_of
 from bench.turns import cpu_s, in_turns
 from headrace.broker.redis.client import connect
-from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.run.redis_inventory import Inventory
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, QUANTILES, labelled

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.process import Broker, run_broker
-from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.schemas.settings.config import FleetConfig
 
 FLEET_ID = "bench"

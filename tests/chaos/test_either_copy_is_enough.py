@@ -17,9 +17,9 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.broker.lifetime_file import Lifetime, LifetimeFile
+from headrace.broker.files.lifetime_file import Lifetime, LifetimeFile
 from headrace.broker.redis.client import connect
-from headrace.broker.report import SavedState, read_saved_state
+from headrace.broker.reports.report import SavedState, read_saved_state
 from headrace.deploy.fleet.checkpoint_copy import copies_in
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.deploy.run.resume import read_told

@@ -14,9 +14,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.broker.books_file import BooksFile
-from headrace.broker.lifetime_file import LifetimeFile
-from headrace.broker.state_file import read_broker_file
+from headrace.broker.files.books_file import BooksFile
+from headrace.broker.files.lifetime_file import LifetimeFile
+from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.process.exit_record import exit_record_path, take_exit_record, write_exit_record
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.fleet.obituary_sender import proved_obituary
 from headrace.schemas.accounts.ledger import Drop, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.messages import LearnerHello, SourcePosition, SupervisorHello

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from headrace.broker.books_file import EndedLives
+from headrace.broker.files.books_file import EndedLives
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of, write_obituary
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.exit_record import ExitRecord

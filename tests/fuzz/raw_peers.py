@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from headrace.broker.state_file import Endpoints, read_broker_file
+from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.schemas.messages import LearnerHello, Message, SupervisorHello, WorkerHello
 from headrace.schemas.messages.serving_messages import ClientHello
 from support.pipeline.delivery import FLEET, broker_process

@@ -20,12 +20,12 @@ from fuzz.mutations import Mutator, as_json
 from fuzz.run_files import ROW
 from rich.console import Console
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.redis.blob import weights_in
 from headrace.broker.redis.client import connect
-from headrace.broker.report import read_saved_state
-from headrace.broker.worker_metrics import WorkerMetrics
+from headrace.broker.reports.report import read_saved_state
+from headrace.broker.reports.worker_metrics import WorkerMetrics
+from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, choose_checkpoint
 from headrace.deploy.report import deep_audit, ps
 from headrace.deploy.report.audit import audit, render, warnings

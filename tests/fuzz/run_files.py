@@ -21,14 +21,14 @@ import orjson
 import xxhash
 from fuzz.mutations import Mutator, as_json
 
-from headrace.broker.books_file import BooksFile, EndedLives
-from headrace.broker.core import BrokerCore
-from headrace.broker.lifetime_file import LifetimeFile
-from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.broker.log_records import BATCH, MAGIC, NOTE, Record, encode_record
-from headrace.broker.logged_batches import LoggedBatches
-from headrace.broker.metrics import FleetMetrics
-from headrace.broker.state_file import Endpoints, read_broker_file, write_broker_file
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.files.books_file import BooksFile, EndedLives
+from headrace.broker.files.lifetime_file import LifetimeFile
+from headrace.broker.files.log_records import BATCH, MAGIC, NOTE, Record, encode_record
+from headrace.broker.files.logged_batches import LoggedBatches
+from headrace.broker.files.state_file import Endpoints, read_broker_file, write_broker_file
+from headrace.broker.reports.metrics import FleetMetrics
+from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.fleet.obituary_sender import write_obituary
 from headrace.deploy.loggers.row_files import CsvFile, JsonlFile
 from headrace.deploy.process.exit_record import ExitRecord, take_exit_record

@@ -6,8 +6,8 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
+from headrace.broker.files.state_file import read_broker_file
 from headrace.broker.process import Broker
-from headrace.broker.state_file import read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import add_up
 from support.pipeline.delivery import (

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.broker.batch_log import BatchLog, LogNote, log_folder, segment_paths
-from headrace.broker.log_records import BATCH, MAGIC, Record, SegmentReader, encode_record
-from headrace.broker.state_file import read_broker_file
+from headrace.broker.files.batch_log import BatchLog, LogNote, log_folder, segment_paths
+from headrace.broker.files.log_records import BATCH, MAGIC, Record, SegmentReader, encode_record
+from headrace.broker.files.state_file import read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import Settled, add_up
 from headrace.schemas.errors import DiskFullError, RunDirError

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.broker.state_file import file_path, read_broker_file
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.files.state_file import file_path, read_broker_file
+from headrace.broker.sessions.core import BrokerCore
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.chunks.batch import ChunkBatch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.broker import worker_sessions
+from headrace.broker.sessions import worker_sessions
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub import session as learner_session
 from headrace.schemas.accounts.ledger import Count

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace.broker import charges, process
+from headrace.broker import process
+from headrace.broker.ports import charges
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader

@@ -16,9 +16,9 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from headrace.broker.claims import STEPS_AT_ONCE
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.sessions.claims import STEPS_AT_ONCE
+from headrace.broker.sessions.core import BrokerCore
 from headrace.learner_stub import EpisodeStream, WeightPublisher, connection
 from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, LAG_LABELS

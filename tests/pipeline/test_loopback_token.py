@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.broker.state_file import Endpoints, read_broker_file
+from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.credentials.keys import ENV_HOST, client_keys
 from headrace.schemas.credentials.loopback_token import LoopbackToken, ServerToken, server_token, token_path

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.broker.state_file import file_path, read_broker_file
+from headrace.broker.files.state_file import file_path, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.connection import process_token
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals

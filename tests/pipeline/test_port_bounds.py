@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace.broker.state_file import Endpoints, read_broker_file
+from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.frames.wire import MessageKind

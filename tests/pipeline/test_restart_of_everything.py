@@ -14,7 +14,7 @@ import pytest
 import redis as redis_client
 from numpy.typing import NDArray
 
-from headrace.broker.state_file import read_broker_file
+from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.run.redis_server import RedisLaunch, prepare_redis, wait_ready
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream, WeightPublisher

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.broker.slot_owners import SlotOwners
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.batches.slot_owners import SlotOwners
 from headrace.deploy.run.options import Asked, resolve_each
 from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.learner_stub import EpisodeStream, WeightPublisher

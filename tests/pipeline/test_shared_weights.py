@@ -24,8 +24,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace.broker.state_file import Endpoints
-from headrace.broker.weights_relay import WeightsRelay
+from headrace.broker.files.state_file import Endpoints
+from headrace.broker.ports.weights_relay import WeightsRelay
 from headrace.learner_stub import WeightPublisher
 from headrace.learner_stub.broker_link import BrokerLink
 from headrace.learner_stub.broker_weights import BrokerWeights

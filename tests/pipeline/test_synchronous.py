@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.rounds import Rounds
-from headrace.broker.source import Source, StoredBatch
+from headrace.broker.batches.rounds import Rounds
+from headrace.broker.batches.source import Source, StoredBatch
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint
 from headrace.learner_stub.policies import LearnerPolicies
@@ -218,7 +218,7 @@ def test_a_live_worker_without_steps_gets_no_share_until_it_makes_a_step() -> No
 def test_a_round_says_for_which_workers_it_waits_and_nothing_once_it_is_complete(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", "headrace.broker.rounds")
+    caplog.set_level("INFO", "headrace.broker.batches.rounds")
     rounds, workers = Rounds(True, 2, lease_s=2.0), _workers(2)
     rounds.advance((1, 1), workers, 0, 0.0)
     _ship(rounds, workers[0], 64, (1, 1))
@@ -233,7 +233,7 @@ def test_a_round_says_for_which_workers_it_waits_and_nothing_once_it_is_complete
 
 
 def test_the_first_round_waits_for_all_workers_of_the_config_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "headrace.broker.rounds")
+    caplog.set_level("INFO", "headrace.broker.batches.rounds")
     rounds, workers = Rounds(True, 3, lease_s=2.0), _workers(2)
     workers[1].introduced = False
     for second in range(60):

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.broker.sockets import BrokerSockets
-from headrace.broker.state_file import Endpoints, read_broker_file
+from headrace.broker.files.state_file import Endpoints, read_broker_file
+from headrace.broker.ports.sockets import BrokerSockets
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError, UnreachableError

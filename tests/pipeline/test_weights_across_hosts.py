@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.broker.weights_relay import WeightsRelay
+from headrace.broker.ports.weights_relay import WeightsRelay
 from headrace.learner_stub import WeightPublisher
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError
@@ -121,7 +121,7 @@ _HALF = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from headrace.broker.weights_relay import WeightsRelay
+from headrace.broker.ports.weights_relay import WeightsRelay
 from headrace.schemas.frames.wire import decode
 from headrace.schemas.messages import WeightsHeader, read, shared_weights
 from headrace.schemas.messages.weights import encode_weights

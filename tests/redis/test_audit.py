@@ -16,13 +16,13 @@ import orjson
 import pytest
 from rich.console import Console
 
-from headrace.broker.books_file import BooksFile, EndedLives
-from headrace.broker.core import BrokerCore
-from headrace.broker.lifetime_file import LifetimeFile
-from headrace.broker.limits import BrokerLimits
-from headrace.broker.metrics import FleetMetrics
-from headrace.broker.report import MergeScript, Part, Report
-from headrace.broker.reporter import RedisReporter
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.files.books_file import BooksFile, EndedLives
+from headrace.broker.files.lifetime_file import LifetimeFile
+from headrace.broker.reports.metrics import FleetMetrics
+from headrace.broker.reports.report import MergeScript, Part, Report
+from headrace.broker.reports.reporter import RedisReporter
+from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.report.audit import audit, equation, find_books, render, warnings
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_view import FleetView, Snapshot

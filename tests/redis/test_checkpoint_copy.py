@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from headrace.broker.redis.blob import PIECE_BYTES, ByteBudget
-from headrace.broker.report import Report
-from headrace.broker.reporter import RedisReporter
+from headrace.broker.reports.report import Report
+from headrace.broker.reports.reporter import RedisReporter
 from headrace.deploy.fleet.checkpoint_copy import (
     CheckpointCopier,
     StartingPoint,

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import ResponseError
 
-from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.report.audit import find_books
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_inventory import Inventory

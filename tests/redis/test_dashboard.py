@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.monitoring.page.app import ASSETS, SCRIPTS, states_of
 from headrace.deploy.monitoring.page.hub import Hub
 from headrace.schemas.accounts import redis_keys as keys

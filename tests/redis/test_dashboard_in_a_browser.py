@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import LedgerRow

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.state_file import read_broker_file
+from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts import redis_keys as keys

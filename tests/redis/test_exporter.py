@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.monitoring.exporter import metrics_text as module
 from headrace.deploy.monitoring.exporter.exporter import ExporterOptions, chosen_readers
 from headrace.deploy.monitoring.exporter.files import MonitoringFile

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits
-from headrace.broker.metrics import FleetMetrics
-from headrace.broker.source import Source, StoredBatch
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.batches.source import Source, StoredBatch
+from headrace.broker.reports.metrics import FleetMetrics
+from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import row_counters
 from headrace.schemas.accounts.logged_metrics import LoggedMetric

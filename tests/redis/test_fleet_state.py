@@ -14,13 +14,13 @@ from uuid import uuid4
 import orjson
 import pytest
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.env_errors import EnvErrors
-from headrace.broker.limits import BrokerLimits
-from headrace.broker.metrics import FleetMetrics
+from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.redis.rows import ReceivedRow
-from headrace.broker.report import MergeScript, Part, Report
-from headrace.broker.reporter import RedisReporter
+from headrace.broker.reports.env_errors import EnvErrors
+from headrace.broker.reports.metrics import FleetMetrics
+from headrace.broker.reports.report import MergeScript, Part, Report
+from headrace.broker.reports.reporter import RedisReporter
+from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.monitoring import fleet_state as fleet_state_module
 from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import Facts, FactsReader

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from bench import books
-from headrace.broker.books_file import BooksFile, EndedLives
-from headrace.broker.lifetime_file import LifetimeFile
-from headrace.broker.mirror import Mirror
-from headrace.broker.report import MergeScript, Part, Report, read_saved_state
-from headrace.broker.reporter import RedisReporter
+from headrace.broker.files.books_file import BooksFile, EndedLives
+from headrace.broker.files.lifetime_file import LifetimeFile
+from headrace.broker.reports.mirror import Mirror
+from headrace.broker.reports.report import MergeScript, Part, Report, read_saved_state
+from headrace.broker.reports.reporter import RedisReporter
 from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.report.audit import audit

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.broker.redis.rows import ReceivedRow, RedisRows
-from headrace.broker.report import MergeScript, Part, Report
+from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lag_buckets import LAG_LABELS

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.learner_rows_file import MOST_LINES, LearnerRowsFile
+from headrace.broker.files.learner_rows_file import MOST_LINES, LearnerRowsFile
+from headrace.broker.files.state_file import read_broker_file
 from headrace.broker.redis.rows import ReceivedRow
-from headrace.broker.report import Report
-from headrace.broker.reporter import RedisReporter
-from headrace.broker.state_file import read_broker_file
-from headrace.broker.worker_metrics import MOST_NAMES, WorkerMetrics
+from headrace.broker.reports.report import Report
+from headrace.broker.reports.reporter import RedisReporter
+from headrace.broker.reports.worker_metrics import MOST_NAMES, WorkerMetrics
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import LedgerRow

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace.broker.redis.blob import LARGEST_WEIGHTS, PIECE_BYTES, RedisBlob, weights_in
-from headrace.broker.report import Report
-from headrace.broker.reporter import RedisReporter
+from headrace.broker.reports.report import Report
+from headrace.broker.reports.reporter import RedisReporter
 from headrace.schemas.accounts.redis_keys import FLEET, WEIGHTS_BLOB, WEIGHTS_CURRENT, key_name
 from support.waiting import wait_until
 

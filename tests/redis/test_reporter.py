@@ -15,8 +15,8 @@ import orjson
 import pytest
 
 from headrace.broker.redis.rows import ReceivedRow
-from headrace.broker.report import MergeScript, Part, Report
-from headrace.broker.reporter import RedisReporter
+from headrace.broker.reports.report import MergeScript, Part, Report
+from headrace.broker.reports.reporter import RedisReporter
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.folded_lives import FoldedLives
@@ -342,7 +342,7 @@ def test_the_saved_state_in_redis_is_handed_over_once(url: str, fleet_id: str, m
 def test_reports_reach_a_redis_that_was_down_at_the_start_once_it_is_up(
     fleet_id: str, make_server: MakeServer, make_row: MakeRow, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "headrace.broker.reporter")
+    caplog.set_level(logging.INFO, "headrace.broker.reports.reporter")
     server = make_server()
     reporter = RedisReporter(server.url, fleet_id)
     for batches in range(1, 100):

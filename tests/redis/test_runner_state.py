@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.lifetime_file import SHORTEST_PAUSE_S, Lifetime, LifetimeFile
-from headrace.broker.limits import BrokerLimits
-from headrace.broker.report import Report, SavedState
-from headrace.broker.reporter import RedisReporter
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.files.lifetime_file import SHORTEST_PAUSE_S, Lifetime, LifetimeFile
+from headrace.broker.reports.report import Report, SavedState
+from headrace.broker.reports.reporter import RedisReporter
+from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.accounts.logged_metrics import SumsOfLife

@@ -14,8 +14,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.broker import rendezvous_file
-from headrace.broker.rendezvous_file import RendezvousFile, note_stopped
+from headrace.broker.files import rendezvous_file
+from headrace.broker.files.rendezvous_file import RendezvousFile, note_stopped
 from headrace.deploy.monitoring.page import app as page
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.fleet_place import find_fleet

@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from headrace.broker.limits import BrokerLimits
+from headrace.broker.batches.limits import BrokerLimits
 from headrace.workers.fleet.window import SessionLimits
 from support.simulation.checker import History
 from support.simulation.world import LEASE_S, Faults, Settings, World

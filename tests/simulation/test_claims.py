@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 from simulation.fuzz import play, play_honestly
 
-from headrace.broker import waiting_ends
-from headrace.broker.claims import (
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.batches.refusals import Refusals
+from headrace.broker.batches.source import UNSEEN_AT_ONCE
+from headrace.broker.batches.worker_figures import MOST_BYTES_PER_S
+from headrace.broker.reports.metrics import FleetMetrics
+from headrace.broker.sessions import waiting_ends
+from headrace.broker.sessions.claims import (
     MOST_BROUGHT,
     MOST_FORGOTTEN,
     MOST_TOLD_REASONS,
@@ -17,13 +22,8 @@ from headrace.broker.claims import (
     STEPS_AT_ONCE,
     STEPS_PER_S,
 )
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.broker.metrics import FleetMetrics
-from headrace.broker.refusals import Refusals
-from headrace.broker.source import UNSEEN_AT_ONCE
-from headrace.broker.worker_figures import MOST_BYTES_PER_S
-from headrace.broker.worker_sessions import UNHEARD_S
+from headrace.broker.sessions.core import BrokerCore
+from headrace.broker.sessions.worker_sessions import UNHEARD_S
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import SAMPLED_BYTES, WORKER_WAIT
 from headrace.schemas.accounts.redis_keys import labelled

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.broker.batch_store import BatchStore
-from headrace.broker.limits import BrokerLimits
-from headrace.broker.rounds import Rounds
-from headrace.broker.source import Source, StoredBatch
+from headrace.broker.batches.batch_store import BatchStore
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.batches.rounds import Rounds
+from headrace.broker.batches.source import Source, StoredBatch
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.messages.message_base import SourcePosition
 

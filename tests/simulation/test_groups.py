@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.broker.slot_owners import MOST_SLOTS, SlotOwners
-from headrace.broker.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.batches.slot_owners import MOST_SLOTS, SlotOwners
+from headrace.broker.files.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
+from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.messages import Ack, Heartbeat, WorkerHello, WorkerWelcome
 from headrace.workers.fleet.session import SessionState, WorkerSession

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from headrace.broker import new_lives
-from headrace.broker.brought_counts import MOST_BROUGHT_IN_ALL, SURE_IN_OTHER_SLOT
-from headrace.broker.claims import MOST_BROUGHT
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits, BrokerState
-from headrace.broker.new_lives import LIVES_PER_S
+from headrace.broker.batches.brought_counts import MOST_BROUGHT_IN_ALL, SURE_IN_OTHER_SLOT
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.sessions import new_lives
+from headrace.broker.sessions.claims import MOST_BROUGHT
+from headrace.broker.sessions.core import BrokerCore
+from headrace.broker.sessions.new_lives import LIVES_PER_S
 from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.basics.bounds import WINDOW

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from headrace.broker.limits import BrokerLimits
+from headrace.broker.batches.limits import BrokerLimits
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.workers.fleet.window import SessionLimits
 from support.simulation.checker import History

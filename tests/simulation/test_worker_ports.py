@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from headrace.broker import rendezvous_file, worker_ports
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits
-from headrace.broker.rendezvous_file import RendezvousFile
-from headrace.broker.worker_ports import WorkerPorts
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.files import rendezvous_file
+from headrace.broker.files.rendezvous_file import RendezvousFile
+from headrace.broker.ports import worker_ports
+from headrace.broker.ports.worker_ports import WorkerPorts
+from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.accounts.worker_figures import Ports

@@ -14,8 +14,8 @@ from pathlib import Path
 import orjson
 import zmq
 
-from headrace.broker.report import Report
-from headrace.broker.reporter import RedisReporter
+from headrace.broker.reports.report import Report
+from headrace.broker.reports.reporter import RedisReporter
 from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder

@@ -22,8 +22,8 @@ import numpy as np
 import orjson
 import zmq
 
+from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.process import Broker
-from headrace.broker.state_file import Endpoints, read_broker_file
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import zmq
 
-from headrace.broker.state_file import Endpoints
+from headrace.broker.files.state_file import Endpoints
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode
 from support.pipeline.delivery import Feeder, LoopThread
 from support.waiting import TIMEOUT_S

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.broker.core import BrokerCore
-from headrace.broker.limits import BrokerLimits, BrokerState
+from headrace.broker.batches.limits import BrokerLimits, BrokerState
+from headrace.broker.sessions.core import BrokerCore
 from headrace.learner_stub.session import LearnerSession, StreamLimits
 from headrace.learner_stub.session import LearnerSessionState as LearnerState
 from headrace.learner_stub.source_progress import ArrivalKind

@@ -1,0 +1,383 @@
+"""The store of all batches that the broker is responsible for.
+
+It holds a batch until it is settled, queues it for the learner in order of arrival, and drops it only for a named
+reason. The order of a source's batches never changes. The learner settles every batch that it was once given. The store
+drops only batches that no learner was given. It drops none before a learner has reported which batches earlier brokers
+gave it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.broker.batches.brought_counts import BroughtCounts
+from headrace.broker.batches.delivery_queue import DeliveryQueue
+from headrace.broker.batches.drop_policy import DropPolicy, may_be_dropped
+from headrace.broker.batches.limits import BrokerLimits
+from headrace.broker.batches.refusals import Refusals
+from headrace.broker.batches.rounds import Rounds
+from headrace.broker.batches.source import Source, StoredBatch
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.messages import SourcePosition
+
+log = logging.getLogger(__name__)
+
+_MOST_CLAIMED = 1 << 16
+
+
+class BatchStore:
+    """Sources by (slot, incarnation), and the queue to the learner."""
+
+    def __init__(self, limits: BrokerLimits) -> None:
+        self.sources: dict[tuple[int, int], Source] = {}
+        self.by_slot: dict[int, dict[int, Source]] = {}
+        """The sources by slot, then by incarnation."""
+        self.folded: dict[int, FoldedLives] = {}
+        """Folded lives by slot; they have no source any more."""
+        self.unreported: set[tuple[int, int]] = set()
+        """Sources that have changed since the last report to Redis."""
+        self.nbytes = 0
+        """Bytes of all batches held; `batches` is their number. Neither counts a dropped batch."""
+        self.batches = 0
+        self.steps = 0
+        """Env steps of all sources ever: those of this broker, and those that Redis knew."""
+        self.brought = BroughtCounts(limits.workers)
+        """Counters that lives brought here from earlier brokers."""
+        self.weights: Version = (0, 0)
+        """The newest published version, against which staleness is measured."""
+        self.is_reconciled = False
+        """True once a learner has said which batches it has. Before that no batch may be counted as lost or dropped."""
+        self.window_steps = 0
+        """Steps that the learner wants under way in the whole fleet; 0: no such limit."""
+        self.max_env_steps = limits.max_env_steps
+        """Env steps of the fleet's whole life after which workers begin no fragment; None: no bound."""
+        self.changed: set[tuple[int, int]] = set()
+        """Sources whose workers must get an Ack."""
+        self.policy = DropPolicy(limits)
+        self.log_backlog = 0
+        """Bytes that wait for the log, which workers' credit counts as held."""
+        self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s, limits.max_env_steps)
+        self._queue = DeliveryQueue(self.rounds)
+        self._arrivals = 0
+        self._claimed: dict[tuple[int, int], _Claimed] = {}
+        """Claims of the learner about lives that no worker, recorder or row has proved to this broker yet."""
+        self.refusals = Refusals()
+        self._warnings = CountedWarnings(log)
+
+    def source(self, slot: int, incarnation: int) -> Source:
+        """Return the source of this slot and incarnation, a new one if there is none."""
+        known = self.sources.get((slot, incarnation))
+        if known is None:
+            known = self.sources[slot, incarnation] = Source(slot, incarnation)
+            self.by_slot.setdefault(slot, {})[incarnation] = known
+        return known
+
+    def has_ended(self, slot: int, incarnation: int) -> bool:
+        """Return whether this life is known to have ended."""
+        source = self.sources.get((slot, incarnation))
+        return self.is_folded(slot, incarnation) or (source is not None and (source.ended or source.closed))
+
+    def is_folded(self, slot: int | None, incarnation: int) -> bool:
+        """Return whether this life has ended, and was added to the folded lives of its slot."""
+        return slot in self.folded and incarnation in self.folded[slot]
+
+    def forget(self, source: Source) -> None:
+        """Forget a source whose life was folded."""
+        del self.sources[source.key]
+        own = self.by_slot[source.slot]
+        del own[source.incarnation]
+        if not own:
+            del self.by_slot[source.slot]
+        self.changed.discard(source.key)
+        self.unreported.discard(source.key)
+        self._claimed.pop(source.key, None)
+        self._queue.forget(source)
+
+    def note_changed(self, source: Source) -> None:
+        """Note that the source's worker must get an Ack, and Redis the source's row."""
+        self.changed.add(source.key)
+        self.unreported.add(source.key)
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def prove(self, source: Source, totals: WorkerTotals) -> None:
+        """Note how many batches a worker has cut, and take over the learner's earlier claims about them."""
+        source.know_cut(totals)
+        claimed = self._claimed.get(source.key)
+        if claimed is not None and (claimed.newest <= source.cut.seq or source.met_at is not None or source.closed):
+            del self._claimed[source.key]
+            self._leave_with_learner(source, claimed.held)
+            self.learn_settled(source.key, claimed.settled)
+            self._note_progress(source)
+
+    def learn_position(self, position: SourcePosition) -> bool:
+        """Take over a learner's position in a source. Return whether it settles a batch."""
+        key = (position.slot, position.incarnation)
+        source = self.sources.get(key)
+        before = source.settled.seq if source is not None else 0
+        self.learn_settled(key, position.settled)
+        if position.ended and source is not None and source.ended and position.settled.seq == source.accepted:
+            self.take_end(source)
+        return source is not None and source.settled.seq > before
+
+    def take_end(self, source: Source) -> None:
+        """Note that a learner's user has taken the end of a source, or that the source left no episode open."""
+        if not source.end_taken:
+            source.end_due, source.end_taken, source.open_episodes = False, True, None
+            self.unreported.add(source.key)
+
+    def learn_settled(self, key: tuple[int, int], settled: Settled) -> None:
+        """Take over what a learner reports as settled of a source, or keep it as a claim while it is unproved."""
+        source = self.sources.get(key)
+        if self.is_folded(*key):
+            return  # all of it is settled
+        if source is None or _is_unproved(source, settled.seq):
+            self._claim(key, settled, [])
+        elif why := source.dispute(settled):
+            self._note_lie(key, why)
+        elif settled.seq > source.settled.seq:  # commits also repeat positions, in case one was lost
+            self.merge_settled(source, settled)
+
+    def is_claimed(self, source: Source) -> bool:
+        """Return whether a learner claims more batches of a source than are proved."""
+        return source.key in self._claimed
+
+    def _claim(self, key: tuple[int, int], settled: Settled, held: list[HeldBatch]) -> None:
+        known = self._claimed.get(key)
+        if known is not None:
+            known.settled = max(known.settled, settled, key=lambda told: told.seq)
+            known.held = held or known.held
+        elif len(self._claimed) < _MOST_CLAIMED:
+            self._claimed[key] = _Claimed(settled, held)
+        else:
+            self._note_lie(key, f"the learner claims more than {_MOST_CLAIMED} lives that no worker has proved")
+
+    def _note_lie(self, key: tuple[int, int], why: str) -> None:
+        self.refusals.note("the learner", "implausible position", f"slot {key[0]} incarnation {key[1]}: {why}")
+
+    def accept(self, source: Source, held: StoredBatch, totals: WorkerTotals) -> None:
+        """Take the next batch of a source, and those after it that an earlier broker logged."""
+        self._take(source, held, totals)
+        self._take_logged(source)
+
+    def recover(self, source: Source, held: StoredBatch, totals: WorkerTotals) -> None:
+        """Take a batch that an earlier broker logged, as soon as all batches before it are accepted or settled."""
+        if held.seq > source.accepted and not source.closed:
+            source.logged[held.seq] = held, totals
+            self._take_logged(source)
+
+    def take_left(self, source: Source, now: float, left: dict[int, HeldBatch] | None = None) -> None:
+        """Take the batches of a lost worker that only the learner or the log has; see `adopt_with_learner`."""
+        before = -1
+        while source.accepted > before:
+            before = source.accepted
+            source.adopt_with_learner(now, left)
+            self._take_logged(source)
+
+    def _take_logged(self, source: Source) -> None:
+        while source.logged and (known := source.logged.pop(source.accepted + 1, None)) is not None:
+            self._take(source, *known)
+
+    def _take(self, source: Source, held: StoredBatch, totals: WorkerTotals) -> None:
+        self._arrivals += 1
+        held.arrival = self._arrivals
+        source.accept(held, totals)
+        if held.frames is not None:
+            self.nbytes += held.nbytes
+            self.batches += 1
+        self.rounds.note(source, held)
+        if not held.with_learner:
+            self._queue.add(source, held.seq)
+            self._make_room(source, held)
+        self._note_progress(source)
+
+    def merge_settled(self, source: Source, settled: Settled) -> None:
+        """Take over a longer history of a source, whether a learner, a worker or Redis tells it."""
+        for held in source.learn_settled(settled):
+            if held.frames is not None:
+                self.nbytes -= held.nbytes
+                self.batches -= 1
+        self._take_logged(source)
+        self._note_progress(source)
+
+    def fence(self, source: Source) -> None:
+        """Accept no more batches from a source.
+
+        Its supervisor reports later what it left; then the caller calls `end`.
+        """
+        source.end_reason = source.end_reason or Discard.FENCED
+        self._count(source)
+
+    def end(self, source: Source, reason: str) -> None:
+        """End a source: no more batches come from it. The learner is told after the source's last batch."""
+        source.end_reason = source.end_reason or reason
+        if reason == Drop.SHUTDOWN:
+            self.rounds.forget(source)
+        self._count(source)
+        self.unreported.add(source.key)
+        if not source.end_due and not source.end_taken:
+            source.end_due = True
+            self._queue.add(source, 0)
+
+    def _count(self, source: Source) -> None:
+        self.steps += source.steps - source.counted
+        source.counted = source.steps
+
+    def _note_progress(self, source: Source) -> None:
+        self._count(source)
+        if self.is_reconciled:
+            source.settle_dropped()
+        self._queue.refresh(source)
+        self.note_changed(source)
+
+    def limit_window(self, steps: int) -> None:
+        """Note how many steps the learner wants under way. Mark all workers for an Ack if that is a large change."""
+        if not steps or not self.window_steps or abs(steps - self.window_steps) > self.window_steps // 4:
+            self.changed.update(key for key, source in self.sources.items() if source.peer is not None)
+        self.window_steps = steps
+
+    def end_sampling(self) -> None:
+        """Stop workers from beginning fragments or rounds, as if the fleet had reached `max_env_steps`."""
+        self.max_env_steps = self.rounds.max_env_steps = 0
+        self.changed.update(key for key, source in self.sources.items() if source.peer is not None)
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def first(self) -> tuple[Source, StoredBatch | None] | None:
+        """Return the next news for the learner: a batch, or (None) that a source has ended."""
+        return self._queue.first()
+
+    def pop_first(self) -> None:
+        """Remove the entry that `first` returned, once the learner was told."""
+        self._queue.pop_first()
+
+    def reconcile(self, positions: Iterable[SourcePosition], in_hand: dict[str, list[HeldBatch]]) -> None:
+        """Take over which batches a learner has settled and which it holds; queue the others again by arrival."""
+        for source in self.sources.values():
+            source.with_learner.clear()
+            for held in source.held.values():
+                held.with_learner = False
+        self._claimed.clear()
+        for name, batches in in_hand.items():
+            slot, _, incarnation = name.partition("/")
+            key = (int(slot), int(incarnation))
+            known = self.sources.get(key)
+            newest = max((batch.seq for batch in batches), default=0)
+            if self.is_folded(*key):
+                continue
+            if known is None or _is_unproved(known, newest):
+                self._claim(key, Settled(), batches)
+            else:
+                self._leave_with_learner(known, batches)
+        self.is_reconciled = True
+        for position in positions:
+            self.learn_position(position)
+            known = self.sources.get((position.slot, position.incarnation))
+            if known is not None and known.end_taken and not position.ended:
+                known.end_due, known.end_taken = True, False  # this learner's checkpoint is older than the end
+        for source in self.sources.values():
+            self._note_progress(source)
+        self._requeue()
+        self.drop_stale()
+
+    def _leave_with_learner(self, source: Source, batches: list[HeldBatch]) -> None:
+        for batch in batches:
+            held = source.held.get(batch.seq)
+            if held is not None and held.count == (batch.steps, batch.chunks):
+                held.mark_given()
+            elif held is not None or batch.seq > (source.accepted if source.native else source.cut.seq):
+                self._note_lie(source.key, f"it holds batch {batch.seq} of {batch.steps} steps, which never came")
+            elif batch.seq > source.accepted:
+                source.with_learner[batch.seq] = batch
+
+    def _requeue(self) -> None:
+        waiting = [(held.arrival, source, held.seq) for source in self.sources.values() for held in source.waiting()]
+        waiting.sort(key=lambda entry: (entry[0], entry[2]))
+        self._queue = DeliveryQueue(self.rounds)
+        for _, source, seq in waiting:
+            self._queue.add(source, seq)
+        for source in self.sources.values():
+            if source.ended and source.end_due:
+                self._queue.add(source, 0)
+
+    # -- dropping -----------------------------------------------------------------------------------------------------
+
+    def publish(self, version: Version) -> None:
+        """Note the newest version of the weights, and drop batches that have become stale."""
+        self.weights = max(self.weights, version)
+        self.policy.publish(version)
+        self.drop_stale()
+
+    def drop_stale(self) -> None:
+        """Drop queued batches whose weights are too many versions behind the newest, before the learner gets them."""
+        if self.is_reconciled:
+            for source, held in self.policy.stale(self.weights):
+                self._drop(source, held, Drop.STALE)
+
+    def drop_overdue(self, now: float) -> None:
+        """Drop queued batches that have waited too long for the learner."""
+        while self.is_reconciled and (oldest := self.policy.oldest_overdue(now)) is not None:
+            self._drop(*oldest, Drop.OVERFLOW)
+
+    def _make_room(self, source: Source, newest: StoredBatch) -> None:
+        """Drop `newest`, just accepted, if it is stale, and the oldest batches if more are held than may be."""
+        if self.policy.is_passive:
+            return
+        self.policy.add(source, newest.seq)
+        if not self.is_reconciled:
+            return
+        if may_be_dropped(newest) and self.policy.is_stale(newest, self.weights):
+            self._drop(source, newest, Drop.STALE)
+        while (oldest := self.policy.oldest_beyond(self.nbytes, self.batches, newest)) is not None:
+            self._drop(*oldest, Drop.OVERFLOW)
+
+    def _drop(self, source: Source, held: StoredBatch, reason: Drop) -> None:
+        if held.frames is not None:
+            self.nbytes -= held.nbytes
+            self.batches -= 1
+        held.frames, held.nbytes = None, 0
+        why = self.policy.explain(reason, held.weights, self.weights)
+        self._warnings.warn(b"", reason, f"{held.steps} steps of worker {source.slot} are dropped: {why}")
+        source.drop(held, reason)
+        self._note_progress(source)
+
+    # -- the books ----------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[LedgerRow]:
+        """Return the books of every incarnation known, each as of one consistent moment."""
+        rows = (source.ledger_row() for source in self.sources.values())
+        return [row for row in rows if row is not None]
+
+    def sent_and_unsettled(self) -> int:
+        """Return the number of batches and gaps that the learner was told of and has not committed."""
+        return sum(held.with_learner for held in self.held())
+
+    def held_batches(self) -> int:
+        """Return the number of batches accepted and not settled."""
+        return sum(len(source.held) for source in self.sources.values())
+
+    def held(self) -> list[StoredBatch]:
+        """Return these batches."""
+        return [held for source in self.sources.values() if source.held for held in source.held.values()]
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """A learner's claim about one life: the batches it has settled, and those it holds."""
+
+    settled: Settled
+    held: list[HeldBatch]
+
+    @property
+    def newest(self) -> int:
+        return max(self.settled.seq, *(batch.seq for batch in self.held), 0)
+
+
+def _is_unproved(source: Source, seq: int) -> bool:
+    """Return whether the source's worker, or its recorder, may still tell that it has cut batch `seq`."""
+    return seq > source.cut.seq and source.met_at is None and not source.closed

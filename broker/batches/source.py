@@ -1,0 +1,396 @@
+"""A source: one life of a worker as the broker sees it, with the batches accepted, held and settled.
+
+A batch is *held* from its acceptance until it is settled. Batches settle strictly by sequence number, so one value
+(`Settled`) says what became of batches 1..n. It is the same whether the learner tells it by its commits, or a worker or
+Redis after a restart of the broker. The longer history always wins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import takewhile
+
+from headrace.broker.batches.worker_figures import WorkerFigures
+from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.logged_metrics import LoggedMetrics
+from headrace.schemas.accounts.worker_figures import Ports
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.chunks.open_episodes import OpenEpisodes
+from headrace.schemas.errors import DecodeError
+from headrace.schemas.frames.wire import Buffer
+from headrace.schemas.messages import LastWords, ModuleShapes, WeightsRefusal, WorkerHello
+
+UNSEEN_AT_ONCE = 1_000
+UNSEEN_PER_S = 10_000
+"""Env steps of one life, at once and in a second, that count without a batch that arrived: those of open episodes, and
+those that the worker discarded. As many again count as arrived in batches.
+"""
+
+Peer = bytes
+"""The routing id of one connection; a reconnect is another peer."""
+
+
+@dataclass(slots=True)
+class StoredBatch:
+    """A batch between acceptance and settlement. `frames` is None when only the learner has its bytes."""
+
+    seq: int
+    steps: int
+    chunks: int
+    nbytes: int
+    frames: list[Buffer] | None
+    arrival: int
+    at: float
+    weights: Version = (0, 0)
+    with_learner: bool = False
+    handed: bool = False
+    """A learner once had it and may have trained on it, so the broker can no longer drop it."""
+    dropped: str = ""
+    """Reason for which the learner does not get the batch; "" if it gets the batch."""
+
+    @property
+    def count(self) -> Count:
+        """Return (steps, chunks)."""
+        return (self.steps, self.chunks)
+
+    def mark_given(self) -> None:
+        """Mark the batch as given to the learner, which decides what becomes of it."""
+        self.with_learner = self.handed = True
+        self.dropped = ""
+
+
+@dataclass(slots=True)
+class Source:
+    """The batches of one (slot, incarnation)."""
+
+    slot: int
+    incarnation: int
+    token: str = ""
+    peer: Peer | None = None
+    accepted: int = 0
+    accepted_count: Count = (0, 0)
+    settled: Settled = field(default_factory=Settled)
+    held: dict[int, StoredBatch] = field(default_factory=dict)
+    with_learner: dict[int, HeldBatch] = field(default_factory=dict)
+    """Batches that the learner has, and that this broker (restarted since) has not yet accepted."""
+    logged: dict[int, tuple[StoredBatch, WorkerTotals]] = field(default_factory=dict)
+    """Batches that an earlier broker logged, with the totals as of each. They are accepted once their turn comes."""
+    unlogged: deque[int] = field(default_factory=deque)
+    """Accepted batches that the log has not written yet, where acknowledgements wait for it."""
+    totals: WorkerTotals = field(default_factory=WorkerTotals)
+    """The worker's totals as of batch `accepted`; older only between a restart and the next batch. Its `env_steps` are
+    those that count (`counting`).
+    """
+    dropped: dict[str, list[int]] = field(default_factory=dict)
+    """Batches that the broker has dropped and that are not settled yet: numbers by reason."""
+    left: dict[int, HeldBatch] = field(default_factory=dict)
+    """Batches that a closed incarnation left behind and no broker accepted."""
+    left_reason: str = ""
+    end_reason: str = ""
+    end_due: bool = False
+    """True if a learner must be told of the end, again after each reconnect, until its user has taken it."""
+    end_taken: bool = False
+    """True once a learner's user has taken the end, whichever broker the learner reported it to."""
+    open_episodes: OpenEpisodes | None = None
+    """Episodes that the worker left open, until a learner's user has taken the end."""
+    unfinished: list[tuple[float, int]] = field(default_factory=list)
+    """(return, env steps) of the same episodes, until the metrics have taken them."""
+    closed: bool = False
+    silent_until: float = 0.0
+    host: str = ""
+    pid: int = 0
+    """Process id on `host`; the worker reports both."""
+    headrace_version: str = ""
+    """As the worker tells it; "" if it does not."""
+    weights: Version = (0, 0)
+    """The newest weights that its worker is known to act with: from a HELLO, a heartbeat or a batch."""
+    blocked: str = ""
+    metrics: LoggedMetrics = field(default_factory=dict)
+    """Metrics that callbacks have logged, as of the worker's last heartbeat."""
+    introduced: bool = False
+    """True once the worker has told the spaces of its envs, so that it can sample."""
+    num_envs: int = 1
+    cut_steps: int = 1
+    """Number of env steps in one full cut."""
+    weight_shapes: ModuleShapes = field(default_factory=dict)
+    """Shapes of the weights that its worker loads, by module and name."""
+    refused: WeightsRefusal | None = None
+    """The newest weights that its worker could not load."""
+    env_failures: int = 0
+    """Failures of its envs, as of the worker's last heartbeat."""
+    env_failure: str = ""
+    """The newest failure, in words."""
+    env_failed_at: float = 0.0
+    """Time at which the broker heard of the newest failure."""
+    env_silence_s: float = 0.0
+    """Seconds for which none of its envs had answered, as of the worker's last heartbeat."""
+    ports: Ports | None = None
+    """Where env hosts and clients reach its worker, as of the worker's last heartbeat."""
+    figures: WorkerFigures = field(default_factory=WorkerFigures)
+    """Figures that its worker measures of itself. People read them; the broker decides nothing by them."""
+    batch_bytes: int = 0
+    """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
+    credit: int = 0
+    """The highest batch that its worker was ever told it may send."""
+    told: int = 0
+    """`progress` as of the last Ack to its worker."""
+    committed_bytes: int = 0
+    """Bytes of the batches that the learner has committed since this broker began."""
+    row: LedgerRow | None = None
+    restored: LedgerRow | None = None
+    """The final books, when an earlier broker closed them."""
+    met_at: float | None = None
+    """Time at which its worker first joined this broker; None for a life known only from others."""
+    native: bool = False
+    """True if the life began with this broker, which has seen all of it."""
+    brought: int = 0
+    """The largest counter of the life when its worker joined."""
+    counters_met: dict[str, int] = field(default_factory=dict)
+    """Lifetime counters of its slot when its worker joined, by `flat_counters`."""
+    seen: int = 0
+    """Steps in batches of which this broker got the bytes."""
+    believed: int = 0
+    """Env steps that the life made before it joined, if `broker.json` knew the life."""
+    cut: WorkerTotals = field(default_factory=WorkerTotals)
+    """The totals with the highest number of a batch that its worker, its recorder or Redis told."""
+    made_before: int = 0
+    """Env steps that earlier brokers knew of, from Redis. Live workers report theirs again; they are the same steps."""
+    counted: int = 0
+    """Part of `steps` that the fleet's sum already includes."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return (slot, incarnation)."""
+        return (self.slot, self.incarnation)
+
+    @property
+    def ended(self) -> bool:
+        """Return True once the broker accepts no later batch of this life."""
+        return bool(self.end_reason)
+
+    @property
+    def steps(self) -> int:
+        """Return the env steps of this life, by the newest totals that this broker or an earlier one got."""
+        return max(self.totals.steps_of_envs, self.made_before)
+
+    @property
+    def acknowledged(self) -> int:
+        """Return the number up to which the worker may be told that batches are accepted."""
+        return max(self.settled.seq, self.unlogged[0] - 1) if self.unlogged else self.accepted
+
+    def note_logged(self, seq: int) -> None:
+        """Note that the log has written the batches up to `seq`, or lets them go."""
+        while self.unlogged and self.unlogged[0] <= seq:
+            self.unlogged.popleft()
+
+    def is_over(self, seq: int) -> bool:
+        """Return whether batch `seq` is settled, or can no longer be accepted."""
+        return seq <= self.settled.seq or (self.closed and seq > self.accepted)
+
+    def meet(self, hello: WorkerHello, counters: dict[str, int], now: float, *, was_known: bool) -> None:
+        """Note that the worker has joined this broker for the first time, and with what.
+
+        was_known: `broker.json` knew the life when this broker began.
+        """
+        if self.met_at is None:
+            self.believed = hello.totals.steps_of_envs if was_known else 0
+            self.met_at, self.counters_met = now, counters
+            self.brought = max(hello.totals.largest, self.made_before)
+            before = self.brought or hello.totals.seq or self.accepted or self.cut.seq
+            self.native = not before and hello.weights == (0, 0)
+
+    def seconds_since_met(self, now: float) -> float:
+        """Return the seconds since the worker first joined this broker; 0 if it never has."""
+        return 0.0 if self.met_at is None else max(0.0, now - self.met_at)
+
+    def counting(self, totals: WorkerTotals, now: float) -> WorkerTotals:
+        """Return `totals` with no more env steps than count towards goals.
+
+        A worker tells how many env steps it made, and nothing proves those in no batch. So they count only as far as
+        the steps that arrived, and the time, make them plausible. The others count later, as both grow.
+        """
+        most = max(self.made_before, self.believed) + 2 * self.seen
+        most += UNSEEN_AT_ONCE + int(UNSEEN_PER_S * self.seconds_since_met(now))
+        if totals.steps_of_envs <= most:
+            return totals
+        return totals.model_copy(update={"env_steps": max(most, self.totals.steps_of_envs)})
+
+    def take_totals(self, totals: WorkerTotals, now: float) -> None:
+        """Take newer totals as of batch `accepted`. Equal ones leave the row as it is."""
+        totals = self.counting(totals, now)
+        if totals.__dict__ != self.totals.__dict__:
+            self.totals = totals
+
+    def is_unrecorded(self, words: LastWords) -> bool:
+        """Return whether the life's supervisor found no recorder, though the life has told of steps: it was removed."""
+        return not words.totals.stepped and not self.closed and bool(self.totals.stepped or self.cut.stepped)
+
+    def know_cut(self, totals: WorkerTotals) -> None:
+        """Note how many batches the worker has cut. No later batch can be settled, or held by a learner."""
+        if totals.seq >= self.cut.seq:
+            self.cut = totals
+
+    def dispute(self, settled: Settled) -> str:
+        """Return why a learner cannot have settled this; "" if it can."""
+        total, shipped = settled.total(), (self.cut.shipped, self.cut.shipped_chunks)
+        if settled.seq <= self.settled.seq:
+            return ""
+        if settled.seq > (self.accepted if self.native else self.cut.seq):
+            return f"batch {settled.seq} is settled; {self.cut.seq} are cut and {self.accepted} accepted"
+        if settled.seq <= self.accepted:
+            newly = takewhile(lambda held: held.seq <= settled.seq, self.held.values())  # they are in order of seq
+            known = reduce(plus, (held.count for held in newly), self.settled.total())
+            return f"{total} settled by batch {settled.seq}, not {known}" if total != known else ""
+        if total[0] > shipped[0] or total[1] > shipped[1] or (settled.seq == self.cut.seq and total != shipped):
+            return f"{total} settled by batch {settled.seq}; {shipped} are shipped by batch {self.cut.seq}"
+        return ""
+
+    def progress(self) -> int:
+        """Return a number that grows by one with each batch accepted and with each settled."""
+        return self.accepted + self.settled.seq
+
+    def accept(self, held: StoredBatch, totals: WorkerTotals) -> None:
+        """Take batch `accepted + 1`."""
+        known = self.with_learner.pop(held.seq, None)
+        if known is not None and (known.steps, known.chunks) == held.count:
+            held.mark_given()
+        self.accepted = held.seq
+        self.accepted_count = plus(self.accepted_count, held.count)
+        self.held[held.seq] = held
+        if held.nbytes:
+            self.seen += held.steps
+        self.totals = self.counting(totals, held.at)
+        self.know_cut(totals)
+        self.weights = max(self.weights, held.weights)  # news between two heartbeats, for the lag that people see
+        self.batch_bytes = max(held.nbytes, self.batch_bytes * 15 // 16)
+
+    def learn_settled(self, settled: Settled) -> list[StoredBatch]:
+        """Take over a longer history; return the held batches it settles."""
+        if settled.seq <= self.settled.seq:
+            return []
+        gone = []
+        while self.held and (seq := next(iter(self.held))) <= settled.seq:  # held batches are in order of seq
+            gone.append(self.held.pop(seq))
+        for seq in [seq for seq in self.with_learner if seq <= settled.seq]:
+            del self.with_learner[seq]
+        self.committed_bytes += _committed_bytes(gone, settled.committed[1] - self.settled.committed[1])
+        self._settle(settled)
+        for seq in [seq for seq in self.left if seq <= settled.seq]:
+            del self.left[seq]
+        if settled.seq > self.accepted:
+            self.accepted, self.accepted_count = settled.seq, settled.total()
+        return gone
+
+    def settle_dropped(self) -> None:
+        """Settle dropped batches that are first in line; this needs no learner's commit."""
+        while (held := self.held.get(self.settled.seq + 1)) is not None and held.dropped and not held.with_learner:
+            self._settle(self.settled.add((0, 0), {held.dropped: held.count}))
+            del self.held[held.seq]
+
+    def drop(self, held: StoredBatch, reason: str) -> None:
+        """Decide that the learner does not get a batch. Its worker is told, and need not keep its bytes."""
+        held.dropped = reason
+        self.dropped.setdefault(reason, []).append(held.seq)
+
+    def _settle(self, settled: Settled) -> None:
+        self.settled = settled
+        if self.dropped:
+            later = {reason: [seq for seq in seqs if seq > settled.seq] for reason, seqs in self.dropped.items()}
+            self.dropped = {reason: seqs for reason, seqs in later.items() if seqs}
+
+    def adopt_with_learner(self, now: float, left: Mapping[int, HeldBatch] | None = None) -> None:
+        """Accept, without their bytes, the next batches in line that only the learner has: their worker is gone.
+
+        `left` are the batches that the worker left behind by number, where that is known: the learner's must be equal.
+        """
+        while (known := self.with_learner.get(self.accepted + 1)) is not None:
+            if left is not None and left.get(known.seq) != known:
+                return
+            self.accept(StoredBatch(known.seq, known.steps, known.chunks, 0, None, 0, now), self.totals)
+
+    def close(self, totals: WorkerTotals, window: list[HeldBatch], reason: str) -> None:
+        """Take the worker's last totals and what it left behind: open steps and batches that no broker accepted.
+
+        `window` are the batches it had cut and not seen settled, each with its own counts, as the recorder holds them.
+        The recorder has no steps by module, so those of the last batch accepted stay, if the worker told them.
+        """
+        discarded = dict(totals.discarded)
+        if totals.open:
+            lost_by = reason if reason in set(Discard) else Discard.WORKER_KILLED
+            discarded[lost_by] = discarded.get(lost_by, 0) + totals.open
+        by_module = self.totals.module_steps if self.totals.seq == self.accepted else {}
+        self.totals = totals.model_copy(update={"open": 0, "discarded": discarded, "module_steps": by_module})
+        self.left = {batch.seq: batch for batch in window if batch.seq > self.accepted}
+        self.left_reason = reason if reason in set(Drop) else Drop.WORKER_KILLED
+        self.end_reason = self.end_reason or reason
+        self.closed = True
+        self.peer = None
+
+    def leave_open(self, told: OpenEpisodes | None) -> None:
+        """Note the episodes that a worker left open whose books this broker has just closed."""
+        self.open_episodes = told
+        if told is not None:
+            with suppress(DecodeError):  # the learner says what is wrong with them
+                self.unfinished = told.unfinished(self.accepted)
+
+    def rest_of(self, totals: WorkerTotals) -> list[HeldBatch]:
+        """Return one entry for the batches cut by `totals` and not accepted here, if the recorder is lost too.
+
+        An earlier broker had accepted these batches. Only their sum is known.
+        """
+        if totals.seq <= self.accepted:
+            return []
+        steps, chunks = totals.shipped - self.accepted_count[0], totals.shipped_chunks - self.accepted_count[1]
+        return [HeldBatch(seq=totals.seq, steps=steps, chunks=chunks)] if steps >= 0 and chunks > 0 else []
+
+    def lost(self) -> dict[str, Count]:
+        """Return batches cut and never accepted, by name; known once the incarnation is closed."""
+        total = reduce(plus, ((batch.steps, batch.chunks) for batch in self.left.values()), (0, 0))
+        return {self.left_reason: total} if self.left else {}
+
+    def ledger_row(self) -> LedgerRow | None:
+        """Return the books as of the last moment at which the worker's totals covered exactly the batches accepted."""
+        if self.restored is not None:
+            return self.restored.model_copy(update={"end_taken": self.end_taken})
+        if self.closed or self.totals.seq == self.accepted:
+            held: Count = reduce(plus, (batch.count for batch in self.held.values()), (0, 0))
+            if self._is_in_row(held):
+                return self.row
+            self.row = LedgerRow.model_construct(  # its parts are checked, and thousands are made in a report
+                slot=self.slot,
+                incarnation=self.incarnation,
+                totals=self.totals,
+                accepted=self.accepted_count,
+                held=held,
+                settled=self.settled,
+                lost=self.lost(),
+                closed=self.closed,
+                end_taken=self.end_taken,
+            )
+        return self.row
+
+    def _is_in_row(self, held: Count) -> bool:
+        row = self.row
+        if row is None or row.totals is not self.totals or row.settled is not self.settled:
+            return False
+        return (
+            row.accepted == self.accepted_count and row.held == held and row.closed == self.closed and not self.closed
+        )
+
+    def waiting(self) -> Iterator[StoredBatch]:
+        """Return the held batches that the learner was not told of yet, in order."""
+        return (held for held in self.held.values() if not held.with_learner)
+
+
+def _committed_bytes(settled: Iterable[StoredBatch], chunks: int) -> int:
+    """Return the bytes of batches that are settled now, `chunks` of them committed.
+
+    The learner may have left out some chunks. Which ones is not known, so these count like the others.
+    """
+    given = [held for held in settled if not held.dropped]
+    most = sum(held.chunks for held in given)
+    return sum(held.nbytes for held in given) * min(chunks, most) // most if most else 0

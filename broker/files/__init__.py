@@ -1,0 +1,1 @@
+"""Files of the broker in the run directory and at the rendezvous."""

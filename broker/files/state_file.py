@@ -1,0 +1,112 @@
+"""run_dir/broker.json: the broker's endpoints, and the state for a restart. Mode 0600, replaced atomically.
+
+The broker writes it before it sends an answer that depends on it. So it never gives out an incarnation or learner epoch
+twice, with Redis or without.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.broker.batches.limits import BrokerState
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.basics.run_files import read_regular, replace_private
+from headrace.schemas.credentials.key_files import is_group
+from headrace.schemas.errors import RunDirError, reading, writing
+
+log = logging.getLogger(__name__)
+
+
+class Endpoints(BaseModel):
+    """The address for each role to connect to."""
+
+    model_config = ConfigDict(frozen=True)
+    worker: str
+    learner: str
+    weights: str
+
+
+class BrokerFile(BaseModel):
+    """The content of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    pid: int
+    fleet_id: str
+    endpoints: Endpoints
+    epoch: int = 0
+    learner_token: str = ""
+    incarnations: dict[int, int] = {}
+    owners: dict[int, str] = {}
+    own_spaces: dict[str, Any] = {}
+    has_learner: bool | None = None
+    """True if a learner was connected at the broker's last report; None before its first."""
+
+    def state(self) -> BrokerState:
+        """Return the part of the file from which the broker's core goes on."""
+        owners, spaces = dict(self.owners), dict(self.own_spaces)
+        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), owners, spaces)
+
+
+def file_path(run_dir: Path) -> Path:
+    """Return the path of the file in `run_dir`."""
+    return run_dir / "broker.json"
+
+
+def read_broker_file(run_dir: Path) -> BrokerFile | None:
+    """Read what an earlier broker of this run directory left; None without one.
+
+    A number out of bounds, which a broker took from a peer before it judged numbers, is logged and left out. So is an
+    incarnation or epoch at its bound: it has no next number. Raises `RunDirError` for a damaged file.
+    """
+    path = file_path(run_dir)
+    try:
+        with reading(path, "the broker's state"):
+            content = read_regular(path)
+        return _without_impossible(BrokerFile.model_validate(orjson.loads(content)))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, ValidationError) as error:
+        reason = f"{path.name} is damaged ({type(error).__name__}); remove it only if no worker of the fleet lives"
+        raise RunDirError(str(run_dir), reason) from error
+
+
+def _without_impossible(file: BrokerFile) -> BrokerFile:
+    known = {slot: n for slot, n in file.incarnations.items() if 0 <= slot <= MOST_LIVES and 0 <= n < MOST_LIVES}
+    wrong = [f"incarnation {n} of slot {slot}" for slot, n in file.incarnations.items() if slot not in known]
+    owners = {slot: group for slot, group in file.owners.items() if 0 <= slot <= MOST_LIVES and is_group(group)}
+    wrong += [f"owner {group!r} of slot {slot}" for slot, group in file.owners.items() if slot not in owners]
+    update: dict[str, object] = {"incarnations": known, "owners": owners}
+    if not 0 <= file.epoch < MOST_EPOCH:
+        wrong.append(f"learner epoch {file.epoch}")
+        update |= {"epoch": 0, "learner_token": ""}
+    for what in wrong:
+        log.error(
+            "broker.json: %s is out of bounds and ignored; numbering goes on from what Redis and peers know", what
+        )
+    return file.model_copy(update=update)
+
+
+def write_broker_file(
+    run_dir: Path, fleet_id: str, endpoints: Endpoints, state: BrokerState, has_learner: bool | None = None
+) -> None:
+    """Replace the file. Raises `RunDirError`."""
+    content = BrokerFile(
+        pid=os.getpid(),
+        fleet_id=fleet_id,
+        endpoints=endpoints,
+        epoch=state.epoch,
+        learner_token=state.learner_token,
+        incarnations=state.incarnations,
+        owners=state.owners,
+        own_spaces=state.own_spaces,
+        has_learner=has_learner,
+    )
+    path = file_path(run_dir)
+    with writing(path, "the broker's state"):
+        replace_private(path, orjson.dumps(content.model_dump(mode="json"), option=orjson.OPT_NON_STR_KEYS))

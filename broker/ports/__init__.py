@@ -1,0 +1,1 @@
+"""The broker's sockets, and what peers may do at them."""

@@ -1,0 +1,186 @@
+"""The broker's three sockets: ROUTER for workers, ROUTER for learners, XPUB for weights."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Container
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from headrace.broker.files.state_file import Endpoints
+from headrace.broker.ports.zap_auth import ZapAuthenticator
+from headrace.schemas.credentials.keys import BrokerKeys
+from headrace.schemas.credentials.loopback_token import ServerToken
+from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError
+from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.advertised import in_url
+from headrace.schemas.peers.connection_limit import connection_limit
+from headrace.schemas.peers.port_listing import PortListing
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortBounds, PortWatch
+from headrace.schemas.peers.ports import ports_to_try
+from headrace.schemas.peers.socket_folder import endpoint_of, lock_socket_folder, make_socket_folder
+from headrace.schemas.settings.config import BrokerSection, is_loopback
+
+log = logging.getLogger(__name__)
+
+Socket = zmq.Socket[bytes]
+
+_SUBSCRIPTION_BYTES = 16 << 10
+"""The most that a subscriber may send. A worker's subscription has five bytes."""
+_MOST_FRAMES = DEFAULT_LIMITS.frames + 1
+"""Frames of a message that `receive` keeps, the peer's route among them. A decoder refuses a message with more."""
+
+
+class BrokerSockets:
+    """The bound sockets, their endpoints, and the authenticator of their peers.
+
+    Raises `PortInUseError`. Raises `ConfigError` for a host that is not this machine's, or one open to others without
+    keys. Raises `SocketFolderError` where Unix sockets cannot be bound for this user alone.
+    """
+
+    def __init__(
+        self,
+        config: BrokerSection,
+        run_dir: Path,
+        before: Endpoints | None,
+        keys: BrokerKeys | ServerToken | None,
+    ) -> None:
+        self._folder = make_socket_folder(run_dir) if config.transport == "ipc" else None
+        if self._folder is None:
+            _check_host(config, keys)
+        self._lock = lock_socket_folder(self._folder) if self._folder is not None else None
+        self._own = sockets.OwnSockets(zmq.Context(), "the broker", 0.5)
+        self.auth = ZapAuthenticator(self._own, keys, ask=self._folder is None)
+        self.watches: dict[Socket, PortWatch] = {}
+        """The watch over the connections of each socket."""
+        places = connection_limit(config.max_connections, ports=3)
+        batches = PortBounds(places, config.max_batch_bytes + (1 << 20), config.max_held_bytes)
+        versions = PortBounds(places, DEFAULT_LIMITS.payload_bytes + (1 << 20), config.max_held_bytes)
+        listeners = PortBounds(places, _SUBSCRIPTION_BYTES, admits_all=True)
+        try:
+            self.workers, worker = self._bind(config, "worker", before, batches)
+            self.learners, learner = self._bind(config, "learner", before, versions)
+            self.weights, weights = self._bind(config, "weights", before, listeners)
+        except BaseException:
+            self._own.close(0.0)
+            self._unlock()
+            raise
+        self.endpoints = Endpoints(worker=worker, learner=learner, weights=weights)
+        listed = keys.word if isinstance(keys, ServerToken) else ""
+        self._listing = PortListing((worker, learner, weights) if listed else (), listed)
+
+    def _bind(
+        self, config: BrokerSection, role: str, before: Endpoints | None, bounds: PortBounds
+    ) -> tuple[Socket, str]:
+        """Bind one socket: to its place in the folder of Unix sockets, or to a port."""
+        kind, options = (zmq.XPUB, sockets.XPUB) if role == "weights" else (zmq.ROUTER, sockets.ROUTER)
+        waiting = {"SNDHWM": sockets.MOST_WAITING} if role == "worker" else {}
+        # Unix sockets are for this user alone, even if the folder is opened to others later.
+        family = {"IPV6": int(":" in config.host)} if self._folder is None else {"IPC_FILTER_UID": os.geteuid()}
+        limits = waiting | {"MAXMSGSIZE": bounds.message_bytes} | family
+        socket: Socket = self._own.open(kind, options | limits)
+        if role == "weights":
+            socket.copy_threshold = sockets.COPY_BELOW_BYTES
+        on_failure = self.auth.guard(socket, role)
+        watch = PortWatch(role, self._own.monitor(socket, WATCH_EVENTS), bounds, on_failure)
+        self.watches[socket] = watch
+        self._own.before_end(partial(watch.close, socket))
+        if self._folder is not None:
+            _bind_in_folder(socket, self._folder, role)
+        else:
+            _bind_to_port(socket, config, role, before)
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def admit(self, ready: Container[Socket]) -> bool:
+        """Admit as many of the peers that wait as each port may now; messages wait at the sockets in `ready`.
+
+        Return whether some still wait. Does not block.
+        """
+        if any(socket in ready for socket in self.auth.sockets):
+            self.auth.judge()
+        for role, socket in (("worker", self.workers), ("learner", self.learners), ("weights", self.weights)):
+            if self.auth.waiting(role):
+                self.auth.admit(role, self.watches[socket].admission.places(waits=socket in ready))
+        return any(map(self.auth.waiting, Endpoints.model_fields))
+
+    def close(self) -> None:
+        """Close all sockets; messages already sent have half a second to leave."""
+        self._listing.remove()
+        self._own.close()
+        self.watches.clear()
+        if self._folder is not None:
+            for role in Endpoints.model_fields:
+                (self._folder / role).unlink(missing_ok=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Give the folder of Unix sockets back, once none of them is bound."""
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def receive(socket: Socket, drops: Callable[[bytes], bool]) -> list[zmq.Frame] | None:
+    """Return the next message, its frames without a copy; None if there is none, or its connection ended meanwhile.
+
+    If a message has more frames than any decoder takes, read the rest and drop it. Drop the whole message of a peer
+    if `drops` says so of its route, and return no frames.
+    """
+    try:
+        last = socket.recv(sockets.DONTWAIT, copy=False)
+        frames, most = [last], 0 if drops(last.bytes) else _MOST_FRAMES
+        while last.more:
+            last = socket.recv(sockets.DONTWAIT, copy=False)
+            if len(frames) <= most:
+                frames.append(last)
+    except zmq.Again:
+        return None
+    return frames if most else []
+
+
+def _bind_in_folder(socket: Socket, folder: Path, role: str) -> None:
+    """Bind a Unix socket, in place of one that a dead broker has left at its path."""
+    try:
+        socket.bind(endpoint_of(folder, role))
+    except zmq.ZMQError as error:
+        reason = f"no socket can be made in it ({error}); name a run directory on another disk, or set"
+        raise SocketFolderError(str(folder), f"{reason} broker.transport = 'tcp'") from error
+
+
+def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endpoints | None) -> None:
+    """Bind to the configured port, else to the one it had before, else to a free one."""
+    endpoint, earlier = "", getattr(before, role, "")
+    port_before = int(earlier.rpartition(":")[2]) if earlier.startswith("tcp:") else 0
+    for port in ports_to_try(getattr(config, f"{role}_port") or port_before):
+        endpoint = f"tcp://{in_url(config.host)}:{port}"
+        try:
+            socket.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno == errno.EMFILE:
+                raise
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"{config.host!r} cannot be bound: {error}", key="broker.host") from error
+    raise PortInUseError(endpoint)
+
+
+def _check_host(config: BrokerSection, keys: BrokerKeys | ServerToken | None) -> None:
+    """Refuse a host off loopback without keys unless `allow_insecure` is set: any machine could connect and listen."""
+    if keys is not None:
+        return
+    if is_loopback(config.host):
+        if config.allow_insecure:
+            log.warning("every user of this machine is served without a token, since broker.allow_insecure = true")
+        return
+    if not config.allow_insecure:
+        raise ConfigError(
+            f"{config.host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
+            "(`headrace keys init` makes them), bind loopback, or set broker.allow_insecure = true on a network you "
+            "trust",
+            key="broker.host",
+        )
+    log.warning("serving %s without encryption or authentication, since broker.allow_insecure = true", config.host)

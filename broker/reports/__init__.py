@@ -1,0 +1,1 @@
+"""The broker's reports to Redis."""

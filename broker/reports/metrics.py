@@ -1,0 +1,354 @@
+"""The broker's metrics of the fleet for Redis: rates and windows from batch headers, the rest from the core."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headrace.broker.batches.source import Source
+from headrace.broker.batches.worker_figures import RecentUsage, fleet_figures, row_figures, told_counters
+from headrace.broker.reports.env_errors import EnvErrors
+from headrace.broker.reports.report import Report
+from headrace.broker.reports.worker_metrics import WorkerMetrics
+from headrace.broker.sessions.core import BrokerCore
+from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to
+from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.accounts.lifetime_counters import (
+    ABORTED_EPISODES,
+    ACCEPTED_BYTES,
+    COMMITTED_BYTES,
+    FENCED_LIVES,
+    without_row_counters,
+)
+from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.process_usage import own_usage
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.chunks.module_spaces import MOST_MODULES
+
+EPISODE_WINDOW = 100
+RATE_WINDOW_S = 5.0
+
+
+class FleetMetrics:
+    """Collects metrics from the header of each accepted batch, and makes the report."""
+
+    def __init__(self) -> None:
+        self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
+        self._aborted: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
+        """(return, length) of the newest aborted episodes."""
+        self._arrivals: deque[tuple[float, int]] = deque()
+        """(time, env steps) of each recent batch."""
+        self._env_steps: dict[tuple[int, int], int] = {}
+        """Env steps of each source as of its last batch."""
+        self._counted: dict[tuple[int, int], Counter[str]] = {}
+        """Counters of each life that is not folded, by the batches that this broker accepted."""
+        self._counted_before: dict[tuple[int, int], Mapping[str, int]] = {}
+        """Counters of each life that an earlier broker reported."""
+        self._slots: set[int] = set()
+        """Slots with a worker, as of the last report."""
+        self._agent_returns: dict[str, deque[float]] = {}
+        """The newest returns of the agents of each module."""
+        self._agent_lengths: dict[str, deque[int]] = {}
+        """The lengths of the same episodes; of fewer where workers do not tell them."""
+        self._policies: dict[str, dict[str, Any]] = {}
+        """Statistics of each module's returns, as of the last report."""
+        self._changed_policies: set[str] = set()
+        self._accepted_lag = [0] * LAG_BUCKETS
+        """Agent steps of accepted batches by lag, since this broker started."""
+        self.workers = WorkerMetrics()
+        self.env_errors = EnvErrors()
+        self._events: list[dict[str, Any]] = []
+        self._usage = RecentUsage()
+        self._revoked: Counter[str] = Counter()
+        """Sessions that ended because their key was revoked, by the key's name."""
+        self._granted_epoch = 0
+        """The newest learner epoch that this broker has given out."""
+        self._lease_since = 0.0
+        self._lease_epoch = 0
+        self._seen: dict[tuple[int, int], str] = {}
+        self._incarnations_before: dict[int, int] = {}
+
+    def continue_from(self, counters: Mapping[tuple[int, int], Mapping[str, int]]) -> None:
+        """Go on from the counters that an earlier broker reported, which must not go back."""
+        self._counted_before |= {life: without_row_counters(values) for life, values in counters.items()}
+
+    def observe(self, header: BatchHeader, nbytes: int, now: float, newest: Version) -> None:
+        """Count a batch that was accepted for the first time, when `newest` were the newest weights."""
+        self._accepted_lag[bisect_left(LAG_BOUNDS, _lag(header, newest))] += header.steps
+        self._episodes.extend(header.episodes)
+        self._aborted.extend(header.aborted)
+        if header.agent_returns and len(header.modules) == 1:
+            self._observe_agents(header.modules[0], header)
+        key, env_steps = (header.slot, header.incarnation), header.totals.steps_of_envs
+        # The first batch that a new broker gets from an old worker does not show how fast the worker is.
+        before = self._env_steps.get(key, 0 if header.seq == 1 else env_steps)
+        self._arrivals.append((now, max(0, env_steps - before)))
+        self._env_steps[key] = env_steps
+        counted = self._counted.setdefault(key, Counter())
+        counted[ACCEPTED_BYTES] += nbytes
+        counted[ABORTED_EPISODES] += len(header.aborted)
+
+    def counters_of(self, source: Source, now: float) -> dict[str, int]:
+        """Return the lifetime counters of a life that its ledger row does not have, without those that are 0."""
+        before = self._counted_before.get(source.key, {})
+        own = self._counted.get(source.key, {}) | {COMMITTED_BYTES: source.committed_bytes}
+        told = {FENCED_LIVES: int(source.end_reason == Discard.FENCED)} | told_counters(source, now)
+        counters = {name: before.get(name, 0) + count for name, count in own.items()}
+        counters |= {name: max(before.get(name, 0), count) for name, count in told.items()}
+        return {**before, **{name: count for name, count in counters.items() if count}}
+
+    def _observe_unfinished(self, source: Source) -> None:
+        """Count the episodes that a dead worker left open as aborted."""
+        if source.unfinished:
+            self._aborted.extend(source.unfinished)
+            self._counted.setdefault(source.key, Counter())[ABORTED_EPISODES] += len(source.unfinished)
+            source.unfinished = []
+
+    def _observe_agents(self, module_id: str, header: BatchHeader) -> None:
+        if module_id not in self._agent_returns and len(self._agent_returns) >= MOST_MODULES:
+            return
+        self._agent_returns.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(header.agent_returns)
+        self._agent_lengths.setdefault(module_id, deque(maxlen=EPISODE_WINDOW)).extend(header.agent_lengths)
+        self._changed_policies.add(module_id)
+
+    def mean_return(self) -> float:
+        """Return the mean return of the newest `EPISODE_WINDOW` episodes; minus infinity before as many have ended."""
+        if len(self._episodes) < EPISODE_WINDOW:
+            return -math.inf
+        return sum(returned for returned, _ in self._episodes) / EPISODE_WINDOW
+
+    def note_revoked(self, key: str) -> None:
+        """Count a session that ends because its key, ROLE or ROLE.GROUP, was revoked; "" if the key's file is gone."""
+        self._revoked[key or keys.GONE_KEY] += 1
+
+    def report(self, core: BrokerCore, now: float) -> Report:
+        """Make the report of what has changed since the last one, and forget the events in it.
+
+        The broker's loop waits for this call, so it only gathers values. The reporter's thread turns them into text.
+        """
+        changed = core.take_changed()
+        self._note_learner(core)
+        self._note_events(changed)
+        for source in changed:
+            self._observe_unfinished(source)
+            if source.metrics:
+                self.workers.take(source.slot, source.incarnation, source.metrics)
+            for group in source.figures.take_env_errors():
+                self.env_errors.take(*source.key, group, time.time())
+        events, self._events = self._events, []
+        live = {source.slot for source in core.live()}
+        gone, self._slots = self._slots - live, live
+        rows, unix_s = (source.ledger_row() for source in changed), round(time.time(), 3)
+        return Report(
+            rows=[row for row in rows if row is not None],
+            counters={source.key: self.counters_of(source, now) for source in changed},
+            folded=core.take_folded(),
+            gauges=self._gauges(core, now),
+            workers={
+                source.slot: _worker_state(source, core.weights, now, unix_s)
+                for source in changed
+                if source.peer is not None
+            },
+            workers_gone=gone,
+            lease=self._lease(core, now),
+            incarnations=dict(core.state.incarnations),
+            runner_state=dict(core.state.counters),
+            policies=self._policy_returns(),
+            metrics=self.workers.merged(),
+            metric_sums=self.workers.sums(),
+            env_errors=self.env_errors.rows(),
+            events=events,
+            refused=core.refusals.most(),
+        )
+
+    def forget(self, sources: Iterable[Source]) -> None:
+        """Forget lives that were folded. Their counters are in the folded lives."""
+        for source in sources:
+            for known in (self._counted, self._counted_before, self._env_steps, self._seen):
+                known.pop(source.key, None)
+
+    def _gauges(self, core: BrokerCore, now: float) -> dict[str, float]:
+        while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:
+            self._arrivals.popleft()
+        span = max(now - self._arrivals[0][0], 0.5) if self._arrivals else 1.0
+        held = core.store.held()
+        gauges: dict[str, float] = {
+            "unix_s": time.time(),
+            "env_steps_per_s": sum(steps for _, steps in self._arrivals) / span,
+            "episodes_window": len(self._episodes),
+            "weights_seq": core.weights[1],
+            "learner_epoch": core.state.epoch,
+            "messages_refused": core.refusals.total,
+            "held_batches": len(held),
+            "held_bytes": core.store.nbytes,
+            "held_agent_steps": sum(batch.steps for batch in held),
+            "oldest_unsettled_age_s": now - min((batch.at for batch in held), default=now),
+        }
+        live = core.live()
+        gauges |= fleet_figures(live, now) | _spread_of_workers(live, now) | self._aborted_gauges()
+        gauges |= {keys.labelled(keys.SESSIONS_REVOKED, "key", key): count for key, count in self._revoked.items()}
+        if core.last_close_at < math.inf:
+            gauges["lost_lives_close_unix_s"] = time.time() + max(0.0, core.last_close_at - now)
+        if self._episodes:
+            returns, lengths = zip(*self._episodes, strict=True)
+            for name, values in (("episode_return", returns), ("episode_len", lengths)):
+                gauges[f"{name}_mean"] = sum(values) / len(values)
+                gauges[f"{name}_min"], gauges[f"{name}_max"] = min(values), max(values)
+                spread = quantiles(values)
+                gauges |= {keys.labelled(f"{name}_quantile", "quantile", at): own for at, own in spread.items()}
+        gauges |= {keys.labelled(keys.ACCEPTED_LAG, "le", le): steps for le, steps in up_to(self._accepted_lag)}
+        gauges |= core.learner_measures.consumed_lag()
+        self._usage.take(own_usage(), now)
+        gauges |= _of_process("broker", self._usage, now)
+        if core.has_learner:
+            measures = core.learner_measures
+            gauges |= measures.time_share() | _of_process("learner", measures.usage, now)
+        return gauges
+
+    def _aborted_gauges(self) -> dict[str, float]:
+        """Return the means over aborted episodes, to compare with those of finished ones."""
+        gauges: dict[str, float] = {"aborted_window": len(self._aborted)}
+        if self._aborted:
+            returns, lengths = zip(*self._aborted, strict=True)
+            gauges["aborted_return_mean"] = sum(returns) / len(returns)
+            gauges["aborted_len_mean"] = sum(lengths) / len(lengths)
+        return gauges
+
+    def _policy_returns(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics of each module's returns. Only those with news are computed again."""
+        for module_id in self._changed_policies:
+            self._policies[module_id] = _spread(self._agent_returns[module_id], self._agent_lengths[module_id])
+        self._changed_policies.clear()
+        return dict(self._policies)
+
+    def _lease(self, core: BrokerCore, now: float) -> dict[str, Any]:
+        if core.state.epoch != self._lease_epoch:
+            self._lease_epoch, self._lease_since = core.state.epoch, time.time()
+        lease = {
+            "unix_s": time.time(),
+            "epoch": core.state.epoch,
+            "token": core.state.learner_token,
+            "since_unix_s": self._lease_since,
+            "connected": int(core.has_learner),
+        }
+        learner = core.learner_lease
+        if learner is None:  # Redis keeps what an earlier broker told of it
+            return lease
+        lease |= {"headrace_version": learner.headrace_version, "heard_unix_s": time.time() - (now - learner.heard_at)}
+        lease |= {"host": learner.host, "pid": learner.pid, "program": learner.program}
+        lease |= core.learner_measures.threads()
+        since = learner.committed_at
+        return lease if since is None else lease | {"committed_unix_s": time.time() - (now - since)}
+
+    def note_start(self, incarnations: Mapping[int, int]) -> None:
+        """Note that a broker starts, and the highest incarnations that it knows: these lives have joined before."""
+        self._incarnations_before = dict(incarnations)
+        self._note("broker")
+
+    def _note_learner(self, core: BrokerCore) -> None:
+        """Note a new learner. A learner that reconnects to a new broker keeps its epoch, and is not a new one."""
+        if core.granted_epoch > self._granted_epoch:
+            self._granted_epoch = core.granted_epoch
+            self._note("learner", epoch=core.granted_epoch)
+
+    def _note_events(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            state = source.end_reason or ("joined" if source.peer is not None else "lost")
+            before = self._seen.get(source.key)
+            if before is None and state == "lost" and source.met_at is None:
+                continue  # known from Redis only: its worker may come back
+            if before != state and (before is not None or self._is_news(source, state)):
+                self._note(state, slot=source.slot, incarnation=source.incarnation)
+            self._seen[source.key] = state
+
+    def _is_news(self, source: Source, state: str) -> bool:
+        """Return whether the first known state of a life began under this broker, and not earlier."""
+        if state == "joined":
+            return source.incarnation > self._incarnations_before.get(source.slot, 0)
+        return state == "lost" or source.restored is None
+
+    def _note(self, event: str, **fields: int) -> None:
+        self._events.append({"event": event, **fields, "unix_s": time.time()})
+
+
+def _of_process(role: str, usage: RecentUsage, now: float) -> dict[str, float]:
+    return {keys.labelled(f"process_{name}", "role", role): value for name, value in usage.figures(now).items()}
+
+
+def _spread_of_workers(live: Sequence[Source], now: float) -> dict[str, float]:
+    """Return the quantiles of the rates of workers; empty for fewer than `MANY_WORKERS` workers."""
+    if len(live) < keys.MANY_WORKERS:
+        return {}
+    spread = quantiles([source.figures.env_steps_per_s(now) for source in live])
+    return {keys.labelled(keys.WORKER_RATE, "quantile", at): rate for at, rate in spread.items()}
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the quantiles of one or more values, by the value of their label, with linear interpolation."""
+    ranked = sorted(values)
+    return {label: _at(ranked, float(label) * (len(ranked) - 1)) for label in keys.QUANTILES}
+
+
+def _at(ranked: Sequence[float], place: float) -> float:
+    below = int(place)
+    above, part = min(below + 1, len(ranked) - 1), place - below
+    return ranked[below] * (1.0 - part) + ranked[above] * part
+
+
+def _lag(header: BatchHeader, newest: Version) -> int:
+    """Return by how many versions a batch is behind, by the newest weights in it, as `ChunkBatch.lag` counts.
+
+    The weights of an earlier learner are behind all versions of the present one.
+    """
+    if header.learner_epoch > newest[0]:
+        return 0  # this broker has not heard of these weights yet
+    return newest[1] if header.learner_epoch < newest[0] else max(0, newest[1] - header.weights_seq)
+
+
+def _spread(returns: Sequence[float], lengths: Sequence[int]) -> dict[str, Any]:
+    of_lengths = (
+        {"len_mean": sum(lengths) / len(lengths), "len_min": min(lengths), "len_max": max(lengths)} if lengths else {}
+    )
+    return of_lengths | {
+        "return_mean": sum(returns) / len(returns),
+        "return_min": min(returns),
+        "return_max": max(returns),
+        "agents": len(returns),
+        "quantiles": quantiles(returns),
+    }
+
+
+def _worker_state(source: Source, newest: Version, now: float, unix_s: float) -> dict[str, Any]:
+    failure = _env_failure(source, now) if source.env_failures else {}
+    return (
+        failure
+        | row_figures(source, now, unix_s)
+        | {
+            "incarnation": source.incarnation,
+            "host": source.host,
+            "pid": source.pid,
+            "headrace_version": source.headrace_version,
+            "weights_epoch": source.weights[0],
+            "weights_seq": source.weights[1],
+            "weights_behind": max(0, newest[1] - source.weights[1]) if source.weights[0] == newest[0] else -1,
+            "blocked": source.blocked,
+            "accepted": source.accepted,
+            "settled": source.settled.seq,
+            "held_batches": len(source.held),
+            "env_silence_s": round(source.env_silence_s, 3),
+            "unix_s": unix_s,
+        }
+    )
+
+
+def _env_failure(source: Source, now: float) -> dict[str, Any]:
+    return {
+        "env_failures": source.env_failures,
+        "env_failure": source.env_failure,
+        "env_failure_age_s": now - source.env_failed_at,
+    }

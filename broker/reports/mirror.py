@@ -1,0 +1,230 @@
+"""The state of a fleet as Redis should hold it, and the part that this Redis has not confirmed yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from headrace.broker.files.books_file import EndedLives
+from headrace.broker.redis.parser import SourceKey
+from headrace.broker.reports.report import Part, Report
+from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.schemas.accounts.ledger import LedgerRow
+from headrace.schemas.accounts.lifetime_counters import folded_counters, row_counters
+from headrace.schemas.accounts.logged_metrics import SumsOfLife
+from headrace.schemas.accounts.runner_counters import Counters
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MOST_ROWS_A_PART = 100
+"""Rows, and folded slots with their lives, in one script call. Redis then stops for some milliseconds."""
+
+MOST_FIELDS_A_PART = 250
+"""Smaller fields of each kind in one call."""
+
+
+class _Fields(Generic[K, V]):
+    """The newest value of each field, and which are not confirmed."""
+
+    def __init__(self) -> None:
+        self.values: dict[K, V] = {}
+        self.unsent: dict[K, None] = {}
+
+    def take(self, news: Mapping[K, V]) -> None:
+        for key, value in news.items():
+            known = self.values.get(key)
+            if known is not value and known != value:
+                self.values[key] = value
+                self.unsent[key] = None
+
+    def drop(self, key: K) -> None:
+        self.values.pop(key, None)
+        self.unsent.pop(key, None)
+
+    def next(self, most: int) -> dict[K, V]:
+        return {key: self.values[key] for key in islice(self.unsent, most)}
+
+    def confirm(self, keys: Iterable[K]) -> None:
+        for key in keys:
+            self.unsent.pop(key, None)
+
+    def forget_confirmed(self) -> None:
+        self.unsent = dict.fromkeys(self.values)
+
+
+class Mirror:
+    """Takes what changed, report by report, and divides what Redis lacks into parts. One thread at a time.
+
+    A part counts as confirmed by `confirm`. After `forget_confirmed`, as at first, Redis lacks everything.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole = True
+        """True if the next parts must have all state, since this Redis may lack any of it."""
+        self.has_new_ends = False
+        """True once what `ended` returns has changed, until `ends_written`."""
+        self._unwritten: dict[SourceKey, None] = {}
+        """Ended lives whose rows no part may have yet: books.json lacks them, and recorders go once Redis has them."""
+        self._rows: _Fields[SourceKey, LedgerRow] = _Fields()
+        self._counters: _Fields[SourceKey, Mapping[str, int]] = _Fields()
+        self._folded: _Fields[int, FoldedLives] = _Fields()
+        self._workers: _Fields[int, Mapping[str, object]] = _Fields()
+        self._incarnations: _Fields[int, int] = _Fields()
+        self._runner_state: _Fields[int, Counters] = _Fields()
+        self._env_errors: _Fields[str, Mapping[str, object]] = _Fields()
+        self._errors_gone: dict[str, None] = {}
+        self._gone: dict[int, None] = {}
+        self._newest = Report()
+        self._is_first = False
+        """True while the next part is the first of a report."""
+        self._lives: dict[int, set[int]] = {}
+        """By slot, folded lives whose rows this Redis may still have."""
+        self._names: set[str] = set()
+        """Names of all counters that Redis may have of a life."""
+
+    def ended(self) -> EndedLives:
+        """Return the books of lives that have ended."""
+        rows = [row for row in self._rows.values.values() if row.closed]
+        counters = [dict(self._counters.values.get((row.slot, row.incarnation), {})) for row in rows]
+        return EndedLives(folded=dict(self._folded.values), rows=rows, counters=counters)
+
+    def ends_written(self) -> None:
+        """Note that what `ended` returned last is in its file. Redis may have it now."""
+        self.has_new_ends = False
+        self._rows.unsent.update(self._unwritten)
+        self._unwritten.clear()
+
+    def lifetime(self) -> tuple[dict[int, Counters], Mapping[str, SumsOfLife], dict[str, Mapping[str, object]]] | None:
+        """Return the runners' counters, the sums and the env failures; None while those of before are not known."""
+        sums = self._newest.metric_sums
+        if sums is None:
+            return None
+        return dict(self._runner_state.values), sums, dict(self._env_errors.values)
+
+    @property
+    def _kinds(self) -> tuple[_Fields[Any, Any], ...]:
+        ended = self._rows, self._counters, self._folded
+        return (*ended, self._workers, self._incarnations, self._runner_state, self._env_errors)
+
+    @property
+    def lacks_folded(self) -> bool:
+        """Return whether some folded lives are not confirmed."""
+        return bool(self._folded.unsent)
+
+    def take(self, report: Report) -> None:
+        """Take what changed."""
+        self._newest, self._is_first = report, True
+        self.has_new_ends = self.has_new_ends or bool(report.folded) or any(row.closed for row in report.rows)
+        self._rows.take({(row.slot, row.incarnation): row for row in report.rows})
+        self._hold_back((row.slot, row.incarnation) for row in report.rows if row.closed)
+        self._counters.take(report.counters)
+        self._folded.take(report.folded)
+        self._workers.take(report.workers)
+        self._incarnations.take(report.incarnations)
+        self._runner_state.take(report.runner_state)
+        self._take_env_errors(report.env_errors)
+        for slot in report.workers:
+            self._gone.pop(slot, None)
+        for slot in report.workers_gone:
+            self._workers.drop(slot)
+            self._gone[slot] = None
+        if report.folded:
+            self.remove_folded([*self._rows.values, *self._counters.values])
+
+    def _hold_back(self, lives: Iterable[SourceKey]) -> None:
+        """Hold back the rows of those lives that are not confirmed, until `ends_written`."""
+        for life in lives:
+            if life in self._rows.unsent:
+                del self._rows.unsent[life]
+                self._unwritten[life] = None
+
+    def _take_env_errors(self, groups: Mapping[str, Mapping[str, object]] | None) -> None:
+        if groups is None:
+            return
+        self._env_errors.take(groups)
+        for name in self._env_errors.values.keys() - groups.keys():
+            self._env_errors.drop(name)
+            self._errors_gone[name] = None
+        for name in groups:
+            self._errors_gone.pop(name, None)
+
+    def remove_folded(self, rows: Iterable[SourceKey]) -> None:
+        """Have Redis remove those of `rows` whose lives are folded."""
+        for slot, incarnation in set(rows):
+            lives = self._folded.values.get(slot)
+            if lives is not None and incarnation in lives:
+                self._rows.drop((slot, incarnation))
+                self._unwritten.pop((slot, incarnation), None)
+                self._counters.drop((slot, incarnation))
+                self._lives.setdefault(slot, set()).add(incarnation)
+                self._folded.unsent[slot] = None
+
+    def know_counters(self, names: Iterable[str]) -> None:
+        """Note names of counters that Redis has."""
+        self._names.update(names)
+
+    def forget_confirmed(self) -> None:
+        """Make the next parts send all state."""
+        self.is_whole = self._is_first = True
+        for fields in self._kinds:
+            fields.forget_confirmed()
+        self._hold_back(list(self._unwritten))
+
+    def next_part(self) -> Part | None:
+        """Return the next part to send; None when Redis lacks nothing. The first part of a report has its gauges."""
+        gone = self._gone or self._errors_gone
+        if not self._is_first and not gone and not any(fields.unsent for fields in self._kinds):
+            return None
+        folded = self._folded.next(MOST_ROWS_A_PART)
+        rows = {} if folded else self._rows.next(MOST_ROWS_A_PART)
+        counters = {} if folded else self._counters.next(MOST_ROWS_A_PART)
+        counters |= {key: self._counters.values[key] for key in rows if key in self._counters.values}
+        report = replace(
+            self._newest,
+            rows=list(rows.values()),
+            counters=counters,
+            folded=folded,
+            workers=self._workers.next(MOST_FIELDS_A_PART),
+            workers_gone=list(islice(self._gone, MOST_FIELDS_A_PART)),
+            incarnations=self._incarnations.next(MOST_FIELDS_A_PART),
+            runner_state=self._runner_state.next(MOST_FIELDS_A_PART),
+            env_errors=self._env_errors.next(MOST_FIELDS_A_PART),
+        )
+        self._learn_names(report)
+        return Part(
+            report,
+            is_first=self._is_first,
+            clears_workers=self._is_first and self.is_whole,
+            lives={slot: sorted(self._lives[slot]) for slot in folded if slot in self._lives},
+            counters=sorted(self._names) if folded else (),
+            env_errors_gone=list(self._errors_gone),
+        )
+
+    def _learn_names(self, report: Report) -> None:
+        for row in report.rows:
+            self._names.update(row_counters(row))
+        for values in report.counters.values():
+            self._names.update(values)
+        for lives in report.folded.values():
+            self._names.update(folded_counters(lives))
+
+    def confirm(self, part: Part) -> None:
+        """Note that Redis has a part."""
+        report = part.report
+        self._is_first = self._is_first and not part.is_first
+        self._rows.confirm((row.slot, row.incarnation) for row in report.rows)
+        self._counters.confirm(report.counters)
+        self._folded.confirm(report.folded)
+        self._workers.confirm(report.workers)
+        self._incarnations.confirm(report.incarnations)
+        self._runner_state.confirm(report.runner_state)
+        self._env_errors.confirm(report.env_errors or ())
+        for name in part.env_errors_gone:
+            self._errors_gone.pop(name, None)
+        for slot in report.workers_gone:
+            self._gone.pop(slot, None)
+        for slot in part.lives:
+            self._lives.pop(slot, None)
