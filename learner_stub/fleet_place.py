@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.learner_stub.source_progress import CheckpointPosition
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.credentials.keys import DIR_VARIABLE
 from headrace.schemas.errors import ConfigError, UnreachableError
-from headrace.schemas.messages import read
 from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses, await_address
-from headrace.schemas.peers.fleet_place import broker_fleet_id
 from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
 
 Where = str | Path | None
@@ -44,29 +41,6 @@ def as_list(endpoint: str | Sequence[str]) -> list[str]:
     if not endpoints:
         raise ConfigError("an empty list names no broker; give the address of each", key="endpoint")
     return endpoints
-
-
-def by_broker(
-    position: Sequence[dict[str, Any]], fleet_id: str, count: int
-) -> list[tuple[str, list[CheckpointPosition]]]:
-    """Return for each of `count` brokers its fleet id, as far as it is known, and its part of a position.
-
-    Raises `ConfigError` where a part is of several fleets: the position is of another number of brokers.
-    """
-    known = [(read(CheckpointPosition, place), str(place.get("fleet_id", ""))) for place in position]
-    for place, _ in known:
-        if place.open_episodes is not None:
-            place.open_episodes.after(0)  # raises `DecodeError`
-    parts: list[tuple[str, list[CheckpointPosition]]] = []
-    for number in range(count):
-        own = [(place, of) for place, of in known if place.slot % count == number]
-        fleets = sorted({of for _, of in own if of})
-        if len(fleets) > 1:
-            detail = f"it is of the fleets {fleets}, not of {count} brokers; give the endpoint of each, in order"
-            raise ConfigError(detail, key="position")
-        expected = broker_fleet_id(fleet_id, number, count) or (fleets[0] if fleets else "")
-        parts.append((expected, [place for place, _ in own]))
-    return parts
 
 
 def find_fleet(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from headrace.schemas.accounts.ledger import Count, HeldBatch, Settled
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
-from headrace.schemas.messages import SourcePosition
+from headrace.schemas.errors import ConfigError
+from headrace.schemas.messages import SourcePosition, read
+from headrace.schemas.peers.fleet_place import broker_fleet_id
 
 SourceKey = tuple[int, int]
 """(slot, incarnation)."""
@@ -72,3 +76,26 @@ def growth(before: dict[str, Count], after: dict[str, Count]) -> dict[str, Count
     """Return what was added to each count."""
     grown = {r: (n[0] - before.get(r, (0, 0))[0], n[1] - before.get(r, (0, 0))[1]) for r, n in after.items()}
     return {reason: count for reason, count in grown.items() if count != (0, 0)}
+
+
+def by_broker(
+    position: Sequence[dict[str, Any]], fleet_id: str, count: int
+) -> list[tuple[str, list[CheckpointPosition]]]:
+    """Return for each of `count` brokers its fleet id, as far as it is known, and its part of a position.
+
+    Raises `ConfigError` where a part is of several fleets: the position is of another number of brokers.
+    """
+    known = [(read(CheckpointPosition, place), str(place.get("fleet_id", ""))) for place in position]
+    for place, _ in known:
+        if place.open_episodes is not None:
+            place.open_episodes.after(0)  # raises `DecodeError`
+    parts: list[tuple[str, list[CheckpointPosition]]] = []
+    for number in range(count):
+        own = [(place, of) for place, of in known if place.slot % count == number]
+        fleets = sorted({of for _, of in own if of})
+        if len(fleets) > 1:
+            detail = f"it is of the fleets {fleets}, not of {count} brokers; give the endpoint of each, in order"
+            raise ConfigError(detail, key="position")
+        expected = broker_fleet_id(fleet_id, number, count) or (fleets[0] if fleets else "")
+        parts.append((expected, [place for place, _ in own]))
+    return parts

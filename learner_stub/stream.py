@@ -25,9 +25,10 @@ from typing import Any, Self
 from headrace.learner_stub import connection
 from headrace.learner_stub.broker_link import BrokerLink, await_message
 from headrace.learner_stub.broker_stream import BrokerStream
-from headrace.learner_stub.fleet_place import Where, address_sources, as_list, by_broker, find_fleet
+from headrace.learner_stub.fleet_place import Where, address_sources, as_list, find_fleet
 from headrace.learner_stub.lag import mean_lag
 from headrace.learner_stub.session import LearnerSessionState, StreamLimits
+from headrace.learner_stub.source_progress import by_broker
 from headrace.learner_stub.stall_detector import StallDetector
 from headrace.learner_stub.update_size import UpdateSize
 from headrace.schemas.basics.bounds import Version
