@@ -9,28 +9,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.learner_stub.connector_merger import ConnectorMerger as ConnectorMerger
-    from headrace.learner_stub.learner_state import LearnerState as LearnerState
-    from headrace.learner_stub.learner_state import save_policy as save_policy
-    from headrace.learner_stub.own_logp import with_own_logp as with_own_logp
-    from headrace.learner_stub.publisher import WeightPublisher as WeightPublisher
-    from headrace.learner_stub.returns import gae as gae
-    from headrace.learner_stub.returns import vtrace as vtrace
-    from headrace.learner_stub.stream import EpisodeStream as EpisodeStream
-    from headrace.learner_stub.tensors import to_torch as to_torch
+    from headrace.learner_stub.checkpoints.learner_state import LearnerState as LearnerState
+    from headrace.learner_stub.checkpoints.learner_state import save_policy as save_policy
+    from headrace.learner_stub.publishing.publisher import WeightPublisher as WeightPublisher
+    from headrace.learner_stub.rollouts.own_logp import with_own_logp as with_own_logp
+    from headrace.learner_stub.rollouts.returns import gae as gae
+    from headrace.learner_stub.rollouts.returns import vtrace as vtrace
+    from headrace.learner_stub.rollouts.tensors import to_torch as to_torch
+    from headrace.learner_stub.streaming.connector_merger import ConnectorMerger as ConnectorMerger
+    from headrace.learner_stub.streaming.stream import EpisodeStream as EpisodeStream
     from headrace.schemas.chunks.episodes import episodes_of as episodes_of
 
 _HOMES = {
-    "ConnectorMerger": "headrace.learner_stub.connector_merger",
-    "EpisodeStream": "headrace.learner_stub.stream",
-    "LearnerState": "headrace.learner_stub.learner_state",
-    "WeightPublisher": "headrace.learner_stub.publisher",
+    "ConnectorMerger": "headrace.learner_stub.streaming.connector_merger",
+    "EpisodeStream": "headrace.learner_stub.streaming.stream",
+    "LearnerState": "headrace.learner_stub.checkpoints.learner_state",
+    "WeightPublisher": "headrace.learner_stub.publishing.publisher",
     "episodes_of": "headrace.schemas.chunks.episodes",
-    "gae": "headrace.learner_stub.returns",
-    "save_policy": "headrace.learner_stub.learner_state",
-    "to_torch": "headrace.learner_stub.tensors",
-    "vtrace": "headrace.learner_stub.returns",
-    "with_own_logp": "headrace.learner_stub.own_logp",
+    "gae": "headrace.learner_stub.rollouts.returns",
+    "save_policy": "headrace.learner_stub.checkpoints.learner_state",
+    "to_torch": "headrace.learner_stub.rollouts.tensors",
+    "vtrace": "headrace.learner_stub.rollouts.returns",
+    "with_own_logp": "headrace.learner_stub.rollouts.own_logp",
 }
 
 __all__ = [

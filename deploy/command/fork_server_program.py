@@ -59,7 +59,7 @@ def _import_all() -> None:
     import headrace.deploy.fleet.checkpoint_copy
     import headrace.deploy.fleet.roles
     import headrace.deploy.policies.start_check
-    import headrace.learner_stub.training
+    import headrace.learner_stub.reference.training
     import headrace.workers.fleet.memory
     import headrace.workers.fleet.worker
 

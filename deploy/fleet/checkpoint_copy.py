@@ -27,7 +27,7 @@ from headrace.broker.redis.client import REDIS_FAILURES, connect, in_words
 from headrace.deploy.report.evidence import settled_by_life
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.run_dir import is_locked
-from headrace.learner_stub.checkpoint import (
+from headrace.learner_stub.checkpoints.checkpoint import (
     CHECKPOINT_FILE,
     Checkpoint,
     decode_checkpoint,

@@ -226,7 +226,7 @@ def _learn(
     at = where if isinstance(where, str) else ", ".join(address or "(not known yet)" for address in where)
     log.info("headrace %s learner at %s; config: %s", version("headrace"), at, origin)
     from headrace.deploy.fleet.checkpoint_copy import copied_to_redis
-    from headrace.learner_stub.training import run_learner
+    from headrace.learner_stub.reference.training import run_learner
 
     watched = LivenessFile.from_environment()
     _warn_of_limits(resolved, "learner", watched)

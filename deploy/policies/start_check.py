@@ -147,7 +147,7 @@ def _check_modules(
     config: FleetConfig, runner: EnvRunnerConfig, policies: Mapping[str, _Policy], spaces: Mapping[str, Spaces]
 ) -> None:
     """Build each module as workers do, let it act once, and build it as the learner does. Raises `ModuleError`."""
-    from headrace.learner_stub.policy_builder import build_policies
+    from headrace.learner_stub.reference.policy_builder import build_policies
     from headrace.workers.modules.protocol import build_module
     from headrace.workers.policy.batch_columns import PolicyColumns
 

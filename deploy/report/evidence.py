@@ -23,7 +23,7 @@ from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import read_told
 from headrace.deploy.run.saved_policy import NEWEST_FILE
 from headrace.deploy.run.several_brokers import learner_dir
-from headrace.learner_stub.checkpoint import decode_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import decode_checkpoint
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder

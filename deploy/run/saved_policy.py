@@ -217,7 +217,10 @@ def _policies(ids: list[str]) -> str:
 
 
 def _of_file(path: Path) -> SavedPolicy:
-    from headrace.learner_stub.checkpoint import load_checkpoint, published_arrays  # torch takes a second or two
+    from headrace.learner_stub.checkpoints.checkpoint import (  # torch takes a second or two
+        load_checkpoint,
+        published_arrays,
+    )
 
     try:
         saved = load_checkpoint(path)

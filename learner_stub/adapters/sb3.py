@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.learner_stub import learner_state
-from headrace.learner_stub.publisher import WeightPublisher
-from headrace.learner_stub.returns import gae
-from headrace.learner_stub.rollout import chosen, map_nested
-from headrace.learner_stub.stream import EpisodeStream
-from headrace.learner_stub.tensors import to_torch
+from headrace.learner_stub.checkpoints import learner_state
+from headrace.learner_stub.publishing.publisher import WeightPublisher
+from headrace.learner_stub.rollouts.returns import gae
+from headrace.learner_stub.rollouts.rollout import chosen, map_nested
+from headrace.learner_stub.rollouts.tensors import to_torch
+from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.episodes import episodes_of

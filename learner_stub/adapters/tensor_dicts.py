@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from headrace.learner_stub.tensors import to_torch
+from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.schemas.chunks.batch import ChunkBatch
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)

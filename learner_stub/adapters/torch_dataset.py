@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from headrace.learner_stub.stream import EpisodeStream
-from headrace.learner_stub.tensors import to_torch
+from headrace.learner_stub.rollouts.tensors import to_torch
+from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError
 

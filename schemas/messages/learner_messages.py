@@ -48,7 +48,7 @@ force.
 
 
 LEARNER_PARTS = ("wait", "decode", "train", "publish")
-"""The parts of a learner's time (`learner_stub/time_spent.py`)."""
+"""The parts of a learner's time (`learner_stub/link/time_spent.py`)."""
 
 TimeOfParts = Annotated[dict[Annotated[str, Field(max_length=20)], Seconds], Field(max_length=16)]
 

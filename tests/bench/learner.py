@@ -16,9 +16,9 @@ from torch import nn
 from bench import limits
 from bench.table import Row, rows_of
 from bench.turns import in_turns
-from headrace.learner_stub.module import build_module
-from headrace.learner_stub.ppo import PPO
-from headrace.learner_stub.rollout import join
+from headrace.learner_stub.reference.ppo import PPO
+from headrace.learner_stub.rollouts.module import build_module
+from headrace.learner_stub.rollouts.rollout import join
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.settings.config import LearnerSection, ModuleSection

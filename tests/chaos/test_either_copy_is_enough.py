@@ -23,7 +23,7 @@ from headrace.broker.reports.report import SavedState, read_saved_state
 from headrace.deploy.fleet.checkpoint_copy import copies_in
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.deploy.run.resume import read_told
-from headrace.learner_stub.checkpoint import decode_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import decode_checkpoint
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import read_recorder
 from support.fleets.running_fleet import RunningFleet, redis_in

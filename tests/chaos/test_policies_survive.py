@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint
-from headrace.learner_stub.training import CHECKPOINT_FILE
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from headrace.learner_stub.reference.training import CHECKPOINT_FILE
 from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, load_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, load_checkpoint
 from support.fleets.running_fleet import RunningFleet
 
 pytestmark = [pytest.mark.chaos, pytest.mark.thorough]

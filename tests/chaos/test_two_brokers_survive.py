@@ -13,7 +13,7 @@ import pytest
 
 from headrace.deploy.run.redis_server import prepare_redis, wait_ready
 from headrace.deploy.run.redis_view import FleetView
-from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, load_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, load_checkpoint
 from headrace.schemas.accounts.ledger import add_up
 from support.waiting import TIMEOUT_S, wait_until
 

@@ -19,7 +19,7 @@ from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.files.state_file import read_broker_file
 from headrace.deploy.process.exit_record import exit_record_path, take_exit_record, write_exit_record
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
-from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.errors import DiskFullError, ExitCode, RunDirError
 from support.waiting import wait_until

@@ -17,7 +17,7 @@ from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.goal import Goal
 from headrace.deploy.run.redis_view import Snapshot
-from headrace.learner_stub.checkpoint import load_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config_loading import load_config
 from support.fleets.saved_runs import save_run

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.deploy import load_policy
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub.fleet_place import await_start, find_fleet, keys_folder
+from headrace.learner_stub.link.fleet_place import await_start, find_fleet, keys_folder
 from headrace.schemas.errors import UnreachableError
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.learner_stub.checkpoint import load_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
 

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from headrace.deploy.clients import http_client
 from headrace.deploy.command.cli import app
 from headrace.deploy.run.saved_policy import find_policy
-from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
-from headrace.learner_stub.training_arrays import training_arrays
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
+from headrace.learner_stub.reference.training_arrays import training_arrays
 from headrace.schemas.errors import CheckpointError, ConfigError, ExitCode, ModuleError, PortInUseError
 from headrace.schemas.errors.episodes import EpisodesClosedError
 from headrace.schemas.messages.weights import CONNECTORS, join_modules

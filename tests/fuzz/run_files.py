@@ -43,9 +43,9 @@ from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import EarlierRun, read_facts, write_settings
 from headrace.deploy.run.run_dir import RunDir
 from headrace.deploy.run.saved_policy import find_policy
-from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.fleet_place import keys_folder
-from headrace.learner_stub.learner_state import LearnerState
+from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.checkpoints.learner_state import LearnerState
+from headrace.learner_stub.link.fleet_place import keys_folder
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals

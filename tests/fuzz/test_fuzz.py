@@ -22,9 +22,9 @@ from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import EarlierRun
 from headrace.deploy.run.run_dir import RunDir
-from headrace.learner_stub.continuity import SourceEpisodes
-from headrace.learner_stub.ready_batches import ReadyBatches
-from headrace.learner_stub.session import LearnerSession, StreamLimits
+from headrace.learner_stub.streaming.continuity import SourceEpisodes
+from headrace.learner_stub.streaming.ready_batches import ReadyBatches
+from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.chunks.batch import read_batch_header
 from headrace.schemas.chunks.batch_reader import UnreadBatch

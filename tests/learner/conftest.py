@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.module import TrainableModule, build_module
+from headrace.learner_stub.rollouts.module import TrainableModule, build_module
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, EXPLORE, ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.learner_stub import adam
-from headrace.learner_stub.adam import Adam
+from headrace.learner_stub.reference import adam
+from headrace.learner_stub.reference.adam import Adam
 
 pytestmark = pytest.mark.long
 
@@ -63,8 +63,8 @@ def test_a_loaded_state_continues_to_the_bit(begun_by: type[Adam]) -> None:
 def test_a_learner_starts_and_learns_without_torchs_compiler() -> None:
     script = """
 import sys, torch
-from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.training import run_learner
+from headrace.learner_stub.reference.adam import Adam
+from headrace.learner_stub.reference.training import run_learner
 net = torch.nn.Linear(2, 1)
 optimizer = Adam(net.parameters(), lr=0.1, eps=1e-5)
 net(torch.ones(2)).backward()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.learner_stub.best_checkpoint import BestCheckpoint
-from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.reference.best_checkpoint import BestCheckpoint
 
 
 class Life:

@@ -17,14 +17,14 @@ import torch
 import xxhash
 from safetensors.numpy import load_file
 
-from headrace.learner_stub.checkpoint import (
+from headrace.learner_stub.checkpoints.checkpoint import (
     Checkpoint,
     decode_checkpoint,
     load_checkpoint,
     previous_path,
     save_checkpoint,
 )
-from headrace.learner_stub.training_arrays import training_arrays, training_tensors
+from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
 from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, RunDirError
 from headrace.schemas.frames import safetensors
 from headrace.schemas.frames.safetensors import encode_safetensors
@@ -202,7 +202,7 @@ def test_a_crafted_file_is_refused_before_it_takes_much_memory(path: Path, monke
     def no_memory(path: Path) -> bytes:
         raise MemoryError
 
-    monkeypatch.setattr("headrace.learner_stub.checkpoint.read_regular", no_memory)
+    monkeypatch.setattr("headrace.learner_stub.checkpoints.checkpoint.read_regular", no_memory)
     with pytest.raises(CheckpointError, match=r"its 1,\d+ bytes need more memory than this process can get"):
         load_checkpoint(path)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.learner_stub.module import TrainableModule, build_module
-from headrace.learner_stub.ppo import PPO
+from headrace.learner_stub.reference.ppo import PPO
+from headrace.learner_stub.rollouts.module import TrainableModule, build_module
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiDiscrete, Space, Spaces

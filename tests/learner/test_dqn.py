@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.dqn import DQN
-from headrace.learner_stub.module import build_q_module
-from headrace.learner_stub.policy_builder import build_policies
-from headrace.learner_stub.replay import ReplayBuffer, n_step_columns
+from headrace.learner_stub.reference.dqn import DQN
+from headrace.learner_stub.reference.policy_builder import build_policies
+from headrace.learner_stub.reference.replay import ReplayBuffer, n_step_columns
+from headrace.learner_stub.rollouts.module import build_q_module
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Spaces

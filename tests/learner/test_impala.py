@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.impala import Impala
-from headrace.learner_stub.interruption import NO_INTERRUPTION
-from headrace.learner_stub.minibatches import minibatches_for
-from headrace.learner_stub.module import TrainableModule
-from headrace.learner_stub.rollout import join
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.reference.impala import Impala
+from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION
+from headrace.learner_stub.rollouts.minibatches import minibatches_for
+from headrace.learner_stub.rollouts.module import TrainableModule
+from headrace.learner_stub.rollouts.rollout import join
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError

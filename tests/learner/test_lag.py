@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from golden_samples import SPACES, make_batch
 
-from headrace.learner_stub.lag import LagMonitor
+from headrace.learner_stub.streaming.lag import LagMonitor
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.connector_merger import ConnectorMerger
-from headrace.learner_stub.module import TrainableModule
-from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
-from headrace.learner_stub.policy_builder import build_policies
-from headrace.learner_stub.ppo import PPO
-from headrace.learner_stub.training_arrays import training_arrays
+from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
+from headrace.learner_stub.reference.policy_builder import build_policies
+from headrace.learner_stub.reference.ppo import PPO
+from headrace.learner_stub.reference.training_arrays import training_arrays
+from headrace.learner_stub.rollouts.module import TrainableModule
+from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces

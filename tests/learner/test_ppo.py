@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.learner_stub.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.minibatches import minibatches_for
-from headrace.learner_stub.module import TrainableModule, build_module
-from headrace.learner_stub.ppo import PPO
-from headrace.learner_stub.rollout import join
-from headrace.learner_stub.training import staleness
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.reference.ppo import PPO
+from headrace.learner_stub.reference.training import staleness
+from headrace.learner_stub.rollouts.minibatches import minibatches_for
+from headrace.learner_stub.rollouts.module import TrainableModule, build_module
+from headrace.learner_stub.rollouts.rollout import join
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import EXPLORE, RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Spaces, Tuple

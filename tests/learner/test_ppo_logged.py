@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.learner_stub.rollout import join, on_policy
+from headrace.learner_stub.rollouts.rollout import join, on_policy
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.learner_stub.gradient_steps import Objective, Targets, value_errors
-from headrace.learner_stub.ppo import PPO
+from headrace.learner_stub.reference.gradient_steps import Objective, Targets, value_errors
+from headrace.learner_stub.reference.ppo import PPO
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.settings.config import LearnerSection

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.minibatches import ChunkMinibatches, minibatches_for
-from headrace.learner_stub.module import build_module
-from headrace.learner_stub.ppo import PPO
-from headrace.learner_stub.rollout import join
+from headrace.learner_stub.reference.ppo import PPO
+from headrace.learner_stub.rollouts.minibatches import ChunkMinibatches, minibatches_for
+from headrace.learner_stub.rollouts.module import build_module
+from headrace.learner_stub.rollouts.rollout import join
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub import stream, training
-from headrace.learner_stub.checkpoint import load_checkpoint
-from headrace.learner_stub.connector_merger import ConnectorMerger
-from headrace.learner_stub.interruption import AbandonedUpdateError
-from headrace.learner_stub.module import TrainableModule
-from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
-from headrace.learner_stub.ppo import PPO
-from headrace.learner_stub.training import gather, run_learner, train
+from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint
+from headrace.learner_stub.reference import training
+from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
+from headrace.learner_stub.reference.ppo import PPO
+from headrace.learner_stub.reference.training import gather, run_learner, train
+from headrace.learner_stub.rollouts.interruption import AbandonedUpdateError
+from headrace.learner_stub.rollouts.module import TrainableModule
+from headrace.learner_stub.streaming import stream
+from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.learner_stub import episodes_of, gae, to_torch, vtrace
-from headrace.learner_stub.returns import Returns
+from headrace.learner_stub.rollouts.returns import Returns
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.chunks.episodes import Episodes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.row_queue import GATHER_S, MOST_WAITING, RowQueue
+from headrace.learner_stub.publishing.row_queue import GATHER_S, MOST_WAITING, RowQueue
 from headrace.schemas.messages.learner_messages import MOST_ROWS
 
 

@@ -23,9 +23,9 @@ from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from headrace.learner_stub.adapters import sb3
-from headrace.learner_stub.checkpoint import load_checkpoint, published_arrays
-from headrace.learner_stub.publisher import as_arrays, check_finite
-from headrace.learner_stub.rollout import map_nested
+from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint, published_arrays
+from headrace.learner_stub.publishing.publisher import as_arrays, check_finite
+from headrace.learner_stub.rollouts.rollout import map_nested
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
 from headrace.schemas.errors import ConfigError, ModuleError, NotFiniteError

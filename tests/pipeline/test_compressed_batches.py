@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.broker.sessions import worker_sessions
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub import session as learner_session
+from headrace.learner_stub.streaming import session as learner_session
 from headrace.schemas.accounts.ledger import Count
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.learner_stub.continuity import SourceEpisodes
-from headrace.learner_stub.session import LearnerSession, StreamLimits
+from headrace.learner_stub.streaming.continuity import SourceEpisodes
+from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.messages import LearnerWelcome, SourceStart

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headrace.learner_stub.continuity import SourceEpisodes
+from headrace.learner_stub.streaming.continuity import SourceEpisodes
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from support.pipeline.several_agents import AgentWitness, come_and_go

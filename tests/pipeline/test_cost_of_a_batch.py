@@ -13,7 +13,7 @@ import pytest
 
 from bench.transport import LOADS, PrebuiltRunner
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub.broker_link import BrokerLink as LearnerLink
+from headrace.learner_stub.link.broker_link import BrokerLink as LearnerLink
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.chunks.batch import read_batch_header
 from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch

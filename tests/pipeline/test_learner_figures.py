@@ -19,8 +19,9 @@ import pytest
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.sessions.claims import STEPS_AT_ONCE
 from headrace.broker.sessions.core import BrokerCore
-from headrace.learner_stub import EpisodeStream, WeightPublisher, connection
-from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.learner_stub.link import connection
+from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, LAG_LABELS
 from headrace.schemas.accounts.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
 from headrace.schemas.basics.headrace_version import program_name

@@ -10,7 +10,7 @@ import pytest
 from golden_samples import make_lookback_batch
 
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub.continuity import SourceEpisodes
+from headrace.learner_stub.streaming.continuity import SourceEpisodes
 from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.broker.files.state_file import file_path, read_broker_file
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub.connection import process_token
+from headrace.learner_stub.link.connection import process_token
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.frames.wire import MessageKind, encode

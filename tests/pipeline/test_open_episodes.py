@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub.continuity import SourceEpisodes
-from headrace.learner_stub.session import LearnerSession, StreamLimits
-from headrace.learner_stub.source_progress import by_broker
+from headrace.learner_stub.streaming.continuity import SourceEpisodes
+from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
+from headrace.learner_stub.streaming.source_progress import by_broker
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.chunks import episode_log
 from headrace.schemas.chunks.batch import ChunkBatch

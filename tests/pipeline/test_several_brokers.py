@@ -15,8 +15,8 @@ from headrace.broker.batches.slot_owners import SlotOwners
 from headrace.deploy.run.options import Asked, resolve_each
 from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
-from headrace.learner_stub.stall_detector import STARVED_S, StallDetector
+from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState, StreamLimits
+from headrace.learner_stub.streaming.stall_detector import STARVED_S, StallDetector
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, DecodeError, RefusedError, UnreachableError, WrongFleetError
 from headrace.schemas.messages import Status, WorkerHello

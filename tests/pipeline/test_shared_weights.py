@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from headrace.broker.files.state_file import Endpoints
 from headrace.broker.ports.weights_relay import WeightsRelay
 from headrace.learner_stub import WeightPublisher
-from headrace.learner_stub.broker_link import BrokerLink
-from headrace.learner_stub.broker_weights import BrokerWeights
+from headrace.learner_stub.link.broker_link import BrokerLink
+from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import EncodeError, RefusedError
 from headrace.schemas.frames import wire

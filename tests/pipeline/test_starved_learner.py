@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.learner_stub import EpisodeStream, stall_detector
-from headrace.learner_stub.training import gather
+from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.reference.training import gather
+from headrace.learner_stub.streaming import stall_detector
 from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals, add_up
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.messages import WorkerHello

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from headrace.learner_stub import EpisodeStream, broker_stream, stall_detector
-from headrace.learner_stub.connection import LearnerSocket
-from headrace.learner_stub.session import LearnerSession, StreamLimits
+from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub.link.connection import LearnerSocket
+from headrace.learner_stub.streaming import broker_stream, stall_detector
+from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import WorkerTotals, add_up
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
@@ -315,7 +316,7 @@ def test_a_second_stream_of_the_same_process_is_a_newer_learner(open_stream: Ope
 _LEARNER = """
 import sys
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub.session import LearnerSession, StreamLimits
+from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 with EpisodeStream(sys.argv[1]) as stream:
     for batch in stream:
         print(batch.seq, flush=True)

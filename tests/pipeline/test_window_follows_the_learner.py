@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.learner_stub.training import gather
-from headrace.learner_stub.update_size import UpdateSize
+from headrace.learner_stub.reference.training import gather
+from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.chunks.batch import ChunkBatch
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartFeeder, worker_process
 from support.pipeline.worker_threads import constant_value

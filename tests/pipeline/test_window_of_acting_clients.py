@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.learner_stub import EpisodeStream, WeightPublisher, stall_detector
-from headrace.learner_stub.training import gather
+from headrace.learner_stub import EpisodeStream, WeightPublisher
+from headrace.learner_stub.reference.training import gather
+from headrace.learner_stub.streaming import stall_detector
 from headrace.schemas.accounts.ledger import add_up
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
 from headrace.workers import EnvRunnerConfig

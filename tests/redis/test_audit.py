@@ -26,7 +26,7 @@ from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.report.audit import audit, equation, find_books, render, warnings
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_view import FleetView, Snapshot
-from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
 from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder

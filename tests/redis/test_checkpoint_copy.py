@@ -22,7 +22,7 @@ from headrace.deploy.fleet.checkpoint_copy import (
     copies_in,
 )
 from headrace.deploy.run.run_dir import RunDir
-from headrace.learner_stub.checkpoint import Checkpoint, previous_path, save_checkpoint
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, previous_path, save_checkpoint
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
 from headrace.schemas.settings.config import RedisSection

@@ -18,7 +18,7 @@ from headrace.broker.files import rendezvous_file
 from headrace.broker.files.rendezvous_file import RendezvousFile, note_stopped
 from headrace.deploy.monitoring.page import app as page
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub.fleet_place import find_fleet
+from headrace.learner_stub.link.fleet_place import find_fleet
 from headrace.schemas.credentials.keys import ClientKeys, check_fingerprint
 from headrace.schemas.errors import ConfigError, KeysError, RunDirError, UnreachableError
 from headrace.schemas.peers import advertised as advertising

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.sessions.acknowledgements import GATHER_S
 from headrace.broker.sessions.core import BrokerCore
-from headrace.learner_stub.session import LearnerSession, StreamLimits
+from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import (

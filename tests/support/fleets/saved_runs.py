@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 import torch
 
-from headrace.learner_stub.checkpoint import Checkpoint, save_checkpoint
-from headrace.learner_stub.training_arrays import training_arrays
+from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
+from headrace.learner_stub.reference.training_arrays import training_arrays
 from headrace.schemas.messages.weights import CONNECTORS, join_modules
 from headrace.workers.connectors import MeanStd
 from headrace.workers.modules import ActorCritic, actor_critic

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.learner_stub import EpisodeStream
-from headrace.learner_stub.module import build_module
+from headrace.learner_stub.rollouts.module import build_module
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.chunks.batch import ChunkBatch

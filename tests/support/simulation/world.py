@@ -15,10 +15,10 @@ from typing import Any
 
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.sessions.core import BrokerCore
-from headrace.learner_stub.session import LearnerSession, StreamLimits
-from headrace.learner_stub.session import LearnerSessionState as LearnerState
-from headrace.learner_stub.source_progress import ArrivalKind
-from headrace.learner_stub.update_size import UpdateSize
+from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
+from headrace.learner_stub.streaming.session import LearnerSessionState as LearnerState
+from headrace.learner_stub.streaming.source_progress import ArrivalKind
+from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.lag_buckets import LAG_BUCKETS
 from headrace.schemas.accounts.ledger import Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.learner_stub.interruption import Interruption
-from headrace.learner_stub.module import TrainableModule, check_answer
-from headrace.learner_stub.rollout import Rollout, map_nested
+from headrace.learner_stub.rollouts.interruption import Interruption
+from headrace.learner_stub.rollouts.module import TrainableModule, check_answer
+from headrace.learner_stub.rollouts.rollout import Rollout, map_nested
 from headrace.schemas.chunks.episodes import ranges
 from headrace.schemas.errors import ModuleError
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.learner_stub.interruption import NO_INTERRUPTION
-from headrace.learner_stub.minibatches import forward_all, minibatches_for
-from headrace.learner_stub.rollout import Rollout, chosen
-from headrace.learner_stub.tensors import to_torch
+from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION
+from headrace.learner_stub.rollouts.minibatches import forward_all, minibatches_for
+from headrace.learner_stub.rollouts.rollout import Rollout, chosen
+from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
 

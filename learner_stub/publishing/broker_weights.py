@@ -6,9 +6,9 @@ import os
 import platform
 from contextlib import suppress
 
-from headrace.learner_stub import connection
-from headrace.learner_stub.broker_link import BrokerLink, await_message
-from headrace.learner_stub.row_queue import RowQueue
+from headrace.learner_stub.link import connection
+from headrace.learner_stub.link.broker_link import BrokerLink, await_message
+from headrace.learner_stub.publishing.row_queue import RowQueue
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.headrace_version import headrace_version, program_name
 from headrace.schemas.errors import DecodeError, EncodeError, HeadraceError, RefusedWeightsError, refusal

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.minibatches import Minibatch, Minibatches, take
-from headrace.learner_stub.module import ClosedForm, TrainableModule
-from headrace.learner_stub.rollout import Rollout
+from headrace.learner_stub.reference.adam import Adam
+from headrace.learner_stub.rollouts.minibatches import Minibatch, Minibatches, take
+from headrace.learner_stub.rollouts.module import ClosedForm, TrainableModule
+from headrace.learner_stub.rollouts.rollout import Rollout
 from headrace.schemas.settings.config import LearnerSection
 
 

@@ -29,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.gradient_steps import (
+from headrace.learner_stub.reference.adam import Adam
+from headrace.learner_stub.reference.gradient_steps import (
     AutogradSteps,
     ClosedFormSteps,
     GradientSteps,
@@ -38,13 +38,13 @@ from headrace.learner_stub.gradient_steps import (
     Objective,
     Targets,
 )
-from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
-from headrace.learner_stub.minibatches import Minibatches, forward_all, minibatches_for, seed_torch
-from headrace.learner_stub.module import TrainableModule, make_closed_form
-from headrace.learner_stub.returns import gae
-from headrace.learner_stub.rollout import Rollout, join
-from headrace.learner_stub.training_arrays import load_training_state, training_state
-from headrace.learner_stub.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.reference.training_arrays import load_training_state, training_state
+from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
+from headrace.learner_stub.rollouts.minibatches import Minibatches, forward_all, minibatches_for, seed_torch
+from headrace.learner_stub.rollouts.module import TrainableModule, make_closed_form
+from headrace.learner_stub.rollouts.returns import gae
+from headrace.learner_stub.rollouts.rollout import Rollout, join
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.settings.config import LearnerSection

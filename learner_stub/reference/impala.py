@@ -25,9 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
-from headrace.learner_stub.minibatches import (
+from headrace.learner_stub.reference.adam import Adam
+from headrace.learner_stub.reference.training_arrays import load_training_state, training_state
+from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
+from headrace.learner_stub.rollouts.minibatches import (
     Minibatch,
     Minibatches,
     forward_all,
@@ -35,11 +37,9 @@ from headrace.learner_stub.minibatches import (
     seed_torch,
     take,
 )
-from headrace.learner_stub.module import TrainableModule
-from headrace.learner_stub.returns import vtrace
-from headrace.learner_stub.rollout import Rollout, join
-from headrace.learner_stub.training_arrays import load_training_state, training_state
-from headrace.learner_stub.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.rollouts.module import TrainableModule
+from headrace.learner_stub.rollouts.returns import vtrace
+from headrace.learner_stub.rollouts.rollout import Rollout, join
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.settings.config import LearnerSection
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.learner_stub.module import ClosedForm
+from headrace.learner_stub.rollouts.module import ClosedForm
 
 _DECAY, _DECAY_OF_SQUARES = 0.9, 0.999
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.learner_stub.tensors import to_torch
+from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.schemas.chunks.batch import ChunkBatch, is_obs_column
 from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.errors import ModuleError

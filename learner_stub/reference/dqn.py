@@ -25,13 +25,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
-from headrace.learner_stub.minibatches import seed_torch
-from headrace.learner_stub.module import QModule
-from headrace.learner_stub.replay import ReplayBuffer
-from headrace.learner_stub.training_arrays import load_training_state, training_state
-from headrace.learner_stub.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.reference.adam import Adam
+from headrace.learner_stub.reference.replay import ReplayBuffer
+from headrace.learner_stub.reference.training_arrays import load_training_state, training_state
+from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
+from headrace.learner_stub.rollouts.minibatches import seed_torch
+from headrace.learner_stub.rollouts.module import QModule
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Discrete, Spaces
 from headrace.schemas.errors import ModuleError

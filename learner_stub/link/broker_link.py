@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from headrace.learner_stub import connection
+from headrace.learner_stub.link import connection
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.frames.wire import Buffer

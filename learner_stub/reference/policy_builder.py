@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.learner_stub.connector_merger import ConnectorMerger
-from headrace.learner_stub.dqn import DQN
-from headrace.learner_stub.impala import Impala
-from headrace.learner_stub.module import build_frozen_module, build_module, build_q_module
-from headrace.learner_stub.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, LearnerPolicy
-from headrace.learner_stub.ppo import PPO
+from headrace.learner_stub.reference.dqn import DQN
+from headrace.learner_stub.reference.impala import Impala
+from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, LearnerPolicy
+from headrace.learner_stub.reference.ppo import PPO
+from headrace.learner_stub.rollouts.module import build_frozen_module, build_module, build_q_module
+from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.settings.config import FleetConfig, LearnerSection, ModuleSection

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.learner_stub.checkpoint import hold_checkpoint, keep_best
-from headrace.learner_stub.training_stats import RECENT_EPISODES
+from headrace.learner_stub.checkpoints.checkpoint import hold_checkpoint, keep_best
+from headrace.learner_stub.reference.training_stats import RECENT_EPISODES
 from headrace.schemas.errors import CheckpointError, RunDirError
 
 log = logging.getLogger("headrace.learner")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from headrace.learner_stub.session import LearnerSession, LearnerSessionState
+from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState
 from headrace.schemas.errors import WindowStalledError
 from headrace.schemas.messages import Status
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from numpy.typing import NDArray
 
-from headrace.learner_stub.checkpoint import (
+from headrace.learner_stub.checkpoints.checkpoint import (
     CHECKPOINT_FILE,
     OWN,
     Checkpoint,
@@ -19,10 +19,10 @@ from headrace.learner_stub.checkpoint import (
     save_checkpoint,
     stored_arrays,
 )
-from headrace.learner_stub.fleet_place import await_start
-from headrace.learner_stub.publisher import StateDict, as_arrays
-from headrace.learner_stub.state_tree import pack, unpack
-from headrace.learner_stub.stream import EpisodeStream
+from headrace.learner_stub.checkpoints.state_tree import pack, unpack
+from headrace.learner_stub.link.fleet_place import await_start
+from headrace.learner_stub.publishing.publisher import StateDict, as_arrays
+from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.errors import CheckpointError, DecodeError
 from headrace.schemas.messages.weights import CONNECTORS, split_modules
 

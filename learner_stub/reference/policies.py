@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headrace.learner_stub.connector_merger import ConnectorMerger
-from headrace.learner_stub.interruption import NO_INTERRUPTION, Interruption
-from headrace.learner_stub.training_arrays import training_arrays, training_tensors
-from headrace.learner_stub.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
+from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
+from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
+from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.messages.weights import CONNECTORS, join_modules, split_modules

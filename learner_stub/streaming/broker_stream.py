@@ -6,12 +6,12 @@ import logging
 from functools import partial
 from typing import Any
 
-from headrace.learner_stub import connection
-from headrace.learner_stub.broker_link import BrokerLink
-from headrace.learner_stub.lag import LagMonitor
-from headrace.learner_stub.ready_batches import ReadyBatches
-from headrace.learner_stub.session import LearnerSession, LearnerSessionState, StreamLimits
-from headrace.learner_stub.source_progress import CheckpointPosition
+from headrace.learner_stub.link import connection
+from headrace.learner_stub.link.broker_link import BrokerLink
+from headrace.learner_stub.streaming.lag import LagMonitor
+from headrace.learner_stub.streaming.ready_batches import ReadyBatches
+from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState, StreamLimits
+from headrace.learner_stub.streaming.source_progress import CheckpointPosition
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.process_usage import own_cores, own_usage, torch_threads
 from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header

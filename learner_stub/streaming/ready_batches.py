@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.learner_stub.continuity import SourceEpisodes
-from headrace.learner_stub.session import LearnerSession
-from headrace.learner_stub.source_progress import Arrival, ArrivalKind, CheckpointPosition
+from headrace.learner_stub.streaming.continuity import SourceEpisodes
+from headrace.learner_stub.streaming.session import LearnerSession
+from headrace.learner_stub.streaming.source_progress import Arrival, ArrivalKind, CheckpointPosition
 from headrace.schemas.accounts.ledger import Count, Drop
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import ChunkBatch

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.learner_stub import connection
-from headrace.learner_stub.broker_link import BrokerLink, await_message
-from headrace.learner_stub.broker_weights import BrokerWeights
-from headrace.learner_stub.fleet_place import Where, address_sources, as_list, find_fleet
+from headrace.learner_stub.link import connection
+from headrace.learner_stub.link.broker_link import BrokerLink, await_message
+from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
+from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import PeerKeys, client_keys

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.learner_stub.best_checkpoint import BestCheckpoint
-from headrace.learner_stub.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
-from headrace.learner_stub.interruption import AbandonedUpdateError, StopDeadline, do_nothing
-from headrace.learner_stub.policies import LearnerPolicies
-from headrace.learner_stub.policy_builder import build_policies
-from headrace.learner_stub.publisher import WeightPublisher, array_views, check_finite
-from headrace.learner_stub.stream import EpisodeStream
-from headrace.learner_stub.training_stats import Metrics
+from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
+from headrace.learner_stub.publishing.publisher import WeightPublisher, array_views, check_finite
+from headrace.learner_stub.reference.best_checkpoint import BestCheckpoint
+from headrace.learner_stub.reference.policies import LearnerPolicies
+from headrace.learner_stub.reference.policy_builder import build_policies
+from headrace.learner_stub.reference.training_stats import Metrics
+from headrace.learner_stub.rollouts.interruption import AbandonedUpdateError, StopDeadline, do_nothing
+from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces

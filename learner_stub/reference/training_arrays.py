@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.learner_stub.adam import Adam
-from headrace.learner_stub.checkpoint import MODULE
-from headrace.learner_stub.module import Weights
-from headrace.learner_stub.training_stats import TrainingStats
+from headrace.learner_stub.checkpoints.checkpoint import MODULE
+from headrace.learner_stub.reference.adam import Adam
+from headrace.learner_stub.reference.training_stats import TrainingStats
+from headrace.learner_stub.rollouts.module import Weights
 
 
 def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, NDArray[Any]]:

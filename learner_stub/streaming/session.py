@@ -17,7 +17,14 @@ from enum import Enum
 from itertools import islice
 from typing import Any
 
-from headrace.learner_stub.source_progress import Arrival, ArrivalKind, SourceKey, SourceProgress, growth, position_of
+from headrace.learner_stub.streaming.source_progress import (
+    Arrival,
+    ArrivalKind,
+    SourceKey,
+    SourceProgress,
+    growth,
+    position_of,
+)
 from headrace.schemas.accounts.ledger import Count, Drop, HeldBatch
 from headrace.schemas.basics.bounds import MOST_COUNT, Version
 from headrace.schemas.basics.headrace_version import headrace_version, program_name

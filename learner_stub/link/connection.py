@@ -14,7 +14,7 @@ from typing import Protocol
 
 import zmq
 
-from headrace.learner_stub.time_spent import NOT_MEASURED, TimeSpent
+from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.credentials.keys import PeerKeys

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.learner_stub.tensors import to_torch
+from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.schemas.chunks.batch import OFF_POLICY, STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.chunks.episodes import Episodes, episodes_of, ranges

@@ -22,15 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from headrace.learner_stub import connection
-from headrace.learner_stub.broker_link import BrokerLink, await_message
-from headrace.learner_stub.broker_stream import BrokerStream
-from headrace.learner_stub.fleet_place import Where, address_sources, as_list, find_fleet
-from headrace.learner_stub.lag import mean_lag
-from headrace.learner_stub.session import LearnerSessionState, StreamLimits
-from headrace.learner_stub.source_progress import by_broker
-from headrace.learner_stub.stall_detector import StallDetector
-from headrace.learner_stub.update_size import UpdateSize
+from headrace.learner_stub.link import connection
+from headrace.learner_stub.link.broker_link import BrokerLink, await_message
+from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
+from headrace.learner_stub.streaming.broker_stream import BrokerStream
+from headrace.learner_stub.streaming.lag import mean_lag
+from headrace.learner_stub.streaming.session import LearnerSessionState, StreamLimits
+from headrace.learner_stub.streaming.source_progress import by_broker
+from headrace.learner_stub.streaming.stall_detector import StallDetector
+from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.spaces import Spaces

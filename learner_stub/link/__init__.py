@@ -1,0 +1,1 @@
+"""A learner's connections to the brokers of its fleet."""

@@ -1,0 +1,1 @@
+"""The publisher of weights and of a learner's rows."""

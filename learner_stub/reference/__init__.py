@@ -1,0 +1,1 @@
+"""The reference learner: its process, and the algorithms."""

@@ -1,0 +1,1 @@
+"""From batches to tensors: rollouts, minibatches, returns and log-probs."""
