@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.learner_stub.checkpoints.learner_state import LearnerState as LearnerState
+    from headrace.learner_stub.checkpoints.learner_state import LoadedState as LoadedState
     from headrace.learner_stub.checkpoints.learner_state import save_policy as save_policy
     from headrace.learner_stub.publishing.publisher import WeightPublisher as WeightPublisher
     from headrace.learner_stub.rollouts.own_logp import with_own_logp as with_own_logp
+    from headrace.learner_stub.rollouts.returns import Returns as Returns
     from headrace.learner_stub.rollouts.returns import gae as gae
     from headrace.learner_stub.rollouts.returns import vtrace as vtrace
     from headrace.learner_stub.rollouts.tensors import to_torch as to_torch
@@ -24,6 +26,8 @@ _HOMES = {
     "ConnectorMerger": "headrace.learner_stub.streaming.connector_merger",
     "EpisodeStream": "headrace.learner_stub.streaming.stream",
     "LearnerState": "headrace.learner_stub.checkpoints.learner_state",
+    "LoadedState": "headrace.learner_stub.checkpoints.learner_state",
+    "Returns": "headrace.learner_stub.rollouts.returns",
     "WeightPublisher": "headrace.learner_stub.publishing.publisher",
     "episodes_of": "headrace.schemas.chunks.episodes",
     "gae": "headrace.learner_stub.rollouts.returns",
@@ -37,6 +41,8 @@ __all__ = [
     "ConnectorMerger",
     "EpisodeStream",
     "LearnerState",
+    "LoadedState",
+    "Returns",
     "WeightPublisher",
     "episodes_of",
     "gae",
