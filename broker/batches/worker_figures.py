@@ -1,29 +1,21 @@
-"""Figures of workers from their heartbeats, for their rows in Redis and for the gauges that sum them up.
+"""Figures of one life of a worker, from its heartbeats.
 
 A heartbeat has cumulative values, so the broker takes the difference to an earlier one of the same life.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import Any
 
-from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import MOST_GROUPS, EnvErrorGroup
-from headrace.schemas.accounts.lifetime_counters import SAMPLED_BYTES, WORKER_WAIT
-from headrace.schemas.accounts.worker_figures import BLOCKED_BY, TIME_PARTS, ServingFigures, TimeByPart
+from headrace.schemas.accounts.worker_figures import TIME_PARTS, ServingFigures, TimeByPart
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.messages import Heartbeat
-
-if TYPE_CHECKING:
-    from headrace.broker.batches.source import Source
 
 WINDOW_S = 10.0
 """Seconds over which shares and rates are taken."""
 _MOST_POINTS = 64
-MOST_BYTES_PER_S = 1 << 36
-"""Bytes of arrays that count of a life that began with this broker: more than the memory of one machine moves."""
 
 
 class _Recent:
@@ -163,80 +155,3 @@ def _shares(first: TimeByPart, last: TimeByPart) -> dict[str, float]:
     spent = {part: max(0.0, last.get(part, 0.0) - first.get(part, 0.0)) for part in TIME_PARTS}
     whole = sum(spent.values())
     return {part: seconds / whole for part, seconds in spent.items()} if whole > 0 else {}
-
-
-def row_figures(source: Source, now: float, unix_s: float) -> dict[str, Any]:
-    """Return what a worker's row in Redis tells of its steps, time, envs and clients."""
-    figures, row = source.figures, dict[str, Any]()
-    row["env_steps"] = source.steps
-    row["env_steps_per_s"] = round(figures.env_steps_per_s(now), 3)
-    row["episodes"] = source.totals.episodes
-    if figures.bytes_shipped is not None:
-        row["array_bytes"], row["sent_bytes"] = figures.bytes_shipped
-    if figures.window is not None:
-        row["window_batches"], row["window_bytes"] = figures.window
-    for prefix, usage in (("", figures.usage), ("envs_", figures.envs_usage)):
-        row |= {prefix + name: value for name, value in usage.figures(now).items()}
-    row["num_envs"], row["envs_lost"] = source.num_envs, figures.envs_lost
-    if source.met_at is not None:
-        row["joined_unix_s"] = round(unix_s - (now - source.met_at), 3)
-    if figures.blocked_since is not None:
-        row["blocked_since_unix_s"] = round(unix_s - (now - figures.blocked_since), 3)
-    if figures.time_share:
-        row["time_share"] = {part: round(share, 4) for part, share in figures.time_share.items()}
-    if figures.env_hosts is not None:
-        connected, wanted = figures.env_hosts
-        row["env_hosts"] = {"connected": connected, "wanted": wanted, "versions": figures.env_host_versions}
-    if (serving := figures.serving) is not None:
-        row["serving"] = {
-            "clients": serving.clients,
-            "requests_per_s": round(figures.requests_per_s(now), 3),
-            "latency_p50_s": serving.latency_p50_s,
-            "latency_p95_s": serving.latency_p95_s,
-        }
-    return row
-
-
-def told_counters(source: Source, now: float) -> dict[str, int]:
-    """Return the lifetime counters of a life that its heartbeats tell, within what its time allows."""
-    figures, lived_s = source.figures, source.seconds_since_met(now) + 1.0
-    array_bytes, _ = figures.bytes_shipped or (0, 0)
-    counters = {SAMPLED_BYTES: array_bytes}
-    counters |= {keys.labelled(WORKER_WAIT, "reason", reason): int(s) for reason, s in figures.waited_s.items()}
-    if not source.native:  # nobody knows how long it has lived; the types of the fields bound it
-        return counters
-    most = {SAMPLED_BYTES: int(MOST_BYTES_PER_S * lived_s)}
-    return {name: min(count, most.get(name, int(lived_s))) for name, count in counters.items()}
-
-
-def fleet_figures(live: Iterable[Source], now: float) -> dict[str, float]:
-    """Return the gauges that sum up live workers."""
-    sources = list(live)
-    reasons = (source.blocked for source in sources if source.blocked)
-    blocked = Counter(reason if reason in BLOCKED_BY else "other" for reason in reasons)
-    gauges: dict[str, float] = {"workers": len(sources)}
-    gauges |= {keys.labelled("workers_blocked", "reason", reason): count for reason, count in blocked.items()}
-    windows = [source.figures.window or (0, 0) for source in sources]
-    gauges["window_batches"], gauges["window_bytes"] = (float(sum(each)) for each in zip((0, 0), *windows, strict=True))
-    told = [source.figures.time_share for source in sources if source.figures.time_share]
-    for part in TIME_PARTS if told else ():
-        mean = sum(shares[part] for shares in told) / len(told)
-        gauges[keys.labelled("worker_time_share", "part", part)] = mean
-    arrays, sent = map(sum, zip((0, 0), *(s.figures.bytes_shipped or (0, 0) for s in sources), strict=True))
-    if sent:
-        gauges["compression_ratio"] = arrays / sent
-    return gauges | _clients([source.figures for source in sources], now)
-
-
-def _clients(figures: Sequence[WorkerFigures], now: float) -> dict[str, float]:
-    """Return the gauges of policy servers; none where no worker serves. Busy servers weigh more in the latencies."""
-    serving = [(own.serving, own.requests_per_s(now)) for own in figures if own.serving is not None]
-    if not serving:
-        return {}
-    rate = sum(rate for _, rate in serving)
-    gauges = {"clients": float(sum(own.clients for own, _ in serving)), "client_requests_per_s": rate}
-    if rate > 0:
-        for quantile, name in (("0.5", "latency_p50_s"), ("0.95", "latency_p95_s")):
-            weighted = sum(getattr(own, name) * own_rate for own, own_rate in serving)
-            gauges[keys.labelled("client_latency_s", "quantile", quantile)] = weighted / rate
-    return gauges

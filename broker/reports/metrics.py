@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.broker.batches.source import Source
-from headrace.broker.batches.worker_figures import RecentUsage, fleet_figures, row_figures, told_counters
+from headrace.broker.batches.worker_figures import RecentUsage
 from headrace.broker.reports.env_errors import EnvErrors
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.worker_metrics import WorkerMetrics
+from headrace.broker.reports.worker_rows import fleet_figures, row_figures, told_counters
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to

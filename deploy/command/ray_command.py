@@ -43,12 +43,11 @@ def up(
     Takes every option of `headrace up`. Broker, learner, Redis and dashboard run here; when this command ends, however
     it ends, so do the workers.
     """
-    from headrace.deploy.command.cli import app as headrace
-
     chosen = [f"ray.workers={workers}"] if workers is not None else []
     chosen += [f"ray.address={address}"] if address is not None else []
     sets = [word for text in chosen for word in ("--set", text)]
-    headrace(["up", "--workers", "0", *context.args, *sets], prog_name="headrace")
+    command = context.find_root().command
+    command.main(["up", "--workers", "0", *context.args, *sets], prog_name="headrace")
 
 
 @command(

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.broker.batches.worker_figures import WorkerFigures, fleet_figures, row_figures
+from headrace.broker.batches.worker_figures import WorkerFigures
 from headrace.broker.reports.report import Report
+from headrace.broker.reports.worker_rows import fleet_figures, row_figures
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import (

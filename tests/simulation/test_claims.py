@@ -11,8 +11,8 @@ from simulation.fuzz import play, play_honestly
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.batches.refusals import Refusals
 from headrace.broker.batches.source import UNSEEN_AT_ONCE
-from headrace.broker.batches.worker_figures import MOST_BYTES_PER_S
 from headrace.broker.reports.metrics import FleetMetrics
+from headrace.broker.reports.worker_rows import MOST_BYTES_PER_S
 from headrace.broker.sessions import waiting_ends
 from headrace.broker.sessions.claims import (
     MOST_BROUGHT,
