@@ -47,12 +47,13 @@ test-long: $(READY) ## all tests, and one round of all benches
 fuzz: $(READY) ## lie for MINUTES=10 to broker, learner, worker, env hosts, policy server, readers of run files and Redis, a whole fleet
 	$(BIN)/python tests/fuzz/run.py $(MINUTES)
 
-lint: $(READY) ## format, lint, types, spelling and layers
+lint: $(READY) ## format, lint, types, spelling, layers and the budget of lines
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --num-workers auto
 	$(BIN)/codespell
 	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
+	$(BIN)/python .ci/budget.py
 
 format: $(READY) ## repair formatting and what ruff can repair
 	$(BIN)/ruff format .
