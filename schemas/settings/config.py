@@ -494,7 +494,7 @@ class FleetConfig(ConfigSection):
                 "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
             )
         window, enough = self.window_batches(), self._batches_for(self.learner.steps_per_update)
-        if self.keeps_too_little(window):
+        if self.keeps_too_little(window) and (self.worker.window_batches or self.sampling.policies is None):
             cut = f"sampling.num_envs = {self.sampling.num_envs} or sampling.rollout_fragment_length = "
             remedy = (
                 f"give {enough} or more"
@@ -529,11 +529,13 @@ class FleetConfig(ConfigSection):
         """Return whether a broker that holds at most so many batches may leave its learner without a whole update.
 
         A worker gets credit while the room that is left is a batch for each worker, and always for one batch. False
-        where batches vary, where the broker drops batches for newer ones, and for several brokers.
+        where batches vary, as those of several agents do, where the broker drops batches for newer ones, and for
+        several brokers.
         """
         waits = self.learner.enabled and self.broker.overflow != "drop_oldest" and self.broker.count == 1
+        varies = self.sampling.policies is not None or self.sampling.batch_mode != "truncate_episodes"
         batches = max(self._workers, most_batches - self._workers + 1)
-        return waits and self.sampling.batch_mode == "truncate_episodes" and batches < self._update_batches
+        return waits and not varies and batches < self._update_batches
 
     @property
     def _workers(self) -> int:
@@ -541,8 +543,8 @@ class FleetConfig(ConfigSection):
 
     @property
     def _update_batches(self) -> int:
-        """Return the batches of the whole fleet that make one update."""
-        return math.ceil(self.learner.steps_per_update / self.cut_steps) * self._modules
+        """Return the batches of the whole fleet that make one update of one agent's steps."""
+        return math.ceil(self.learner.steps_per_update / self.cut_steps)
 
     def _check_evaluation(self) -> None:
         every = self.learner.evaluate_every_steps

@@ -127,6 +127,8 @@ def test_a_wrong_setting_gives_an_error_that_names_it(tmp_path: Path, text: str,
     "sections",
     [
         {"broker": {"max_held_batches": 5}},
+        {"broker": {"max_held_batches": 4}, "sampling": {"policies": {"one": {}, "other": {}}}},
+        {"sampling": {"num_envs": 1, "rollout_fragment_length": 1, "policies": {"one": {}, "other": {}}}},
         {"broker": {"max_connections": 2}},
         {"sampling": {"num_envs": 1, "rollout_fragment_length": 2}},
         {"broker": {"max_held_batches": 2}, "learner": {"steps_per_update": 1024}},
