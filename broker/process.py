@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ from headrace.schemas.chunks.batch import read_batch_header
 from headrace.schemas.credentials.key_files import fingerprint
 from headrace.schemas.credentials.keys import BROKER, BrokerKeys, read_broker_keys
 from headrace.schemas.credentials.loopback_token import ServerToken, server_token
-from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError
+from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, machine_error
 from headrace.schemas.frames.wire import (
     DEFAULT_LIMITS,
     Buffer,
@@ -267,6 +268,8 @@ class Broker:
         self._charges = Charges(self.core, self.relay)
         self._written: BrokerState | None = None
         self._write_again = 0.0
+        self._unwritten = ""
+        """Why the state cannot be written now; "" where it can."""
         self._held_back: dict[bytes, Send] = {}
         """The newest welcome of each peer that must not be sent before the state is in the file."""
         self._noted_learner: bool | None = None
@@ -551,9 +554,22 @@ class Broker:
         except HeadraceError as error:
             if not self._held_back:
                 log.error("%s; until then nobody can join", error)
+            self._unwritten = str(error)
             self._write_again = time.monotonic() + self.config.report_interval_s
             return False
+        self._unwritten = ""
         return True
+
+    def _why_no_peer_joins(self) -> str:
+        """Return why a peer that comes cannot join; "" where it can.
+
+        Without a free descriptor libzmq accepts no connection, and tells nobody.
+        """
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            return str(machine_error(error) or error)
+        return self._unwritten
 
     def _deliver(self, message: Send) -> None:
         socket = self.sockets.learners if message.peer.startswith(_LEARNER) else self.sockets.workers
@@ -622,7 +638,8 @@ class Broker:
         if self._restored:
             self.core.stored(self.reporter.take_closed_rows())
             self.metrics.forget(self.core.fold(counters_of))
-        report = replace(self.metrics.report(self.core, now), ended_unix_s=ended_unix_s)
+        blocked = self._why_no_peer_joins()
+        report = replace(self.metrics.report(self.core, now), joins_blocked=blocked, ended_unix_s=ended_unix_s)
         if not self._restored:  # what runners counted before is not known yet, and must not be written over
             report = replace(report, runner_state={}, metric_sums=None, env_errors=None)
         self.reporter.offer(report)

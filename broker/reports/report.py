@@ -67,6 +67,7 @@ class Report:
     - env_errors: all groups of failures of envs, by fingerprint. None: those in Redis are not known yet, and stay.
     - events: news since the last report, each a flat dict.
     - refused: (peer, kind, count) of the messages refused most since the broker started.
+    - joins_blocked: why no peer can join now; "" where peers can.
     - ended_unix_s: the time at which the broker stops in order, in its last report; else None.
     """
 
@@ -85,6 +86,7 @@ class Report:
     env_errors: Mapping[str, Mapping[str, Any]] | None = None
     events: Sequence[Mapping[str, Any]] = ()
     refused: Sequence[tuple[str, str, int]] = ()
+    joins_blocked: str = ""
     ended_unix_s: float | None = None
 
 
@@ -155,6 +157,7 @@ class MergeScript:
                 "reported_unix_s": f"{now:.3f}",
                 "written": written,
                 "refused": orjson.dumps(part.report.refused).decode(),
+                "joins_blocked": part.report.joins_blocked,
                 **({} if ended is None else {"ended_unix_s": f"{ended:.3f}"}),
             },
             "after": self._newest if after_last else "",

@@ -225,13 +225,13 @@ class Fleet:
         at, recorders = self.endpoints["worker"], self.run_dir.recorders
         keys = client_keys(self.config.keys.dir, "supervisor", self.run_dir.path, self.config.keys.group)
         self._obituary_sender = ObituarySender(self.loop, at, self.fleet_id, recorders, keys)
-        self._obituary_sender.send_left_over()
         self._obituary_sender.send_unrecorded(
             self.snapshot or Snapshot(),
             self._ended_lives(),
             self._starting_point.settled,
             range(self.config.fleet.workers),
         )
+        self._obituary_sender.send_left_over()
         self._look_at_recorders()
         config, path, where = self.config, self.run_dir.config_json, self.run_dir.path
         if config.learner.enabled:

@@ -210,7 +210,8 @@ class ObituarySender:
 
         A life is over once its books are closed and a learner has taken its end. The obituaries report what `books` in
         Redis, `ended` in books.json and the learner's position, `settled`, prove. Steps after a life's last report stay
-        unknown. Call it before any of the slots has a new life.
+        unknown. A recorder of zeros is lost too: a file system that was aborted leaves it. Call it before
+        `send_left_over`, and before any of the slots has a new life.
         """
         rows = {**books.rows, **{(row.slot, row.incarnation): row for row in ended.rows}}
         # A learner may know a life whose row had not reached any books when all processes were killed.
@@ -221,7 +222,10 @@ class ObituarySender:
                 continue
             is_over = row is not None and row.closed and row.held == (0, 0)
             has_end = row is not None and (row.end_taken or row.accepted == (0, 0))
-            if (is_over and has_end) or life[0] not in slots or recorder_path(self._recorders, *life).exists():
+            path = recorder_path(self._recorders, *life)
+            has_stepped = bool(settled.get(life, Settled()).seq or (row is not None and row.totals.stepped))
+            is_kept = path.exists() and not (has_stepped and is_unborn(path))
+            if (is_over and has_end) or life[0] not in slots or is_kept:
                 continue
             log.warning("the recorder of worker %d incarnation %d is lost: Redis knows the following", *life)
             self.send(proved_obituary(life, row, settled.get(life, Settled())))

@@ -72,6 +72,7 @@ KINDS = (
     FindingKind("process_failed", "error", 0, "supervisor.max_restarts_per_window"),
     FindingKind("learner_fenced", "warning", 0, "broker.lease_s"),
     FindingKind("broker_silent", "error", 5, "broker.lease_s"),
+    FindingKind("joins_blocked", "error", 0, ""),
     FindingKind("learner_silent", "error", 30, "supervisor.hung_after_s"),
     FindingKind("env_host_silent", "error", 5, "sampling.env_hosts_lease_s"),
     FindingKind("env_hangs", "error", 5, "broker.lease_s"),
@@ -99,6 +100,7 @@ KINDS = (
     FindingKind("episodes_censored", "warning", 0, ""),
     FindingKind("envs_down", "warning", 20, "sampling.env_construct_timeout_s"),
     FindingKind("env_hosts_missing", "warning", 0, "sampling.env_hosts_lease_s"),
+    FindingKind("batches_oversize", "error", 0, "broker.max_batch_bytes"),
     FindingKind("batches_refused", "warning", 0, ""),
     FindingKind("keys_revoked", "warning", 0, "keys.dir"),
 )

@@ -96,6 +96,8 @@ def _observations(facts: Facts) -> Iterator[Observation]:
     own = [process for process in facts.processes.values() if process.role == "worker"]
     if {"broker", "learner"} & stuck.keys() or (own and all(worker.name in stuck for worker in own)):
         return  # this causes the other waits, and the last reports may be old
+    if not facts.redis_error:
+        yield from process_checks.joins_blocked(facts)
     yield from process_checks.not_ready(facts, states)
     if facts.redis_error:
         return
@@ -111,6 +113,7 @@ def _observations(facts: Facts) -> Iterator[Observation]:
     yield from stream_checks.learner_threads(facts)
     yield from stream_checks.metrics_not_finite(facts)
     yield from stream_checks.refusals(facts)
+    yield from stream_checks.oversize(facts)
     yield from process_checks.lost_elsewhere(facts)
     if facts.snapshot.garbage:
         many = len(facts.snapshot.garbage)

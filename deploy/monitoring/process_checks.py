@@ -89,6 +89,13 @@ def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
         yield observe(facts, "worker_not_joined", state.name, sentence, for_s)
 
 
+def joins_blocked(facts: Facts) -> Iterator[Observation]:
+    """Yield that no peer can join the broker, and why."""
+    if why := facts.snapshot.joins_blocked:
+        log = "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / 'broker'}.log"
+        yield observe(facts, "joins_blocked", "broker", f"no peer can join the broker: {one_line(why)}", command=log)
+
+
 def lost_elsewhere(facts: Facts) -> Iterator[Observation]:
     """Yield the workers from elsewhere whose connection has ended and whose books are open."""
     snapshot = facts.snapshot

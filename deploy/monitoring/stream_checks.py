@@ -43,6 +43,7 @@ _OF_ONE_ENV = re.compile(r" in env # at [^:]*")
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
 _NO_COMMITS_S = 60.0
+_OVERSIZE = labelled("dropped_agent_steps_total", "reason", Drop.OVERSIZE)
 _TOO_LARGE = "payload_too_large"
 """The reason of `DecodeError` for a message above `broker.max_batch_bytes`."""
 
@@ -208,6 +209,20 @@ def refusals(facts: Facts) -> Iterator[Observation]:
         yield observe(
             facts, "keys_revoked", ", ".join(map(one_line, sorted(ended))), sentence, command="headrace keys list"
         )
+
+
+def oversize(facts: Facts) -> Iterator[Observation]:
+    """Yield that workers dropped steps in the last minute because their batch was too large."""
+    reported = facts.snapshot.reported_unix_s or 0.0
+    before = next((values for at, values in facts.recent if at >= reported - _LATELY_S), None)
+    lost = 0 if before is None else facts.snapshot.totals.get(_OVERSIZE, 0) - before.get(_OVERSIZE, 0)
+    if lost > 0:
+        sentence = (
+            f"workers have dropped {lost:,.0f} steps as oversize in the last minute: a batch, or the infos of one "
+            "chunk, is larger than a message may be"
+        )
+        log = "" if facts.run_dir is None else f"grep -r 'steps dropped' {facts.run_dir / 'logs'}"
+        yield observe(facts, "batches_oversize", "workers", sentence, command=log)
 
 
 def _rises_for(facts: Facts, name: str) -> float | None:

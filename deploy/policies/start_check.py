@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from headrace.deploy.policies.env_trial import try_env
 from headrace.deploy.run.policy_spaces import built_env
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
-from headrace.schemas.chunks.spaces import Spaces
+from headrace.schemas.chunks.spaces import Spaces, leaf_size, leaves
 from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.plugins import load_factory, load_object
@@ -66,6 +68,8 @@ def check_start(config: FleetConfig, say: Say) -> str:
         say(f"resetting and stepping that env of {config.sampling.env!r} once")
         took_s = try_env(runner, built)
     spaces = dict(_connected(policies, built.by_module, config.sampling.num_envs))
+    if not runner.is_multi_agent:
+        _check_sizes(config, spaces[DEFAULT_MODULE_ID])
     if not all(policy.is_ours for policy in policies.values()):
         say("building the modules of " + ", ".join(sorted({repr(policy.build) for policy in policies.values()})))
         _check_modules(config, runner, policies, spaces)
@@ -82,6 +86,38 @@ def _slow_polls(config: FleetConfig, took_s: Mapping[str, float]) -> str:
         f"{sampling.num_envs} inline envs takes {poll_s:.0f} s for all of them, one after the other; "
         "--set sampling.env_placement=process runs them side by side, and there a hang costs one env"
     )
+
+
+def _check_sizes(config: FleetConfig, spaces: Spaces) -> None:
+    """Raise `ConfigError` where limits in bytes are too small for a batch, or for the batches of one update.
+
+    A batch has more bytes than its observations, so a limit that passes may still be too small.
+    """
+    if config.sampling.batch_mode != "truncate_episodes":
+        return
+    rows = [leaf_size(leaf) * np.dtype(leaf.dtype).itemsize for _, leaf in leaves(spaces.observation, "obs")]
+    nbytes = config.cut_steps * sum(rows)
+    batch = (
+        f"a batch of sampling.num_envs = {config.sampling.num_envs} times sampling.rollout_fragment_length = "
+        f"{config.sampling.rollout_fragment_length} steps has {nbytes:,} bytes of observations or more"
+    )
+    broker, update = config.broker, f"one update of learner.steps_per_update = {config.learner.steps_per_update}"
+    if nbytes > broker.max_batch_bytes:
+        raise ConfigError(
+            f"{broker.max_batch_bytes:,} is too little: {batch}, so each would be dropped as oversize; raise the "
+            "limit, or lower one of these two",
+            key="broker.max_batch_bytes",
+        )
+    waits = "workers and learner would wait for each other; raise the limit, or lower one of the others"
+    if config.holds_too_little(broker.max_held_bytes // max(1, nbytes)):
+        raise ConfigError(
+            f"{broker.max_held_bytes:,} holds too little for {update}: {batch}; {waits}", key="broker.max_held_bytes"
+        )
+    if config.keeps_too_little(max(1, config.worker.window_bytes // max(1, nbytes))):
+        raise ConfigError(
+            f"{config.worker.window_bytes:,} keeps too little for {update}: {batch}; {waits}",
+            key="worker.window_bytes",
+        )
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

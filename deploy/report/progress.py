@@ -62,6 +62,8 @@ class ProgressView:
     """Text that names what the fleet waits for while it takes no step; "" for nothing."""
     bottleneck: str = ""
     """Text that names what limits the pace, with the shares that say so; "" where nothing clearly does."""
+    joins_blocked: str = ""
+    """Why no peer can join the broker now; "" where peers can."""
     evaluation: Mapping[str, Any] | None = None
     """The newest line of evaluations.jsonl, parsed; None before the first."""
 
@@ -94,6 +96,7 @@ class ProgressView:
             evaluation=evaluation,
             env_failures=env_failures(snapshot),
             revoked=revoked_sessions(gauges),
+            joins_blocked=one_line(snapshot.joins_blocked),
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -120,6 +123,8 @@ class ProgressView:
             rows.append(("env failures", self.env_failures))
         if self.revoked:
             rows.append(("revoked keys", name_revoked(self.revoked)))
+        if self.joins_blocked:
+            rows.append(("broker", f"no peer can join: {self.joins_blocked}"))
         if self.redis_age_s > STALE_S:
             rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
         if self.waiting:

@@ -40,6 +40,7 @@ log = logging.getLogger("headrace.supervisor")
 READY_S = 10.0
 CHECK_TIMEOUT_S = 2.0
 _POLL_S = 0.02
+_BLOCK = 1 << 16
 _HOST = "127.0.0.1"
 _NO_WRITES = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -104,6 +105,7 @@ def prepare_redis(run_dir: Path) -> RedisLaunch:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)
         port, password = _port_and_password(directory / "server.json")
+        _cut_zeros(directory)
         config = _CONFIG.format(port=port, password=password, directory=_quoted(directory))
         replace_private(directory / "server.conf", config.encode())
     return RedisLaunch([program, str(directory / "server.conf")], _url(port, password), port)
@@ -129,11 +131,33 @@ def told_of_cut(lines: Iterable[str]) -> str:
     cuts = [match for match in map(_CUT.search, lines) if match is not None]
     if not cuts:
         return ""
+    return _torn("the fleet's own Redis", cuts[-1][1], cuts[-1][2])
+
+
+def _torn(who: str, name: str, at: str | int) -> str:
     return (
-        f"the fleet's own Redis found {cuts[-1][1]} torn, as after an abort or a loss of power, and cut it off at byte "
-        f"{cuts[-1][2]}; the books that were in the rest come from books.json, recorders and checkpoint, and "
-        "`headrace audit` names what they lack"
+        f"{who} found {name} torn, as after an abort or a loss of power, and cut it off at byte {at}; the books that "
+        "were in the rest come from books.json, recorders and checkpoint, and `headrace audit` names what they lack"
     )
+
+
+def _cut_zeros(directory: Path) -> None:
+    """Cut off the zeros that a file system that was aborted leaves at the end of an append-only file.
+
+    The server does not start with them. A whole file ends in a line break.
+    """
+    for path in directory.glob("appendonlydir/*.incr.aof"):
+        with path.open("r+b") as file:
+            size = end = file.seek(0, os.SEEK_END)
+            block = b""
+            while end and not block:
+                start = max(0, end - _BLOCK)
+                file.seek(start)
+                block = file.read(end - start).rstrip(b"\0")
+                end = start + len(block)
+            if end < size:
+                file.truncate(end)
+                log.warning("%s", _torn("this start", path.name, end))
 
 
 def check_url(url: str, fleet_id: str = "") -> None:
@@ -221,7 +245,8 @@ def _port_and_password(path: Path) -> tuple[int, str]:
             raise RunDirError(
                 str(path.parent),
                 f"a Redis server of this run still runs there, on port {port}; "
-                "end `headrace top` or `headrace dashboard` of this run, if one is open",
+                "end `headrace top` or `headrace dashboard` of this run, if one is open, or the run of which this "
+                "folder is a copy",
             )
     else:
         password = secrets.token_hex(24)

@@ -92,6 +92,8 @@ class Snapshot:
     """Values by dotted key, of `redis_keys.TOLD_SETTINGS`; empty where the broker does not tell them."""
     refused: Sequence[tuple[str, str, int]] = ()
     """(peer, kind, count) of the messages that the broker has refused most since it started."""
+    joins_blocked: str = ""
+    """Why no peer can join now, as the broker reports it while it lives; "" where peers can."""
     started_unix_s: float | None = None
     """When the broker that reports began to; None if it does not say."""
     reported_unix_s: float | None = None
@@ -189,6 +191,7 @@ class FleetView:
             version=_text(raw["fleet"].get(b"version")),
             settings=values.settings(raw["fleet"].get(b"settings")),
             refused=values.refused(raw["fleet"].get(b"refused")),
+            joins_blocked=_text(raw["fleet"].get(b"joins_blocked")) if raw["gauges"] else "",
             started_unix_s=values.moment("fleet", raw["fleet"].get(b"started_unix_s")),
             reported_unix_s=values.moment("fleet", raw["fleet"].get(b"reported_unix_s")),
             ended_unix_s=values.moment("fleet", raw["fleet"].get(b"ended_unix_s")),

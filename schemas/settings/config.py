@@ -493,13 +493,58 @@ class FleetConfig(ConfigSection):
                 "sampling.synchronous = true has all steps sampled with the newest weights, and "
                 "worker.random_actions_before_weights = true samples before there are any; leave one of them out"
             )
-        window, enough = self.worker.window_batches, self._batches_for(self.learner.steps_per_update)
-        if self.learner.enabled and window is not None and window < enough:
+        window, enough = self.window_batches(), self._batches_for(self.learner.steps_per_update)
+        if self.keeps_too_little(window) and (self.worker.window_batches or self.sampling.policies is None):
+            cut = f"sampling.num_envs = {self.sampling.num_envs} or sampling.rollout_fragment_length = "
+            remedy = (
+                f"give {enough} or more"
+                if enough < WINDOW
+                else f"raise {cut}{self.sampling.rollout_fragment_length}: no window keeps the {enough} that it takes"
+            )
             raise ValueError(
                 f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
-                f"{self.learner.steps_per_update}: workers and learner would wait for each other; give {enough} or more"
+                f"{self.learner.steps_per_update}: workers and learner would wait for each other; {remedy}"
+            )
+        if self.broker.max_connections < (least := max(2, self._workers)):
+            raise ValueError(
+                f"broker.max_connections = {self.broker.max_connections} has no room for fleet.workers = "
+                f"{self.fleet.workers} and the two connections of a learner: they would push each other out; give "
+                f"{least} or more"
+            )
+        held = self.broker.max_held_batches
+        if held is not None and self.holds_too_little(held):
+            raise ValueError(
+                f"broker.max_held_batches = {held}, shared by {self._workers} workers, holds too little for one update "
+                f"of learner.steps_per_update = {self.learner.steps_per_update}, which is {self._update_batches} "
+                "batches of the fleet: workers and learner would wait for each other; give "
+                f"{self._update_batches + self._workers - 1} or more"
             )
         return self
+
+    def keeps_too_little(self, window_batches: int) -> bool:
+        """Return whether windows of so many batches leave the learner without a whole update."""
+        return self.learner.enabled and window_batches < self._batches_for(self.learner.steps_per_update)
+
+    def holds_too_little(self, most_batches: int) -> bool:
+        """Return whether a broker that holds at most so many batches may leave its learner without a whole update.
+
+        A worker gets credit while the room that is left is a batch for each worker, and always for one batch. False
+        where batches vary, as those of several agents do, where the broker drops batches for newer ones, and for
+        several brokers.
+        """
+        waits = self.learner.enabled and self.broker.overflow != "drop_oldest" and self.broker.count == 1
+        varies = self.sampling.policies is not None or self.sampling.batch_mode != "truncate_episodes"
+        batches = max(self._workers, most_batches - self._workers + 1)
+        return waits and not varies and batches < self._update_batches
+
+    @property
+    def _workers(self) -> int:
+        return max(1, self.fleet.workers + self.ray.workers)
+
+    @property
+    def _update_batches(self) -> int:
+        """Return the batches of the whole fleet that make one update of one agent's steps."""
+        return math.ceil(self.learner.steps_per_update / self.cut_steps)
 
     def _check_evaluation(self) -> None:
         every = self.learner.evaluate_every_steps
@@ -563,7 +608,7 @@ class FleetConfig(ConfigSection):
         """
         if self.worker.window_batches is not None or self.sampling.batch_mode != "truncate_episodes":
             return 0
-        return self.window_batches() // self._modules * self._cut_steps
+        return self.window_batches() // self._modules * self.cut_steps
 
     def window_env_steps(self) -> int | None:
         """Return the most env steps that a worker may have under way; None where batches vary.
@@ -572,10 +617,10 @@ class FleetConfig(ConfigSection):
         """
         if self.sampling.batch_mode != "truncate_episodes":
             return None
-        return (self.window_batches() // self._modules + 1) * self._cut_steps
+        return (self.window_batches() // self._modules + 1) * self.cut_steps
 
     @property
-    def _cut_steps(self) -> int:
+    def cut_steps(self) -> int:
         """Return the env steps of a cut while all envs are up."""
         return self.sampling.num_envs * self.sampling.rollout_fragment_length
 
@@ -588,4 +633,4 @@ class FleetConfig(ConfigSection):
         """
         if self.sampling.batch_mode != "truncate_episodes":
             return 1
-        return math.ceil(steps / (self._cut_steps * max(1, self.fleet.workers))) * self._modules
+        return math.ceil(steps / (self.cut_steps * max(1, self.fleet.workers))) * self._modules

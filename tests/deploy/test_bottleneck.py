@@ -21,11 +21,12 @@ from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.report.summary import print_summary, summarise
 from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.schemas.accounts.redis_keys import LEARNER_TIME, labelled
-from headrace.schemas.settings.config import BrokerSection, FleetConfig, ServingSection, WorkerSection
+from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection, WorkerSection
 from headrace.schemas.settings.config import SamplingSection as Sampling
 from support.fleets.known_facts import GAUGES, LEASE, NOW, WORKER, by_redis_alone, having, healthy, told
 
 TRAINS = {"wait": 0.02, "decode": 0.03, "train": 0.94, "publish": 0.01}
+SHORT = LearnerSection(steps_per_update=512)
 IDLE = {"wait": 0.9, "decode": 0.04, "train": 0.05, "publish": 0.01}
 BLOCKED = {"env": 0.1, "inference": 0.05, "connectors": 0.0, "serialise": 0.01, "wait": 0.83, "other": 0.01}
 STEPS = {"env": 0.85, "inference": 0.05, "connectors": 0.02, "serialise": 0.02, "wait": 0.04, "other": 0.02}
@@ -99,7 +100,7 @@ CASES = {
     "shipping": (shared(IDLE, mostly("serialise")), "The shipping of chunks is the limit: "),
     "callbacks": (shared(IDLE, mostly("other")), "The workers are the limit: .* on callbacks, weights and bookkeeping"),
     "broker that holds few batches": (
-        shared(IDLE, BLOCKED, FleetConfig(broker=BrokerSection(max_held_batches=2))),
+        shared(IDLE, BLOCKED, FleetConfig(learner=SHORT, broker=BrokerSection(max_held_batches=2))),
         "The broker is the limit: the learner waits 90 % of its time, and the workers wait 83 % of theirs; it has room "
         "for 1 of the batches of each worker. Raise broker.max_held_batches = 2.",
     ),

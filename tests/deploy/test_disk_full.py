@@ -181,9 +181,8 @@ def test_a_file_that_the_machine_does_not_give_is_not_called_damaged(
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"whole"]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_disk_that_does_not_answer_is_said_and_the_fleet_goes_on_with_it(tmp_path: Path) -> None:
+def disk_with_ext4(tmp_path: Path) -> Path:
+    """Mount a file system whose image is `tmp_path / "image"`."""
     disk, image = tmp_path / "disk", tmp_path / "image"
     disk.mkdir()
     with image.open("wb") as file:
@@ -192,6 +191,44 @@ def test_a_disk_that_does_not_answer_is_said_and_the_fleet_goes_on_with_it(tmp_p
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode:
             pytest.skip(f"needs a disk of its own: {made.stderr.strip()}")
+    return disk
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_file_system_that_was_aborted_costs_no_step_that_redis_or_the_checkpoint_knows(tmp_path: Path) -> None:
+    """ext4 is read-only at once. What it had not written yet, recorders among it, is zeros once it is repaired."""
+    disk = disk_with_ext4(tmp_path)
+    run = disk / "run"
+    settings = ["--env", "CartPole-v1", "--workers", "2", "--num-envs", "8", "--set", "learner.epochs=1"]
+    try:
+        with (tmp_path / "said").open("w+") as said:
+            fleet = subprocess.Popen([*UP, *settings, "--run-dir", str(run), "--timeout-s", "200"], stderr=said)
+            wait_until((run / "learner.checkpoint.previous").exists, "checkpoints")
+            subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=True)
+            assert fleet.wait(120) == ExitCode.RUN_DIR
+        text = (tmp_path / "said").read_text()
+        assert "Read-only file system" in text.splitlines()[-1]
+        assert "broker stopped with exit code 0" in text
+        assert "Traceback" not in text
+        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["e2fsck", "-fy", str(tmp_path / "image")], capture_output=True, check=False)
+        subprocess.run(["mount", "-o", "loop", str(tmp_path / "image"), str(disk)], check=True)
+        again = [*UP, "--resume", str(run), "--until-steps", "2000", "--json"]
+        resumed = subprocess.run(again, capture_output=True, text=True, check=False)
+        assert resumed.returncode == 0, resumed.stderr
+        assert orjson.loads(resumed.stdout)["balanced"], resumed.stderr
+        deep = [sys.executable, "-m", "headrace.deploy", "audit", "--deep", str(run)]
+        audit = subprocess.run(deep, capture_output=True, text=True, check=False)
+        assert audit.returncode == 0, audit.stdout + audit.stderr
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_disk_that_does_not_answer_is_said_and_the_fleet_goes_on_with_it(tmp_path: Path) -> None:
+    disk = disk_with_ext4(tmp_path)
     said = tmp_path / "said"
     settings = ["--env", "CartPole-v1", "--workers", "1", "--num-envs", "4", "--run-dir", str(disk / "run"), "--json"]
     try:

@@ -14,7 +14,7 @@ from headrace.deploy.monitoring.findings import awaited, find, verdict
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
-from headrace.schemas.settings.config import BrokerSection, FleetConfig, ServingSection
+from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection
 from headrace.schemas.settings.config import SamplingSection as Sampling
 from headrace.schemas.settings.config_loading import known_keys
 from support.fleets.known_facts import (
@@ -40,8 +40,9 @@ SERVED = FleetConfig(serving=ServingSection(enabled=True))
 SCRIPT = {"program": "/home/me/ppo.py", "pid": 71.0, "host": "box\x1b", "heard_unix_s": NOW - 9}
 """What a learner of one's own tells of itself."""
 GREEDY = {"host": "here", "torch_threads": 8.0, "cores": 4.0}
-TIGHT = FleetConfig(broker=BrokerSection(max_held_batches=2))
-ROOMY = FleetConfig(broker=BrokerSection(max_held_batches=4))
+SHORT = LearnerSection(steps_per_update=512)
+TIGHT = FleetConfig(learner=SHORT, broker=BrokerSection(max_held_batches=2))
+ROOMY = FleetConfig(learner=SHORT, broker=BrokerSection(max_held_batches=4))
 DROPS = FleetConfig(broker=BrokerSection(max_held_batches=4, overflow="drop_oldest"))
 NO_WEIGHTS = {0: {**WORKER, "weights_seq": 0}, 1: {**WORKER, "weights_seq": 0}}
 HOSTLESS = {**WORKER, "env_silence_s": 15.0, "env_hosts": {"connected": 0, "wanted": 1}}
@@ -340,6 +341,18 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         "batches_refused",
         "has refused 7 messages of peers in the last minute",
         "grep refused /runs/a/logs/broker.log",
+    ),
+    "a broker that no peer can join": (
+        told(healthy(), joins_blocked="this process can open no more files"),
+        "joins_blocked",
+        "no peer can join the broker: this process can open no more files",
+        "tail /runs/a/logs/broker.log",
+    ),
+    "batches that are too large": (
+        told(healthy(recent=BEFORE), totals={'dropped_agent_steps_total{reason="oversize"}': 1024}),
+        "batches_oversize",
+        "workers have dropped 1,024 steps as oversize in the last minute",
+        "grep -r 'steps dropped' /runs/a/logs",
     ),
     "revoked keys": (
         told(healthy(recent=BEFORE), {'sessions_revoked{key="worker.gpu"}': 2.0}),

@@ -138,17 +138,38 @@ def test_the_obituary_of_a_worker_without_a_recorder_has_empty_totals(tmp_path: 
     assert write_obituary(tmp_path, 0, 1, "worker_killed").totals == WorkerTotals()
 
 
+@pytest.mark.parametrize("zeros", [0, 4096])
 def test_a_life_that_only_the_learner_still_knows_gets_an_obituary_unless_it_is_folded(
-    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path, zeros: int
 ) -> None:
-    """All was killed after Redis had heard of its successor, and before it had the row of this life."""
+    """All was killed after Redis had heard of its successor, and before it had the row of this life.
+
+    Its recorder is gone, or full of zeros, as an aborted file system leaves it.
+    """
+    if zeros:
+        (tmp_path / "worker-0-1.rec").write_bytes(bytes(zeros))
     settled = Settled(seq=10, committed=(5120, 284))
     row = LedgerRow(slot=1, incarnation=0, totals=WorkerTotals(), accepted=(0, 0), held=(0, 0), settled=settled)
     books = Snapshot(incarnations={0: 3, 1: 3}, folded={1: FoldedLives(highest=1, row=row)})
     obituaries.send_unrecorded(books, EndedLives(), {(0, 1): settled, (1, 1): settled}, range(2))
+    obituaries.send_left_over()
     assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
     (taken,) = registrar.taken
     assert (taken.slot, taken.incarnation, taken.settled, taken.totals.stepped) == (0, 1, settled, 5120)
+
+
+def test_a_recorder_that_can_be_read_or_of_a_life_without_steps_is_not_lost(
+    loop: EventLoop, registrar: Registrar, obituaries: ObituarySender, tmp_path: Path
+) -> None:
+    leave_a_recorder(tmp_path, 0, 1)
+    (tmp_path / "worker-1-1.rec").write_bytes(bytes(4096))
+    obituaries.send_unrecorded(Snapshot(), EndedLives(), {(0, 1): Settled(seq=1), (1, 1): Settled()}, range(2))
+    obituaries.send_left_over()
+    assert loop.turn_until(obituaries.all_acknowledged, TIMEOUT_S)
+    assert {taken.slot: (taken.totals.stepped, taken.reason) for taken in registrar.taken} == {
+        0: (30, "worker_killed"),
+        1: (0, "worker_killed"),
+    }
 
 
 def test_an_obituary_is_resent_until_an_ack_closes_its_books(

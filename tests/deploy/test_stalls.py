@@ -5,7 +5,9 @@ A finding goes once its reason is gone. Where its command can end the stall, the
 
 from __future__ import annotations
 
+import itertools
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -307,6 +309,27 @@ def test_a_disk_that_is_nearly_full(tmp_path: Path) -> None:
             stalls.until()
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_broker_without_descriptors_for_a_worker_that_joins(tmp_path: Path) -> None:
+    """The workers that have joined go on meanwhile, and `headrace up` says it too."""
+    with stalls_of(tmp_path, "--env", "CartPole-v1", "--workers", "1", "--num-envs", "2") as stalls:
+        stalls.until_healthy()
+        broker = stalls.fleet.pid("broker")
+        assert broker is not None
+        in_use = {int(path.name) for path in Path(f"/proc/{broker}/fd").iterdir()}
+        free = next(number for number in itertools.count() if number not in in_use)
+        before = resource.prlimit(broker, resource.RLIMIT_NOFILE)
+        resource.prlimit(broker, resource.RLIMIT_NOFILE, (free, before[1]))
+        found = stalls.until(("joins_blocked", "broker"))["joins_blocked"]
+        assert "can open no more files and sockets" in found["sentence"]
+        wait_until(
+            lambda: "broker no peer can join: this process can open no more" in stalls.fleet.said(), "it said so"
+        )
+        steps = stalls.fleet.steps()
+        stalls.fleet.wait_until(lambda: stalls.fleet.steps() > steps, "the worker goes on")
+        resource.prlimit(broker, resource.RLIMIT_NOFILE, before)
+        stalls.until()
 
 
 SLOW_ENVS = ("--env", "support.envs.fleet:paced", *sets("sampling.env_placement=process"))

@@ -324,6 +324,40 @@ def test_the_trial_of_an_env_takes_a_legal_action_and_says_where_there_is_none(i
                     try_env(config, built)
 
 
+LONG = {"env": "user:Faulty", "rollout_fragment_length": 8000}
+"""A batch of 64,000 steps with 12 bytes of observations each."""
+
+
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize(
+    ("sections", "key", "least"),
+    [
+        ({"sampling": LONG}, "broker.max_batch_bytes", 768_000),
+        (
+            {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}, "learner": {"steps_per_update": 200_000}},
+            "broker.max_held_bytes",
+            5 * 768_000,  # four batches, and one for the other worker's share of the room
+        ),
+        ({"sampling": {"env": "user:Faulty"}}, "worker.window_bytes", 2 * 8 * 64 * 12),
+    ],
+)
+def test_a_limit_in_bytes_that_is_too_small_for_a_batch_or_an_update_is_refused(
+    sections: dict[str, Any], key: str, least: int
+) -> None:
+    section, _, name = key.partition(".")
+
+    def having(nbytes: int) -> dict[str, Any]:
+        return {**sections, section: {**sections.get(section, {}), name: nbytes}}
+
+    check_start(config(**having(least)), lambda step: None)
+    said = mistake(**having(least - 1))
+    assert said.startswith(f"{key}: {least - 1:,} ")
+    assert "a batch of sampling.num_envs = 8 times sampling.rollout_fragment_length = " in said
+    varying = {**sections, "sampling": {**sections["sampling"], "batch_mode": "complete_episodes"}}
+    sections = varying
+    check_start(config(**having(least - 1)), lambda step: None)
+
+
 def test_unknown_connectors_and_callbacks_are_named() -> None:
     assert "has no 'MeanStdd'" in mistake(sampling={"env_to_module": ["headrace.workers.connectors:MeanStdd"]})
     assert "nowhere" in mistake(sampling={"callbacks": ["nowhere:Callback"]})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import os
 import re
 import shutil
 import signal
@@ -69,8 +68,11 @@ def test_a_server_takes_another_port_when_its_own_is_in_use(tmp_path: Path, make
 
 def test_two_servers_never_share_a_directory(make_server: MakeServer, tmp_path: Path) -> None:
     server = make_server().start()
-    with pytest.raises(RunDirError, match=f"still runs there, on port {server.launch.port}"):
-        prepare_redis(tmp_path / "run-0")
+    shutil.copytree(tmp_path / "run-0", tmp_path / "copy", ignore=shutil.ignore_patterns("*.sock"))
+    for folder in ("run-0", "copy"):
+        told = f"still runs there, on port {server.launch.port}; end .* or the run of which this folder is a copy"
+        with pytest.raises(RunDirError, match=told):
+            prepare_redis(tmp_path / folder)
 
 
 def test_an_unwritable_run_directory_gives_an_error_that_names_it(tmp_path: Path) -> None:
@@ -173,9 +175,9 @@ def test_the_books_of_a_stopped_fleet_can_be_opened(make_server: MakeServer, tmp
         client.ping()
 
 
-@pytest.mark.parametrize("cut", [1, 17, 60])
+@pytest.mark.parametrize(("cut", "zeros"), [(1, 0), (17, 0), (60, 0), (0, 1), (0, 100_000), (60, 4096)])
 def test_a_torn_end_of_the_append_only_file_is_cut_off_and_said(
-    make_server: MakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
+    make_server: MakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int, zeros: int
 ) -> None:
     server = make_server().start()
     with server.client() as client:
@@ -188,10 +190,11 @@ def test_a_torn_end_of_the_append_only_file_is_cut_off_and_said(
     assert server.process is not None
     server.process.wait()
     server.process = None
-    os.truncate(file, file.stat().st_size - cut)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) - cut] + bytes(zeros))
     with serving(tmp_path / "run-0", server.url), server.client() as client:
-        assert (client.get("kept"), client.get("torn")) == (b"2", None)
-    assert f"the fleet's own Redis found {file.name} torn" in caplog.text
+        assert (client.get("kept"), client.get("torn")) == (b"2", None if cut else b"x" * 100)
+    assert f"found {file.name} torn" in caplog.text
     caplog.clear()
     with serving(tmp_path / "run-0", server.url):
         assert "torn" not in caplog.text

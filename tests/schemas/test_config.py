@@ -104,6 +104,14 @@ def test_environment_variables_are_parsed_by_the_type_of_their_field(name: str, 
         ("[serving]\nenabled = true\n[learner]\nevaluate_every_steps = 9", "clients drive the episodes"),
         ("[broker]\nmax_held_age_s = 2.0", "max_held_age_s = 2.0 drops the oldest batches"),
         ("[broker]\nmax_held_bytes = 1048576", "max_batch_bytes = 134217728 exceeds max_held_bytes = 1048576"),
+        ("[broker]\nmax_held_batches = 4", r"max_held_batches = 4, .* which is 4 batches .* give 5 or more"),
+        ("[broker]\nmax_connections = 1", "max_connections = 1 has no room for fleet.workers = 2 .* give 2 or more"),
+        ("[fleet]\nworkers = 3\n[broker]\nmax_connections = 2", "they would push each other out; give 3 or more"),
+        (
+            "[sampling]\nnum_envs = 1\nrollout_fragment_length = 1",
+            r"window_batches = 1023 keeps too little .* raise sampling.num_envs = 1 or .* keeps the 1024 that it takes",
+        ),
+        ("[worker]\nwindow_batches = 1", r"window_batches = 1 keeps too little .* give 2 or more"),
         ("[broker]\nhost = '0.0.0.0'", r"broker.host = '0.0.0.0' serves other machines: it needs keys\.dir"),
         ("[broker]\nhost = 'example.org'", "allow_insecure = true"),
         ("[broker", "is not TOML"),
@@ -113,6 +121,25 @@ def test_a_wrong_setting_gives_an_error_that_names_it(tmp_path: Path, text: str,
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(_file(tmp_path, text), environ={})
     assert caught.value.exit_code is ExitCode.CONFIG
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"broker": {"max_held_batches": 5}},
+        {"broker": {"max_held_batches": 4}, "sampling": {"policies": {"one": {}, "other": {}}}},
+        {"sampling": {"num_envs": 1, "rollout_fragment_length": 1, "policies": {"one": {}, "other": {}}}},
+        {"broker": {"max_connections": 2}},
+        {"sampling": {"num_envs": 1, "rollout_fragment_length": 2}},
+        {"broker": {"max_held_batches": 2}, "learner": {"steps_per_update": 1024}},
+        {"broker": {"max_held_batches": 1}, "fleet": {"workers": 4}},
+        {"broker": {"max_held_batches": 1, "overflow": "drop_oldest"}},
+        {"broker": {"max_held_batches": 1}, "learner": {"enabled": False}},
+        {"broker": {"max_held_batches": 1}, "sampling": {"batch_mode": "complete_episodes"}},
+    ],
+)
+def test_a_limit_may_be_as_small_as_the_fleet_and_an_update_allow(sections: dict[str, Any]) -> None:
+    build_config(sections)
 
 
 @pytest.mark.parametrize(
