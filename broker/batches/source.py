@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import takewhile
+from typing import Any
 
 from headrace.broker.batches.worker_figures import WorkerFigures
 from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
@@ -22,7 +23,7 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer
-from headrace.schemas.messages import LastWords, ModuleShapes, WeightsRefusal, WorkerHello
+from headrace.schemas.messages import LastWords, WeightsRefusal, WorkerHello
 
 UNSEEN_AT_ONCE = 1_000
 UNSEEN_PER_S = 10_000
@@ -116,8 +117,8 @@ class Source:
     num_envs: int = 1
     cut_steps: int = 1
     """Number of env steps in one full cut."""
-    weight_shapes: ModuleShapes = field(default_factory=dict)
-    """Shapes of the weights that its worker loads, by module and name."""
+    weights_told: dict[str, Any] = field(default_factory=dict)
+    """The fields of messages about the weights that its worker loads: shapes and kinds of number; none: not told."""
     refused: WeightsRefusal | None = None
     """The newest weights that its worker could not load."""
     env_failures: int = 0

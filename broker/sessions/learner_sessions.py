@@ -24,7 +24,6 @@ from headrace.schemas.messages import (
     LearnerRow,
     LearnerRows,
     LearnerWelcome,
-    ModuleShapes,
     SourceEnd,
     SourceGap,
     SourceStart,
@@ -50,7 +49,7 @@ class LearnerSessions:
         self._store = store
         self._outbox = outbox
         self._warnings = CountedWarnings(log)
-        self._weight_shapes: ModuleShapes = {}
+        self._weights_told: dict[str, Any] = {}
         self.measures = LearnerMeasures(store.refusals)
         self.progress = 0
         """Number of commits that settled a batch or handed out one."""
@@ -142,14 +141,14 @@ class LearnerSessions:
         self._outbox.send(peer, Fenced(detail=detail))
 
     def _send_welcome(self, peer: Peer, learner: LearnerLease, spaces: dict[str, Any]) -> None:
-        learner.shapes_told[peer] = self._weight_shapes
+        learner.weights_told[peer] = self._weights_told
         welcome = LearnerWelcome(
             fleet_id=self._fleet_id,
             epoch=learner.epoch,
             spaces=spaces,
             published=self._store.weights,
-            weight_shapes=self._weight_shapes,
             maps_weights=True,
+            **self._weights_told,
         )
         self._outbox.send(peer, welcome)
 
@@ -268,7 +267,7 @@ class LearnerSessions:
     def send_status(self, workers: list[Source], heeded: list[Source], spaces: dict[str, Any]) -> None:
         """Send the heartbeat to the learner. Its facts about weights come from the `heeded` workers alone."""
         learner = self.lease
-        self._weight_shapes = next((source.weight_shapes for source in heeded if source.weight_shapes), {})
+        self._weights_told = next((source.weights_told for source in heeded if source.weights_told), {})
         if learner is None:
             return
         status = Status(
@@ -286,20 +285,12 @@ class LearnerSessions:
             ),
         )
         for peer in learner.connections():
-            news = self._shapes_not_told(peer, learner)
-            self._outbox.send(peer, status.model_copy(update={"weight_shapes": news}) if news else status)
-
-    def _shapes_not_told(self, peer: Peer, learner: LearnerLease) -> ModuleShapes:
-        """Return the shapes of the weights if this connection must be told of them now; else none.
-
-        With a thousand names the shapes are most of a heartbeat. While no worker lives no shapes are known, and the
-        connection's last ones stay valid.
-        """
-        shapes = self._weight_shapes
-        if not shapes or learner.shapes_told.get(peer) == shapes:
-            return {}
-        learner.shapes_told[peer] = shapes
-        return shapes
+            # With a thousand names the shapes are most of a heartbeat. While no worker lives no shapes are known, and
+            # the connection's last ones stay valid.
+            news = {} if learner.weights_told.get(peer) == self._weights_told else self._weights_told
+            if news:
+                learner.weights_told[peer] = news
+            self._outbox.send(peer, status.model_copy(update=news) if news else status)
 
     def name_of(self, peer: Peer) -> str:
         """Return the name of a peer that is a connection of the learner; "" for any other."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.broker.batches.source import Peer
 from headrace.schemas.frames.compression import readable_encodings
-from headrace.schemas.messages import LearnerHello, ModuleShapes
+from headrace.schemas.messages import LearnerHello
 
 _MOST_HOST = 255
 """Characters of a host's name: the most that DNS allows."""
@@ -33,8 +34,8 @@ class LearnerLease:
     """Time of the last commit that settled a batch; of the learner's first word before that."""
     told: dict[tuple[int, int], int] = field(default_factory=dict)
     """The last batch of each source that the learner was told of on this connection."""
-    shapes_told: dict[Peer, ModuleShapes] = field(default_factory=dict)
-    """The shapes of the weights that each connection was last told of."""
+    weights_told: dict[Peer, dict[str, Any]] = field(default_factory=dict)
+    """What each connection was last told of the weights that workers load."""
     reads_all: bool = False
     """True if it reads every encoding of arrays that this broker takes from workers."""
     headrace_version: str = ""
@@ -57,7 +58,7 @@ class LearnerLease:
 
         Batches under way on its last connection are lost, received ones are not.
         """
-        self.shapes_told.pop(self.stream or b"", None)
+        self.weights_told.pop(self.stream or b"", None)
         self.stream = peer
         self.window_batches, self.window_bytes = hello.window_batches, hello.window_bytes
         self.reads_all = set(readable_encodings()) <= set(hello.encodings)
@@ -69,7 +70,7 @@ class LearnerLease:
 
     def attach_publisher(self, peer: Peer) -> None:
         """Note that a publisher connected or reconnected."""
-        self.shapes_told.pop(self.publisher or b"", None)
+        self.weights_told.pop(self.publisher or b"", None)
         self.publisher = peer
 
     def connections(self) -> list[Peer]:

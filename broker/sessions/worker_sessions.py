@@ -312,7 +312,9 @@ class WorkerSessions:
         self._hear(source, now, hello.silence_s)
         source.introduced = bool(hello.spaces)
         source.num_envs, source.cut_steps = max(1, hello.num_envs), max(1, hello.cut_steps)
-        source.weight_shapes = tellable_shapes(hello.weight_shapes)
+        shapes = tellable_shapes(hello.weight_shapes)
+        kinds = {module_id: hello.weight_kinds.get(module_id, "")[: len(own)] for module_id, own in shapes.items()}
+        source.weights_told = {"weight_shapes": shapes, "weight_kinds": kinds} if shapes else {}
         source.weights = max(source.weights, hello.weights)
         if hello.totals.seq == source.accepted:
             source.take_totals(hello.totals, now)

@@ -20,7 +20,7 @@ from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torc
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
 from headrace.schemas.frames.wire import Buffer
-from headrace.schemas.messages import LearnerWelcome, ModuleShapes, Status
+from headrace.schemas.messages import LearnerWelcome, ModuleKinds, ModuleShapes, Status
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 
@@ -32,7 +32,7 @@ _LEAVING_S = 0.5
 _TOKENS: dict[tuple[int, str], str] = {}
 _STREAMING: set[str] = set()
 _PUBLISHED: dict[str, Sequence[Version]] = {}
-_WEIGHT_SHAPES: dict[str, ModuleShapes] = {}
+_WEIGHTS_TOLD: dict[str, tuple[ModuleShapes, ModuleKinds]] = {}
 _TIME_SPENT: dict[str, TimeSpent] = {}
 _WARNED_OF_THREADS: set[int] = set()
 """The process id of a process that has warned; a child by fork has its own."""
@@ -105,22 +105,22 @@ def note_published(token: str, versions: Sequence[Version]) -> None:
     _PUBLISHED[token] = versions
 
 
-def note_weight_shapes(token: str, message: LearnerWelcome | Status) -> None:
-    """Note which shapes workers load, if `message` tells. Stream and publisher then know them at the same moment."""
+def note_weights_told(token: str, message: LearnerWelcome | Status) -> None:
+    """Note which weights workers load, if `message` tells. Stream and publisher then know them at the same moment."""
     if message.weight_shapes:
-        _WEIGHT_SHAPES[token] = message.weight_shapes
+        _WEIGHTS_TOLD[token] = message.weight_shapes, message.weight_kinds
 
 
-def weight_shapes(token: str) -> ModuleShapes:
-    """Return the shapes of the weights that workers load; empty while the learner with `token` knows none."""
-    return _WEIGHT_SHAPES.get(token, {})
+def weights_told(token: str) -> tuple[ModuleShapes, ModuleKinds] | None:
+    """Return shapes and kinds of the weights that workers load; None while the learner with `token` knows none."""
+    return _WEIGHTS_TOLD.get(token)
 
 
 def forget_published(token: str) -> None:
-    """Forget what `token` published and its shapes if no stream is open: the next fleet may be another one."""
+    """Forget what `token` published and what workers load if no stream is open: the next fleet may be another one."""
     if token not in _STREAMING:
         _PUBLISHED.pop(token, None)
-        _WEIGHT_SHAPES.pop(token, None)
+        _WEIGHTS_TOLD.pop(token, None)
 
 
 def newest_published(token: str, broker: int = 0) -> Version:

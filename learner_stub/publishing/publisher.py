@@ -26,7 +26,7 @@ from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import PeerKeys, client_keys
-from headrace.schemas.errors import EncodeError, NotFiniteError, WeightsMismatchError, refusal
+from headrace.schemas.errors import EncodeError, NotFiniteError, refusal
 from headrace.schemas.frames.manifest import as_sent
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
 from headrace.schemas.messages.weights import Arrays, fit_published, join_modules, weights_digest
@@ -76,8 +76,6 @@ class WeightPublisher:
             link = BrokerLink(place, peer_keys, self.token, number)
             self._brokers.append(BrokerWeights(link, broker_fleet_id(fleet_id, number, len(endpoints))))
         self._publishing = False
-        self._floats: set[str] = set()
-        """Names of the tensors that have held floats."""
         self._has_warned = False
         connection.enroll(self)
         self._join(connect_timeout_s)
@@ -127,15 +125,14 @@ class WeightPublisher:
         Raises `EncodeError` for weights that may not go on the wire: more than 256 MiB or 4,096 arrays, a value that is
         no tensor or array, a dtype without a place there, a name that is no text, an invalid module id. Raises
         `WeightsMismatchError` and `WhichModuleError` for weights that do not fit the workers' modules, as soon as a
-        worker has told their shapes. `RefusedWeightsError` says that a worker could not load an earlier version. This
+        worker has told of them. `RefusedWeightsError` says that a worker could not load an earlier version. This
         method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
         they have.
         """
         with connection.time_spent(self.token).part("publish"):
             arrays, seq = _as_sent(array_views(state_dict)), self.seq + 1
-            if shapes := connection.weight_shapes(self.token):
-                arrays = fit_published(arrays, shapes)
-            self._check_kinds(arrays)
+            if told := connection.weights_told(self.token):
+                arrays = fit_published(arrays, *told)
             self._check_finite(arrays, allow_non_finite)
             connection.note_published(self.token, [(broker.epoch, seq) for broker in self._brokers])
             self._publishing = True
@@ -191,17 +188,6 @@ class WeightPublisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_kinds(self, arrays: Arrays) -> None:
-        """Raise `WeightsMismatchError` for integers or bools where an earlier version had floats.
-
-        Workers check each version by their module, but only after it was published.
-        """
-        changed = {name: (str(arrays[name].dtype), "float") for name in self._floats & arrays.keys()}
-        changed = {name: kinds for name, kinds in changed.items() if arrays[name].dtype.kind != "f"}
-        if changed:
-            raise WeightsMismatchError([], [], {}, dtypes=dict(sorted(changed.items())))
-        self._floats |= {name for name, array in arrays.items() if array.dtype.kind == "f"}
 
     def _check_finite(self, arrays: Arrays, allow_non_finite: bool) -> None:
         try:

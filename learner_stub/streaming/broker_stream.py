@@ -142,7 +142,7 @@ class BrokerStream:
             elif kind in _CONTROL:
                 message = read(_CONTROL[kind], header)
                 if isinstance(message, LearnerWelcome | Status):
-                    connection.note_weight_shapes(self.link.token, message)
+                    connection.note_weights_told(self.link.token, message)
                 if isinstance(message, Status):
                     connection.warn_of_threads(message.workers_here)
                 if isinstance(message, Reject) and self.link.disowns(message):

@@ -39,13 +39,16 @@ from headrace.schemas.messages.learner_messages import (
 from headrace.schemas.messages.message_base import (
     Fenced as Fenced,
     Message as Message,
+    ModuleKinds as ModuleKinds,
     ModuleShapes as ModuleShapes,
     Reject as Reject,
     SourcePosition as SourcePosition,
     WeightsRefusal as WeightsRefusal,
+    kind_of as kind_of,
     messages_to as messages_to,
     read as read,
     tellable_shapes as tellable_shapes,
+    tellable_weights as tellable_weights,
 )
 from headrace.schemas.messages.weights_messages import (
     WeightsAck as WeightsAck,

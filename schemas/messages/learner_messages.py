@@ -31,7 +31,7 @@ from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.frames.compression import Encodings
 from headrace.schemas.frames.wire import MessageKind
-from headrace.schemas.messages.message_base import Message, ModuleShapes, SourcePosition, WeightsRefusal
+from headrace.schemas.messages.message_base import Message, ModuleKinds, ModuleShapes, SourcePosition, WeightsRefusal
 
 MOST_ROWS = 32
 """Most rows in one message."""
@@ -101,6 +101,7 @@ class LearnerWelcome(Message):
     published: Version = (0, 0)
     weight_shapes: ModuleShapes = {}
     """Shapes of the weights that workers load, once one has told them."""
+    weight_kinds: ModuleKinds = {}
     maps_weights: bool = False
     """True if the broker takes announced weights from its machine's memory."""
 
@@ -182,6 +183,7 @@ class Status(Message):
     """In synchronous sampling: the peer that the round waits for, the learner or some workers."""
     weight_shapes: ModuleShapes = {}
     """As in the WELCOME, where they have changed since this connection was last told of them; else empty."""
+    weight_kinds: ModuleKinds = {}
     refused: WeightsRefusal | None = None
     """A worker could not load this version of the weights."""
 

@@ -78,6 +78,29 @@ ModuleShapes = Annotated[
 """Shapes of the weights that workers load, by module and name. Empty: not known, or too many to tell."""
 
 
+ModuleKinds = Annotated[
+    dict[Annotated[str, Field(max_length=MOST_NAME)], Annotated[str, Field(max_length=MOST_TENSORS)]],
+    Field(max_length=MOST_TENSORS),
+]
+"""Kinds of number of the weights that workers load: by module a letter for each tensor, in the order of the shapes.
+
+f: floats, i: integers, b: bools. A module that is missing, or another letter: not known.
+"""
+
+
+def tellable_weights(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a HELLO says of tensors or arrays, by module and name: `weight_shapes` and `weight_kinds`."""
+    shapes = tellable_shapes({id: {name: tensor.shape for name, tensor in own.items()} for id, own in modules.items()})
+    kinds = {id: "".join(kind_of(modules[id][name].dtype) for name in own) for id, own in shapes.items()}
+    return {"weight_shapes": shapes, "weight_kinds": kinds}
+
+
+def kind_of(dtype: Any) -> str:
+    """Return the letter in `ModuleKinds` of a dtype of numpy or torch."""
+    name = str(dtype).removeprefix("torch.")
+    return "f" if "float" in name else name[0].replace("u", "i")
+
+
 def tellable_shapes(shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> dict[str, dict[str, list[int]]]:
     """Return the shapes as a message carries them: all, or none if they are too many or their names too long."""
     names = [*shapes, *(name for own in shapes.values() for name in own)]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import WRAPPERS, DecodeError, WeightsMismatchError, WhichModuleError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode
-from headrace.schemas.messages import WeightsHeader, read
+from headrace.schemas.messages import ModuleKinds, WeightsHeader, kind_of, read
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -98,7 +98,16 @@ def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def fit_published(arrays: Arrays, modules: Mapping[str, Shapes]) -> Arrays:
+def _check_kinds(given: Arrays, own: Iterable[str], kinds: str, module_id: str) -> None:
+    """Raise `WeightsMismatchError` if arrays hold other kinds of number than the module's `own` tensors, as told."""
+    words = {"f": "float", "i": "int", "b": "bool"}
+    pairs = [pair for pair in zip(own, kinds, strict=False) if pair[1] in words]
+    differ = {name: (str(given[name].dtype), words[kind]) for name, kind in pairs if kind_of(given[name].dtype) != kind}
+    if differ:
+        raise WeightsMismatchError([], [], {}, module_id, dtypes=differ)
+
+
+def fit_published(arrays: Arrays, modules: Mapping[str, Shapes], kinds: ModuleKinds | None = None) -> Arrays:
     """Return `arrays` under the names that workers with these `modules` have for them.
 
     A module that is left out keeps its weights. State of connectors is not checked here. Raises `WeightsMismatchError`
@@ -121,7 +130,9 @@ def fit_published(arrays: Arrays, modules: Mapping[str, Shapes]) -> Arrays:
         if tensors:
             tensors = dict(fit_names(tensors, modules[module_id]))
             shapes = {name: array.shape for name, array in tensors.items()}
-            check_shapes(shapes, modules[module_id], module_id if len(modules) > 1 else "")
+            which = module_id if len(modules) > 1 else ""
+            check_shapes(shapes, modules[module_id], which)
+            _check_kinds(tensors, modules[module_id], (kinds or {}).get(module_id, ""), which)
         fitted[module_id] = {**tensors, **learnt}
     return next(iter(fitted.values())) if by_module is None else join_modules(fitted)
 

@@ -39,7 +39,14 @@ from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.frames.compression import Encodings
 from headrace.schemas.frames.wire import MessageKind
-from headrace.schemas.messages.message_base import MOST_NAME, MOST_SHORT_DETAIL, Message, ModuleShapes, WeightsRefusal
+from headrace.schemas.messages.message_base import (
+    MOST_NAME,
+    MOST_SHORT_DETAIL,
+    Message,
+    ModuleKinds,
+    ModuleShapes,
+    WeightsRefusal,
+)
 
 MOST_DROPPED = 1024
 """As many batches as a recorder holds, and a worker keeps."""
@@ -66,6 +73,7 @@ class WorkerHello(Message):
     """Env steps of a cut."""
     weight_shapes: ModuleShapes = {}
     """Absent until the modules are built."""
+    weight_kinds: ModuleKinds = {}
     settled: Settled = Settled()
     totals: WorkerTotals = WorkerTotals()
     weights: Version = (0, 0)

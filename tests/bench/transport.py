@@ -187,7 +187,7 @@ class PrebuiltRunner:
         on_poll()
         return batch
 
-    def weight_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
         return {}
 
     def take_finished_episodes(self) -> list[tuple[float, int]]:

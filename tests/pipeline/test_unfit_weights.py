@@ -24,7 +24,14 @@ from headrace.schemas.errors import (
     WeightsMismatchError,
     WhichModuleError,
 )
-from headrace.schemas.messages import LearnerHello, LearnerWelcome, Status, WorkerHello, tellable_shapes
+from headrace.schemas.messages import (
+    LearnerHello,
+    LearnerWelcome,
+    Status,
+    WorkerHello,
+    tellable_shapes,
+    tellable_weights,
+)
 from headrace.schemas.messages.weights import fit_published
 from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import SAMPLING, WorkerThread, constant_value
@@ -161,7 +168,7 @@ def test_weights_under_the_names_of_a_wrapper_are_the_modules(
 def test_numbers_of_another_kind_are_refused(
     stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker, subtests: pytest.Subtests
 ) -> None:
-    """At once where floats were published before; else by the worker."""
+    """At once where a worker has told the kinds of its module; else by the worker."""
     fit = {name: torch.as_tensor(tensor) for name, tensor in constant_value(CART_POLE, 1.0).items()}
     publisher.publish({name: tensor.to(torch.int8) for name, tensor in fit.items()})
     worker = start_worker()
@@ -173,6 +180,29 @@ def test_numbers_of_another_kind_are_refused(
         with subtests.test(dtype=dtype), pytest.raises(WeightsMismatchError, match="the module's float, and a cast"):
             publisher.publish({name: tensor.to(dtype) for name, tensor in fit.items()})
     assert publisher.publish({name: tensor.bfloat16() for name, tensor in fit.items()}) == 3
+    worker.check()
+
+
+def test_the_first_version_in_another_kind_of_number_is_refused_at_once(
+    stream: EpisodeStream, publisher: WeightPublisher, start_worker: StartWorker, subtests: pytest.Subtests
+) -> None:
+    worker = start_worker()
+    fit = {
+        name: torch.as_tensor(tensor)
+        for name, tensor in constant_value(stream.spaces(timeout_s=TIMEOUT_S), 1.0).items()
+    }
+    for dtype in (torch.int8, torch.bool, torch.int64, torch.uint8):
+        with subtests.test(dtype=dtype), pytest.raises(WeightsMismatchError, match="the module's float, and a cast"):
+            publisher.publish({name: tensor.to(dtype) for name, tensor in fit.items()})
+    with pytest.raises(WeightsMismatchError, match=r"'head\.bias' is int64, the module's float") as caught:
+        publisher.publish(
+            {f"module.{name}": tensor for name, tensor in {**fit, "head.bias": fit["head.bias"].long()}.items()}
+        )
+    assert caught.value.dtypes == {"head.bias": ("int64", "float")}
+    assert publisher.seq == 0
+    for seq, dtype in enumerate((torch.float16, torch.bfloat16, torch.float64, torch.float32), 1):
+        assert publisher.publish({name: tensor.to(dtype) for name, tensor in fit.items()}) == seq
+    wait_until(lambda: _seq(stream) == 4, "a batch of the last weights")
     worker.check()
 
 
@@ -228,6 +258,35 @@ def test_weights_of_several_modules_are_checked_by_module() -> None:
         fit_published(_arrays(w=(2, 3)), SHAPES)
 
 
+KINDS = {"one": {"w": "float32", "n": "int64", "on": "bool"}}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "refused"),
+    [
+        ({}, {}),
+        ({"w": "float16", "n": "uint8"}, {}),
+        ({"w": "float64", "n": "int32"}, {}),
+        ({"w": "int64"}, {"w": ("int64", "float")}),
+        ({"n": "float32"}, {"n": ("float32", "int")}),
+        ({"n": "bool", "on": "uint8"}, {"n": ("bool", "int"), "on": ("uint8", "bool")}),
+    ],
+)
+def test_kinds_of_number_are_checked_by_what_workers_tell(dtypes: Any, refused: Any) -> None:
+    """Averaged weights have floats for a counter, for example."""
+    told = tellable_weights({"one": {name: np.zeros(2, dtype) for name, dtype in KINDS["one"].items()}})
+    assert told == {"weight_shapes": {"one": {"w": [2], "n": [2], "on": [2]}}, "weight_kinds": {"one": "fib"}}
+    given = {name: np.zeros(2, dtype) for name, dtype in {**KINDS["one"], **dtypes}.items()}
+    seen = {}
+    try:
+        fit_published(given, *told.values())
+    except WeightsMismatchError as error:
+        seen = error.dtypes
+    assert seen == refused
+    for unknown in ({}, {"one": ""}, {"one": "???"}, {"two": "fib"}):
+        fit_published(given, told["weight_shapes"], unknown)
+
+
 def test_weight_shapes_too_large_for_a_message_are_left_out() -> None:
     assert tellable_shapes(SHAPES) == {"one": {"w": [2, 3]}, "two": {"v": [4]}}
     assert tellable_shapes({"one": {str(n): (1,) for n in range(2000)}}) == {}
@@ -261,6 +320,19 @@ class _Told:
         self.now += 1.0
         self.core.tick(self.now)
         return {send.peer: send.content for send in self.core.take_outbox() if isinstance(send.content, Status)}
+
+
+def test_a_learner_hears_the_kinds_of_number_of_weights_with_their_shapes() -> None:
+    """No more letters than tensors: a worker may claim a million."""
+    told, shapes = _Told(), {"one": {"w": [2], "n": []}, "two": {"v": [1]}}
+    hello = WorkerHello(fleet_id="f", token="0", slot=0, incarnation=1, weight_shapes=shapes)
+    told.core.receive(b"w", hello.model_copy(update={"weight_kinds": {"one": "fi" + "f" * 999, "x": "f"}}), told.now)
+    told.learner(b"p", "publisher")
+    status = told.heartbeat()[b"p"]
+    assert (status.weight_shapes, status.weight_kinds) == (shapes, {"one": "fi", "two": ""})
+    assert told.heartbeat()[b"p"].weight_kinds == {}
+    told.core.receive(b"w", hello, told.now)
+    assert told.heartbeat()[b"p"].weight_kinds == {"one": "", "two": ""}, "a worker before 1.1 does not tell"
 
 
 def test_heartbeats_carry_weight_shapes_only_when_they_are_new() -> None:

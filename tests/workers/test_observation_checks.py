@@ -197,3 +197,10 @@ def test_the_space_of_a_camera_is_converted_without_an_object_for_each_of_its_nu
         tracemalloc.stop()
     assert (converted.flat_low, converted.flat_high) == (0.0, 255.0)
     assert peak < 2 * space.low.size
+
+
+def test_a_bad_row_is_the_fault_of_the_env_that_it_belongs_to() -> None:
+    seen = Observations(convert(gym.spaces.Box(-np.inf, np.inf, (1,)), "observation"), 3, check_bounds=True)
+    ((env, error),) = seen.put_rows(np.array([[5.0], [np.nan], [7.0]], np.float32), np.array([1, 2, 0]))
+    assert (env, error.expected) == (2, "free of NaN")
+    assert seen.columns["obs"].tolist() == [[7.0], [5.0], [0.0]]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.schemas.chunks.spaces import Spaces, nest
+from headrace.schemas.chunks.spaces import Discrete, Spaces, nest
 from headrace.schemas.errors import (
     ConnectorError,
     EnvRestartBudgetError,
@@ -22,6 +22,7 @@ from headrace.schemas.errors import (
     WeightsMismatchError,
 )
 from headrace.workers.connectors.connector import Connector
+from headrace.workers.envs.bounds import ActionLimits
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
 from headrace.workers.policy.acting import Actor
@@ -620,3 +621,14 @@ def test_weights_are_cast_where_only_rounding_changes(own: torch.dtype, given: t
             WeightsMismatchError, match=r"'w' is .*, the module's .*, and a cast would change its numbers"
         ):
             write_weights(module, weights)
+
+
+@pytest.mark.parametrize("n", [4, 2000])
+@pytest.mark.parametrize("width", [1, 32, 33])
+def test_every_choice_of_a_discrete_space_and_no_other_is_inside_it(width: int, n: int) -> None:
+    limits = ActionLimits(Discrete(n=n, start=2), "actions")
+    for choice, inside in ((1, False), (2, True), (n + 1, True), (n + 2, False), (2**62, False), (-(2**63), False)):
+        actions = np.full(width, 3)
+        actions[-1] = choice
+        assert (limits.problem({"actions": actions}) == "") == inside
+    assert limits.problem({"actions": np.full((width, 1), 3)}) == ""

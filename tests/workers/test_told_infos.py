@@ -14,6 +14,7 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 from headrace.schemas.chunks.batch import info_json
+from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
 from headrace.workers.agents.env import MultiAgentEnv
@@ -181,7 +182,13 @@ def test_rows_of_some_envs_belong_to_the_envs_that_env_id_names() -> None:
     assert infos_by_lane(infos, 4) == told
     assert infos_by_lane({**infos, "level": np.arange(4)}, 4) == told
     assert without_rows({**infos, "level": np.arange(4)}, 4) == ["level"]
-    for other in ([3, 3], [1, 4], [0.0, 1.0]):  # they name no envs
+    assert infos_by_lane({"env_id": [1, 0], "lives": np.array([7, 8])}, 2) == {
+        1: {"env_id": 1, "lives": 7},
+        0: {"env_id": 0, "lives": 8},
+    }
+    own = {"env_id": np.array([1, 0]), "_env_id": np.array([True, True])}  # of one of gymnasium's vectors
+    assert infos_by_lane(own, 2) == {0: {"env_id": 1}, 1: {"env_id": 0}}
+    for other in ([3, 3], [1, 4], [0.0, 1.0], [True, False], 3, [-1, 0]):  # they name no envs
         assert infos_by_lane({"env_id": np.array(other), "lives": np.arange(4)}, 4) == {
             i: {"lives": i} for i in range(4)
         }
@@ -250,8 +257,11 @@ def test_last_observations_without_a_row_for_each_env_are_the_vectors_failure(fi
         runner.sample(num_timesteps=8)
 
 
-def _pool(**settings: Any) -> Any:
-    """A pool of four envs, of which the two that were sent first answer. It counts each env's steps in its infos."""
+def _pool(told: Any = None, **settings: Any) -> Any:
+    """A pool of four envs, of which the two that were sent first answer. It counts each env's steps in its infos.
+
+    told: its "env_id" where that is not the truth.
+    """
 
     class Pool(Native):
         def __init__(self) -> None:
@@ -272,7 +282,7 @@ def _pool(**settings: Any) -> Any:
             lanes, self._sent = np.array(self._sent[1::-1]), self._sent[2:]
             steps = self._steps[lanes]
             infos = {
-                "env_id": lanes,
+                "env_id": lanes if told is None else told,
                 "at": np.stack([lanes, steps], 1),
                 "players": {"env_id": lanes},
                 "all": self._steps,
@@ -296,6 +306,78 @@ def test_infos_of_a_pool_that_answers_for_some_envs_are_those_of_their_env_and_s
     assert "'all' of the vector" in caplog.text
     with SingleAgentEnvRunner(_pool(infos="none")) as runner:
         assert not any(chunk.infos for chunk in runner.sample(num_timesteps=60))
+
+
+@pytest.mark.parametrize("told", ["no", np.array([1, 1]), np.array([2, 4]), np.array([-1, 0]), np.array([0]), 3])
+def test_a_pool_that_does_not_name_its_envs_has_failed(told: Any) -> None:
+    config = _pool(told, restart_failed_sub_environments=False)
+    with SingleAgentEnvRunner(config) as runner, pytest.raises(EnvContractError, match=r"infos\['env_id'\].*each once"):
+        runner.sample(num_timesteps=8)
+
+
+def _in_rows(value: Any, at: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_rows(part, at) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_in_rows(part, at) for part in value)
+    return [value[row] for row in at] if isinstance(value, list) else value[at]
+
+
+class Shuffled(gym.vector.VectorEnv[Any, Any, Any]):
+    """Answers for its envs in another order each time. Env i counts from 100 i. Rewards and infos are its counts."""
+
+    single_observation_space = gym.spaces.Dict({"a": BOX, "b": gym.spaces.Tuple((BOX, BOX))})
+    single_action_space = TWO
+
+    def __init__(self, mode: AutoresetMode, as_list: bool) -> None:
+        self.num_envs, self.metadata, self._as_list = 3, {"autoreset_mode": mode}, as_list
+        self._random = np.random.default_rng(0)
+        self._over = np.zeros(3, bool)
+
+    def _answer(self, **infos: Any) -> Any:
+        at = self._random.permutation(3)
+        rows = self._n[at].astype(np.float32)[:, None]
+        told = {"n": self._n, "deep": {"n": self._n, "_n": np.ones(3, bool)}, "words": [*map(str, self._n)], **infos}
+        told = _in_rows(told, at) | {"env_id": at.tolist() if self._as_list else at}
+        return at, {"a": rows, "b": (rows + 0.25, rows + 0.5)}, told
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        mask = (options or {}).get("reset_mask", np.ones(3, bool))
+        self._n = np.where(mask, 100 * np.arange(3), self._n if options else 0)
+        self._over &= ~mask
+        return self._answer()[1:]
+
+    def step(self, actions: Any) -> Any:
+        mode, first = self.metadata["autoreset_mode"], 100 * np.arange(3)
+        begins = self._over if mode is AutoresetMode.NEXT_STEP else np.zeros(3, bool)
+        self._n = np.where(begins, first, self._n + 1)
+        ends = ~begins & (self._n - first >= 4 + np.arange(3))
+        rewards, self._over, finals = self._n.astype(float), ends, {}
+        if mode is AutoresetMode.SAME_STEP:
+            last = self._n.astype(np.float32)[:, None]
+            finals = {"final_obs": {"a": last, "b": (last + 0.25, last + 0.5)}, "_final_obs": ends}
+            finals["final_info"] = {"n": self._n, "words": [*map(str, self._n)]}
+            self._n = np.where(ends, first, self._n)
+        at, seen, told = self._answer(**finals)
+        return seen, rewards[at], ends[at] & (at != 1), ends[at] & (at == 1), told
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_rows_in_another_order_belong_to_the_envs_that_env_id_names(mode: AutoresetMode, as_list: bool) -> None:
+    with SingleAgentEnvRunner(EnvRunnerConfig(env=lambda c: Shuffled(mode, as_list), num_envs=3, seed=0)) as runner:
+        chunks = [chunk for _ in range(4) for chunk in runner.sample(num_timesteps=30)]
+        assert runner.totals.env_failures == 0
+    assert {chunk.env_index for chunk in chunks} == {0, 1, 2}
+    for chunk in chunks:
+        counts = np.arange(len(chunk) + 1) + 100 * chunk.env_index + chunk.t_start
+        assert chunk.obs["a"][:, 0].tolist() == counts.tolist()
+        assert [part[:, 0].tolist() for part in chunk.obs["b"]] == [(counts + 0.25).tolist(), (counts + 0.5).tolist()]
+        assert chunk.rewards.tolist() == counts[1:].tolist()
+        assert [(info["n"], info["words"]) for info in chunk.infos] == [(n, str(n)) for n in counts]
+        length = 4 + chunk.env_index
+        assert (chunk.end is not ChunkEnd.ONGOING) == (chunk.t_start + len(chunk) == length)
+        assert chunk.end is not (ChunkEnd.TERMINATED if chunk.env_index == 1 else ChunkEnd.TRUNCATED)
 
 
 class Pair(MultiAgentEnv):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # processes of envs import this file too, and start faster wi
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Largest magnitude of a reward. A larger one is infinite in most learners, and sums of such rewards are useless."""
 _SQUARE = LARGEST_REWARD**2
+_FEW = 32
+"""Up to this number of choices, a set is faster than a comparison of arrays: 0.5 us for 8 of them, and not 1.6 us."""
 _NOWHERE = np.empty(0, np.intp)
 
 
@@ -71,6 +73,11 @@ def _in_dtype(bound: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
     return exact
 
 
+def _choices(leaf: Leaf) -> frozenset[int]:
+    """Return the choices of a Discrete leaf without too many of them, else none."""
+    return frozenset(range(leaf.start, leaf.start + leaf.n) if isinstance(leaf, Discrete) and leaf.n <= 1024 else ())
+
+
 class ActionLimits:
     """The bounds of the leaves of an action space: of whole choices, and with `boxes` of Box leaves too.
 
@@ -78,14 +85,15 @@ class ActionLimits:
     """
 
     def __init__(self, space: Space, root: str, *, boxes: bool = False) -> None:
-        self._bounds = [
-            (name, leaf, *leaf_bounds(leaf)) for name, leaf in leaves(space, root) if boxes or not isinstance(leaf, Box)
-        ]
+        checked = [(name, leaf) for name, leaf in leaves(space, root) if boxes or not isinstance(leaf, Box)]
+        self._bounds = [(name, leaf, *leaf_bounds(leaf), _choices(leaf)) for name, leaf in checked]
 
     def problem(self, columns: Mapping[str, NDArray[Any]], rows: NDArray[Any] | None = None) -> str:
         """Return in words which action in `rows` (None: all) of the columns is outside its space; "" for none."""
-        for name, leaf, low, high in self._bounds:
+        for name, leaf, low, high, choices in self._bounds:
             column = columns[name]
+            if choices and column.ndim == 1 and len(column) <= _FEW and choices.issuperset(column.tolist()):
+                continue
             outside = np.zeros(column.shape, np.bool_) if low is None else column < low
             if high is not None:
                 outside = outside | (column > high)

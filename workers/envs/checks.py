@@ -89,11 +89,6 @@ def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
 
 def own_info(info: Any) -> dict[str, Any]:
     """Return the copy of `told_info`."""
-    try:
-        if b"null" not in info_json(info) and _ATOMS.issuperset(map(type, info.values())):
-            return dict(info)
-    except Exception:  # noqa: BLE001 - `told_info` says what is wrong
-        pass
     return told_info(info)[0]
 
 

@@ -138,16 +138,18 @@ class Observations:
             row[leaf.name] = value.copy()
         return row
 
-    def put_rows(self, batch: Any) -> list[tuple[int, EnvContractError]]:
+    def put_rows(self, batch: Any, lanes: LaneIndex = None) -> list[tuple[int, EnvContractError]]:
         """Write one observation for every env, from arrays (envs, *shape) in the nesting of the space.
 
-        Return as `put` does. Raises `EnvContractError` for a bad batch that is no single env's fault.
+        `lanes`: the env of each row; None: in order. Return (env, error) for each bad one.
+        Raises `EnvContractError` for a bad batch that is no single env's fault.
         """
         columns = {leaf.name: leaf.rows_of(batch, len(self.columns[leaf.name])) for leaf in self._leaves}
         for name, rows in columns.items():
-            self.columns[name][...] = rows
+            self.columns[name][... if lanes is None else lanes] = rows
         if any(leaf.outside(self.columns[leaf.name]) for leaf in self._leaves):
-            return self._put_each(None, _unbatch(self.space, batch, len(next(iter(columns.values())))))
+            problems = self._put_each(lanes, _unbatch(self.space, batch, len(next(iter(columns.values())))))
+            return [(at if lanes is None else int(lanes[at]), problem) for at, problem in problems]
         return []
 
     def _put_each(self, lanes: LaneIndex, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:

@@ -27,7 +27,7 @@ from headrace.schemas.errors import (
     NoEnvHostError,
     StateError,
 )
-from headrace.schemas.messages import tellable_shapes
+from headrace.schemas.messages import tellable_weights
 from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
@@ -210,7 +210,7 @@ class Worker:
             runner.module_spaces,
             num_envs=num_envs,
             cut_steps=num_envs * runner.config.rollout_fragment_length,
-            weight_shapes=tellable_shapes(runner.weight_shapes()),
+            **tellable_weights(runner.state_dicts()),
         )
         self._go_on_counting()
 

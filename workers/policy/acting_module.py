@@ -20,7 +20,7 @@ from headrace.workers.modules.protocol import SplitAct
 from headrace.workers.modules.recurrent import Memory
 from headrace.workers.policy.acting import Actor, BlockActor, Columns
 from headrace.workers.policy.masks import LegalRandomActions
-from headrace.workers.policy.module_weights import check_weights, read_weights, weight_shapes, write_weights
+from headrace.workers.policy.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.policy.noise import ActionNoise
 
 
@@ -184,10 +184,6 @@ class ActingModule:
         return {} if self.memory is None else self.memory.of(row, before=pending)
 
     # -- weights and connector state ----------------------------------------------------------------------------------
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the module's weights by name; none without a module."""
-        return {} if self.module is None else weight_shapes(self.module)
 
     def read_weights(self) -> dict[str, NDArray[Any]] | None:
         """Return copies of the module's weights by name; None without a module."""

@@ -30,11 +30,6 @@ def check_weights(module: torch.nn.Module, state: State) -> None:
     _fit(module.state_dict(), state)
 
 
-def weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter and buffer of the state dict."""
-    return _shapes(module.state_dict())
-
-
 def write_weights(module: torch.nn.Module, state: State) -> None:
     """Copy `state` into the module's own memory. Copies nothing if it raises `WeightsMismatchError`.
 

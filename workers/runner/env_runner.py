@@ -212,10 +212,11 @@ class EnvRunner(ABC, Generic[Batch]):
         """Module id -> the spaces of its chunks, as data, in one order in every process of a fleet."""
         return {module_id: policy.spaces for module_id, policy in self._policies.items()}
 
-    def weight_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Return the shapes of weights that `set_weights` takes, by module and name; empty without modules."""
-        shapes = {module_id: policy.weight_shapes() for module_id, policy in self._policies.items()}
-        return shapes if all(shapes.values()) else {}
+    def state_dicts(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors that `set_weights` writes, by module and name; empty where a module has none."""
+        modules = {module_id: policy.module for module_id, policy in self._policies.items()}
+        states = {module_id: {} if module is None else module.state_dict() for module_id, module in modules.items()}
+        return states if all(states.values()) else {}
 
     def policy_columns(self) -> dict[str, PolicyColumns]:
         """Return by module the columns of batches of external envs here, to check the batches that clients cut.

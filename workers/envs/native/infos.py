@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import eq
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _FINALS = ("final_obs", "final_info")  # read by `final_infos` and `vector_step.py`: they belong to the step before
 
@@ -13,9 +15,9 @@ _FINALS = ("final_obs", "final_info")  # read by `final_infos` and `vector_step.
 def infos_by_lane(infos: Mapping[str, Any], width: int) -> dict[int, dict[str, Any]]:
     """Return the infos that lanes have, each as gymnasium's `DictInfoToList` reads it.
 
-    Values may be views of the vector's arrays. Rows are of all `width` lanes, or of those in "env_id".
+    Values may be views of the vector's arrays. Rows are of all `width` lanes in order, or of those in "env_id".
     """
-    lanes = _lanes_of_rows(infos, width)
+    lanes = lanes_of_rows(infos, width)
     return {lanes[row]: info for row, info in _by_row(infos, len(lanes)).items()}
 
 
@@ -34,7 +36,7 @@ def final_infos(infos: Mapping[str, Any], width: int) -> dict[int, dict[str, Any
 
 def without_rows(infos: Mapping[str, Any], width: int) -> list[str]:
     """Return the keys of values that no lane gets, because they, or their masks, do not have a row for each."""
-    return list(_without_rows(infos, len(_lanes_of_rows(infos, width))))
+    return list(_without_rows(infos, len(lanes_of_rows(infos, width))))
 
 
 def has_rows(values: Any, rows: int) -> bool:
@@ -44,14 +46,39 @@ def has_rows(values: Any, rows: int) -> bool:
     return isinstance(values, list | tuple) and len(values) == rows
 
 
-def _lanes_of_rows(infos: Mapping[str, Any], width: int) -> Sequence[int]:
-    """Return the lane of each row: all lanes, or those in "env_id" if it names some of them, as EnvPool's does."""
+def lanes_of_rows(infos: Mapping[str, Any], width: int) -> Sequence[int]:
+    """Return the lane of each row: those in "env_id" if it names lanes, as EnvPool's does; else all, in order.
+
+    An "env_id" with a mask names none: it is what each env of one of gymnasium's vectors tells of itself.
+    """
     ids = infos.get("env_id")
-    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) < width:
-        lanes: list[int] = ids.tolist()
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist() if ids.ndim == 1 and ids.dtype.kind in "iu" else None
+    if isinstance(ids, list | tuple) and "_env_id" not in infos and {*map(type, ids)} <= {int, np.int32, np.int64}:
+        lanes = [*map(int, ids)]
         if len({*lanes} & {*range(width)}) == len(lanes):
             return lanes
     return range(width)
+
+
+def moved(infos: Mapping[str, Any], width: int) -> NDArray[np.intp] | None:
+    """Return the lane of each row where "env_id" names all lanes in another order; else None."""
+    lanes = lanes_of_rows(infos, width)
+    return None if len(lanes) < width or all(map(eq, lanes, range(width))) else np.array(lanes)
+
+
+def in_order_of(rows: Sequence[int], value: Any, *, nested: bool = False) -> Any:
+    """Return infos, or one value of them, whose rows are put into the order `rows`.
+
+    nested: a tuple holds parts of observations, and not rows.
+    """
+    if isinstance(value, Mapping):
+        return {key: in_order_of(rows, part, nested=nested or key == "final_obs") for key, part in value.items()}
+    if nested and isinstance(value, tuple):
+        return tuple(in_order_of(rows, part, nested=True) for part in value)
+    if not has_rows(value, len(rows)):
+        return value
+    return value[rows] if isinstance(value, np.ndarray) else [value[row] for row in rows]
 
 
 def _by_row(infos: Mapping[str, Any], rows: int) -> dict[int, dict[str, Any]]:

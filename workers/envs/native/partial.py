@@ -20,8 +20,10 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info
+from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
+from headrace.workers.envs.native.infos import lanes_of_rows
 from headrace.workers.envs.native.kinds import Seeding, seeding_of
 from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector_step import VectorStep, bad_rewards, read_step
@@ -133,8 +135,11 @@ class PartialNativeVector(NativeLanes):
         if answer is None:
             return None
         try:
-            lanes = np.asarray(answer[4]["env_id"], np.intp)
-            step = read_step(answer, len(lanes))
+            step = read_step(answer, self._env.config["batch_size"])
+            lanes = np.array(lanes_of_rows(step.infos, len(self.lanes)))
+            if len(lanes) != len(step.rewards):
+                seen = brief(step.infos.get("env_id"))
+                raise EnvContractError("infos['env_id']", seen, f"{len(step.rewards)} envs, each once")
             problems = {int(lanes[place]): error for place, error in self._news.put_rows(step.observations)}
             infos, untold = tell_each([*self._infos_by_lane(step.infos).items()], own_info)
             problems |= untold

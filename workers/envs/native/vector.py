@@ -30,13 +30,14 @@ from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
-from headrace.workers.envs.native.infos import final_infos
+from headrace.workers.envs.native.infos import final_infos, moved
 from headrace.workers.envs.native.kinds import Seeding
 from headrace.workers.envs.native.lanes import NativeLanes
 from headrace.workers.envs.native.vector_step import (
     VectorStep,
     bad_rewards,
     final_observations,
+    in_lane_order,
     read_step,
 )
 from headrace.workers.envs.pace import Pace
@@ -85,8 +86,8 @@ class NativeVector(NativeLanes):
             raise_stop(error)
             return self._lost(live, {}, error, stepped=False)
         try:
-            step = read_step(answer, len(self.lanes))
-            problems = self.observations.put_rows(step.observations)
+            step = in_lane_order(read_step(answer, len(self.lanes)))
+            problems = self.observations.put_rows(step.observations, step.lanes)
             return self._take_in(step, live, dict(problems))
         except EnvContractError as error:
             return self._lost(live, {}, error)
@@ -187,7 +188,7 @@ class NativeVector(NativeLanes):
             self._reset(lanes, {"options": {"reset_mask": mask}})
         elif self._pending is not None:
             # Write the observations of all lanes again, which is cheaper than taking the batch apart.
-            self.observations.put_rows(self._pending.observations)
+            self.observations.put_rows(self._pending.observations, self._pending.lanes)
             self._begin_unseeded(lanes, self._pending)
 
     def _reset(self, lanes: Sequence[int], options: dict[str, Any]) -> None:
@@ -200,7 +201,7 @@ class NativeVector(NativeLanes):
             with self._limited(UserCall.RESET):
                 answer = self._env.reset(**argument, **options)
             observations, infos = take_reset_apart(answer)
-            for _, problem in self.observations.put_rows(observations):
+            for _, problem in self.observations.put_rows(observations, moved(infos, len(self.lanes))):
                 raise problem
             told = self._infos_by_lane(infos)
             told = {lane: own_info(told[lane]) for lane in lanes if lane in told}

@@ -14,7 +14,7 @@ from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.bounds import reward_due, unsound_rewards, whole_array
 from headrace.workers.envs.checks import check_info
 from headrace.workers.envs.error_text import brief
-from headrace.workers.envs.native.infos import has_rows
+from headrace.workers.envs.native.infos import has_rows, in_order_of, moved
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +26,8 @@ class VectorStep:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     infos: Mapping[Any, Any]
+    lanes: NDArray[np.intp] | None = None
+    """The lane of each row of the observations; None: all lanes in order. The other rows are in the order of lanes."""
 
     def end_of(self, lane: int) -> ChunkEnd:
         """Return how the episode in `lane`, which is done, has ended; see `checks.end_of`."""
@@ -48,6 +50,16 @@ def read_step(answer: Any, width: int) -> VectorStep:
         _flags("truncated", truncated, width),
         infos,
     )
+
+
+def in_lane_order(step: VectorStep) -> VectorStep:
+    """Return a step whose rows are in the order of lanes, where "env_id" names another one."""
+    lanes = moved(step.infos, len(step.rewards))
+    if lanes is None:
+        return step
+    rows = np.argsort(lanes).tolist()
+    flags = step.terminated[rows], step.truncated[rows]
+    return VectorStep(step.observations, step.rewards[rows], *flags, in_order_of(rows, step.infos), lanes)
 
 
 def _array(name: str, values: Any) -> NDArray[Any]:
