@@ -18,14 +18,19 @@ import pytest
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRestartBudgetError
-from headrace.workers import EnvContext, StepFailedRecreateEnv
+from headrace.workers import EnvContext, EnvRunnerConfig, StepFailedRecreateEnv
+from headrace.workers.connectors import PreviousActionReward
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane, close_envs
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.recovery import LaneRecovery
 from headrace.workers.envs.restarts import RestartBudget
+from headrace.workers.envs.spaces import spaces_of
 from headrace.workers.metrics.totals import RunnerTotals
+from headrace.workers.modules import actor_critic
+from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.randomness.seeds import SeedTree
+from support.envs.counting import FromFive
 from support.envs.toy import Answer, Counting, Faulty, check_books, diverge, runner, with_fault
 from support.runners.comparing import assert_same
 
@@ -37,6 +42,38 @@ def _lives(sampler: Any, fragments: int) -> dict[int, list[Any]]:
         for chunk in sampler.sample_fragment():
             lives[chunk.env_index].append(chunk)
     return lives
+
+
+READY = {"env_placement": "process", "envs_per_process": 1, "remote_env_batch_wait_ms": 0.0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"module": "headrace.workers.modules:lstm_actor_critic"},
+        {"env_to_module": [PreviousActionReward]},
+        {"env_placement": "process", "envs_per_process": 1},
+        READY,
+        {**READY, "env_config": {"late_s": 0.2}},
+        {**READY, "env_config": {"late_s": 0.2}, "env_to_module": [PreviousActionReward]},
+    ],
+    ids=str,
+)
+def test_a_policy_sees_no_value_outside_the_space_while_an_env_is_gone(settings: dict[str, Any]) -> None:
+    env = f"{FromFive.__module__}:FromFive" if "env_placement" in settings else FromFive
+    with runner(env, num_envs=3, rollout_fragment_length=16, env_restart_backoff_s=0.01, **settings) as sampler:
+        for _ in range(4):
+            sampler.sample_fragment()
+        assert sampler.totals.env_failures > 1
+        check_books(sampler)
+
+
+def test_acting_clients_are_checked_against_a_policy_whose_space_has_no_zero() -> None:
+    spaces = spaces_of(FromFive())
+    module = actor_critic(spaces)
+    columns = PolicyColumns.of(module, spaces, spaces, EnvRunnerConfig(env=FromFive), maps=False)
+    assert columns.kinds["values"] == (np.dtype(np.float32), ())
 
 
 @pytest.mark.parametrize("backoff_s", [0.0, 0.004])

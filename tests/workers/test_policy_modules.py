@@ -632,3 +632,27 @@ def test_every_choice_of_a_discrete_space_and_no_other_is_inside_it(width: int, 
         actions[-1] = choice
         assert (limits.problem({"actions": actions}) == "") == inside
     assert limits.problem({"actions": np.full((width, 1), 3)}) == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "fits"),
+    [
+        (torch.float32, np.array([1e300, 0.0]), False),
+        (torch.float16, np.array([70000.0, 0.0], np.float32), False),
+        (torch.float16, torch.tensor([-70000.0, 0.0], dtype=torch.bfloat16), False),
+        (torch.float16, np.array([-np.inf, 1e-9], np.float32), True),
+        (torch.float32, np.array([np.nan, np.inf]), True),
+        (torch.int64, np.array([2**63 + 5, 0], np.uint64), False),
+        (torch.int64, np.array([2**63 - 1, 0], np.uint64), True),
+    ],
+    ids=str,
+)
+def test_no_weight_becomes_infinite_or_another_number_by_a_cast(own: torch.dtype, given: Any, fits: bool) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("w", torch.zeros(2, dtype=own))
+    if fits:
+        write_weights(module, {"w": given})
+        np.testing.assert_array_equal(module.state_dict()["w"].numpy(), given.astype(module.w.numpy().dtype))  # type: ignore[operator, union-attr]
+    else:
+        with pytest.raises(WeightsMismatchError, match=r"'w' is .*, the module's .*, and a cast would change"):
+            write_weights(module, {"w": given})

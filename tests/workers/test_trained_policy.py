@@ -440,6 +440,26 @@ def test_an_observation_of_a_wrong_form_raises_policy_call_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("space", "observed", "named"),
+    [
+        (gym.spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1], np.uint16), "from 1 to 300 as uint16"),
+        (gym.spaces.Box(-128, 127, (2,), np.int8), [200, 1], "from 1 to 200 as int64"),
+        (gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), np.array([1e300, 0.0]), "0.0 to 1e[+]300 as float64"),
+        (gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), [2**24 + 1, 0], "0 to 16777217 as int64"),
+        (gym.spaces.Discrete(5, dtype=np.int8), 258, "258 to 258 as int64"),
+        (gym.spaces.Box(-1, 1, (2,), np.float64), np.ma.array([1.0, 0.5], mask=[True, False]), "with masked elements"),
+    ],
+    ids=str,
+)
+def test_an_observation_that_its_dtype_would_change_is_refused(space: Any, observed: Any, named: str) -> None:
+    spaces = Spaces(observation=convert(space, "seen"), action=convert(gym.spaces.Discrete(2), "done"))
+    policy = TrainedPolicy(EnvRunnerConfig(env="CartPole-v1"), {"default_policy": spaces}, {})
+    with pytest.raises(PolicyCallError, match=named):
+        policy.act(observed)
+    policy.act(np.array(space.sample(), space.dtype))
+
+
+@pytest.mark.parametrize(
     ("module", "config", "told"),
     [
         ("actor_critic", {"hidden": [1] * 1_000_000}, r"4,097 arrays of 0 MiB with 'weight' \[1, 1\] of a BlankLinear"),

@@ -99,5 +99,4 @@ class ModuleSeats:
 
     def blank(self, env_index: int) -> None:
         """Clear the observations of the seats of an env that is gone."""
-        for column in self.observations.columns.values():
-            column[env_index :: self._num_envs] = 0
+        self.observations.blank(slice(env_index, None, self._num_envs))

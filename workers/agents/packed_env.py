@@ -10,13 +10,10 @@ import numpy as np
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import (
-    Box,
     Dict,
-    MultiBinary,
     Space,
     Spaces,
     Tuple,
-    box_bounds,
     column_dtype,
     leaf_shape,
 )
@@ -24,6 +21,7 @@ from headrace.workers.agents.env import ALL, AgentDict, gym_spaces_of, spaces_by
 from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.agents.lane_report import check_known, read_reset, take_step_apart, with_content
 from headrace.workers.agents.packing import Packing
+from headrace.workers.envs.bounds import nearest_to_zero
 from headrace.workers.envs.checks import check_rewards, end_of
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import EnvCreator, build_env
@@ -101,9 +99,4 @@ def _blank(space: Space) -> Any:
         return {key: _blank(sub) for key, sub in space.spaces.items()}
     if isinstance(space, Tuple):
         return tuple(_blank(sub) for sub in space.spaces)
-    shape, dtype = leaf_shape(space), column_dtype(space)
-    if isinstance(space, Box):
-        low, high = box_bounds(space)
-        return np.clip(np.zeros(shape), low, high).astype(dtype)
-    start = 0 if isinstance(space, MultiBinary) else space.start
-    return np.array(start, dtype).reshape(shape) if np.ndim(start) else np.full(shape, start, dtype)
+    return np.full(leaf_shape(space), nearest_to_zero(space), column_dtype(space))

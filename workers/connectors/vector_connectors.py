@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
+from headrace.schemas.chunks.spaces import Spaces, leaves
 from headrace.schemas.errors import ConnectorError
 from headrace.schemas.messages.weights import CONNECTORS
 from headrace.workers.connectors.connector import Columns, Exportable, Rows, State, Tensors
 from headrace.workers.connectors.pipeline import Pipeline
-from headrace.workers.envs.bounds import ActionLimits
+from headrace.workers.envs.bounds import ActionLimits, blank_columns
 
 PIPELINES = ("env_to_module", "module_to_env")
 
@@ -55,10 +55,7 @@ class VectorConnectors:
         """Seconds in env_to_module, and in module_to_env."""
 
     def _new_columns(self, width: int) -> Columns:
-        return {
-            name: np.zeros((width, *leaf_shape(leaf)), column_dtype(leaf))
-            for name, leaf in leaves(self.spaces.observation, "obs")
-        }
+        return blank_columns(self.spaces.observation, "obs", width)
 
     def widen(self, observed: Columns, agents: NDArray[np.intp]) -> None:
         """Make room for more lanes after the existing ones.

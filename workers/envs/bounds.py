@@ -13,6 +13,7 @@ from headrace.schemas.chunks.spaces import (
     Box,
     Discrete,
     Leaf,
+    MultiBinary,
     MultiDiscrete,
     Space,
     box_bounds,
@@ -59,6 +60,31 @@ def leaf_bounds(leaf: Leaf) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         low, high = np.full(shape, start), np.full(shape, start + n - 1)
     whole = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (-np.inf, np.inf)
     return (None if (low <= whole[0]).all() else low), (None if (high >= whole[1]).all() else high)
+
+
+def blank_columns(space: Space, root: str, rows: int) -> dict[str, NDArray[Any]]:
+    """Return columns of `rows` values inside `space`, for rows that have none: each number as near to 0 as it may be.
+
+    A module passes all rows, and would fail at a value outside its space, such as a 0 of `Discrete(3, start=5)`.
+    """
+    columns = {name: np.zeros((rows, *leaf_shape(leaf)), column_dtype(leaf)) for name, leaf in leaves(space, root)}
+    for name, leaf in leaves(space, root):
+        blank = nearest_to_zero(leaf)
+        if blank.any():  # pages of zeros take no memory until they are written
+            columns[name][...] = blank
+    return columns
+
+
+def nearest_to_zero(leaf: Leaf) -> NDArray[Any]:
+    """Return the value inside `leaf` that is nearest to 0, of its shape or one number for all elements."""
+    if isinstance(leaf, MultiBinary):
+        return np.zeros((), np.int64)
+    if not isinstance(leaf, Box):
+        sizes, start = (leaf.n, leaf.start) if isinstance(leaf, Discrete) else (leaf.nvec, leaf.start)
+        return np.clip(np.zeros((), np.int64), start, np.array(start) + sizes - 1)
+    low, high = (np.array(bound, np.float64) for bound in (leaf.flat_low, leaf.flat_high))  # None becomes NaN
+    nearest: NDArray[Any] = np.fmin(np.fmax(0.0, low), high).astype(leaf.dtype)
+    return nearest.reshape(leaf.shape) if nearest.ndim else nearest
 
 
 def _in_dtype(bound: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:

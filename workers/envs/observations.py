@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
-from headrace.workers.envs.bounds import holds, leaf_bounds, whole_array
+from headrace.workers.envs.bounds import blank_columns, holds, leaf_bounds, nearest_to_zero, whole_array
 from headrace.workers.envs.error_text import brief
 
 LaneIndex = NDArray[np.intp] | None
@@ -103,9 +103,13 @@ class Observations:
             _leaf(name, path, leaf, check_bounds)
             for (name, leaf), path in zip(leaves(space, "obs"), _paths(space), strict=True)
         ]
-        if columns is None:
-            columns = {leaf.name: np.zeros((width, *leaf.shape), leaf.dtype) for leaf in self._leaves}
-        self.columns: dict[str, NDArray[Any]] = dict(columns)
+        self._blanks = {name: nearest_to_zero(leaf) for name, leaf in leaves(space, "obs")}
+        self.columns: dict[str, NDArray[Any]] = dict(columns or blank_columns(space, "obs", width))
+
+    def blank(self, lanes: Any) -> None:
+        """Write a value inside the space into the rows `lanes`, which have no observation now."""
+        for name, column in self.columns.items():
+            column[lanes] = self._blanks[name]
 
     def put(self, lanes: LaneIndex, observations: Sequence[Any]) -> list[tuple[int, EnvContractError]]:
         """Write one observation for each of `lanes`. Return (position in `lanes`, error) for each bad one."""
@@ -159,8 +163,7 @@ class Observations:
             problem = self._put_one(lane, observation)
             if problem is not None:
                 problems.append((position, problem))
-                for column in self.columns.values():
-                    column[lane] = 0
+                self.blank(lane)
         return problems
 
     def _put_one(self, lane: int | np.intp, observation: Any) -> EnvContractError | None:

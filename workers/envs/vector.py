@@ -261,8 +261,7 @@ class EnvVector:
         """Close the lane's env, and clear the policy's observation of it."""
         lane.release()
         self._running.close_env(lane.index)
-        for column in self.observations.columns.values():
-            column[lane.index] = 0
+        self.observations.blank(lane.index)
         if self._facade is not None:
             self._facade.blank(lane.index)
 

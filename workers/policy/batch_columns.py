@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.schemas.chunks.batch import OFF_POLICY, STATE_IN, ChunkBatch, belongs_to_space
 from headrace.schemas.chunks.lookback import LOOKBACK
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.settings.sampling_settings import SamplingSettings
+from headrace.workers.envs.bounds import blank_columns
 from headrace.workers.policy.acting import Actor
 
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
@@ -33,14 +33,11 @@ class PolicyColumns:
     def of(
         cls, module: Any, spaces: Spaces, env_spaces: Spaces, settings: SamplingSettings, *, maps: bool
     ) -> PolicyColumns:
-        """Return the columns of external envs' batches by `module`, found by one pass on zero observations.
+        """Return the columns of external envs' batches by `module`, found by one pass on blank observations.
 
         `spaces` are the module's. `maps`: module_to_env makes the envs' actions. Raises `ModuleError`.
         """
-        seen: dict[str, NDArray[Any]] = {
-            name: np.zeros((1, *leaf_shape(leaf)), column_dtype(leaf))
-            for name, leaf in leaves(spaces.observation, "obs")
-        }
+        seen = blank_columns(spaces.observation, "obs", 1)
         actor = Actor(module, spaces, seen, lambda: 0)
         states = actor.memory.of(0) if actor.memory is not None else {}
         columns = actor(np.zeros((1, module.noise_size), np.float32) if settings.explore else None)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import WeightsMismatchError, WhichModuleError
 from headrace.schemas.messages.weights import check_shapes, fit_names, split_modules
+from headrace.workers.envs.bounds import holds
 
 _DTYPES = {torch.from_numpy(np.empty(0, dtype)).dtype: np.dtype(dtype) for dtype in ("<f4", "<f8", "<i8")}
 """The dtypes of nearly all parameters and buffers, which numpy copies straight from the wire's read-only arrays."""
@@ -58,12 +59,17 @@ def _fit(own: Mapping[str, torch.Tensor], state: State) -> State:
 
 
 def _keeps_numbers(given: NDArray[Any] | torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a cast to `dtype` changes no more than the rounding of floats."""
+    """Return whether a cast to `dtype` changes no more than the rounding of floats, none of which becomes infinite."""
     tensor = given if isinstance(given, torch.Tensor) else torch.from_numpy(np.array(given))
-    if tensor.dtype.is_floating_point or dtype.is_floating_point:
-        return tensor.dtype.is_floating_point and dtype.is_floating_point
-    kinds = {tensor.dtype.is_complex, dtype.is_complex}, {tensor.dtype is torch.bool, dtype is torch.bool}
-    return all(len(kind) == 1 for kind in kinds) and bool((tensor.to(dtype) == tensor).all())
+    if tensor.dtype.is_floating_point and dtype.is_floating_point:
+        return bool((tensor.to(dtype).isfinite() == tensor.isfinite()).all())
+    if tensor.dtype == dtype or not (_is_whole(tensor.dtype) and _is_whole(dtype)):
+        return tensor.dtype == dtype
+    return holds(np.dtype(str(dtype).removeprefix("torch.")), tensor.cpu().numpy())
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _shapes(state: State) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors, split_states
 from headrace.workers.envs.actions import action_root, to_env_form
+from headrace.workers.envs.bounds import holds, whole_array
 from headrace.workers.envs.observations import Observations
 from headrace.workers.modules.protocol import build_module, weights_bounded
 from headrace.workers.policy.acting_module import ActingModule
@@ -267,13 +268,20 @@ def _read(space: Space, observation: Any) -> tuple[dict[str, NDArray[Any]], bool
     columns: dict[str, NDArray[Any]] = {}
     sizes: set[int | None] = set()
     for (name, leaf), value in zip(leaves(space, "obs"), _values(space, observation), strict=True):
-        array, shape, dtype = np.asarray(value), leaf_shape(leaf), column_dtype(leaf)
+        shape, dtype = leaf_shape(leaf), column_dtype(leaf)
+        try:
+            array = whole_array(value)
+        except ValueError as error:  # ragged, or with masked elements
+            raise PolicyCallError(f"the observation's {name!r} is no array of numbers: {error}") from None
         many = array.ndim == len(shape) + 1 and array.shape[1:] == shape and len(array) > 0
         if not (many or array.shape == shape) or not np.can_cast(array.dtype, dtype, "same_kind"):
             raise PolicyCallError(
                 f"the observation's {name!r} should be {dtype} {shape}, or {('rows', *shape)} in a batch, and is "
                 f"{array.dtype} {array.shape}"
             )
+        if not holds(dtype, array):
+            seen = f"{array.min()} to {array.max()} as {array.dtype}"
+            raise PolicyCallError(f"the observation's {name!r} has values from {seen}, which {dtype} does not hold")
         sizes.add(len(array) if many else None)
         columns[name] = (array if many else array[None]).astype(dtype)
     if len(sizes) > 1:

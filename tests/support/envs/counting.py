@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import gymnasium as gym
@@ -40,6 +41,26 @@ class Counting(gym.Env[Any, Any]):
 
     def close(self) -> None:
         self.closed += 1
+
+
+class FromFive(Counting):
+    """Observations without a 0. The fourth step of env 1 fails, and env 2 may begin late."""
+
+    observation_space = gym.spaces.Dict(
+        count=gym.spaces.Discrete(3, start=5), others=gym.spaces.MultiDiscrete([2, 2], start=[-4, 7])
+    )
+
+    def observe(self) -> Any:
+        return {"count": np.int64(5 + self.t % 3), "others": np.array([-3, 7])}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        time.sleep(self.config.get("late_s", 0.0) * (self.index == 2))
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        if self.index == 1 and self.t == 3:
+            raise RuntimeError("diverged")
+        return super().step(action)
 
 
 LENGTHS = (3, 5, 4, 7)

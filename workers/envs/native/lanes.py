@@ -151,8 +151,7 @@ class NativeLanes(ABC):
     def _take_down_failed(self) -> None:
         """Close the vector, and clear the policy's observations of it."""
         self._take_down()
-        for column in self.observations.columns.values():
-            column[...] = 0
+        self.observations.blank(...)
 
     def _infos_by_lane(self, infos: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Return the infos of lanes, none where the config wants none. Log once what no lane gets."""
