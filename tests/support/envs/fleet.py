@@ -191,7 +191,7 @@ def _remove_the_working_directory() -> None:
 
 def _use_other_signals() -> None:
     for number, timer in ((signal.SIGPROF, signal.ITIMER_PROF), (signal.SIGVTALRM, signal.ITIMER_VIRTUAL)):
-        signal.signal(number, _give_up)
+        signal.signal(number, lambda number, frame: None)  # one that raises would come in the forks of other envs too
         signal.setitimer(timer, 0.002, 0.002)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -224,6 +224,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "changes its process": _be_strict,
     "closes stderr": lambda: sys.stderr.close(),
     "ignores SIGTERM": lambda: ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1)),
+}
+"""What inline envs do to the worker that they live in, and it must go on."""
+WORSE: dict[str, Callable[[], Any]] = {
     "changes more of its process": _change_the_process,
     "removes its working directory": _remove_the_working_directory,
     "uses other signals": _use_other_signals,
@@ -232,11 +235,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "leaves a pool": _leave_a_pool,
     "closes descriptors 0, 1 and 2": lambda: os.closerange(0, 3),
     "writes bytes": lambda: os.write(1, bytes(range(256)) * 400),
-    "recurses": lambda: KINDS["recurses"](),
+    "recurses": lambda: WORSE["recurses"](),
     "wants too much memory": lambda: np.empty(1 << 60),
-}
-"""What inline envs do to the worker that they live in, and it must go on."""
-WORSE: dict[str, Callable[[], Any]] = {
     "replaces functions": _replace_functions,
     "wants all descriptors": _want_all_descriptors,
     "takes torch's default device": lambda: torch.set_default_device("meta"),
@@ -245,7 +245,7 @@ WORSE: dict[str, Callable[[], Any]] = {
     "leaves torch's modes": lambda: torch.inference_mode(True).__enter__(),
     "sees a write fail": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY)),
 }
-"""More of `KINDS`, which hide each other in one process."""
+"""What a worker may end by where several are in one process. The fleet goes on, and its books are exact."""
 _CYCLE: dict[str, Any] = {}
 _CYCLE["me"] = _CYCLE
 ODD: dict[str, Callable[[Any], Any]] = {
