@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import CallbackError, ConfigError, RunnerBusyError
 from headrace.schemas.settings.plugins import load_object
 
@@ -106,7 +107,8 @@ class _Bound:
         given = arguments if takes is None else {key: value for key, value in arguments.items() if key in takes}
         try:
             self.function(**given)
-        except Exception as error:
+        except BaseException as error:
+            raise_stop(error)
             raise CallbackError(event, self.name, error) from error
 
 
@@ -163,7 +165,8 @@ class CallbackList:
         name = spec.__qualname__ if inspect.isclass(spec) else type(spec).__qualname__
         try:
             target = spec() if inspect.isclass(spec) else spec
-        except Exception as error:
+        except BaseException as error:
+            raise_stop(error)
             raise CallbackError("__init__", name, error) from error
         methods = list(_methods(target))
         if not methods and not isinstance(target, RunnerCallback):

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 
 from headrace.deploy.loggers.protocol import Logger, Row
+from headrace.schemas.basics.stop_event import raise_stop
+from headrace.schemas.errors import words_of
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -64,12 +66,12 @@ class LoggerThread:
             while (entry := self._next()) is not None:
                 self._logger.log(*entry)
             self._logger.close()
-        except Exception as error:  # a user's code, or a package of others
+        except BaseException as error:  # a user's code, or a package of others
+            raise_stop(error)
             with self._news:
                 self._failed = True
                 self._rows.clear()
-            what = f"{type(error).__name__}: {error}"
-            log.error("logger %s failed and is switched off (%s)", self.name, what, exc_info=error)
+            log.error("logger %s failed and is switched off (%s)", self.name, words_of(error), exc_info=error)
 
     def _next(self) -> tuple[Row, int] | None:
         with self._news:

@@ -11,7 +11,8 @@ from pathlib import Path
 from headrace.deploy.loggers.logger_thread import LoggerThread
 from headrace.deploy.loggers.protocol import Logger, RunInfo
 from headrace.deploy.loggers.row_files import CsvFile, FileLogger, JsonlFile
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.basics.stop_event import raise_stop
+from headrace.schemas.errors import ConfigError, words_of
 from headrace.schemas.settings.config import LoggingSection
 from headrace.schemas.settings.plugins import load_object
 
@@ -67,8 +68,9 @@ def _load_built_in(name: str) -> Callable[[RunInfo], Logger]:
 def _build(name: str, build: Callable[[RunInfo], Logger], run: RunInfo) -> Logger:
     try:
         logger = build(run)
-    except Exception as error:
-        raise ConfigError(f"logger {name} cannot be built ({type(error).__name__}: {error})", key="logging") from error
+    except BaseException as error:
+        raise_stop(error)
+        raise ConfigError(f"logger {name} cannot be built ({words_of(error)})", key="logging") from error
     for method in ("log", "close"):
         if not callable(getattr(logger, method, None)):
             raise ConfigError(

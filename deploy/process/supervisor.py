@@ -330,7 +330,8 @@ class Supervisor:
         name, end, record = service.spec.name, describe_end(returncode), child.exit_record
         unannounced = record is None and bool(returncode)
         trouble = self.trouble(f"what {name} keeps", f"{name} ended with {end}") if unannounced else None
-        if record is None and returncode in INCURABLE and trouble is None:
+        may_be_user_code = returncode in INCURABLE or (returncode == ExitCode.OK and service.spec.role is Role.WORKER)
+        if record is None and may_be_user_code and trouble is None:
             end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
         if service.state is ServiceState.STOPPING:
@@ -348,7 +349,7 @@ class Supervisor:
         elif trouble is not None:
             self._fail(service, trouble)
         else:
-            log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode > 0 else "")
+            log.warning("%s (pid %d) ended with %s%s", name, child.pid, end, _because(child) if returncode >= 0 else "")
             self._restart(service, time.monotonic() - child.started, child, end=end)
 
     def _restart(self, service: Service, lived_s: float, child: Child | None = None, *, end: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import HeadraceError, ModuleError
+from headrace.schemas.errors import HeadraceError, ModuleError, words_of
 from headrace.schemas.settings.config import ModuleSection
 from headrace.schemas.settings.plugins import load_object
 
@@ -110,9 +111,10 @@ def build_frozen_module(section: ModuleSection, spaces: Spaces, where: str = "mo
         module = build(spaces, **section.config)
     except HeadraceError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        raise_stop(error)
         raise ModuleError(
-            f"module {section.build!r} could not be built ({type(error).__name__}: {error}); it is called as "
+            f"module {section.build!r} could not be built ({words_of(error)}); it is called as "
             f"build(spaces, **config) with {where}.config = {section.config!r:.200}"
         ) from error
     if not isinstance(module, nn.Module):

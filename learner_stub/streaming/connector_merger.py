@@ -19,8 +19,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.errors import ConnectorError, HeadraceError
+from headrace.schemas.errors import ConnectorError, HeadraceError, words_of
 from headrace.schemas.messages.weights import CONNECTORS
 from headrace.schemas.settings.plugins import build_piece
 
@@ -93,6 +94,7 @@ class ConnectorMerger:
             return {part: np.array(array) for part, array in merged.items()}
         except HeadraceError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            raise_stop(error)
             seen = ", ".join(f"{part} {array.dtype} {array.shape}" for part, array in update.items())
-            raise ConnectorError(name, f"merge: {type(error).__name__}: {error}", seen) from error
+            raise ConnectorError(name, f"merge: {words_of(error)}", seen) from error

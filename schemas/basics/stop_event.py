@@ -8,24 +8,34 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 def _do_nothing() -> None:
     """Do nothing."""
 
 
+class StopEvent(threading.Event):
+    """An event that a stop signal sets. `came` says which signal it was, and which line was running."""
+
+    came = ""
+
+
 @contextmanager
-def stop_event(wake: Callable[[], None] = _do_nothing) -> Iterator[threading.Event]:
+def stop_event(wake: Callable[[], None] = _do_nothing) -> Iterator[StopEvent]:
     """Give an event that the first SIGTERM or Ctrl-C sets. A second signal acts as it did before this block.
 
     The handler calls `wake` too, which must take no lock that the main thread may hold.
 
     A process that was started with SIGTERM blocked takes no notice of SIGTERM: its supervisor stops it by SIGINT.
     """
-    stopping = threading.Event()
+    stopping = StopEvent()
     numbers = (signal.SIGINT,) if _is_shielded() else (signal.SIGTERM, signal.SIGINT)
 
-    def on_signal(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stopping.came = signal.Signals(number).name
+        if frame is not None:
+            stopping.came += f", which came in {frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
         stopping.set()
         wake()
         restore()

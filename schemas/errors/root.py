@@ -33,6 +33,16 @@ class ExitCode(IntEnum):
     LEDGER = 1
 
 
+def words_of(error: BaseException) -> str:
+    """Return what user code did, for a sentence: its error with the type, or that it called `sys.exit`."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:  # noqa: BLE001 - an error of the user's own class, whose __str__ raises
+        return f"{type(error).__name__}, whose message cannot be read: {type(broken).__name__}"
+
+
 class HeadraceError(Exception):
     """Root of every error that Headrace raises on purpose."""
 

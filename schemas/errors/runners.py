@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from headrace.schemas.errors.root import ExitCode, HeadraceError
+from headrace.schemas.errors.root import ExitCode, HeadraceError, words_of
 
 
 class ModuleError(HeadraceError):
@@ -102,8 +102,7 @@ class CallbackError(HeadraceError):
         self.event, self.callback = event, callback
         self.samples: Any = None
         super().__init__(
-            f"callback {callback} failed in {event} ({type(cause).__name__}: {cause}); "
-            "repair it, or take it out of callbacks"
+            f"callback {callback} failed in {event} ({words_of(cause)}); repair it, or take it out of callbacks"
         )
 
 

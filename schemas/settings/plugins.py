@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError
+from headrace.schemas.basics.stop_event import raise_stop
+from headrace.schemas.errors import ConfigError, ConnectorError, HeadraceError, words_of
 
 
 def load_object(path: str, key: str) -> Any:
@@ -71,8 +72,9 @@ def build_piece(spec: Any, key: str, kind: type) -> Any:
         built = factory()
     except HeadraceError:
         raise
-    except Exception as error:
-        raise ConnectorError(f"{spec!r:.80} of {key}", f"{type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise_stop(error)
+        raise ConnectorError(f"{spec!r:.80} of {key}", words_of(error)) from error
     if not isinstance(built, kind):
         raise ConfigError(f"{spec!r:.80} gave a {type(built).__name__}, not a Connector", key=key)
     return built

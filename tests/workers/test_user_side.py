@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import locale
 import os
+import re
 import signal
 import sys
 import warnings
@@ -184,3 +185,11 @@ def test_an_env_does_not_take_the_signals_that_stop_its_process(caplog: pytest.L
         signal.raise_signal(signal.SIGTERM)
         assert stopping.is_set()
     assert "SIGTERM is not handled by _too_late" in caplog.text
+
+
+def test_a_stop_signal_tells_the_line_in_which_it_came() -> None:
+    with stop_event() as stopping:
+        assert stopping.came == ""
+        signal.raise_signal(signal.SIGTERM)
+    assert stopping.is_set()
+    assert re.fullmatch(rf"SIGTERM, which came in test_a_stop_\w+ \({re.escape(__file__)}:\d+\)", stopping.came)

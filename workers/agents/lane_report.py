@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.agents.env import ALL, AgentDict
@@ -61,7 +62,8 @@ def is_plain(answer: Any, agents: list[Any]) -> bool:
             and not any(truncateds.values())
             and not any(infos.values())
         )
-    except Exception:  # noqa: BLE001 - the methods of a user's objects may raise
+    except BaseException as error:  # noqa: BLE001 - the methods of a user's objects may raise
+        raise_stop(error)
         return False
 
 

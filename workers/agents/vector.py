@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConnectorError
 from headrace.workers.agents.acting_seats import ActingSeats, acting_seats
 from headrace.workers.agents.env import AgentDict
@@ -110,7 +111,8 @@ class MultiAgentVector:
                 report = read_step(episode, answer, self.seating.agents, config.missing_final_observation)
                 if config.infos == "all":
                     report.infos = [(agent, own_info(info)) for agent, info in report.infos]
-            except Exception as error:  # noqa: BLE001 - the methods of a user's objects may raise
+            except BaseException as error:  # noqa: BLE001 - the methods of a user's objects may raise
+                raise_stop(error)
                 gathered.failures.append(Failure(lane.index, take_apart(answer, error), stepped=True))
                 continue
             gathered.reports.append(report)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaf_shape, leaves
-from headrace.schemas.errors import ConnectorError, HeadraceError
+from headrace.schemas.errors import ConnectorError, HeadraceError, words_of
 from headrace.workers.connectors.connector import Columns, Exportable, Freezable, Rows, State, Tensors, build_connector
 
 _Expected = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
@@ -155,8 +156,9 @@ class Pipeline:
             yield
         except HeadraceError:
             raise
-        except Exception as error:
-            raise ConnectorError(self._title(i), f"{type(error).__name__}: {error}", _describe(given)) from error
+        except BaseException as error:
+            raise_stop(error)
+            raise ConnectorError(self._title(i), words_of(error), _describe(given)) from error
 
     def _check(self, i: int, columns: Any, rows: Rows) -> None:
         expected, n = self._expected[i], len(rows.lanes)

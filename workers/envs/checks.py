@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.batch import info_json
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError
@@ -35,7 +36,8 @@ def check_rewards(
         return np.array(rewards), []  # the result of the steps below, in half the time
     try:
         array = np.array(rewards)
-    except Exception:  # noqa: BLE001 - ragged, or a user's class that is no number
+    except BaseException as error:  # noqa: BLE001 - ragged, or a user's class that is no number
+        raise_stop(error)
         return _check_each_reward(rewards, lanes, actions)
     if array.dtype.kind in "fiub" and array.ndim == 1:
         checked = array.astype(np.float64, copy=False)
@@ -82,7 +84,8 @@ def told_info(info: Any) -> tuple[dict[str, Any], bytes]:
         raise EnvContractError("info", f"{brief(info)} ({type(info)})", "a dict")
     try:
         return _read_info(info)
-    except Exception as error:
+    except BaseException as error:
+        raise_stop(error)
         seen = f"{_place_of_bad(info)} ({message_of(error):.200})"
         raise EnvContractError("info", seen, "plain values and arrays, as JSON can hold") from error
 
@@ -128,7 +131,8 @@ def _place_of_bad(value: Any) -> str:
         for key, part in parts:
             try:
                 _read_info({"": part})
-            except Exception:  # noqa: BLE001 - as in `told_info`
+            except BaseException as error:  # noqa: BLE001 - as in `told_info`
+                raise_stop(error)
                 where, value = f"{where}[{brief(key, 40)}]", part
                 break
         else:
@@ -146,7 +150,7 @@ def end_of(terminated: Any, truncated: Any) -> ChunkEnd:
     return ChunkEnd.TRUNCATED if truncated else ChunkEnd.ONGOING
 
 
-def take_apart(answer: Any, error: Exception) -> EnvContractError:
+def take_apart(answer: Any, error: BaseException) -> EnvContractError:
     """Return the error for a result of `step` that raised `error` when it was read."""
     if isinstance(error, EnvContractError):
         return error

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.bounds import blank_columns, holds, leaf_bounds, nearest_to_zero, whole_array
@@ -170,7 +171,8 @@ class Observations:
         for leaf in self._leaves:
             try:
                 array = whole_array(leaf.of([observation])[0])
-            except Exception as error:  # noqa: BLE001 - ragged, nested otherwise, or a user's class
+            except BaseException as error:  # noqa: BLE001 - ragged, nested otherwise, or a user's class
+                raise_stop(error)
                 expected = f"nested as {self.space!r:.120}" if leaf.path else f"{leaf.dtype} {leaf.shape}"
                 return EnvContractError("observation", f"{brief(observation)} ({brief(error)})", expected)
             if array.shape != leaf.shape or not _castable(array, leaf):
@@ -216,7 +218,8 @@ def _join(leaf: _LeafColumn, observations: Sequence[Any], target: NDArray[Any]) 
         if scalars.dtype != leaf.dtype and not holds(leaf.dtype, scalars):
             return False
         target[...] = scalars
-    except Exception:  # noqa: BLE001 - the methods of a user's objects may raise
+    except BaseException as error:  # noqa: BLE001 - the methods of a user's objects may raise
+        raise_stop(error)
         return False
     return True
 

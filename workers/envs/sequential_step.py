@@ -164,7 +164,8 @@ def read_each(lanes: Sequence[int], answers: Sequence[Any], failures: list[Failu
                     ended.append((index, end))
                     if terminated and truncated:
                         also_truncated.append(index)
-        except Exception as error:  # noqa: BLE001 - the methods of a user's objects may raise
+        except BaseException as error:  # noqa: BLE001 - the methods of a user's objects may raise
+            raise_stop(error)
             failures.append(Failure(index, take_apart(answer, error), stepped=True))
             continue
         observations.append(observation)

@@ -88,6 +88,9 @@ def run_worker(
                 return
             with runner:
                 _work(Worker(config, membership, runner), stopping)
+            if stopping.is_set():
+                # A supervisor that has not asked for it quotes this line. An env may send such a signal itself.
+                log.info("stopped by %s", stopping.came)
 
 
 def _work(worker: Worker, stopping: threading.Event) -> None:

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.modules import module as module_hooks
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError, HeadraceError, ModuleError
+from headrace.schemas.errors import ConfigError, HeadraceError, ModuleError, words_of
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS, WireLimits
 
 NumpyAct = Callable[[Mapping[str, NDArray[Any]], "NDArray[Any] | None"], dict[str, NDArray[Any]]]
@@ -106,9 +107,10 @@ def build_module(module: str | Callable[..., Any], spaces: Spaces, module_config
         built = build(spaces, **module_config)
     except (HeadraceError, NotImplementedError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        raise_stop(error)
         raise ModuleError(
-            f"module {module!r} could not be built ({type(error).__name__}: {error}); it is called as "
+            f"module {module!r} could not be built ({words_of(error)}); it is called as "
             f"build(spaces, **module_config) with module_config = {dict(module_config)!r:.200}"
         ) from error
     if not isinstance(built, torch.nn.Module) or not isinstance(built, PolicyModule):

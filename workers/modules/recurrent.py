@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch
 from headrace.schemas.chunks.spaces import nest
-from headrace.schemas.errors import ModuleError
+from headrace.schemas.errors import ModuleError, words_of
 
 
 class Memory:
@@ -35,10 +36,11 @@ class Memory:
         try:
             initial = self._module.initial_state()
             return {name: tensor.detach().cpu().numpy() for name, tensor in initial.items()}
-        except Exception as error:
+        except BaseException as error:
+            raise_stop(error)
             raise ModuleError(
                 f"initial_state of {type(self._module).__name__} must give a dict of tensors, one row each "
-                f"({type(error).__name__}: {error})"
+                f"({words_of(error)})"
             ) from error
 
     def follow(self, earlier: Memory) -> None:

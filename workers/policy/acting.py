@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.batch import STATE_IN
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.lookback import LOOKBACK
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.errors import ModuleError, NotFiniteError
+from headrace.schemas.errors import ModuleError, NotFiniteError, words_of
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
 from headrace.workers.modules.protocol import OUTPUTS, SplitAct
@@ -103,9 +104,10 @@ class Actor:
                 self.memory.take(self._state_out, acting, self._lanes)
         except ModuleError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            raise_stop(error)
             name = type(self._module).__name__
-            raise ModuleError(f"the policy {name} failed while acting: {type(error).__name__}: {error}") from error
+            raise ModuleError(f"the policy {name} failed while acting: {words_of(error)}") from error
         return columns
 
     def _forward(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None) -> Columns:

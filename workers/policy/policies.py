@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, words_of
 from headrace.schemas.settings.plugins import load_object
 from headrace.schemas.settings.sampling_settings import PolicySettings
 from headrace.workers.config import EnvRunnerConfig
@@ -82,8 +83,9 @@ class Policies:
                 module = self.mapping_fn(agent, episode_id)
             except KeyError as error:
                 raise PolicyMappingError(agent, "is not in the mapping", self.specs) from error
-            except Exception as error:
-                reason = f"could not be mapped ({type(error).__name__}: {error})"
+            except BaseException as error:
+                raise_stop(error)
+                reason = f"could not be mapped ({words_of(error)})"
                 raise PolicyMappingError(agent, reason, self.specs) from error
         if not isinstance(module, str) or module not in self.specs:
             raise PolicyMappingError(agent, f"was mapped to {module!r:.80}", self.specs)

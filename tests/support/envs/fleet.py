@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
+import json
+import locale
+import logging
 import os
+import random
+import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 from headrace.schemas.errors import ExitCode
 
@@ -83,21 +94,41 @@ def some_crash_and_hang(context: Any) -> gym.Env[Any, Any]:
     return Deadly(env, 450, lambda: ctypes.PyDLL(None).sleep(1000)) if context.vector_index == 2 else env
 
 
+def _overflow_the_stack() -> None:
+    pair = (ctypes.c_int * 2)(2, 1)
+    compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    again = compare(lambda left, right: ctypes.CDLL(None).qsort(pair, 2, 4, again) or 1)
+    sys.setrecursionlimit(1 << 30)
+    again(None, None)
+
+
 FATAL: dict[str, Callable[[], Any]] = {
     "segfaults": lambda: ctypes.string_at(0),
     "hangs": lambda: time.sleep(1000),
     "exits": lambda: os._exit(ExitCode.RUN_DIR),
+    "exits as if all were well": lambda: os._exit(0),
+    "kills itself": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "aborts": os.abort,
+    "overflows the stack": _overflow_the_stack,
+    "becomes another program": lambda: os.execv("/bin/true", ["true"]),
+    "closes all descriptors": lambda: os.closerange(0, 1 << 16),
+    "stops its process": lambda: signal.raise_signal(signal.SIGTERM),
+    "exits in a thread": lambda: threading.Timer(0.001, os._exit, (3,)).start(),
 }
+"""What no process outlives."""
 
 
 def fatal_once(context: Any) -> gym.Env[Any, Any]:
-    """CartPole; sub-env 1 of each worker does its own of `FATAL` after 1,000 steps, in that worker's first life."""
+    """CartPole; sub-env 1 of each worker does its own of `FATAL` after 1,000 steps, in that worker's first life.
+
+    The env config names the `kinds`, one for each worker.
+    """
     env = gym.make("CartPole-v1")
     mark = Path(context["marks"]) / f"worker-{context.worker_index}"
     if context.vector_index != 1 or mark.exists():
         return env
     mark.touch()
-    return Deadly(env, 1000, list(FATAL.values())[context.worker_index])
+    return Deadly(env, 1000, FATAL[context["kinds"][context.worker_index]])
 
 
 def strict_numbers(context: Any) -> gym.Env[Any, Any]:
@@ -127,6 +158,60 @@ def _be_strict() -> None:
     os.chdir("/")
 
 
+def _change_the_process() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(7)
+    torch.set_grad_enabled(False)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    warnings.simplefilter("error")
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    locale.setlocale(locale.LC_ALL, "C")
+    sys.setrecursionlimit(200)
+    os.umask(0o777)
+    sys.path.clear()
+    os.environ.clear()
+    os.environ["TMPDIR"] = "/nonexistent"
+
+
+def _replace_functions() -> None:
+    sys.stdout = None
+    json.dumps = np.load = None  # type: ignore[assignment]
+    time.sleep = lambda seconds: None
+    atexit.register(lambda: 1 / 0)
+    sys.excepthook = lambda *error: os._exit(9)
+
+
+def _remove_the_working_directory() -> None:
+    os.chdir(folder := tempfile.mkdtemp())
+    Path(folder).rmdir()
+
+
+def _use_other_signals() -> None:
+    for number, timer in ((signal.SIGPROF, signal.ITIMER_PROF), (signal.SIGVTALRM, signal.ITIMER_VIRTUAL)):
+        signal.signal(number, lambda number, frame: None)  # one that raises would come in the forks of other envs too
+        signal.setitimer(timer, 0.002, 0.002)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _leave_a_zombie() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+
+
+def _leave_a_pool() -> None:
+    _kept.append(pool := ThreadPoolExecutor(2))
+    list(pool.map(abs, range(4)))
+
+
+def _want_all_descriptors() -> None:
+    while True:
+        _kept.append(os.open(os.devnull, os.O_RDONLY))
+
+
 _kept: list[Any] = []
 KINDS: dict[str, Callable[[], Any]] = {
     "exits": sys.exit,
@@ -141,9 +226,42 @@ KINDS: dict[str, Callable[[], Any]] = {
     "ignores SIGTERM": lambda: ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1)),
 }
 """What inline envs do to the worker that they live in, and it must go on."""
+WORSE: dict[str, Callable[[], Any]] = {
+    "changes more of its process": _change_the_process,
+    "removes its working directory": _remove_the_working_directory,
+    "uses other signals": _use_other_signals,
+    "blocks all signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()),
+    "leaves a zombie": _leave_a_zombie,
+    "leaves a pool": _leave_a_pool,
+    "closes descriptors 0, 1 and 2": lambda: os.closerange(0, 3),
+    "writes bytes": lambda: os.write(1, bytes(range(256)) * 400),
+    "recurses": lambda: WORSE["recurses"](),
+    "wants too much memory": lambda: np.empty(1 << 60),
+    "replaces functions": _replace_functions,
+    "wants all descriptors": _want_all_descriptors,
+    "takes torch's default device": lambda: torch.set_default_device("meta"),
+    "forgets modules": lambda: [sys.modules.pop(name) for name in list(sys.modules) if name.startswith("headrace.")],
+    "stops the clock": lambda: setattr(time, "time", lambda: 0.0),
+    "leaves torch's modes": lambda: torch.inference_mode(True).__enter__(),
+    "sees a write fail": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY)),
+}
+"""What a worker may end by where several are in one process. The fleet goes on, and its books are exact."""
+_CYCLE: dict[str, Any] = {}
+_CYCLE["me"] = _CYCLE
 ODD: dict[str, Callable[[Any], Any]] = {
     "odd returns": lambda answer: (answer[0], float("nan"), *answer[2:]),
     "odd infos": lambda answer: (*answer[:4], {"thing": object()}),
+    "returns too few": lambda answer: answer[:4],
+    "returns None": lambda answer: None,
+    "an array for a reward": lambda answer: (answer[0], np.ones(2), *answer[2:]),
+    "a complex reward": lambda answer: (answer[0], 1j, *answer[2:]),
+    "a float32 reward": lambda answer: (answer[0], np.float32(1.0), *answer[2:]),
+    "a bool observation": lambda answer: (answer[0] > 0, *answer[1:]),
+    "a short observation": lambda answer: (answer[0][:3], *answer[1:]),
+    "NaN observed": lambda answer: (answer[0] * np.nan, *answer[1:]),
+    "text for terminated": lambda answer: (*answer[:2], "False", *answer[3:]),
+    "a cyclic info": lambda answer: (*answer[:4], _CYCLE),
+    "a lone surrogate": lambda answer: (*answer[:4], {"x": "\ud800"}),
 }
 
 
@@ -164,10 +282,10 @@ class Odd(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def one_of_each_kind(context: Any) -> gym.Env[Any, Any]:
-    """CartPole; each sub-env is of another of `KINDS` or `ODD`."""
-    names = [*KINDS, *ODD]
+    """CartPole; each sub-env is of another of the env config's `kinds`, by default of `KINDS` and `ODD`."""
+    names = context.get("kinds", [*KINDS, *ODD])
     name = names[context.vector_index % len(names)]
-    return Odd(gym.make("CartPole-v1"), 100, KINDS.get(name), ODD.get(name))
+    return Odd(gym.make("CartPole-v1"), 100, (FATAL | KINDS | WORSE).get(name), ODD.get(name))
 
 
 class Sensors(gym.Env[Any, Any]):

@@ -26,6 +26,7 @@ from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.process import Broker
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, WorkerTotals
+from headrace.schemas.basics.stop_event import StopEvent
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd, EpisodeChunk
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
@@ -54,7 +55,7 @@ class LoopThread(ABC):
     """A thread that runs `_run` within `with`, until it is stopped."""
 
     def __init__(self, name: str) -> None:
-        self.stopping = threading.Event()
+        self.stopping = StopEvent()
         self._thread = threading.Thread(target=self._run, name=name)
 
     @abstractmethod
