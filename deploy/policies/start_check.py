@@ -78,13 +78,17 @@ def check_start(config: FleetConfig, say: Say) -> str:
 
 def _slow_polls(config: FleetConfig, took_s: Mapping[str, float]) -> str:
     sampling, what = config.sampling, max(took_s, key=took_s.__getitem__, default="")
-    poll_s = took_s.get(what, 0.0) * sampling.num_envs
-    if sampling.env_placement != "inline" or poll_s <= config.broker.lease_s:
+    is_inline = sampling.env_placement == "inline"
+    together = sampling.num_envs if is_inline else min(sampling.num_envs, sampling.envs_per_process)
+    poll_s = took_s.get(what, 0.0) * together
+    if (together == 1 and not is_inline) or poll_s <= config.broker.lease_s:
         return ""
+    home = f"a worker with {together} inline envs" if is_inline else f"a process of {together} envs"
+    placement = "--set sampling.env_placement=process " if is_inline else ""
     return (
-        f"the first {what} of env {sampling.env!r} took {took_s[what]:.1f} s, so a worker with "
-        f"{sampling.num_envs} inline envs takes {poll_s:.0f} s for all of them, one after the other; "
-        "--set sampling.env_placement=process runs them side by side, and there a hang costs one env"
+        f"the first {what} of env {sampling.env!r} took {took_s[what]:.1f} s, so {home} takes {poll_s:.0f} s for all "
+        f"of them, one after the other; {placement}--set sampling.envs_per_process=1 runs them side by side, and there "
+        "a hang costs one env"
     )
 
 

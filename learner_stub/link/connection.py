@@ -18,7 +18,7 @@ from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.credentials.keys import PeerKeys
-from headrace.schemas.errors import KeysRefusedError, UnreachableError
+from headrace.schemas.errors import FencedError, KeysRefusedError, UnreachableError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import LearnerWelcome, ModuleKinds, ModuleShapes, Status
 from headrace.schemas.peers import sockets
@@ -31,6 +31,12 @@ _LEAVING_S = 0.5
 
 _TOKENS: dict[tuple[int, str], str] = {}
 _STREAMING: set[str] = set()
+_NEWEST: dict[tuple[int, str], str] = {}
+"""The token of the newest stream to each endpoint, also once it is closed."""
+_OLDER: dict[str, set[str]] = {}
+"""The token of a stream that opens -> the tokens of earlier streams of this process to the same brokers."""
+_REPLACED: set[str] = set()
+"""The tokens of streams that a later stream of this process has replaced, and of their publishers."""
 _PUBLISHED: dict[str, Sequence[Version]] = {}
 _WEIGHTS_TOLD: dict[str, tuple[ModuleShapes, ModuleKinds]] = {}
 _TIME_SPENT: dict[str, TimeSpent] = {}
@@ -65,17 +71,39 @@ def stream_token(endpoints: Sequence[str]) -> str:
 
     The newer one wins.
     """
-    token = process_token(endpoints)
-    if token in _STREAMING:
-        _forget_endpoints(token)
+    keys, known = [(os.getpid(), endpoint) for endpoint in endpoints if endpoint], process_token(endpoints)
+    token = known
+    if known in _STREAMING:
+        _forget_endpoints(known)
         token = process_token(endpoints)
+    _OLDER[token] = {known, *(_NEWEST[key] for key in keys if key in _NEWEST)} - {token}
+    _NEWEST.update(dict.fromkeys(keys, token))
     _STREAMING.add(token)
     return token
+
+
+def replace_older(token: str) -> None:
+    """Note that a broker has welcomed the stream with `token`, so that older ones of this process are over."""
+    _REPLACED.update(_OLDER.pop(token, ()))
+
+
+def check_newest(token: str) -> None:
+    """Raise `FencedError` if a later stream of this process has replaced the one with `token`.
+
+    The broker says so too, but an older stream would first hand out all that it has received.
+    """
+    if token in _REPLACED:
+        raise FencedError(
+            "fenced",
+            "a later EpisodeStream of this process has taken over from this one and its WeightPublisher; use the later "
+            "one, and open its publisher after it",
+        )
 
 
 def forget_token(token: str) -> None:
     """Forget the token of a closed stream, so that the next connection to its brokers is a new learner."""
     _STREAMING.discard(token)
+    _OLDER.pop(token, None)
     _TIME_SPENT.pop(token, None)
     forget_published(token)
     _forget_endpoints(token)

@@ -165,6 +165,7 @@ class WeightPublisher:
 
     def pump(self, wait_s: float = 0.0) -> None:
         """Take answers; say HELLO again or send the newest version again when a broker lacks it."""
+        connection.check_newest(self.token)
         if wait_s > 0:
             await_message([broker.link for broker in self._brokers], wait_s)
         now = connection.now()

@@ -157,6 +157,7 @@ class EpisodeStream:
         self._want_window()
         connection.enroll(self)
         self._join(connect_timeout_s)
+        connection.replace_older(self.token)
 
     @classmethod
     def of(cls, where: Where | Sequence[Where] = None, *, connect_timeout_s: float = 60.0, **options: Any) -> Self:
@@ -188,6 +189,7 @@ class EpisodeStream:
 
     def next(self, timeout_s: float) -> ChunkBatch | None:
         """Return the next batch, or None after `timeout_s` seconds without one."""
+        connection.check_newest(self.token)
         self._time.follow()
         with self._time.part("decode"):
             return self._next(timeout_s)
@@ -354,6 +356,7 @@ class EpisodeStream:
 
     def pump(self, wait_s: float = 0.0) -> None:
         """Take what has arrived and send what is due, waiting up to `wait_s` for something to arrive."""
+        connection.check_newest(self.token)
         self._note_published()
         # First take what came while the user trained: the session then judges how long the broker has been silent.
         for broker in self._brokers:

@@ -253,7 +253,13 @@ def test_a_poll_of_inline_envs_beyond_the_lease_is_told_with_the_remedy() -> Non
     broker = {"lease_s": 1e-9, "heartbeat_interval_s": 1e-10}
     said = check_start(config(sampling=slow, broker=broker), lambda step: None)
     assert "with 16 inline envs takes" in said
-    assert "--set sampling.env_placement=process runs them side by side" in said
+    assert "--set sampling.env_placement=process --set sampling.envs_per_process=1 runs them side by side" in said
+    slow |= {"env_placement": "process", "envs_per_process": 3}
+    said = check_start(config(sampling=slow, broker=broker), lambda step: None)
+    assert "so a process of 3 envs takes" in said
+    assert "; --set sampling.envs_per_process=1 runs them side by side" in said
+    slow["envs_per_process"] = 1
+    assert not check_start(config(sampling=slow, broker=broker), lambda step: None)
     assert not check_start(config(sampling={"env": "user:Faulty"}), lambda step: None)
 
 

@@ -9,9 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
 
-from headrace.learner_stub import EpisodeStream
+from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.link.connection import LearnerSocket
 from headrace.learner_stub.streaming import broker_stream, stall_detector
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
@@ -311,6 +312,34 @@ def test_a_second_stream_of_the_same_process_is_a_newer_learner(open_stream: Ope
     with pytest.raises(FencedError):
         ask_until_it_raises(first)
     assert second.next(0.1) is None
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_later_stream_of_the_process_ends_the_older_one_and_its_publisher_at_once(
+    broker: BrokerThread, open_stream: OpenStream, start_feeder: StartFeeder, *, is_closed: bool
+) -> None:
+    """Not after all that the older one has received, and with a sentence that names the later stream."""
+    start_feeder(broker.endpoints.worker, Envs(5).fragments(20))
+    older = open_stream()
+    with WeightPublisher(broker.endpoints.learner) as publisher:
+        assert older.next(TIMEOUT_S) is not None
+        if is_closed:
+            older.close()
+        later = open_stream()
+        calls = [lambda: publisher.publish({"w": torch.zeros(1)}), publisher.pump]
+        for call in calls if is_closed else [*calls, lambda: older.next(0.0), older.pump]:
+            with pytest.raises(FencedError, match="a later EpisodeStream of this process has taken over"):
+                call()
+        assert later.next(TIMEOUT_S) is not None
+        with WeightPublisher(broker.endpoints.learner) as again:
+            assert again.publish({"w": torch.zeros(1)}) == 1
+
+
+def test_a_later_stream_that_cannot_open_leaves_the_older_one_alone(open_stream: OpenStream) -> None:
+    older = open_stream()
+    with pytest.raises(WrongFleetError):
+        open_stream(fleet_id="other")
+    assert older.next(0.0) is None
 
 
 _LEARNER = """

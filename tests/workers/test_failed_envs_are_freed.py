@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from support.envs.toy import runner
 from support.envs.toy_agents import Together, multi_runner
 
 _ports: set[str] = set()
+_half_built: set[str] = set()
+"""The names of envs whose second constructor has failed."""
 
 
 class Port:
@@ -41,6 +44,9 @@ class Listens(Counting):
         self.fails_at = "" if config.recreated else config["fails_at"]
         if config["cycle"]:
             self.itself = self
+        if config.recreated and config["fails_at"] == "construction" and config["name"] not in _half_built:
+            _half_built.add(config["name"])
+            raise RuntimeError("not ready")
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         if self.fails_at == "reset":
@@ -51,10 +57,28 @@ class Listens(Counting):
         return super().reset(seed=seed)
 
     def step(self, action: Any) -> Any:
-        if self.t == 2 and self.fails_at == "step":
+        if self.t == 2 and self.fails_at in ("step", "construction"):
             raise RuntimeError("connection lost")
+        if self.t == 2 and self.fails_at in ERRORS_WITH_AN_ENV:
+            raise ERRORS_WITH_AN_ENV[self.fails_at](self)
         observation, *rest = super().step(action)
         return observation * np.nan if self.t == 3 and self.fails_at == "observation" else observation, *rest
+
+
+class LostError(Exception):
+    """Knows the env that it is about."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__("connection lost")
+        self.env = env
+
+
+ERRORS_WITH_AN_ENV: dict[str, Callable[[Any], BaseException]] = {
+    "argument": lambda env: RuntimeError("connection lost", env),
+    "nested": lambda env: RuntimeError({"envs": [env]}),
+    "attribute": LostError,
+    "group": lambda env: ExceptionGroup("both", [ValueError(1), LostError(env)]),
+}
 
 
 class ListensTogether(Together):
@@ -111,6 +135,34 @@ def test_the_port_of_a_failed_env_of_several_agents_is_free_for_the_next() -> No
     with multi_runner(ListensTogether, env_config=config, env_restart_attempts=1) as sampler:
         sampler.sample(num_timesteps=20)
         assert sampler.totals.env_failures == 1
+
+
+@pytest.mark.parametrize("cycle", [False, True], ids=["plain", "cycle"])
+@pytest.mark.parametrize("kind", ["inline", "sync", pytest.param("process", marks=pytest.mark.thorough)])
+def test_the_port_of_a_half_built_env_is_free_for_the_next(kind: str, cycle: bool) -> None:
+    env, settings = KINDS[kind]
+    config = {"name": f"{kind}-half-{cycle}", "fails_at": "construction", "cycle": cycle}
+    with runner(env, env_config=config, env_restart_attempts=2, env_restart_backoff_s=0.0, **settings) as sampler:
+        sampler.sample(num_timesteps=20)
+        assert sampler.totals.env_failures == 2
+
+
+@pytest.mark.parametrize("kind", ["inline", "sync", pytest.param("process", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("error", ERRORS_WITH_AN_ENV)
+def test_an_error_that_holds_its_env_does_not_keep_the_port(kind: str, error: str) -> None:
+    env, settings = KINDS[kind]
+    config = {"name": f"{kind}-{error}", "fails_at": error, "cycle": False}
+    with runner(env, env_config=config, env_restart_attempts=1, **settings) as sampler:
+        sampler.sample(num_timesteps=20)
+        assert sampler.totals.env_failures == 1
+
+
+def test_an_error_that_is_let_go_keeps_its_plain_data() -> None:
+    error = LostError(object())
+    error.args, error.code = ("lost", 3, ("a", 2.5), object()), {"line": 7}  # type: ignore[attr-defined]
+    let_go(error)
+    assert error.args == ("lost", 3, ("a", 2.5), "<object>")
+    assert vars(error) == {"code": {"line": 7}}
 
 
 def test_an_env_is_freed_though_callbacks_and_logs_keep_its_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.errors import (
@@ -19,6 +22,7 @@ from headrace.schemas.errors import (
     EnvHostLostError,
     EnvNeighbourError,
     EnvRaisedError,
+    HeadraceError,
 )
 from headrace.schemas.errors.episodes import ClientLostError, EpisodeAbortedError
 from headrace.workers.envs.context import StepFailedRecreateEnv
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PLAIN = str, bytes, int, float, complex, np.generic, np.ndarray
 _PLACE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 _REASONS: dict[type[BaseException], Discard] = {
@@ -125,16 +130,40 @@ class Failure:
 def let_go(error: BaseException | None) -> None:
     """Clear the variables in the frames of the error and of its causes, and in the frames that called these.
 
-    They hold the failed env, with its port or its memory, which the env that is built in its place may need.
+    They hold the failed env, with its port or its memory, which the env that is built in its place may need. So may the
+    objects that an error has been given.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    todo, seen = [error], set()
+    while todo:
+        error = todo.pop()
+        if error is None or id(error) in seen:
+            continue
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
             _clear(frame)
-        if isinstance(error, AttributeError):
-            error.obj = None  # often the env
-        error = error.__cause__ or error.__context__
+        todo += [error.__cause__, error.__context__]
+        if isinstance(error, BaseExceptionGroup):
+            todo += error.exceptions
+        if not isinstance(error, HeadraceError):
+            _drop_objects(error)
+
+
+def _drop_objects(error: BaseException) -> None:
+    """Take from a user's error all that is no plain data."""
+    if isinstance(error, AttributeError):
+        error.obj = None  # often the env
+    error.args = tuple(each if _is_plain(each) else f"<{type(each).__name__}>" for each in error.args)
+    for name, value in list(vars(error).items()):
+        if not _is_plain(value):
+            del vars(error)[name]
+
+
+def _is_plain(value: Any, levels: int = 4) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return levels > 0 and all(_is_plain(each, levels - 1) for each in value)
+    return value is None or isinstance(value, _PLAIN)
 
 
 def _clear(frame: FrameType | None) -> None:

@@ -15,6 +15,8 @@ class EnvLife:
     """The time in which a lane owns its env: until `is_over` is set, or until this object is dropped."""
 
     is_over = False
+    has_env = False
+    """False until `claim`: the env's constructor has not returned, or has failed."""
 
 
 _owners: dict[int, tuple[weakref.ref[Any], weakref.ref[EnvLife], int]] = {}
@@ -36,7 +38,7 @@ def claim(env: Any, life: EnvLife, index: int, *, recreated: bool) -> None:
         if is_taken or (recreated and before is not life):
             same = "that it had before" if recreated else "of another runner, which is open"
             raise _shared(base, index, same if other == index else f"of env {other}")
-    life.is_over = False
+    life.is_over, life.has_env = False, True
     try:
         _owners[key] = weakref.ref(base, partial(_forget, key)), weakref.ref(life), index
     except TypeError:
@@ -44,11 +46,11 @@ def claim(env: Any, life: EnvLife, index: int, *, recreated: bool) -> None:
 
 
 def free(life: EnvLife) -> None:
-    """Collect garbage if a closed env of `life` still exists, which may be in a cycle of references.
+    """Collect garbage if a closed env of `life` may still exist, in a cycle of references.
 
-    An env without a `close` frees its port or its file only then.
+    An env without a `close` frees its port or its file only then. So does one whose constructor failed half-way.
     """
-    if any(owner() is life for _, owner, _ in tuple(_owners.values())):
+    if not life.has_env or any(owner() is life for _, owner, _ in tuple(_owners.values())):
         gc.collect()
 
 
