@@ -176,12 +176,17 @@ def _of_disk(facts: Facts) -> Iterator[Observation]:
 def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:
     """Return how many workers are late, and how many workers have failing envs, as sentences."""
     wrong = [one.finding for one in seen if one.is_wrong and one.finding.whom.startswith(_WORKER)]
-    failing = {name for one in wrong if one.kind in _OF_ENVS for name in one.slots or [one.whom]}
-    late = {one.whom for one in wrong if one.kind not in _OF_ENVS}
+    failing, late = (
+        {name for one in wrong if (one.kind in _OF_ENVS) == fail for name in _names(one)} for fail in (True, False)
+    )
     own = {process.name for process in facts.processes.values() if process.role == "worker"}
     workers = len(own | {f"{_WORKER}{slot}" for slot in facts.snapshot.workers} | late)
     said = [f"{len(late)} of {workers} workers late."] if late else []
     return [*said, f"Envs of {len(failing)} of {workers} workers fail."] if failing else said
+
+
+def _names(finding: Finding) -> list[str]:
+    return [f"{_WORKER}{slot}" for slot in finding.slots] or [finding.whom]
 
 
 def _others(findings: list[Finding]) -> list[str]:

@@ -15,7 +15,7 @@ from headrace.deploy.monitoring.connecting import (
 )
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
-from headrace.deploy.monitoring.process_checks import States
+from headrace.deploy.monitoring.process_checks import NUMBER, States, names_of
 from headrace.deploy.report.progress import name_revoked, number
 from headrace.deploy.run.redis_view import crowded_learner
 from headrace.schemas.accounts.ledger import Discard, Drop
@@ -37,9 +37,8 @@ _LOST_WITH_PEERS = tuple(
 )
 _FAILED_LATELY_S = 20.0
 _ENV_FAILURES = "env_failures_total"
-_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
 _OF_ONE_ENV = re.compile(r" in env # at [^:]*")
-"""The parts in which failures of one cause differ: the env, the step of the episode, and numbers."""
+"""In what failures of one cause differ besides numbers: the env and the step of the episode."""
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
 _NO_COMMITS_S = 60.0
@@ -84,7 +83,7 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
         name, down = f"worker-{slot}", number(state.get("envs_lost"))
         count, age_s = number(state.get("env_failures")), number(state.get("env_failure_age_s"))
         connected, wanted = _hosts(state)
-        cause = _OF_ONE_ENV.sub("", _NUMBER.sub("#", str(state.get("env_failure", ""))))
+        cause = _OF_ONE_ENV.sub("", NUMBER.sub("#", str(state.get("env_failure", ""))))
         if count >= _MANY and age_s < _FAILED_LATELY_S and _fails_often(facts, state, count):
             failing.setdefault(("envs_failing", cause), []).append(slot)
         elif 0 < connected < wanted and down and number(state.get("env_steps")):
@@ -102,7 +101,7 @@ def _failing(facts: Facts, kind: str, slots: Sequence[int]) -> Observation:
     """Return the observation that envs of these workers fail for one cause."""
     states = [facts.snapshot.workers[slot] for slot in slots]
     names = [f"worker-{slot}" for slot in slots]
-    whom = ", ".join(names) if len(names) <= _MANY else f"{', '.join(names[:_MANY])} and {len(names) - _MANY} more"
+    whom = names_of(names)
     of = names[0] if len(names) == 1 else f"{len(names)} of {len(facts.snapshot.workers)} workers"
     newest = min(states, key=lambda state: number(state.get("env_failure_age_s")))
     age_s = number(newest.get("env_failure_age_s"))

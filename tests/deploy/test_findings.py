@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "restarts again and again": (
         having("worker-1", recent_deaths=4, restarts=9, started_unix_s=NOW - 2, last_words="exit code 1"),
         "crash_loop",
-        "worker-1 has ended 4 times in a short time; the last time it ended with exit code 1",
+        "worker-1 has ended 4 times within 60 s of running; the last time it ended with exit code 1",
         "tail /runs/a/logs/worker-1.log",
     ),
     "a process that failed for good": (
@@ -579,7 +579,7 @@ def test_one_cause_in_many_workers_is_one_finding_with_its_rate() -> None:
         "envs of 4 of 4 workers fail again and again at 12/min: 36 times, the newest 1 s ago: "
         "env_exception in env 0 at step 40: ValueError: bad at 0.5"
     )
-    assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2 and 1 more", (0, 1, 2, 3))
+    assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2, worker-3", (0, 1, 2, 3))
     assert found.command == "tail /runs/a/logs/worker-0.log"
     assert verdict(facts, [found]) == "Learning. Envs of 4 of 4 workers fail. Nothing lost."
 
@@ -601,6 +601,40 @@ def test_envs_that_are_down_for_one_cause_are_one_finding() -> None:
     (found,) = find(told(workers={slot: raised(slot, "ValueError: a", **down) for slot in range(2)}))
     assert (found.kind, found.slots) == ("envs_down", (0, 1))
     assert found.sentence.startswith("4 of 16 envs of 2 of 2 workers are down; the newest failure, 30 s ago: env_exc")
+
+
+def ended(words: str, **changes: Any) -> dict[str, Any]:
+    return {"state": "restarting", "pid": 0, "started_unix_s": 0, "last_words": words, **changes}
+
+
+def of_workers(*states: dict[str, Any]) -> Facts:
+    workers = {f"worker-{i}": process(f"worker-{i}", "worker", **state) for i, state in enumerate(states)}
+    return replace(healthy(), processes={**healthy().processes, **workers})
+
+
+def test_workers_that_end_again_and_again_for_one_cause_are_one_finding_with_its_rate() -> None:
+    lives = [ended(f"exit code 3 (ENV): ValueError: bad at {slot}.5", recent_deaths=4) for slot in range(4)]
+    facts = of_workers(*lives, {})
+    facts = told(facts, workers={**facts.snapshot.workers, 4: WORKER})
+    (found,) = find(facts)
+    assert found.kind == "crash_loop"
+    assert found.sentence == (
+        "4 of 5 workers have ended 16 times within 60 s of running; the last time worker-0 ended with "
+        "exit code 3 (ENV): ValueError: bad at 0.5"
+    )
+    assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2, worker-3", (0, 1, 2, 3))
+    assert verdict(facts, [found]) == "Learning. 4 of 5 workers late. Nothing lost."
+
+
+def test_workers_that_start_again_are_one_finding_for_each_cause_and_role() -> None:
+    facts = of_workers(ended("exit code 1"), ended("signal SIGKILL"), ended("exit code 9"), ended("signal SIGKILL"))
+    facts = having("learner", facts, **ended("signal SIGKILL"))
+    assert {one.whom: one.sentence for one in find(facts) if one.kind == "process_restarting"} == {
+        "worker-0": "waiting for worker-0 to start again (it ended with exit code 1)",
+        "worker-1, worker-3": "waiting for 2 of 4 workers to start again (worker-1 ended with signal SIGKILL)",
+        "worker-2": "waiting for worker-2 to start again (it ended with exit code 9)",
+        "learner": "waiting for learner to start again (it ended with signal SIGKILL)",
+    }
 
 
 def test_a_stopped_broker_is_the_only_finding_of_the_stall_it_causes() -> None:
