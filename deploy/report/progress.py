@@ -285,8 +285,8 @@ class ProgressDisplay:
 def _live(stream: TextIO) -> Live | None:
     """Return a live display; None for a file, a pipe, and a terminal (`TERM=dumb`) that cannot move its cursor.
 
-    Log lines appear above its table, if they go to the same terminal. The table goes away at the end: old numbers, and a
-    bar that stands still, would stay between the log and the result.
+    Log lines appear above its table, if they go to the same terminal. The table goes away at the end: old numbers, and
+    a bar that stands still, would stay between the log and the result.
     """
     console = Console(file=stream)
     if not stream.isatty() or console.is_dumb_terminal:
