@@ -264,7 +264,8 @@ def _has_no_learner(facts: Facts) -> bool:
 def _no_learner(facts: Facts, waiting: int, workers: int) -> Observation:
     own = facts.processes.get("learner")
     full = f"; {waiting} of {workers} workers wait with full windows" if waiting else ""
-    sentence = f"waiting for {_whose(facts)} to commit what it holds{_holder(facts, 'has not committed')}{full}"
+    what = "to come back" if _since_commit(facts) is not None and own is None else "to commit what it holds"
+    sentence = f"waiting for {_whose(facts)} {what}{_holder(facts, 'has not committed')}{full}"
     if own is not None and own.started_unix_s:
         return observe(facts, "learner_loading", "learner", sentence, facts.unix_s - own.started_unix_s)
     return observe(facts, "no_learner", "learner", sentence, _since_commit(facts), command=_learner_command(facts))
@@ -355,10 +356,11 @@ def _holder(facts: Facts, what: str) -> str:
         return (
             "" if is_expected else f"; no learner is connected{'' if number(lease.get('epoch')) else ', and none was'}"
         )
-    lost = "" if lease.get("connected") else ", and its connection is lost"
     heard = number(lease.get("heard_unix_s"))
     seen = f"; last heard of {(facts.snapshot.reported_unix_s or 0.0) - heard:,.0f} s ago" if heard else ""
-    return f"; it holds the lease (epoch {number(lease.get('epoch')):.0f}) and {what} for {for_s:.0f} s{lost}{seen}"
+    if not lease.get("connected"):
+        return f"; it has ended or cannot be reached{seen}"
+    return f"; it holds the lease (epoch {number(lease.get('epoch')):.0f}) and {what} for {for_s:.0f} s{seen}"
 
 
 def _since_commit(facts: Facts) -> float | None:

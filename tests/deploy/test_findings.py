@@ -201,14 +201,14 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "learner gone": (
         of_own_learner(stalled(12.0, {"connected": 0.0})),
         "no_learner",
-        "has not committed for 12 s, and its connection is lost; 2 of 2 workers wait with full windows",
+        "to come back; it has ended or cannot be reached; 2 of 2 workers wait with full windows",
         'EpisodeStream.of("/runs/a")',
     ),
     "a learner of one's own that is gone": (
         of_own_learner(stalled(12.0, {"connected": 0.0, **SCRIPT})),
         "no_learner",
-        r"waiting for the learner /home/me/ppo.py \(pid 71 on box\\x1b\) to commit what it holds; it holds the lease "
-        r"\(epoch 1\) and has not committed for 12 s, and its connection is lost; last heard of 9 s ago; 2 of 2",
+        r"waiting for the learner /home/me/ppo.py \(pid 71 on box\\x1b\) to come back; it has ended or cannot be "
+        "reached; last heard of 9 s ago; 2 of 2",
         "python /home/me/ppo.py",
     ),
     "a learner of one's own that never came": (
@@ -635,6 +635,26 @@ def test_workers_that_start_again_are_one_finding_for_each_cause_and_role() -> N
         "worker-2": "waiting for worker-2 to start again (it ended with exit code 9)",
         "learner": "waiting for learner to start again (it ended with signal SIGKILL)",
     }
+
+
+def test_a_learner_that_has_ended_is_told_at_once_while_workers_still_fill_their_windows() -> None:
+    lease = {**LEASE, **SCRIPT, "connected": 0.0, "committed_unix_s": NOW - 2, "heard_unix_s": NOW - 2}
+    facts = of_own_learner(told(lease=lease))
+    assert find(facts) == [], "it may come back"
+    assert verdict(facts, []) == (
+        r"Sampling. Waiting for the learner /home/me/ppo.py (pid 71 on box\x1b) to come back; it has ended or cannot "
+        "be reached; last heard of 2 s ago. Nothing lost."
+    )
+    facts = having("learner", told(lease={**LEASE, "connected": 0.0}), **ended("signal SIGKILL"))
+    assert verdict(facts, find(facts)) == (
+        "Sampling. Waiting for learner to start again (it ended with signal SIGKILL). Nothing lost."
+    )
+
+
+def test_a_fleet_that_stands_still_tells_what_it_waits_for_before_what_only_slows_it() -> None:
+    facts = of_own_learner(stalled(4.0, {**SCRIPT, "host": "here", "torch_threads": 8.0, "cores": 4.0}))
+    assert [one.kind for one in find(facts)] == ["learner_threads"]
+    assert verdict(facts, find(facts)).startswith("Waiting for the learner /home/me/ppo.py (pid 71 on here) to commit")
 
 
 def test_a_stopped_broker_is_the_only_finding_of_the_stall_it_causes() -> None:
