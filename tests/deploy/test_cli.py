@@ -306,6 +306,16 @@ def test_ps_shows_which_processes_are_alive(tmp_path: Path) -> None:
     assert worker.endswith("running, but gone"), "a narrow terminal cuts nothing off"
 
 
+@pytest.mark.parametrize("command", ["audit", "dashboard", "ps", "top", "why"])
+def test_a_run_is_named_by_its_folder_or_by_the_option_but_not_by_both(command: str, tmp_path: Path) -> None:
+    named = headrace(command, str(tmp_path / "none"))
+    assert named.returncode == ExitCode.RUN_DIR
+    assert str(tmp_path / "none") in named.stderr
+    both = headrace(command, "a", "--run-dir", "a")
+    assert both.returncode == ExitCode.CONFIG
+    assert "RUN is the same as --run-dir: give one of them" in both.stderr
+
+
 def test_print_config_needs_no_fleet() -> None:
     result = headrace("up", "--print-config", "--workers", "5")
     assert result.returncode == 0
