@@ -310,7 +310,7 @@ def test_ps_shows_which_processes_are_alive(tmp_path: Path) -> None:
 def test_a_run_is_named_by_its_folder_or_by_the_option_but_not_by_both(command: str, tmp_path: Path) -> None:
     named = headrace(command, str(tmp_path / "none"))
     assert named.returncode == ExitCode.RUN_DIR
-    assert str(tmp_path / "none") in named.stderr
+    assert f"{tmp_path / 'none'} cannot be used: there is no such folder" in named.stderr
     both = headrace(command, "a", "--run-dir", "a")
     assert both.returncode == ExitCode.CONFIG
     assert "RUN is the same as --run-dir: give one of them" in both.stderr
