@@ -177,9 +177,7 @@ def _print_end(summary: Summary, config: FleetConfig, *, as_json: bool) -> None:
                 typer.echo(f"play its policy: {line}")
 
 
-@command(
-    app, "headrace ps", "headrace ps --run-dir runs/a --json | python -m json.tool", options="run_dir config as_json"
-)
+@command(app, "headrace ps", "headrace ps runs/a --json | python -m json.tool", options="run run_dir config as_json")
 def ps(asked: Asked, as_json: bool) -> None:
     """Show the fleet's processes, whether they live, and workers that came from elsewhere."""
     from headrace.deploy.process.proc_stat import is_alive
@@ -224,7 +222,6 @@ def scale(
 def audit(
     asked: Asked,
     *,
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="The same as --run-dir.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 when something does not add up.")] = False,
     deep: Annotated[
         bool,
@@ -241,10 +238,6 @@ def audit(
     """
     from headrace.deploy.report.audit_command import audit_deeply, audit_run
 
-    if run is not None:
-        if asked.flags.get("fleet.run_dir"):
-            raise ConfigError("RUN is the same as --run-dir: give one of them", key="--run-dir")
-        asked = asked.with_flags({"fleet.run_dir": str(run)})
     if deep:
         audit_deeply(asked.run_dir(), as_json=as_json, stream=sys.stdout)
         return

@@ -44,9 +44,9 @@ TokenFile = Annotated[
 @command(
     app,
     "headrace why",
-    "headrace why --run-dir runs/a --json | python -m json.tool",
+    "headrace why runs/a --json | python -m json.tool",
     "headrace why --redis-url redis://localhost:6379/0 --fleet-id demo --watch",
-    options="run_dir redis_url fleet_id config watch as_json",
+    options="run run_dir redis_url fleet_id config watch as_json",
 )
 def why(
     asked: Asked,
@@ -110,11 +110,11 @@ def health(
 @command(
     app,
     "headrace top",
-    "headrace top --run-dir runs/a",
+    "headrace top runs/a",
     "headrace top --redis-url redis://localhost:6379/0 --fleet-id demo",
     "headrace top --once | less",
     "headrace top --json | python -m json.tool",
-    options="run_dir redis_url fleet_id config once as_json",
+    options="run run_dir redis_url fleet_id config once as_json",
 )
 def top(
     asked: Asked,
@@ -138,10 +138,10 @@ def top(
 @command(
     app,
     "headrace dashboard",
-    "headrace dashboard --run-dir runs/a --listen 127.0.0.1:8090",
+    "headrace dashboard runs/a --listen 127.0.0.1:8090",
     "headrace dashboard --redis-url redis://localhost:6379/0 --fleet-id demo",
     "headrace dashboard --listen 0.0.0.0:8090 --token-file keys/http.token",
-    options="run_dir redis_url fleet_id config listen token_file",
+    options="run run_dir redis_url fleet_id config listen token_file",
 )
 def dashboard(
     asked: Asked,

@@ -12,6 +12,7 @@ import typer
 
 from headrace.deploy.run.options import Asked, config_file, recipes
 from headrace.deploy.terminal.output import LogFormat, choose_output
+from headrace.schemas.errors import ConfigError
 
 
 class Row(NamedTuple):
@@ -57,6 +58,7 @@ TABLE: Mapping[str, Row] = {
     "rendezvous": _row("fleet.rendezvous", str, "--rendezvous", _RENDEZVOUS, metavar="PATH|URL|dns://NAME"),
     "fleet_id": _row("fleet.fleet_id", str, "--fleet-id", "Name of the fleet; default: from --run-dir."),
     "run_dir": _row("fleet.run_dir", Path, "--run-dir", "Folder of the run; default: the newest one in runs/."),
+    "run": Row("", Path | None, typer.Argument(None, metavar="RUN", help="The same as --run-dir.")),
     "new_run_dir": _row(
         "fleet.run_dir", Path, "--run-dir", "Folder of the run: fleet.json, logs, data; default: runs/ENV-TIME."
     ),
@@ -175,6 +177,10 @@ def _asked(given: dict[str, Any]) -> Asked:
     """Return the settings that these options give; without --allow, the command builds no code of found files."""
     config, sets = given.pop("config", None), given.pop("sets", None)
     allow = (given.pop("allow") or ()) if "allow" in given else None
+    if (run := given.pop("run", None)) is not None:
+        if given["run_dir"] is not None:
+            raise ConfigError("RUN is the same as --run-dir: give one of them", key="--run-dir")
+        given["run_dir"] = run
     flags = {TABLE[name].setting: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     return Asked(config, sets, flags, allow)
 

@@ -23,6 +23,7 @@ from headrace.schemas.settings.redis_url import without_password
 _WAITING = "waiting for "
 _WORKER = "worker-"
 _OF_ENVS = ("envs_failing", "envs_down", "env_hosts_missing")
+_NO_LEARNER = ("no_learner", "learner_loading")
 _MOST_OF_A_KIND = 4
 _STILL_WRITTEN_S = 15.0
 """A run that has written nothing for so long cannot: its progress is written every 10 s."""
@@ -57,12 +58,15 @@ def verdict(facts: Facts, findings: list[Finding]) -> str:
     seen, lost = list(_observations(facts)), losses_in_words(facts.snapshot.fleet)
     if not _moves(facts):
         if findings:
-            return f"{_sentence(findings[0])} {lost}"
+            waits = [one for one in (*findings, *(one.finding for one in seen)) if one.sentence.startswith(_WAITING)]
+            return f"{_sentence((waits if findings[0].severity == 'warning' and waits else findings)[0])} {lost}"
         if facts.snapshot.totals.get("env_steps_total") and facts.snapshot.gauges.get("weights_seq"):
             return f"{_sentence(seen[0].finding) if seen else 'No steps at the moment.'} {lost}"
         return f"Starting: {'; '.join(one.finding.sentence for one in seen) or 'processes start'}."
-    learns = all(one.kind != "metric_not_finite" for one in findings)
-    return " ".join(["Learning." if learns else "Sampling.", *_late(facts, seen), *_others(findings), lost])
+    away = [_sentence(one.finding) for one in seen if one.finding.kind in _NO_LEARNER]
+    learns = not away and all(one.kind != "metric_not_finite" for one in findings)
+    told = [] if any(one.whom == "learner" for one in findings) else away
+    return " ".join(["Learning." if learns else "Sampling.", *_late(facts, seen), *told, *_others(findings), lost])
 
 
 def _books(facts: Facts) -> str:
@@ -179,12 +183,17 @@ def _of_disk(facts: Facts) -> Iterator[Observation]:
 def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:
     """Return how many workers are late, and how many workers have failing envs, as sentences."""
     wrong = [one.finding for one in seen if one.is_wrong and one.finding.whom.startswith(_WORKER)]
-    failing = {name for one in wrong if one.kind in _OF_ENVS for name in one.slots or [one.whom]}
-    late = {one.whom for one in wrong if one.kind not in _OF_ENVS}
+    failing, late = (
+        {name for one in wrong if (one.kind in _OF_ENVS) == fail for name in _names(one)} for fail in (True, False)
+    )
     own = {process.name for process in facts.processes.values() if process.role == "worker"}
     workers = len(own | {f"{_WORKER}{slot}" for slot in facts.snapshot.workers} | late)
     said = [f"{len(late)} of {workers} workers late."] if late else []
     return [*said, f"Envs of {len(failing)} of {workers} workers fail."] if failing else said
+
+
+def _names(finding: Finding) -> list[str]:
+    return [f"{_WORKER}{slot}" for slot in finding.slots] or [finding.whom]
 
 
 def _others(findings: list[Finding]) -> list[str]:

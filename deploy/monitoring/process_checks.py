@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ _PHASES = ("loading", "building", "rebuilding")
 _LATE_HEARTBEATS = 3
 _LARGE_BYTES = 1 << 20
 """Bytes of a batch behind which a heartbeat may come late."""
+_ENDED_KINDS = {"restarting": "process_restarting", "failed": "process_failed"}
+NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
+"""What differs between the errors of one cause."""
 _SILENT_KINDS = {"broker": "broker_silent", "learner": "learner_silent", "env-host": "env_host_silent"}
 
 States = Mapping[int, Mapping[str, Any]]
@@ -40,20 +44,38 @@ def supervisor_check(facts: Facts) -> Iterator[Observation]:
 
 
 def between_lives(facts: Facts) -> Iterator[Observation]:
-    """Yield the processes that have ended: restarting, fenced, failed, or in a crash loop."""
+    """Yield the processes that have ended: restarting, fenced, failed, or in a crash loop; one for each cause."""
+    ended: dict[tuple[str, str, str], list[ProcessState]] = {}
     for state in facts.processes.values():
-        ended = f"it ended with {state.last_words:.100}" if state.last_words else "it has ended"
-        log = "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / state.name}.log"
-        if _dies_often(facts, state):
-            sentence = f"{state.name} has ended {state.recent_deaths} times in a short time; the last time {ended}"
-            yield observe(facts, "crash_loop", state.name, sentence, command=log)
-        elif state.state == "restarting":
-            sentence = f"waiting for {state.name} to start again ({ended})"
-            yield observe(facts, "process_restarting", state.name, sentence, command=log)
-        elif state.state == "fenced":
+        if state.state == "fenced":
             yield observe(facts, "learner_fenced", state.name, "a newer learner has taken over from the fleet's own")
-        elif state.state == "failed":
-            yield observe(facts, "process_failed", state.name, f"{state.name} has failed: {ended}", command=log)
+            continue
+        kind = "crash_loop" if _dies_often(facts, state) else _ENDED_KINDS.get(state.state)
+        if kind:
+            end, _, error = state.last_words.partition(": ")
+            ended.setdefault((kind, state.role, f"{end}: {NUMBER.sub('#', error)}"), []).append(state)
+    for (kind, *_), states in ended.items():
+        yield _ended(facts, kind, states)
+
+
+def _ended(facts: Facts, kind: str, states: Sequence[ProcessState]) -> Observation:
+    """Return the observation that these processes of one role have ended for one cause."""
+    first, names = states[0], [state.name for state in states]
+    of, have, it = first.name, "has", "it"
+    if len(states) > 1:
+        of_all = sum(one.role == first.role for one in facts.processes.values())
+        of, have, it = f"{len(states)} of {of_all} {first.role}s", "have", first.name
+    last = f"{it} ended with {first.last_words:.100}" if first.last_words else f"{it} has ended"
+    if kind == "crash_loop":
+        deaths = sum(state.recent_deaths for state in states)
+        sentence = f"{of} {have} ended {deaths} times within {_window_s(facts):g} s of running; the last time {last}"
+    elif kind == "process_restarting":
+        sentence = f"waiting for {of} to start again ({last})"
+    else:
+        sentence = f"{of} {have} failed: {last}"
+    log = "" if facts.run_dir is None else f"tail {facts.run_dir / 'logs' / first.name}.log"
+    slots = tuple(state.slot for state in states if state.slot is not None)
+    return observe(facts, kind, names_of(names), sentence, command=log, slots=slots)
 
 
 def stuck(facts: Facts, states: States) -> dict[str, Observation]:
@@ -74,8 +96,9 @@ def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
     loading = [state for state in workers if state.doing == "loading"]
     building = [state for state in workers if state.doing == "building"]
     if loading:
-        sentence = f"waiting for {names_of(loading)} to load ({_age(facts, loading):.0f} s so far)"
-        yield observe(facts, "worker_loading", names_of(loading), sentence, _age(facts, loading))
+        whom, age_s = names_of([state.name for state in loading]), _age(facts, loading)
+        sentence = f"waiting for {whom} to load ({age_s:.0f} s so far)"
+        yield observe(facts, "worker_loading", whom, sentence, age_s)
     if building:
         yield _building(facts, building)
     unknown = (
@@ -110,15 +133,17 @@ def lost_elsewhere(facts: Facts) -> Iterator[Observation]:
         yield observe(facts, "worker_lost", name, sentence)
 
 
-def names_of(states: Sequence[ProcessState]) -> str:
-    """Return the names of some processes, in few words."""
-    names = [state.name for state in states]
+def names_of(names: Sequence[str]) -> str:
+    """Return some names in few words."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
+def _window_s(facts: Facts) -> float:
+    return number(facts.setting("supervisor.restart_window_s")) or 60.0
+
+
 def _dies_often(facts: Facts, state: ProcessState) -> bool:
-    window_s = number(facts.setting("supervisor.restart_window_s")) or 60.0
-    lately = not state.started_unix_s or facts.unix_s - state.started_unix_s < window_s
+    lately = not state.started_unix_s or facts.unix_s - state.started_unix_s < _window_s(facts)
     return state.recent_deaths >= _MANY_DEATHS and lately and state.state in ("running", "restarting")
 
 
@@ -198,7 +223,7 @@ def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any])
 
 
 def _building(facts: Facts, building: list[ProcessState]) -> Observation:
-    whom, age_s = names_of(building), _age(facts, building)
+    whom, age_s = names_of([state.name for state in building]), _age(facts, building)
     if not _is_remote(facts):
         num_envs = number(facts.setting("sampling.num_envs"))
         what = f"{num_envs:.0f} envs each" if num_envs else "its envs"

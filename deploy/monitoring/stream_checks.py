@@ -15,7 +15,7 @@ from headrace.deploy.monitoring.connecting import (
 )
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
-from headrace.deploy.monitoring.process_checks import States
+from headrace.deploy.monitoring.process_checks import NUMBER, States, names_of
 from headrace.deploy.report.progress import name_revoked, number
 from headrace.deploy.run.redis_view import crowded_learner
 from headrace.schemas.accounts.ledger import Discard, Drop
@@ -37,9 +37,8 @@ _LOST_WITH_PEERS = tuple(
 )
 _FAILED_LATELY_S = 20.0
 _ENV_FAILURES = "env_failures_total"
-_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
 _OF_ONE_ENV = re.compile(r" in env # at [^:]*")
-"""The parts in which failures of one cause differ: the env, the step of the episode, and numbers."""
+"""In what failures of one cause differ besides numbers: the env and the step of the episode."""
 _PER_S = 3 / 60.0
 """Failures of a worker's envs per second of its life from which on they count as "again and again"."""
 _NO_COMMITS_S = 60.0
@@ -85,7 +84,7 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
         name, down = f"worker-{slot}", number(state.get("envs_lost"))
         count, age_s = number(state.get("env_failures")), number(state.get("env_failure_age_s"))
         connected, wanted = _hosts(state)
-        cause = _OF_ONE_ENV.sub("", _NUMBER.sub("#", str(state.get("env_failure", ""))))
+        cause = _OF_ONE_ENV.sub("", NUMBER.sub("#", str(state.get("env_failure", ""))))
         if count >= _MANY and age_s < _FAILED_LATELY_S and _fails_often(facts, state, count):
             failing.setdefault(("envs_failing", cause), []).append(slot)
         elif 0 < connected < wanted and down and number(state.get("env_steps")):
@@ -103,7 +102,7 @@ def _failing(facts: Facts, kind: str, slots: Sequence[int]) -> Observation:
     """Return the observation that envs of these workers fail for one cause."""
     states = [facts.snapshot.workers[slot] for slot in slots]
     names = [f"worker-{slot}" for slot in slots]
-    whom = ", ".join(names) if len(names) <= _MANY else f"{', '.join(names[:_MANY])} and {len(names) - _MANY} more"
+    whom = names_of(names)
     of = names[0] if len(names) == 1 else f"{len(names)} of {len(facts.snapshot.workers)} workers"
     newest = min(states, key=lambda state: number(state.get("env_failure_age_s")))
     age_s = number(newest.get("env_failure_age_s"))
@@ -280,7 +279,8 @@ def _has_no_learner(facts: Facts) -> bool:
 def _no_learner(facts: Facts, waiting: int, workers: int) -> Observation:
     own = facts.processes.get("learner")
     full = f"; {waiting} of {workers} workers wait with full windows" if waiting else ""
-    sentence = f"waiting for {_whose(facts)} to commit what it holds{_holder(facts, 'has not committed')}{full}"
+    what = "to come back" if _since_commit(facts) is not None and own is None else "to commit what it holds"
+    sentence = f"waiting for {_whose(facts)} {what}{_holder(facts, 'has not committed')}{full}"
     if own is not None and own.started_unix_s:
         return observe(facts, "learner_loading", "learner", sentence, facts.unix_s - own.started_unix_s)
     return observe(facts, "no_learner", "learner", sentence, _since_commit(facts), command=_learner_command(facts))
@@ -371,10 +371,11 @@ def _holder(facts: Facts, what: str) -> str:
         return (
             "" if is_expected else f"; no learner is connected{'' if number(lease.get('epoch')) else ', and none was'}"
         )
-    lost = "" if lease.get("connected") else ", and its connection is lost"
     heard = number(lease.get("heard_unix_s"))
     seen = f"; last heard of {(facts.snapshot.reported_unix_s or 0.0) - heard:,.0f} s ago" if heard else ""
-    return f"; it holds the lease (epoch {number(lease.get('epoch')):.0f}) and {what} for {for_s:.0f} s{lost}{seen}"
+    if not lease.get("connected"):
+        return f"; it has ended or cannot be reached{seen}"
+    return f"; it holds the lease (epoch {number(lease.get('epoch')):.0f}) and {what} for {for_s:.0f} s{seen}"
 
 
 def _since_commit(facts: Facts) -> float | None:

@@ -255,7 +255,7 @@ class ProgressDisplay:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._live = _live(self._stream) if self._stream.isatty() and not chosen_output().quiet else None
+        self._live = None if chosen_output().quiet else _live(self._stream)
         self.interval_s = LIVE_INTERVAL_S if self._live else LINE_INTERVAL_S
         self._shown = float("-inf")
 
@@ -287,9 +287,16 @@ class ProgressDisplay:
                 print(view.in_one_line(), file=self._stream, flush=True)
 
 
-def _live(stream: TextIO) -> Live:
-    """Return a live display. Log lines appear above its table, if they go to the same terminal."""
-    return Live(console=Console(file=stream), auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+def _live(stream: TextIO) -> Live | None:
+    """Return a live display; None for a file, a pipe, and a terminal (`TERM=dumb`) that cannot move its cursor.
+
+    Log lines appear above its table, if they go to the same terminal. The table goes away at the end: old numbers, and
+    a bar that stands still, would stay between the log and the result.
+    """
+    console = Console(file=stream)
+    if not stream.isatty() or console.is_dumb_terminal:
+        return None
+    return Live(console=console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty())
 
 
 def progress_table(view: ProgressView) -> Table:

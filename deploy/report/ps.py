@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.deploy.process.proc_stat import is_alive, lived_s
-from headrace.deploy.report.progress import name_revoked
+from headrace.deploy.report.progress import name_revoked, number
 from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
 from headrace.deploy.run.redis_view import FleetView, Snapshot, told_versions
 from headrace.schemas.accounts import redis_keys as keys
@@ -52,6 +52,28 @@ def reported(fleet: FleetFile) -> tuple[Snapshot, str]:
         return Snapshot(), f"versions and workers from elsewhere are not shown: {error}"
 
 
+def learner_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
+    """Return a row for the learner in the fleet's `seen` state if this fleet's supervisor starts none."""
+    lease, heard = seen.lease, number(seen.lease.get("heard_unix_s"))
+    if not heard or any(entry.role == "learner" for entry in (*fleet.processes, *fleet.waiting)):
+        return []
+    connected = bool(lease.get("connected"))
+    gone = f"gone, last heard of {max(0.0, (seen.reported_unix_s or 0.0) - heard):.0f} s ago"
+    return [
+        {
+            "name": "learner",
+            "role": "learner",
+            "slot": None,
+            "incarnation": int(number(lease.get("epoch"))),
+            "pid": int(number(lease.get("pid"))) or None,
+            "host": str(lease.get("host", "")),
+            "restarts": 0,
+            "state": "connected" if connected else gone,
+            "alive": connected,
+        }
+    ]
+
+
 def workers_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
     """Return a row for each worker in the fleet's `seen` state that this fleet's supervisor has not started."""
     own = {entry.slot for entry in fleet.processes} | {entry.slot for entry in fleet.waiting}
@@ -78,7 +100,7 @@ def all_processes(fleet: FleetFile, seen: Snapshot, now: float) -> list[Row]:
     `headrace_version` of a row is the version of Headrace that the process reports; None if it is unknown.
     """
     told = told_versions(seen)
-    rows = processes(fleet, now) + workers_elsewhere(fleet, seen)
+    rows = processes(fleet, now) + learner_elsewhere(fleet, seen) + workers_elsewhere(fleet, seen)
     return [{**row, "headrace_version": told.get(row["name"]) or None} for row in rows]
 
 

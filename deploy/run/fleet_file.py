@@ -82,7 +82,8 @@ def read_fleet_file(path: Path) -> FleetFile:
     try:
         return FleetFile.model_validate_json(read_regular(path))
     except OSError as error:
-        raise RunDirError(str(path.parent), f"it has no fleet.json to read ({error.strerror})") from error
+        why = f"it has no fleet.json to read ({error.strerror})" if path.parent.is_dir() else "there is no such folder"
+        raise RunDirError(str(path.parent), why) from error
     except ValidationError as error:
         raise RunDirError(str(path.parent), f"its fleet.json is damaged ({error.errors()[0]['msg']})") from error
 

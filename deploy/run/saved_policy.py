@@ -230,7 +230,7 @@ def _of_file(path: Path) -> SavedPolicy:
     except CheckpointError as error:
         raise CheckpointError(error.path, error.reason, _ADVICE) from error
     if saved is None:
-        raise CheckpointError(str(path), "there is none", _ADVICE)
+        raise CheckpointError(str(path), "it does not exist", _ADVICE)
     counts = counts_of(saved.state)
     facts = [f"update {counts.updates} of learner epoch {saved.epoch}", f"{counts.steps:,} steps"]
     if (mean := mean_return_of(saved.state)) is not None:

@@ -41,9 +41,14 @@ def own_cores() -> int:
 
 
 def torch_threads() -> int:
-    """Return how many threads torch uses for one operation in this process; 0 where torch is not loaded."""
-    count = getattr(sys.modules.get("torch"), "get_num_threads", None)  # absent while torch is being imported
-    return count() if count is not None else 0
+    """Return how many threads torch uses for one operation in this process.
+
+    0 where torch is not loaded, or works on a GPU: its threads on the CPU have little to do then.
+    """
+    torch = sys.modules.get("torch")
+    count = getattr(torch, "get_num_threads", int)  # absent while torch is being imported, as `cuda`
+    on_gpu = getattr(getattr(torch, "cuda", None), "is_initialized", bool)
+    return 0 if on_gpu() else count()
 
 
 def crowded_cores(threads: int, cores: int, workers: int) -> tuple[str, str] | None:

@@ -117,7 +117,7 @@ class LearnerFigures(BaseModel):
     usage: Usage | None = None
     """The use of its process; the time counts from its start."""
     torch_threads: Threads = 0
-    """Threads that torch uses for one operation; 0 where torch is not loaded, or by a learner that does not tell."""
+    """Threads that torch uses for one operation; 0 without torch, on a GPU, or by a learner that does not tell."""
     cores: Threads = 0
     """Cores on which its process may run."""
 

@@ -19,8 +19,10 @@ import pytest
 from headrace.deploy.command import cli, entry
 from headrace.deploy.command.option_table import TABLE
 from headrace.deploy.process.stop_signals import StopSignals
-from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry
+from headrace.deploy.report.ps import all_processes, table
+from headrace.deploy.run.fleet_file import FleetFile, ProcessEntry, WaitingEntry
 from headrace.deploy.run.options import recipes
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config_loading import known_keys
 from support.waiting import TIMEOUT_S
@@ -264,6 +266,22 @@ def test_a_worker_needs_a_fleet_id(tmp_path: Path) -> None:
     assert_one_sentence(result, ExitCode.CONFIG, "--fleet-id")
 
 
+def test_ps_lists_a_learner_of_ones_own_and_when_it_was_last_heard_of() -> None:
+    lease = {"connected": 1.0, "epoch": 3.0, "pid": 71.0, "host": "box", "heard_unix_s": 100.0}
+    fleet = FleetFile(fleet_id="f", state="running", supervisor_pid=0)
+
+    def shown(fleet: FleetFile, **changes: float) -> list[str]:
+        seen = Snapshot(lease=lease | changes, reported_unix_s=109.0)
+        lines = table(fleet, all_processes(fleet, seen, 0.0)).splitlines()
+        return [" ".join(line.split()) for line in lines if line.startswith("learner")]
+
+    assert shown(fleet) == ["learner learner 3 71 - 0 - connected, on box"]
+    assert shown(fleet, connected=0.0) == ["learner learner 3 71 - 0 - gone, last heard of 9 s ago, on box"]
+    own = WaitingEntry(name="learner", role="learner", slot=None, restarts=1, state="restarting")
+    assert shown(fleet.model_copy(update={"waiting": [own]})) == ["learner learner - - - 1 - restarting"]
+    assert shown(fleet, heard_unix_s=0.0) == []
+
+
 def test_ps_shows_which_processes_are_alive(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -286,6 +304,16 @@ def test_ps_shows_which_processes_are_alive(tmp_path: Path) -> None:
     assert broker.startswith("broker    broker  1     "), "columns are aligned"
     assert worker.startswith("worker-0  worker  3     ")
     assert worker.endswith("running, but gone"), "a narrow terminal cuts nothing off"
+
+
+@pytest.mark.parametrize("command", ["audit", "dashboard", "ps", "top", "why"])
+def test_a_run_is_named_by_its_folder_or_by_the_option_but_not_by_both(command: str, tmp_path: Path) -> None:
+    named = headrace(command, str(tmp_path / "none"))
+    assert named.returncode == ExitCode.RUN_DIR
+    assert f"{tmp_path / 'none'} cannot be used: there is no such folder" in named.stderr
+    both = headrace(command, "a", "--run-dir", "a")
+    assert both.returncode == ExitCode.CONFIG
+    assert "RUN is the same as --run-dir: give one of them" in both.stderr
 
 
 def test_print_config_needs_no_fleet() -> None:

@@ -92,7 +92,7 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "restarts again and again": (
         having("worker-1", recent_deaths=4, restarts=9, started_unix_s=NOW - 2, last_words="exit code 1"),
         "crash_loop",
-        "worker-1 has ended 4 times in a short time; the last time it ended with exit code 1",
+        "worker-1 has ended 4 times within 60 s of running; the last time it ended with exit code 1",
         "tail /runs/a/logs/worker-1.log",
     ),
     "a process that failed for good": (
@@ -202,14 +202,14 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
     "learner gone": (
         of_own_learner(stalled(12.0, {"connected": 0.0})),
         "no_learner",
-        "has not committed for 12 s, and its connection is lost; 2 of 2 workers wait with full windows",
+        "to come back; it has ended or cannot be reached; 2 of 2 workers wait with full windows",
         'EpisodeStream.of("/runs/a")',
     ),
     "a learner of one's own that is gone": (
         of_own_learner(stalled(12.0, {"connected": 0.0, **SCRIPT})),
         "no_learner",
-        r"waiting for the learner /home/me/ppo.py \(pid 71 on box\\x1b\) to commit what it holds; it holds the lease "
-        r"\(epoch 1\) and has not committed for 12 s, and its connection is lost; last heard of 9 s ago; 2 of 2",
+        r"waiting for the learner /home/me/ppo.py \(pid 71 on box\\x1b\) to come back; it has ended or cannot be "
+        "reached; last heard of 9 s ago; 2 of 2",
         "python /home/me/ppo.py",
     ),
     "a learner of one's own that never came": (
@@ -592,7 +592,7 @@ def test_one_cause_in_many_workers_is_one_finding_with_its_rate() -> None:
         "envs of 4 of 4 workers fail again and again at 12/min: 36 times, the newest 1 s ago: "
         "env_exception in env 0 at step 40: ValueError: bad at 0.5"
     )
-    assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2 and 1 more", (0, 1, 2, 3))
+    assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2, worker-3", (0, 1, 2, 3))
     assert found.command == "tail /runs/a/logs/worker-0.log"
     assert verdict(facts, [found]) == "Learning. Envs of 4 of 4 workers fail. Nothing lost."
 
@@ -614,6 +614,60 @@ def test_envs_that_are_down_for_one_cause_are_one_finding() -> None:
     (found,) = find(told(workers={slot: raised(slot, "ValueError: a", **down) for slot in range(2)}))
     assert (found.kind, found.slots) == ("envs_down", (0, 1))
     assert found.sentence.startswith("4 of 16 envs of 2 of 2 workers are down; the newest failure, 30 s ago: env_exc")
+
+
+def ended(words: str, **changes: Any) -> dict[str, Any]:
+    return {"state": "restarting", "pid": 0, "started_unix_s": 0, "last_words": words, **changes}
+
+
+def of_workers(*states: dict[str, Any]) -> Facts:
+    workers = {f"worker-{i}": process(f"worker-{i}", "worker", **state) for i, state in enumerate(states)}
+    return replace(healthy(), processes={**healthy().processes, **workers})
+
+
+def test_workers_that_end_again_and_again_for_one_cause_are_one_finding_with_its_rate() -> None:
+    lives = [ended(f"exit code 3 (ENV): ValueError: bad at {slot}.5", recent_deaths=4) for slot in range(4)]
+    facts = of_workers(*lives, {})
+    facts = told(facts, workers={**facts.snapshot.workers, 4: WORKER})
+    (found,) = find(facts)
+    assert found.kind == "crash_loop"
+    assert found.sentence == (
+        "4 of 5 workers have ended 16 times within 60 s of running; the last time worker-0 ended with "
+        "exit code 3 (ENV): ValueError: bad at 0.5"
+    )
+    assert (found.whom, found.slots) == ("worker-0, worker-1, worker-2, worker-3", (0, 1, 2, 3))
+    assert verdict(facts, [found]) == "Learning. 4 of 5 workers late. Nothing lost."
+
+
+def test_workers_that_start_again_are_one_finding_for_each_cause_and_role() -> None:
+    facts = of_workers(ended("exit code 1"), ended("signal SIGKILL"), ended("exit code 9"), ended("signal SIGKILL"))
+    facts = having("learner", facts, **ended("signal SIGKILL"))
+    assert {one.whom: one.sentence for one in find(facts) if one.kind == "process_restarting"} == {
+        "worker-0": "waiting for worker-0 to start again (it ended with exit code 1)",
+        "worker-1, worker-3": "waiting for 2 of 4 workers to start again (worker-1 ended with signal SIGKILL)",
+        "worker-2": "waiting for worker-2 to start again (it ended with exit code 9)",
+        "learner": "waiting for learner to start again (it ended with signal SIGKILL)",
+    }
+
+
+def test_a_learner_that_has_ended_is_told_at_once_while_workers_still_fill_their_windows() -> None:
+    lease = {**LEASE, **SCRIPT, "connected": 0.0, "committed_unix_s": NOW - 2, "heard_unix_s": NOW - 2}
+    facts = of_own_learner(told(lease=lease))
+    assert find(facts) == [], "it may come back"
+    assert verdict(facts, []) == (
+        r"Sampling. Waiting for the learner /home/me/ppo.py (pid 71 on box\x1b) to come back; it has ended or cannot "
+        "be reached; last heard of 2 s ago. Nothing lost."
+    )
+    facts = having("learner", told(lease={**LEASE, "connected": 0.0}), **ended("signal SIGKILL"))
+    assert verdict(facts, find(facts)) == (
+        "Sampling. Waiting for learner to start again (it ended with signal SIGKILL). Nothing lost."
+    )
+
+
+def test_a_fleet_that_stands_still_tells_what_it_waits_for_before_what_only_slows_it() -> None:
+    facts = of_own_learner(stalled(4.0, {**SCRIPT, "host": "here", "torch_threads": 8.0, "cores": 4.0}))
+    assert [one.kind for one in find(facts)] == ["learner_threads"]
+    assert verdict(facts, find(facts)).startswith("Waiting for the learner /home/me/ppo.py (pid 71 on here) to commit")
 
 
 def test_a_stopped_broker_is_the_only_finding_of_the_stall_it_causes() -> None:

@@ -147,11 +147,11 @@ def refusal(*arguments: str) -> BaseException:
 
 
 def test_a_missing_torn_or_unfitting_checkpoint_is_refused(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "nothing.checkpoint"):
+    for place, why in ((tmp_path, "there is none"), (tmp_path / "nothing.checkpoint", "it does not exist")):
         error = refusal("--checkpoint", str(place))
         assert isinstance(error, CheckpointError)
         assert error.exit_code is ExitCode.RUN_DIR
-        assert "there is none" in str(error)
+        assert why in str(error)
         assert "name a run directory" in str(error)
     (tmp_path / "torn").write_bytes(b"\x90")
     with pytest.raises(CheckpointError, match="it ends within its header, after 1 bytes"):

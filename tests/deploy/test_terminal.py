@@ -17,7 +17,7 @@ ROWS, COLUMNS = 40, 100
 THREADS, LINES = 3, 100
 
 PROGRAM = f"""
-import logging, sys, threading
+import logging, os, sys, threading
 from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.report.progress import ProgressDisplay, ProgressView
@@ -41,12 +41,15 @@ with ProgressDisplay() as progress:
         shown += 1
     for thread in threads:
         thread.join()
+    if "ends amid" in sys.argv:
+        os._exit(0)
 """
 
 
 @pytest.mark.long
-def test_log_lines_stand_whole_above_a_single_live_table() -> None:
-    lines = shown_on_a_terminal([sys.executable, "-c", PROGRAM])
+@pytest.mark.parametrize("ends", ["ends amid", "ends"])
+def test_log_lines_stand_whole_above_a_live_table_that_goes_away_at_the_end(ends: str) -> None:
+    lines = shown_on_a_terminal([sys.executable, "-c", PROGRAM, ends])
     said = [line for line in lines if "says" in line]
     assert all(
         re.fullmatch(r"\d\d:\d\d:\d\d supervisor thread \d says \[line\] \d{3} of a few words", line) for line in said
@@ -55,15 +58,23 @@ def test_log_lines_stand_whole_above_a_single_live_table() -> None:
     assert {re.findall(r"thread .* of", line)[0] for line in said} == wanted
     assert len(said) == len(wanted)
     tables = [number for number, line in enumerate(lines) if line.startswith("env steps")]
-    assert len(tables) == 1
-    assert not [line for line in lines[tables[0] :] if "says" in line], "the table stands below"
+    assert len(tables) == (ends == "ends amid")
+    assert not tables or not [line for line in lines[tables[0] :] if "says" in line], "the table stands below"
+    assert tables or not any(lines[lines.index(said[-1]) + 1 :]), "nothing is left of the table"
 
 
-def shown_on_a_terminal(command: list[str]) -> list[str]:
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines() -> None:
+    lines = shown_on_a_terminal([sys.executable, "-c", PROGRAM], term="dumb")
+    shown = [line for line in lines if line.startswith("time ")]
+    assert len(shown) >= 20
+    assert all("env steps 0 (0/s)" in line for line in shown)
+
+
+def shown_on_a_terminal(command: list[str], term: str = "xterm") -> list[str]:
     """Return the lines that a terminal shows, those that have moved out at its top included."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    environment = {**os.environ, "TERM": "xterm"}
+    environment = {**os.environ, "TERM": term}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         output = b""

@@ -25,6 +25,7 @@ from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, LAG_LABELS
 from headrace.schemas.accounts.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
 from headrace.schemas.basics.headrace_version import program_name
+from headrace.schemas.basics.process_usage import torch_threads
 from headrace.schemas.frames.wire import Buffer, decode
 from headrace.schemas.messages import Commit, LearnerFigures, LearnerHello, Status, WorkerHello, read
 from headrace.schemas.messages.learner_messages import LEARNER_PARTS
@@ -287,9 +288,10 @@ class Threads:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
 
-    def use(self, count: int | None) -> None:
+    def use(self, count: int | None, *, on_gpu: bool = False) -> None:
         """Let torch use so many threads; None: torch is not loaded."""
-        torch = None if count is None else SimpleNamespace(get_num_threads=lambda: count)
+        cuda = SimpleNamespace(is_initialized=lambda: on_gpu)
+        torch = None if count is None else SimpleNamespace(get_num_threads=lambda: count, cuda=cuda)
         self._patch.setitem(sys.modules, "torch", torch)
 
 
@@ -303,6 +305,9 @@ def test_a_learner_whose_torch_takes_the_cores_of_workers_is_warned_once(
     for count, workers in ((None, 2), (2, 2), (1, 9), (4, 0), (0, 2)):
         threads.use(count)
         connection.warn_of_threads(workers)
+    threads.use(4, on_gpu=True)
+    connection.warn_of_threads(2)
+    assert torch_threads() == 0, "the broker is told so too"
     assert warnings_of(caplog) == []
     threads.use(4)
     for _ in range(3):

@@ -380,7 +380,9 @@ class EnvRunner(ABC, Generic[Batch]):
                     stop_at_episodes=stop_at_episodes,
                 )
             except ModuleError as error:
-                error.args = (f"policy weights version {self.weights_version}: {error}",)
+                epoch, seq = self.weights_version
+                if epoch:
+                    error.args = (f"with weights version {seq} of learner epoch {epoch}, {error}",)
                 raise
 
     def _enough_steps(self, steps: int) -> Enough:

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from headrace.schemas.accounts import user_calls
 from headrace.schemas.errors import ConfigError, MissingEnvError
 from headrace.schemas.settings.plugins import load_object
 from headrace.workers.config import EnvRunnerConfig
@@ -55,13 +56,9 @@ def _unnamed(env: Any, why: str) -> ConfigError:
 _LEAST_START_S = 60.0
 """The least time that a process has to start, which depends on the machine more than on its envs."""
 
-SETTINGS = {
+SETTINGS = {Phase[call.name]: setting for call, setting in user_calls.SETTINGS.items()} | {
     Phase.IDLE: "env_step_timeout_s",
-    Phase.CONSTRUCTION: "env_construct_timeout_s",
-    Phase.RESET: "env_reset_timeout_s",
-    Phase.STEP: "env_step_timeout_s",
     Phase.CLOSE: "env_close_timeout_s",
-    Phase.RENDER: "env_step_timeout_s",
     Phase.START: f"max(env_construct_timeout_s, {_LEAST_START_S:g} s)",
 }
 """The setting that limits each phase."""
