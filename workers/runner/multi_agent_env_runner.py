@@ -46,6 +46,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         run_uid: str = "",
         on_wait: Callable[[str], None] | None = None,
         calls: CallMark | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config, worker_index, incarnation, run_uid, ModuleIdNames(), on_wait, calls)
         self._specs = Policies.of(self.config)

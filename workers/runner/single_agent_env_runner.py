@@ -33,7 +33,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     the fault. `totals` is true after every poll. `incarnation` and `run_uid` make episode ids and random numbers unlike
     those of any other runner of the run; with `config.seed` and `run_uid` given, both repeat. While envs on other hosts
     have no host yet, `on_wait` is called from time to time with the address for env hosts. The env call in progress
-    is marked in `calls`.
+    is marked in `calls`. Unknown keyword arguments are accepted.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         run_uid: str = "",
         on_wait: Callable[[str], None] | None = None,
         calls: CallMark | None = None,
+        **_: Any,
     ) -> None:
         if config.policies is not None or config.policy_mapping_fn is not None:
             raise ConfigError("several policies need MultiAgentEnvRunner; leave it out", key="policies")
