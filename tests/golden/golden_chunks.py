@@ -79,11 +79,12 @@ def add_new(words: list[str]) -> None:
     """Play the cases that are missing, and write their digests."""
     recorded = read()
     here = probe()
-    if recorded.setdefault(PROBE, here) != here:
-        raise SystemExit("error: this machine rounds otherwise than the one that recorded; record there")
+    rounds_alike = recorded.setdefault(PROBE, here) == here
     with Hosts() as hosts:
         for name, case in CASES.items():
             if name not in recorded and (not words or any(word in name for word in words)):
+                if not (case.exact or rounds_alike):
+                    raise SystemExit(f"error: {name}: this machine rounds otherwise than the one that recorded")
                 recorded[name] = play(case, hosts)
                 sys.stdout.write(f"{name}\n")
                 write(recorded)
