@@ -15,7 +15,7 @@ from functools import reduce
 from itertools import takewhile
 from typing import Any
 
-from headrace.broker.batches.worker_figures import WorkerFigures
+from headrace.broker.batches.life_figures import WorkerFigures
 from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.worker_figures import Ports

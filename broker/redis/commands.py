@@ -28,7 +28,7 @@ _SCRIPT_ID = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RedisCommand:
     """A command, named as in ACL rules. `user` is WRITER if only the writer may use it, READER if both may.
 
     `trial`: arguments with which the command does no harm. None: every connection that needs the command has used it
@@ -42,33 +42,33 @@ class Command:
 
 # In this order the trials succeed, and leave no key in Redis.
 COMMANDS = (
-    Command("ping", READER),
-    Command("select", READER, None),
-    Command("info", WRITER, ("memory",)),
-    Command("set", WRITER, (_KEY, "may this fleet write?", "PX", "1000")),
-    Command("get", READER, (_KEY,)),
-    Command("type", READER, (_KEY,)),
-    Command("unlink", WRITER, (_KEY,)),
-    Command("hset", WRITER, (_KEY, "count", "1")),
-    Command("persist", WRITER, (_KEY,)),
-    Command("pexpire", WRITER, (_KEY, "1000")),
-    Command("expire", WRITER, (_KEY, "1")),
-    Command("hget", READER, (_KEY, "count")),
-    Command("hgetall", READER, (_KEY,)),
-    Command("hkeys", READER, (_KEY,)),
-    Command("hmget", READER, (_KEY, "count")),
-    Command("hstrlen", READER, (_KEY, "count")),
-    Command("hincrby", WRITER, (_KEY, "count", "1")),
-    Command("hdel", WRITER, (_KEY, "count")),
-    Command("xadd", WRITER, (_STREAM, "1-1", "is", "a trial")),
-    Command("xrange", READER, (_STREAM, "-", "+")),
-    Command("xrevrange", READER, (_STREAM, "+", "-", "COUNT", "1")),
-    Command("del", WRITER, (_KEY, _STREAM)),
-    Command("eval", WRITER, (_SCRIPT, "0")),
-    Command("script|load", WRITER, (_SCRIPT,)),
-    Command("evalsha", WRITER, (_SCRIPT_ID, "0")),
-    Command("multi", READER),
-    Command("exec", READER),
+    RedisCommand("ping", READER),
+    RedisCommand("select", READER, None),
+    RedisCommand("info", WRITER, ("memory",)),
+    RedisCommand("set", WRITER, (_KEY, "may this fleet write?", "PX", "1000")),
+    RedisCommand("get", READER, (_KEY,)),
+    RedisCommand("type", READER, (_KEY,)),
+    RedisCommand("unlink", WRITER, (_KEY,)),
+    RedisCommand("hset", WRITER, (_KEY, "count", "1")),
+    RedisCommand("persist", WRITER, (_KEY,)),
+    RedisCommand("pexpire", WRITER, (_KEY, "1000")),
+    RedisCommand("expire", WRITER, (_KEY, "1")),
+    RedisCommand("hget", READER, (_KEY, "count")),
+    RedisCommand("hgetall", READER, (_KEY,)),
+    RedisCommand("hkeys", READER, (_KEY,)),
+    RedisCommand("hmget", READER, (_KEY, "count")),
+    RedisCommand("hstrlen", READER, (_KEY, "count")),
+    RedisCommand("hincrby", WRITER, (_KEY, "count", "1")),
+    RedisCommand("hdel", WRITER, (_KEY, "count")),
+    RedisCommand("xadd", WRITER, (_STREAM, "1-1", "is", "a trial")),
+    RedisCommand("xrange", READER, (_STREAM, "-", "+")),
+    RedisCommand("xrevrange", READER, (_STREAM, "+", "-", "COUNT", "1")),
+    RedisCommand("del", WRITER, (_KEY, _STREAM)),
+    RedisCommand("eval", WRITER, (_SCRIPT, "0")),
+    RedisCommand("script|load", WRITER, (_SCRIPT,)),
+    RedisCommand("evalsha", WRITER, (_SCRIPT_ID, "0")),
+    RedisCommand("multi", READER),
+    RedisCommand("exec", READER),
 )
 DASHBOARD_COMMANDS = ("exists", "hexists", "hlen", "hscan", "ttl", "pttl", "xlen", "xread")
 """Further commands of the reader, for dashboards. None lists keys: no rule could limit that to the fleet's."""

@@ -9,9 +9,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from headrace.broker.batches.life_figures import RecentUsage
 from headrace.broker.batches.source import Source
-from headrace.broker.batches.worker_figures import RecentUsage
-from headrace.broker.reports.env_errors import EnvErrors
+from headrace.broker.reports.env_error_totals import EnvErrors
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.worker_metrics import WorkerMetrics
 from headrace.broker.reports.worker_rows import fleet_figures, row_figures, told_counters

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from headrace.broker.batches.life_figures import WorkerFigures
 from headrace.broker.batches.source import Source
-from headrace.broker.batches.worker_figures import WorkerFigures
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lifetime_counters import SAMPLED_BYTES, WORKER_WAIT
 from headrace.schemas.accounts.worker_figures import BLOCKED_BY, TIME_PARTS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from headrace.broker.batches.life_figures import RecentUsage
 from headrace.broker.batches.refusals import Refusals
-from headrace.broker.batches.worker_figures import RecentUsage
 from headrace.broker.sessions.claims import IMPLAUSIBLE, MOST_BROUGHT, STEPS_AT_ONCE, STEPS_PER_S
 from headrace.schemas.accounts.lag_buckets import LAG_BUCKETS, up_to
 from headrace.schemas.accounts.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled

@@ -15,7 +15,7 @@ import orjson
 from headrace.deploy.chaos.history import History, Line, read_record
 from headrace.deploy.chaos.recorder import RECORD
 from headrace.deploy.chaos.schedule import SLOT_TARGETS
-from headrace.deploy.chaos.trial import Injected, Outcome
+from headrace.deploy.chaos.trial import Injected, TrialResult
 from headrace.deploy.chaos.truth import steps_by_life
 from headrace.deploy.process.recorders import Life
 from headrace.deploy.report.audit_command import audit_deeply, audit_run
@@ -26,7 +26,7 @@ _BEFORE_S, _AFTER_S = 2.0, 6.0
 
 
 @dataclass(frozen=True)
-class Books:
+class LifeBooks:
     """The ledger's numbers of one life."""
 
     stepped: int
@@ -40,7 +40,7 @@ class Books:
 class Ledger:
     """The ledger by life. Lives that are folded stand together as incarnation 0 of their slot."""
 
-    books: dict[Life, Books] = field(default_factory=dict)
+    books: dict[Life, LifeBooks] = field(default_factory=dict)
     folded: dict[int, FoldedLives] = field(default_factory=dict)
 
     def key_of(self, life: Life) -> Life:
@@ -56,7 +56,7 @@ class Ledger:
 
 
 @dataclass
-class Check:
+class Promise:
     """One promise, the evidence seen, and a sentence for each violation."""
 
     promise: str
@@ -68,7 +68,7 @@ class Check:
 class Judgement:
     """All checks of a trial, and its figures."""
 
-    checks: list[Check]
+    checks: list[Promise]
     true_steps: int = 0
     booked_steps: int = 0
     unfinished: int = 0
@@ -87,10 +87,10 @@ class Judgement:
         return [f"{check.promise}: {problem}" for check in self.checks for problem in check.problems]
 
 
-class Moments:
+class LastSeen:
     """The time at which each life was last seen at the learner, to name the events beside a finding."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: TrialResult) -> None:
         self._outcome = outcome
         self._last: dict[Life, float] = {}
 
@@ -108,11 +108,11 @@ class Moments:
         return f"its last batch came at {last - self._outcome.began:.1f} s; events then: {events}"
 
 
-def judge(outcome: Outcome) -> Judgement:
+def judge(outcome: TrialResult) -> Judgement:
     """Judge a trial by its files and by Redis, which is started for the call. Set the recovery of each event."""
     ledger, audits = _audits(outcome.folders.fleet)
     record = outcome.folders.record / RECORD
-    history, moments = History(), Moments(outcome)
+    history, moments = History(), LastSeen(outcome)
     for line in read_record(record) if record.exists() else ():
         history.read((line,))
         moments.note(line)
@@ -141,8 +141,8 @@ def judge(outcome: Outcome) -> Judgement:
     )
 
 
-def _check_end(outcome: Outcome) -> Check:
-    check = Check("the fleet goes on until it is stopped, and drains", f"exit code {outcome.up_returncode}")
+def _check_end(outcome: TrialResult) -> Promise:
+    check = Promise("the fleet goes on until it is stopped, and drains", f"exit code {outcome.up_returncode}")
     check.problems += outcome.ended_early
     if outcome.up_returncode != 0:
         failure = outcome.summary.get("failure") or outcome.summary.get("error") or "see logs/up.log"
@@ -153,9 +153,9 @@ def _check_end(outcome: Outcome) -> Check:
     return check
 
 
-def _audits(run_dir: Path) -> tuple[Ledger, list[Check]]:
+def _audits(run_dir: Path) -> tuple[Ledger, list[Promise]]:
     """Return the ledger, and the checks by `audit --strict` and `audit --deep`."""
-    strict, deep = Check("the books balance (audit --strict)"), Check("all sources agree (audit --deep)")
+    strict, deep = Promise("the books balance (audit --strict)"), Promise("all sources agree (audit --deep)")
     ledger = Ledger()
     output = io.StringIO()
     try:
@@ -176,13 +176,13 @@ def _audits(run_dir: Path) -> tuple[Ledger, list[Check]]:
     return ledger, [strict, deep]
 
 
-def _books_of(row: Any) -> Books:
+def _books_of(row: Any) -> LifeBooks:
     totals, settled = row["totals"], row["settled"]
     dropped: Counter[str] = Counter()
     for source in (totals["dropped"], row["lost"], settled["dropped"]):
         dropped.update({reason: count[0] for reason, count in source.items()})
     env_steps = totals.get("env_steps")
-    return Books(
+    return LifeBooks(
         stepped=totals["stepped"] if env_steps is None else env_steps,
         committed=settled["committed"][0],
         dropped=dict(dropped),
@@ -191,9 +191,9 @@ def _books_of(row: Any) -> Books:
     )
 
 
-def _check_truth(steps: Counter[Life], ledger: Ledger, outcome: Outcome, moments: Moments) -> tuple[Check, int]:
+def _check_truth(steps: Counter[Life], ledger: Ledger, outcome: TrialResult, moments: LastSeen) -> tuple[Promise, int]:
     """Compare the bytes that the envs wrote with the ledger: equal up to the step under way of each killed life."""
-    check = Check("each step that an env took is in the books, and no other")
+    check = Promise("each step that an env took is in the books, and no other")
     unfinished, books = 0, ledger.books
     if any(incarnation == 0 for _, incarnation in steps):
         lives = Counter(slot for slot, incarnation in books if incarnation)
@@ -230,12 +230,12 @@ def _check_truth(steps: Counter[Life], ledger: Ledger, outcome: Outcome, moments
     return check, unfinished
 
 
-def _of_slot(books: dict[Life, Books], slot: int) -> int:
+def _of_slot(books: dict[Life, LifeBooks], slot: int) -> int:
     return sum(book.stepped for life, book in books.items() if life[0] == slot)
 
 
-def _check_history(history: History, moments: Moments) -> Check:
-    check = Check("a learner gets each step once, in order, and each episode's end", problems=list(history.problems))
+def _check_history(history: History, moments: LastSeen) -> Promise:
+    check = Promise("a learner gets each step once, in order, and each episode's end", problems=list(history.problems))
     check.problems += [
         f"{count} episodes of slot {life[0]} incarnation {life[1]} have no end; {moments.around(life)}"
         for life, count in sorted(history.without_end().items())
@@ -248,9 +248,9 @@ def _check_history(history: History, moments: Moments) -> Check:
     return check
 
 
-def _check_settled(history: History, ledger: Ledger, moments: Moments) -> Check:
+def _check_settled(history: History, ledger: Ledger, moments: LastSeen) -> Promise:
     """Compare the steps in the learner's record with the committed steps in the ledger, life by life."""
-    check = Check("what the learner got is what the ledger has as committed")
+    check = Promise("what the learner got is what the ledger has as committed")
     recorded = Counter[Life]()
     for life, steps in history.steps.items():
         recorded[ledger.key_of(life)] += steps
@@ -266,8 +266,8 @@ def _check_settled(history: History, ledger: Ledger, moments: Moments) -> Check:
     return check
 
 
-def _check_recovery(outcome: Outcome) -> Check:
-    check = Check("after each event new steps reach the learner")
+def _check_recovery(outcome: TrialResult) -> Promise:
+    check = Promise("after each event new steps reach the learner")
     done = [injected for injected in outcome.injected if not injected.skipped]
     check.seen = f"{len(done)} events, {len(outcome.injected) - len(done)} skipped"
     check.problems += [

@@ -31,7 +31,7 @@ _COMMIT_S = 0.1
 _SILENCE_S = 3600.0
 
 
-class Record:
+class RecordFiles:
     """The files of the record, opened where the last commit left them."""
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ def record(endpoint: str, folder: Path, run_dir: Path) -> None:
 
     Raises the errors of `EpisodeStream`.
     """
-    files, slow = Record(folder), folder / SLOW
+    files, slow = RecordFiles(folder), folder / SLOW
     keys = client_keys(None, "learner", run_dir)
     settings: dict[str, Any] = {"auto_commit": False, "silence_timeout_s": _SILENCE_S, "keys": keys}
     with stop_event() as stopping, EpisodeStream(endpoint, position=files.position, **settings) as stream:

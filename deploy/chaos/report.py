@@ -9,12 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from headrace.deploy.chaos.checks import Judgement
-from headrace.deploy.chaos.trial import Injected, Outcome, Usage
+from headrace.deploy.chaos.trial import Injected, TrialResult, Usage
 from headrace.deploy.monitoring.html_page import Rows, page, paragraph, text
 from headrace.deploy.monitoring.html_page import table as html_table
 
 
-def as_facts(outcome: Outcome, judgement: Judgement, replay: str) -> dict[str, Any]:
+def as_facts(outcome: TrialResult, judgement: Judgement, replay: str) -> dict[str, Any]:
     """Return the report as plain values, for JSON."""
     return {
         "held": not judgement.problems,
@@ -51,12 +51,12 @@ def as_facts(outcome: Outcome, judgement: Judgement, replay: str) -> dict[str, A
     }
 
 
-def tables(outcome: Outcome, judgement: Judgement) -> list[Table]:
+def tables(outcome: TrialResult, judgement: Judgement) -> list[Table]:
     """Return the tables for the terminal: recovery by kind of event, and what processes took."""
     return [_rich(*table) for table in _tables(outcome, judgement)]
 
 
-def as_html(outcome: Outcome, judgement: Judgement, replay: str) -> str:
+def as_html(outcome: TrialResult, judgement: Judgement, replay: str) -> str:
     """Return the report as one page."""
     broken = len(judgement.problems)
     verdict = f"{broken} promises were broken." if broken else "Every promise held."
@@ -83,7 +83,7 @@ def as_html(outcome: Outcome, judgement: Judgement, replay: str) -> str:
     )
 
 
-def _tables(outcome: Outcome, judgement: Judgement) -> Iterable[tuple[str, Sequence[str], Rows]]:
+def _tables(outcome: TrialResult, judgement: Judgement) -> Iterable[tuple[str, Sequence[str], Rows]]:
     recovery = [
         (name, str(count), str(skipped) if skipped else "", _seconds(median), _seconds(longest))
         for name, (count, skipped, median, longest) in judgement.recovery.items()

@@ -65,7 +65,7 @@ class Usage:
 
 
 @dataclass
-class Outcome:
+class TrialResult:
     """The result of a trial, to be judged together with its files."""
 
     plan: Plan
@@ -95,7 +95,7 @@ class Trial:
 
     def __init__(self, plan: Plan, folders: Folders, num_envs: int, say: Say) -> None:
         self._plan, self._folders, self._say = plan, folders, say
-        self.outcome = Outcome(plan, folders, num_envs)
+        self.outcome = TrialResult(plan, folders, num_envs)
         self._relays = {
             "learner": Relay(lambda: self._processes.address("learner")),
             ELSEWHERE: Relay(lambda: self._processes.address("worker")),
@@ -106,7 +106,7 @@ class Trial:
         self._undo: list[tuple[float, Injected, Undo]] = []
         self._disk_is_full = False
 
-    def run(self) -> Outcome:
+    def run(self) -> TrialResult:
         """Start the fleet, inject every event at its time, drain. Raises `HeadraceError` where no fleet starts."""
         with StopSignals() as signals, self._small_disk():
             try:

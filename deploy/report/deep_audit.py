@@ -17,8 +17,8 @@ from headrace.deploy.process.recorders import Life
 from headrace.deploy.report.deep_sources import (
     Books,
     Counts,
+    LearnerPlace,
     LifeLine,
-    Place,
     RecorderLine,
     read_books,
     read_highest,
@@ -37,7 +37,7 @@ class Sources:
     recorders: Mapping[Life, RecorderLine] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
     """Sentences on files that cannot be read."""
-    position: Mapping[Life, Place] = field(default_factory=dict)
+    position: Mapping[Life, LearnerPlace] = field(default_factory=dict)
     log: Mapping[Life, int] = field(default_factory=dict)
     unrecorded: frozenset[Life] = frozenset()
     """Lives whose recorders were lost, as the supervisor's log says."""
@@ -230,7 +230,7 @@ def _against_end(row: LifeLine | None, stepped: int, witness: str) -> Iterator[s
         yield f"it has ended, as {witness} says, but the ledger has it as live"
 
 
-def _against_position(row: LifeLine | None, place: Place) -> Iterator[str]:
+def _against_position(row: LifeLine | None, place: LearnerPlace) -> Iterator[str]:
     counts = row.counts if row is not None else Counts()
     if counts.settled < place.seq:
         yield f"the learner has settled batches up to {place.seq}, but the ledger knows {counts.settled}"

@@ -78,7 +78,7 @@ class RecorderLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LearnerPlace:
     """A learner's position in one life: its last batch, and the steps that it was trained on."""
 
     seq: int
@@ -169,14 +169,14 @@ def _head(path: Path) -> bytes:
     return b""
 
 
-def read_position(run_dir: Path, fleet_id: str) -> dict[Life, Place]:
+def read_position(run_dir: Path, fleet_id: str) -> dict[Life, LearnerPlace]:
     """Return the position in the learner's newest checkpoint; {} if it has none of this fleet."""
     with contextlib.suppress(OSError, *_WRONG):
         with open(learner_dir(run_dir) / "learner.checkpoint", "rb", opener=regular) as file:
             length = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER)
             told = orjson.loads(orjson.loads(file.read(length))["__metadata__"]["headrace"])
         return {
-            _life(place): Place(
+            _life(place): LearnerPlace(
                 _whole(place["settled"]["seq"]), _whole(place["settled"]["committed"][0]), bool(place.get("ended"))
             )
             for place in told["position"]

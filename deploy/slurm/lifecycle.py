@@ -18,7 +18,7 @@ from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.seal import write_sealed
 from headrace.deploy.slurm.job_file import JobFile, jobs_locked, read_jobs, settings_file, write_jobs
 from headrace.deploy.slurm.scheduler import Task, end, stop, submit, tasks_of
-from headrace.deploy.slurm.submission import Part, for_cluster, job_prefix, sbatch_line
+from headrace.deploy.slurm.submission import FleetPart, for_cluster, job_prefix, sbatch_line
 from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, read_object
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config import FleetConfig
@@ -42,7 +42,7 @@ def run_dir_of(config: FleetConfig) -> Path:
 
 def lines_of(config: FleetConfig, run_dir: Path, head: str) -> list[list[str]]:
     """Return the command lines that submit the arrays of a fleet, after its head job `head`."""
-    sizes = {Part.WORKERS: config.slurm.worker_tasks, Part.ENV_HOSTS: config.slurm.env_host_tasks}
+    sizes = {FleetPart.WORKERS: config.slurm.worker_tasks, FleetPart.ENV_HOSTS: config.slurm.env_host_tasks}
     return [sbatch_line(part, config, run_dir, tasks=tasks, after=head) for part, tasks in sizes.items() if tasks]
 
 
@@ -50,7 +50,7 @@ def dry_run(config: FleetConfig) -> list[list[str]]:
     """Return the command lines with which `up` would submit the fleet. Write nothing."""
     run_dir = run_dir_of(config)
     ready = for_cluster(config, run_dir)
-    return [sbatch_line(Part.HEAD, ready, run_dir), *lines_of(ready, run_dir, "HEAD_JOB_ID")]
+    return [sbatch_line(FleetPart.HEAD, ready, run_dir), *lines_of(ready, run_dir, "HEAD_JOB_ID")]
 
 
 def prepare(config: FleetConfig) -> tuple[FleetConfig, Path]:
@@ -76,7 +76,7 @@ def up(config: FleetConfig) -> tuple[Path, JobFile]:
     with jobs_locked(run_dir):
         jobs = read_jobs(run_dir)
         try:
-            jobs.head = submit(sbatch_line(Part.HEAD, ready, run_dir))
+            jobs.head = submit(sbatch_line(FleetPart.HEAD, ready, run_dir))
             _submit_missing(jobs, ready, run_dir, [])
         except SlurmError:
             end([task for task in _tasks(jobs) if not task.is_over])
@@ -89,8 +89,8 @@ def up(config: FleetConfig) -> tuple[Path, JobFile]:
 def _submit_missing(jobs: JobFile, config: FleetConfig, run_dir: Path, tasks: Sequence[Task]) -> None:
     """Submit the worker tasks and env hosts that are asked for and are not among `tasks`. Note their arrays."""
     for part, arrays, wanted in (
-        (Part.WORKERS, jobs.workers, jobs.worker_tasks),
-        (Part.ENV_HOSTS, jobs.env_hosts, jobs.env_host_tasks),
+        (FleetPart.WORKERS, jobs.workers, jobs.worker_tasks),
+        (FleetPart.ENV_HOSTS, jobs.env_hosts, jobs.env_host_tasks),
     ):
         missing = wanted - sum(task.base in arrays and task.counts for task in tasks)
         if missing > 0:

@@ -19,7 +19,7 @@ WARNING_S = 60.0
 """Seconds before its time limit at which a task gets SIGTERM: `--signal` in its script."""
 
 
-class Part(StrEnum):
+class FleetPart(StrEnum):
     """A part of the fleet that has a script of its own. The value ends the job's name."""
 
     HEAD = "head"
@@ -44,7 +44,7 @@ def own_command() -> str:
 
 
 def sbatch_line(
-    part: Part, config: FleetConfig, run_dir: Path, *, tasks: int | None = None, after: str = ""
+    part: FleetPart, config: FleetConfig, run_dir: Path, *, tasks: int | None = None, after: str = ""
 ) -> list[str]:
     """Return the command line that submits a part.
 
@@ -53,14 +53,14 @@ def sbatch_line(
     slurm = config.slurm
     name = "%x-%j" if tasks is None else "%x-%A_%a"
     own = {
-        Part.HEAD: slurm.head_options,
-        Part.WORKERS: slurm.worker_options,
-        Part.ENV_HOSTS: slurm.env_host_options,
+        FleetPart.HEAD: slurm.head_options,
+        FleetPart.WORKERS: slurm.worker_options,
+        FleetPart.ENV_HOSTS: slurm.env_host_options,
     }
     return [
         *("sbatch", "--parsable", "--export=ALL", f"--job-name={job_prefix(run_dir)}-{part}"),
         f"--output={run_dir}/slurm/{name}.log",
-        *([f"--cpus-per-task={slurm.workers_per_task}"] if part is Part.WORKERS else []),
+        *([f"--cpus-per-task={slurm.workers_per_task}"] if part is FleetPart.WORKERS else []),
         *([f"--array=0-{tasks - 1}"] if tasks is not None else []),
         *([f"--dependency=after:{after}"] if after else []),
         *slurm.options,
@@ -68,7 +68,7 @@ def sbatch_line(
         str(part.script),
         str(run_dir),
         own_command(),
-        *([str(slurm.workers_per_task)] if part is Part.WORKERS else []),
+        *([str(slurm.workers_per_task)] if part is FleetPart.WORKERS else []),
     ]
 
 

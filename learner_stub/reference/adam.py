@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.learner_stub.rollouts.module import ClosedForm
+from headrace.learner_stub.rollouts.module import ClosedFormGradients
 
 _DECAY, _DECAY_OF_SQUARES = 0.9, 0.999
 
@@ -42,7 +42,7 @@ class Adam:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, eps: float, vectors: ClosedForm | None = None
+        self, parameters: Iterable[nn.Parameter], lr: float, eps: float, vectors: ClosedFormGradients | None = None
     ) -> None:
         self._parameters, self._vectors = list(parameters), vectors
         self.lr, self._eps = lr, eps

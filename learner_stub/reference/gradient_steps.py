@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headrace.learner_stub.reference.adam import Adam
 from headrace.learner_stub.rollouts.minibatches import Minibatch, Minibatches, take
-from headrace.learner_stub.rollouts.module import ClosedForm, TrainableModule
+from headrace.learner_stub.rollouts.module import ClosedFormGradients, TrainableModule
 from headrace.learner_stub.rollouts.rollout import Rollout
 from headrace.schemas.settings.config import LearnerSection
 
@@ -113,7 +113,7 @@ class AutogradSteps:
 class ClosedFormSteps:
     """Gradients in closed form, for a module that has them. The steps are put into order once an epoch."""
 
-    def __init__(self, form: ClosedForm, objective: Objective) -> None:
+    def __init__(self, form: ClosedFormGradients, objective: Objective) -> None:
         self._form, self._objective = form, objective
         rollout, targets = objective.rollout, objective.targets
         obs = rollout.obs[torch.from_numpy(rollout.step_rows)]

@@ -14,7 +14,7 @@ from headrace.schemas.settings.config import ModuleSection
 from headrace.schemas.settings.plugins import load_object
 
 
-class ClosedForm(Protocol):
+class ClosedFormGradients(Protocol):
     """The gradients of a module in closed form, without autograd.
 
     - values, gradient: float32 (all numbers,), the parameters in one vector each, and their gradients.
@@ -55,8 +55,8 @@ class TrainableModule(Weights, Protocol):
     A module that also has `initial_state()` is recurrent: its `forward_train` gets whole chunks, as
     `minibatches.ChunkMinibatches` describes.
 
-    A module may have `make_closed_form()`. It returns None, or a `ClosedForm` that gives the same gradients in less
-    time, and then puts the parameters into one vector.
+    A module may have `make_closed_form()`. It returns None, or a `ClosedFormGradients` that gives the same gradients in
+    less time, and then puts the parameters into one vector.
     """
 
     def forward_train(self, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def build_frozen_module(section: ModuleSection, spaces: Spaces, where: str = "mo
     return module
 
 
-def make_closed_form(module: TrainableModule) -> ClosedForm | None:
+def make_closed_form(module: TrainableModule) -> ClosedFormGradients | None:
     """Return the module's gradients in closed form; None for a module without them."""
     make = getattr(module, "make_closed_form", None)
     return make() if make else None

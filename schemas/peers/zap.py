@@ -22,7 +22,7 @@ _Z85 = bytes.maketrans(
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ZapAnswer:
     """The answer to one request."""
 
     frames: list[bytes]
@@ -34,7 +34,7 @@ class Verdict:
     """The peer, as the log names it."""
 
 
-def judge(request: Sequence[bytes], keys: BrokerKeys | ServerToken | None) -> Verdict:
+def judge(request: Sequence[bytes], keys: BrokerKeys | ServerToken | None) -> ZapAnswer:
     """Judge the peer of one request by the key or the token that it shows. Without keys let it in.
 
     The connection's user id becomes its public key in Z85, or with a token its role. The status 400 tells the peer that
@@ -52,4 +52,4 @@ def judge(request: Sequence[bytes], keys: BrokerKeys | ServerToken | None) -> Ve
         user = b85encode(shown[0]).translate(_Z85) if mechanism == b"CURVE" and shown else b""
         why, who = keys.judge(port, user)[1], f"{user[:8].decode()}... "
     status = [b"400", why.encode(), b""] if why else [b"200", b"OK", user]
-    return Verdict([version, number, *status, b""], port, why, f"{who}from {address.decode(errors='replace')}")
+    return ZapAnswer([version, number, *status, b""], port, why, f"{who}from {address.decode(errors='replace')}")

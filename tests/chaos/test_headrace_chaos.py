@@ -17,7 +17,7 @@ from headrace.deploy.chaos.checks import judge
 from headrace.deploy.chaos.processes import Folders
 from headrace.deploy.chaos.recorder import RECORD
 from headrace.deploy.chaos.schedule import ELSEWHERE, Event, Kind, Plan, read_plan
-from headrace.deploy.chaos.trial import Outcome
+from headrace.deploy.chaos.trial import TrialResult
 from headrace.deploy.report.audit import find_books
 from headrace.deploy.run.redis_server import serving
 from headrace.schemas.errors import ExitCode
@@ -124,7 +124,7 @@ def test_the_judge_finds_falsified_books_and_records(
     folders = Folders(tmp_path / "trial")
     shutil.copytree(folder, folders.root)
     drained = {(life["slot"], life["incarnation"]) for life in orjson.loads(done.stdout)["drained"]}
-    outcome = Outcome(read_plan(folders.root / "plan.json"), folders, NUM_ENVS, living=drained)
+    outcome = TrialResult(read_plan(folders.root / "plan.json"), folders, NUM_ENVS, living=drained)
     assert judge(outcome).problems == []
     falsify(folders)
     assert judge(outcome).problems

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.broker.batches.worker_figures import WorkerFigures
+from headrace.broker.batches.life_figures import WorkerFigures
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.worker_rows import fleet_figures, row_figures
 from headrace.learner_stub import EpisodeStream

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from headrace.broker.redis.parser import HashParser
-from headrace.broker.reports.env_errors import MOST_GROUPS, EnvErrors
+from headrace.broker.reports.env_error_totals import MOST_GROUPS, EnvErrors
 from headrace.schemas.accounts.env_errors import MOST_GROUPS as MOST_OF_A_LIFE
 from headrace.schemas.accounts.env_errors import MOST_TRACEBACK, OTHERS, EnvErrorGroup, EnvErrorRow
 from headrace.schemas.errors import (

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.redis.rows import ReceivedRow
-from headrace.broker.reports.env_errors import EnvErrors
+from headrace.broker.reports.env_error_totals import EnvErrors
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter

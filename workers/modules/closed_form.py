@@ -80,7 +80,7 @@ class Chain:
         first.backward(by_y)
 
 
-class Choice(Protocol):
+class Distribution(Protocol):
     """An action distribution with its derivatives. It keeps the arrays of the last `forward` for `backward`."""
 
     def rows(self, actions: Tensor) -> Tensor:
@@ -155,7 +155,9 @@ class ClosedForm:
     - value: from the features to the value; None with shared layers.
     """
 
-    def __init__(self, values: Tensor, gradient: Tensor, policy: Chain, value: Chain | None, choice: Choice) -> None:
+    def __init__(
+        self, values: Tensor, gradient: Tensor, policy: Chain, value: Chain | None, choice: Distribution
+    ) -> None:
         self.values, self.gradient = values, gradient
         self._policy, self._value, self._choice = policy, value, choice
 
@@ -201,7 +203,7 @@ def join(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
     return values, gradient
 
 
-def choice_of(space: Discrete | Box, log_std: nn.Parameter) -> Choice:
+def choice_of(space: Discrete | Box, log_std: nn.Parameter) -> Distribution:
     """Return the distribution over a space."""
     return CategoricalChoice(space) if isinstance(space, Discrete) else GaussianChoice(log_std)
 

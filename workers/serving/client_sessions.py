@@ -35,7 +35,7 @@ from headrace.schemas.messages.serving_messages import (
 from headrace.schemas.peers.message_budget import MessageBudget
 from headrace.workers.external.calls import Answer
 from headrace.workers.serving.acting_clients import ActingClients
-from headrace.workers.serving.open_episodes import OpenEpisodes
+from headrace.workers.serving.served_episodes import ServedEpisodes
 from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
 from headrace.workers.serving.session_records import (
     Address,
@@ -60,7 +60,7 @@ class ClientSessions:
 
     def __init__(
         self,
-        episodes: OpenEpisodes,
+        episodes: ServedEpisodes,
         spaces: dict[str, Any],
         post: Callable[[EpisodeRecord, Answer], None],
         limits: ServingLimits | None = None,

@@ -26,7 +26,7 @@ from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.open_episodes import MultiAgentOpenEpisodes
+from headrace.workers.serving.served_episodes import MultiAgentOpenEpisodes
 from headrace.workers.serving.server import Server, listen
 
 log = logging.getLogger(__name__)

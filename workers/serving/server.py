@@ -13,7 +13,7 @@ from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.dispatcher import Dispatcher, Listener
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.open_episodes import OpenEpisodes
+from headrace.workers.serving.served_episodes import ServedEpisodes
 from headrace.workers.serving.session_records import ServingLimits
 from headrace.workers.serving.zmq.listener import ZmqListener
 
@@ -49,7 +49,7 @@ class Server:
         """Address for HTTP clients; empty without HTTP."""
         log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
 
-    def run(self, episodes: OpenEpisodes, capacity: int, codec: EpisodeCodec) -> None:
+    def run(self, episodes: ServedEpisodes, capacity: int, codec: EpisodeCodec) -> None:
         """Serve these episodes until `close`. At most `capacity` of them are open at once."""
         s = self._settings
         limits = ServingLimits(

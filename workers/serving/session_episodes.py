@@ -26,7 +26,7 @@ from headrace.schemas.errors.serving import ServerFullError, StepOrderError, Sup
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.external.calls import Answer
-from headrace.workers.serving.open_episodes import OpenEpisodes
+from headrace.workers.serving.served_episodes import ServedEpisodes
 from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,
@@ -80,7 +80,7 @@ class SessionEpisodes:
     """The episodes of all sessions. See `ClientSessions` for `post` and the threads."""
 
     def __init__(
-        self, table: OpenEpisodes, post: Callable[[EpisodeRecord, Answer], None], limits: ServingLimits
+        self, table: ServedEpisodes, post: Callable[[EpisodeRecord, Answer], None], limits: ServingLimits
     ) -> None:
         self._table, self._post, self._limits = table, post, limits
         self.outbox: list[tuple[Address, Reply]] = []

@@ -35,7 +35,7 @@ _STACK_S = 0.2
 _LAST_OUTPUT_S = 0.2
 
 
-class ProcessState(Enum):
+class HandleState(Enum):
     """The state of a process, as its driver sees it."""
 
     SERVING = auto()
@@ -87,7 +87,7 @@ class ProcessHandle:
         self.awaited = 0
         """Number of orders without a reply that have a step or a reset."""
         self.episodes = 0
-        self.state = ProcessState.SERVING
+        self.state = HandleState.SERVING
         self.overdue: EnvCall | None = None
         self.fate = ""
         """Reason for which it was killed, if it was not late."""
@@ -182,7 +182,7 @@ class ProcessHandle:
 
     @property
     def _takes_orders(self) -> bool:
-        return len(self._asked) < SLOTS and self.state is ProcessState.SERVING
+        return len(self._asked) < SLOTS and self.state is HandleState.SERVING
 
     def _post(self, order: ProcessOrder) -> None:
         if not self._asked:
@@ -205,7 +205,7 @@ class ProcessHandle:
             if size:
                 told = orjson.loads(bytes(slot.words[:size]) if size <= len(slot.words) else self.channel.message())
             answers.append(ProcessReply(order, slot, told))
-        if self.state is ProcessState.SERVING and answers:
+        if self.state is HandleState.SERVING and answers:
             self._asked_at = time.monotonic()
             self.check_at = self._asked_at + self._shortest_s if self._asked else math.inf
         return answers
@@ -217,19 +217,19 @@ class ProcessHandle:
 
     def stop(self, deadline: float) -> None:
         """Stop the process after it has closed its envs. It is killed at `deadline`, in monotonic seconds."""
-        if self.state is ProcessState.SERVING:
-            self.state, self.check_at = ProcessState.STOPPING, deadline
+        if self.state is HandleState.SERVING:
+            self.state, self.check_at = HandleState.STOPPING, deadline
             self.channel.send(STOP)
 
     @property
     def is_busy(self) -> bool:
         """Return whether the process has commands without a reply."""
-        return self.state is not ProcessState.STOPPING and bool(self._asked or self._queue)
+        return self.state is not HandleState.STOPPING and bool(self._asked or self._queue)
 
     @property
     def is_trusted(self) -> bool:
         """Return whether the process's replies still count: not once it is condemned."""
-        return self.state is ProcessState.SERVING
+        return self.state is HandleState.SERVING
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class ProcessHandle:
         """Condemn the process if it misses its deadline, and kill it if it was condemned before."""
         if now < self.check_at:
             return
-        if self.state is not ProcessState.SERVING:
+        if self.state is not HandleState.SERVING:
             self.kill()
             return
         lane, phase, since = self.control.doing
@@ -247,13 +247,13 @@ class ProcessHandle:
         self.check_at = max(since, self._asked_at) + self._limits[phase]
         if now >= self.check_at:
             self.overdue = EnvCall(self.first_lane + lane if lane >= 0 else None, phase)
-            self.state, self.check_at = ProcessState.CONDEMNED, now + _STACK_S
+            self.state, self.check_at = HandleState.CONDEMNED, now + _STACK_S
             self._signal(STACK_SIGNAL)
 
     def kill(self, fate: str = "") -> None:
         """Kill the process and its process group. Its pidfd reports when it has ended."""
         self.fate = fate or self.fate
-        self.state, self.check_at = ProcessState.KILLED, math.inf
+        self.state, self.check_at = HandleState.KILLED, math.inf
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:

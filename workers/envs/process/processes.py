@@ -14,7 +14,7 @@ from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.errors import EnvError
 from headrace.workers.envs.process.control import Phase
 from headrace.workers.envs.process.exits import ProcessExit
-from headrace.workers.envs.process.handle import ProcessHandle, ProcessState
+from headrace.workers.envs.process.handle import HandleState, ProcessHandle
 from headrace.workers.envs.process.output import OutputDrain
 from headrace.workers.envs.process.shared_arrays import new_memory
 from headrace.workers.envs.process.wakeup_latch import WakeupLatch
@@ -138,7 +138,7 @@ class Processes:
             for handle in (waited := self.wait(math.inf))[0]:
                 handle.receive()
             for handle in waited[1]:
-                if handle.state is ProcessState.KILLED:
+                if handle.state is HandleState.KILLED:
                     lanes = f"{handle.first_lane} to {handle.first_lane + handle.lanes - 1}"
                     logger.warning("the process of envs %s did not end within %g s and was killed", lanes, timeout_s)
                 self.bury(handle)

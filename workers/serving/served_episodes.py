@@ -10,7 +10,7 @@ from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
 from headrace.workers.external.calls import DriverLoop, OnAnswer, Row
 
 
-class OpenEpisodes(Protocol):
+class ServedEpisodes(Protocol):
     """Open episodes by id. Any thread may call; nothing blocks. A refusal is a `HeadraceError` and changes nothing."""
 
     driver_loop: DriverLoop | None
@@ -40,7 +40,7 @@ class OpenEpisodes(Protocol):
 
 
 class MultiAgentOpenEpisodes:
-    """An `OpenEpisodes` of several agents, which messages name by the text of their ids.
+    """An `ServedEpisodes` of several agents, which messages name by the text of their ids.
 
     It passes on unknown agents as they are, and the table refuses them.
     """
@@ -69,7 +69,7 @@ class MultiAgentOpenEpisodes:
         action: Mapping[Any, Row] | None = None,
         end: ChunkEnd = ChunkEnd.ONGOING,
     ) -> None:
-        """Record one step, as `OpenEpisodes` does. `news` is that of an `AgentsStep`, with ids as text."""
+        """Record one step, as `ServedEpisodes` does. `news` is that of an `AgentsStep`, with ids as text."""
         named = tuple(map(self._with_ids, news))
         self._table.take_step(episode_id, named, observation, on_answer, action=action, end=end)
 
