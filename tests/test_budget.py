@@ -62,7 +62,7 @@ def test_a_figure_says_what_it_counts(tmp_path: Path, root: Path) -> None:
     [
         ('"error classes" = 2', ""),
         ('"error classes" = 1', "error classes: 1 more than 1"),
-        ('"eror classes" = 2', "eror classes stands in the budget, and is not measured"),
+        ('"kinds of errors" = 2', "kinds of errors stands in the budget, and is not measured"),
     ],
 )
 def test_the_budget_is_kept_or_the_last_line_says_by_what_not(most: str, said: str, tmp_path: Path, root: Path) -> None:

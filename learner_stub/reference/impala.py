@@ -45,7 +45,7 @@ from headrace.schemas.settings.config import LearnerSection
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class PassTargets:
     """The targets of one pass; float32 (N,) each.
 
     - advantages: weights of the policy gradient, with the bounded importance ratio, in deviations of the targets.
@@ -107,14 +107,14 @@ class Impala:
                 break
         return told
 
-    def _goal(self, rollout: Rollout, feed: Minibatches, interruption: Interruption) -> tuple[Targets, Metrics]:
+    def _goal(self, rollout: Rollout, feed: Minibatches, interruption: Interruption) -> tuple[PassTargets, Metrics]:
         """Return what the next pass trains towards, by the module as it is."""
         dist_inputs, values = forward_all(self.module, feed, interruption)
         logp = self.module.logp(dist_inputs[torch.from_numpy(rollout.step_rows)], rollout.actions).detach()
         returns = vtrace(rollout.episodes, values, logp, gamma=self.settings.gamma)
         unit = max(float(returns.targets.std()), 1.0)
         error = returns.targets - values[rollout.step_rows]
-        goal = Targets(
+        goal = PassTargets(
             advantages=_float32(returns.advantages / unit),
             targets=_float32(returns.targets),
             value_scale=1.0 / unit**2,
@@ -126,7 +126,7 @@ class Impala:
             "explained_variance": 1.0 - float(error.var()) / max(float(returns.targets.var()), 1e-12),
         }
 
-    def _step(self, rollout: Rollout, goal: Targets, minibatch: Minibatch) -> Tensor:
+    def _step(self, rollout: Rollout, goal: PassTargets, minibatch: Minibatch) -> Tensor:
         """Train on one minibatch; return policy loss, value loss and entropy, (3,), without gradients."""
         s, steps = self.settings, minibatch.steps
         answer = self.module.forward_train(minibatch.batch)

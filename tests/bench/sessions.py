@@ -47,7 +47,7 @@ from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.messages import Heartbeat, WorkerHello
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config_loading import build_config
-from headrace.workers.fleet.link import WorkerLink
+from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import SessionLimits, Shipment
@@ -422,7 +422,7 @@ class MockWorker:
         self.session = WorkerSession(hello, limits)
         self.session.read_counters = lambda: COUNTERS
         self.session.read_figures = lambda: {"time_s": TIMES}
-        self.link = WorkerLink(FleetPlace(endpoint), self.session, WeightsReceiver(FLEET_ID))
+        self.link = FleetLink(FleetPlace(endpoint), self.session, WeightsReceiver(FLEET_ID))
         self.phase, self.slot, self.incarnation = phase, slot, incarnation
         self._load, self._ship_at = IDLE, math.inf
         self._introduced = False

@@ -23,7 +23,7 @@ from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header, enc
 from headrace.schemas.messages import Ack, Fenced, Message, Reject, WeightsPart, WorkerHello, WorkerWelcome
 from headrace.schemas.messages.weights import encode_weights
 from headrace.schemas.peers.fleet_place import FleetPlace
-from headrace.workers.fleet.link import WorkerLink
+from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import SessionLimits, Shipment
@@ -95,7 +95,7 @@ class Schedule:
         weights = WeightsReceiver(FLEET)
         got: set[tuple[int, int]] = set()
         with LyingBroker(self._answer) as broker:
-            link = WorkerLink(FleetPlace(broker.endpoint), session, weights)
+            link = FleetLink(FleetPlace(broker.endpoint), session, weights)
             try:
                 deadline, next_seq = time.monotonic() + DEADLINE_S, 1
                 while len(self._took) < BATCHES or session.window() or NEWEST not in got or self._left:

@@ -21,7 +21,7 @@ from headrace.schemas.chunks.episode_log import EpisodeLog
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.settings.config_loading import build_config
-from headrace.workers.fleet.link import WorkerLink
+from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.shipping import Shipper
@@ -57,7 +57,7 @@ def test_a_batch_takes_few_calls_of_the_system_and_few_messages(
     start_broker: StartBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker, calls = start_broker(), dict[str, int]()
-    by_worker = kinds_sent(monkeypatch, WorkerLink, "_try_send")
+    by_worker = kinds_sent(monkeypatch, FleetLink, "_try_send")
     by_learner = kinds_sent(monkeypatch, LearnerLink, "send")
 
     def work() -> None:

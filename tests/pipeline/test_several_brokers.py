@@ -24,7 +24,7 @@ from headrace.schemas.messages.weights import Arrays, weights_digest
 from headrace.schemas.peers import fleet_place
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.rendezvous import Published
-from headrace.workers.fleet.link import WorkerLink
+from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import SessionLimits
@@ -108,7 +108,7 @@ def test_an_entry_that_names_the_other_broker_ends_neither_worker_nor_learner(
     hello = WorkerHello(fleet_id=FLEETS[0], token="t", slot=0, spaces=SPACES.model_dump(mode="json"))
     session = WorkerSession(hello, SessionLimits(16))
     place = FleetPlace(brokers[0].endpoints.worker, "worker", entries[0])
-    link = WorkerLink(place, session, WeightsReceiver(FLEETS[0]))
+    link = FleetLink(place, session, WeightsReceiver(FLEETS[0]))
     stack.callback(link.close)
     stream = stack.enter_context(EpisodeStream(learners(brokers), rendezvous=entries, fleet_id="pair"))
     weights = stack.enter_context(WeightPublisher(learners(brokers), rendezvous=entries, fleet_id="pair"))
@@ -154,7 +154,7 @@ def test_a_version_is_hashed_once_for_all_brokers(
         hashed.append(sorted(arrays))
         return weights_digest(arrays)
 
-    for module in ("learner_stub.publisher", "schemas.messages.weights"):
+    for module in ("learner_stub.publishing.publisher", "schemas.messages.weights"):
         monkeypatch.setattr(f"headrace.{module}.weights_digest", counted)
     weights.publish({"w": np.zeros(4, np.float32)})
     wait_until(lambda: (weights.pump(), weights.acknowledged[1] == 1)[1], "both to have it")

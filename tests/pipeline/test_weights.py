@@ -106,9 +106,9 @@ def test_a_worker_without_broadcasts_learns_of_new_weights_by_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
     size: int,
 ) -> None:
-    from headrace.workers.fleet.link import WorkerLink
+    from headrace.workers.fleet.link import FleetLink
 
-    monkeypatch.setattr(WorkerLink, "_subscribe", lambda self, endpoint: None)
+    monkeypatch.setattr(FleetLink, "_subscribe", lambda self, endpoint: None)
     applied = Applied(start_feeder(broker.endpoints.worker))
     wait_until(lambda: applied.feeder.session.welcome, "a welcome")
     publisher.publish(state(1.0, size))

@@ -37,7 +37,7 @@ class StoppedError(HeadraceError):
     """The worker was told to stop before its wait was over."""
 
 
-class WorkerLink:
+class FleetLink:
     """DEALER to the broker and SUB to its weights relay. Call `pump` often and `close` once."""
 
     def __init__(

@@ -27,7 +27,7 @@ from headrace.schemas.peers.advertised import is_own_address
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.fleet.call_watch import CallWatch
-from headrace.workers.fleet.link import WorkerLink
+from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import SessionLimits
@@ -73,7 +73,7 @@ class Membership:
         self._compresses, self._asked = False, self.session.welcome
         """True while batches are compressed, and the WELCOME by which that was decided."""
         keys = client_keys(config.keys.dir, "worker", config.fleet.run_dir, config.keys.group)
-        self.link = WorkerLink(place or FleetPlace(endpoint), self.session, self.weights, keys)
+        self.link = FleetLink(place or FleetPlace(endpoint), self.session, self.weights, keys)
         self._told = (self.session.settled, self.session.accepted)
         """The settled and accepted batches that the recorder shows."""
         try:

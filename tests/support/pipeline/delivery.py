@@ -39,7 +39,7 @@ from headrace.schemas.peers import sockets
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.handshakes import Handshakes
 from headrace.schemas.settings.config import BrokerSection
-from headrace.workers.fleet.link import WorkerLink
+from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
 from headrace.workers.fleet.window import SessionLimits, Shipment
@@ -297,7 +297,7 @@ class Feeder(LoopThread):
         limits = SessionLimits(window, 256 << 20, ack, retry_s=0.3, follows_learner=follows_learner)
         self.session = WorkerSession(hello, limits)
         self.weights = WeightsReceiver(fleet_id)
-        self.link = WorkerLink(FleetPlace(endpoint), self.session, self.weights, keys)
+        self.link = FleetLink(FleetPlace(endpoint), self.session, self.weights, keys)
         self._join_s = join_s
         self.error: HeadraceError | None = None
         self.totals = WorkerTotals()
