@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -25,6 +26,7 @@ from headrace.workers.connectors.connector import Connector
 from headrace.workers.envs.bounds import ActionLimits
 from headrace.workers.envs.spaces import convert
 from headrace.workers.modules import actor_critic
+from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.policy.acting import Actor
 from headrace.workers.policy.module_weights import read_weights, write_weights
 from support.envs.toy import Counting, runner
@@ -657,3 +659,73 @@ def test_no_weight_becomes_infinite_or_another_number_by_a_cast(own: torch.dtype
     else:
         with pytest.raises(WeightsMismatchError, match=r"'w' is .*, the module's .*, and a cast would change"):
             write_weights(module, {"w": given})
+
+
+class _Explores(ActorCritic):
+    def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return super().forward_exploration(batch) | {"values": torch.full((len(batch["noise"]),), 7.0)}
+
+
+class _Infers(ActorCritic):
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return super().forward_inference(batch) | {"values": torch.full((len(batch["obs"]),), 8.0)}
+
+
+class _Trains(ActorCritic):
+    def forward_train(self, batch: dict[str, Any]) -> dict[str, Any]:
+        answer = super().forward_train(batch)
+        return answer | {"action_dist_inputs": -3.0 * answer["action_dist_inputs"]}
+
+
+def _another_activation(module: ActorCritic) -> None:
+    module.trunk[1] = torch.nn.ELU()
+
+
+def _a_layer_more(module: ActorCritic) -> None:
+    module.trunk.append(torch.nn.LayerNorm(64, elementwise_affine=False))
+
+
+def _a_hook(module: ActorCritic) -> None:
+    module.head.register_forward_hook(lambda layer, args, output: output * 2.0)
+
+
+def _another_head(module: ActorCritic) -> None:
+    module.head = torch.nn.Sequential(module.head, torch.nn.Linear(3, 3))  # type: ignore[assignment]
+
+
+def _spectral_norm(module: ActorCritic) -> None:
+    torch.nn.utils.parametrizations.spectral_norm(module.head)
+
+
+def _its_own_method(module: ActorCritic) -> None:
+    whole = module.forward_exploration
+    module.forward_exploration = lambda batch: whole(batch) | {"values": torch.zeros(4)}  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [ActorCritic, _Explores, _Infers, _Trains])
+@pytest.mark.parametrize(
+    "change",
+    [None, _another_activation, _a_layer_more, _a_hook, _another_head, _spectral_norm, _its_own_method],
+    ids=lambda change: getattr(change, "__name__", "as it is"),
+)
+def test_a_module_derived_or_changed_by_its_user_acts_as_its_own_methods_do(
+    kind: type[ActorCritic], change: Callable[[ActorCritic], None] | None
+) -> None:
+    spaces = _spaces(gym.spaces.Discrete(2))
+    module = kind(spaces, (64, 64), "tanh", True, 0.0, 1).eval()
+    if change:
+        change(module)
+    obs = np.random.default_rng(2).normal(size=(4, 4)).astype(np.float32)
+    noise = np.random.default_rng(3).random((4, module.noise_size), np.float32)
+    for given in (noise, None):
+        batch: dict[str, Any] = {"obs": torch.from_numpy(obs)}
+        with torch.inference_mode():
+            due = (
+                module.forward_inference(batch)
+                if given is None
+                else module.forward_exploration(batch | {"noise": torch.from_numpy(given), "t": 0})
+            )
+        columns = Actor(module, spaces, {"obs": obs}, int)(given)
+        assert columns.keys() == due.keys()
+        for name, column in due.items():
+            np.testing.assert_allclose(columns[name], column.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)

@@ -155,15 +155,12 @@ class ActorCritic(nn.Module):
         Return None, and change nothing, where only autograd has them: for derived classes, masks, nested spaces,
         images, and a module whose layers were changed.
         """
-        activation, spaces, action = _ACTIVATIONS[self._activation], self._spaces, self._spaces.action
-        layers = [linears_of(self.trunk, self.head, activation)]
-        if not self._shared:
-            layers.append(linears_of(self.vf_trunk, self.vf_head, activation))
-        kinds = [type(self), type(self.encoder), type(self.distribution)]
-        unchanged = kinds == [ActorCritic, Encoder, ActionDistribution] and not _REPLACEABLE & vars(self).keys()
-        if not (
-            unchanged and is_plain(self, layers) and is_flat(spaces.observation) and isinstance(action, Discrete | Box)
-        ):
+        layers, spaces, action = self._unchanged_layers(), self._spaces, self._spaces.action
+        cpu, float32 = torch.device("cpu"), torch.float32
+        trained = all((p.requires_grad, p.device, p.dtype) == (True, cpu, float32) for p in self.parameters())
+        derived = [type(self), type(self.distribution)] != [ActorCritic, ActionDistribution]
+        flat = is_flat(spaces.observation) and isinstance(action, Discrete | Box)
+        if derived or not (layers and trained and flat):
             return None
         values, gradient = join(self.parameters())
         policy, *value = [
@@ -173,12 +170,21 @@ class ActorCritic(nn.Module):
         choice = choice_of(action, self.log_std)
         return ClosedForm(values, gradient, policy, value[0] if value else None, choice)
 
+    def _unchanged_layers(self) -> list[list[nn.Linear]]:
+        """Return the linear layers of each trunk with its head; none where a method, layer or hook is the user's."""
+        activation = _ACTIVATIONS[self._activation]
+        layers = [linears_of(self.trunk, self.head, activation)]
+        if not self._shared:
+            layers.append(linears_of(self.vf_trunk, self.vf_head, activation))
+        usual = type(self.encoder) is Encoder and not _REPLACEABLE & vars(self).keys()
+        return layers if usual and is_plain(self, layers) else []
+
     def numpy_act(self) -> NumpyAct:
         """Return a function that acts on arrays. For a small MLP it takes half of torch's time.
 
         The function reads the parameters' own memory: weights copied in place take effect at once.
         """
-        if not self._plain or not self._shared:
+        if not self._plain or not self._shared or not self._unchanged_layers():
             return self._act_through_torch
         layers = [_arrays_of(layer) for layer in self.trunk if isinstance(layer, nn.Linear)]
         head, head_bias = last = _arrays_of(self.head)

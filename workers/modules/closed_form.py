@@ -217,10 +217,7 @@ def linears_of(trunk: nn.Module, head: nn.Linear, activation: type[nn.Module]) -
 
 
 def is_plain(module: nn.Module, layers: Iterable[Sequence[nn.Linear]]) -> bool:
-    """Return whether `layers` and "log_std" are all parameters of `module`, and it has no hooks.
-
-    The parameters must also be trained, float32 and on the CPU.
-    """
+    """Return whether `layers` and "log_std" are all parameters of `module`, and it has no hooks."""
     linears = [linear for some in layers for linear in some]
     named = dict(module.named_parameters(remove_duplicate=False))
     own = [id(parameter) for linear in linears for parameter in linear.parameters()]
@@ -228,7 +225,6 @@ def is_plain(module: nn.Module, layers: Iterable[Sequence[nn.Linear]]) -> bool:
         sorted(own) == sorted(id(parameter) for name, parameter in named.items() if name != "log_std")
         and len(set(own)) == len(own)
         and all(type(linear) in (nn.Linear, BlankLinear) and linear.bias is not None for linear in linears)
-        and all(p.requires_grad and p.dtype == torch.float32 and p.device.type == "cpu" for p in named.values())
         and not any(_hooks(part) for part in module.modules())
     )
 

@@ -96,6 +96,19 @@ class RecurrentModule(PolicyModule, Protocol):
     def initial_state(self) -> dict[str, torch.Tensor]: ...
 
 
+def has_newest(module: Any, name: str, *others: str) -> bool:
+    """Return whether `module` has `name`, and none of `others` was defined anew after it.
+
+    A class that derives from a module with `numpy_act`, and has a `forward_exploration` of its own, acts by that one.
+    """
+    homes = [getattr(module, "__dict__", {}), *map(vars, type(module).__mro__)]
+
+    def depth(attribute: str) -> int:
+        return next((depth for depth, home in enumerate(homes) if attribute in home), len(homes))
+
+    return callable(getattr(module, name, None)) and all(depth(name) <= depth(other) for other in others)
+
+
 def build_module(module: str | Callable[..., Any], spaces: Spaces, module_config: Mapping[str, Any]) -> Any:
     """Return `module` built for `spaces`.
 

@@ -18,7 +18,7 @@ from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, col
 from headrace.schemas.errors import ModuleError, NotFiniteError, words_of
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
-from headrace.workers.modules.protocol import OUTPUTS, SplitAct
+from headrace.workers.modules.protocol import OUTPUTS, SplitAct, has_newest
 from headrace.workers.modules.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
@@ -60,7 +60,8 @@ class Actor:
         self.memory = memory
         """The state of a recurrent module, by lane. Each call advances it, unless it raises."""
         self._state_out: Any = None
-        fast = self.memory is None and hasattr(module, "numpy_act")
+        forward = "forward_exploration", "forward_inference", "forward_train"
+        fast = self.memory is None and has_newest(module, "numpy_act", *forward)
         self._act = module.numpy_act() if fast else None
         self.split: SplitAct | None = self._act if lanes is None and isinstance(self._act, SplitAct) else None
         """The module's function that can choose actions first and make other columns later; None without one."""

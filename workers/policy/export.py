@@ -24,6 +24,7 @@ from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaf_sha
 from headrace.schemas.errors import ExportError
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions
+from headrace.workers.modules.protocol import has_newest
 from headrace.workers.policy.acting import flatten_actions
 
 Run = Callable[..., Any]
@@ -97,7 +98,8 @@ class _ActionsOfObservations(torch.nn.Module):
         self.module = module
         self.connectors, self.spaces = connectors, spaces
         self.inputs, self.outputs = _names(spaces.observation, "obs"), _names(spaces.action, "actions")
-        self._infer: Any = getattr(module, "torch_inference", module.forward_inference)
+        own = has_newest(module, "torch_inference", "forward_inference")
+        self._infer: Any = module.torch_inference if own else module.forward_inference
 
     def forward(self, *observation: Tensor) -> Any:
         """Return the leaves of the env's actions, given those of its observations."""
