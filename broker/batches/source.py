@@ -129,6 +129,8 @@ class Source:
     """Time at which the broker heard of the newest failure."""
     env_silence_s: float = 0.0
     """Seconds for which none of its envs had answered, as of the worker's last heartbeat."""
+    env_call: str = ""
+    """The env call that had been in progress longest, in words, as of the worker's last heartbeat."""
     ports: Ports | None = None
     """Where env hosts and clients reach its worker, as of the worker's last heartbeat."""
     figures: WorkerFigures = field(default_factory=WorkerFigures)

@@ -342,6 +342,7 @@ def _worker_state(source: Source, newest: Version, now: float, unix_s: float) ->
             "settled": source.settled.seq,
             "held_batches": len(source.held),
             "env_silence_s": round(source.env_silence_s, 3),
+            "env_call": source.env_call,
             "unix_s": unix_s,
         }
     )

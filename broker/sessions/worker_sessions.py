@@ -417,7 +417,7 @@ class WorkerSessions:
         source.metrics = beat.metrics or source.metrics
         if beat.env_failures > source.env_failures:
             source.env_failures, source.env_failure, source.env_failed_at = beat.env_failures, beat.env_failure, now
-        source.env_silence_s = beat.env_silence_s
+        source.env_silence_s, source.env_call = beat.env_silence_s, beat.env_call
         source.know_cut(beat.totals)
         if beat.totals.seq == source.accepted:
             source.take_totals(beat.totals, now)

@@ -218,8 +218,10 @@ def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any])
     if _is_remote(facts) and not _connected_hosts(told):
         sentence = f"waiting for {name}: no env host serves its envs, for {silent_s:.0f} s"
         return observe(facts, "no_env_hosts", key, sentence, silent_s, command=_host_command(facts))
-    sentence = f"waiting for {name}: none of its envs has answered for {silent_s:.0f} s"
-    return observe(facts, "envs_silent", key, sentence, silent_s)
+    call = one_line(str(told.get("env_call", "")))
+    sentence = f"waiting for {name}: {call or f'none of its envs has answered for {silent_s:.0f} s'}"
+    limit = re.search(r"\((env_\w+_timeout_s) = ", call)
+    return observe(facts, "envs_silent", key, sentence, silent_s, limit=f"sampling.{limit[1]}" if limit else "")
 
 
 def _building(facts: Facts, building: list[ProcessState]) -> Observation:

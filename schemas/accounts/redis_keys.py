@@ -515,6 +515,7 @@ WORKER_TABLE = (
     Metric("num_envs", "envs", "that step together"),
     Metric("envs_lost", "envs", "of these that are down: they wait to be rebuilt, or for a host"),
     Metric("env_silence_s", "s", "for which none of its envs has answered, while it waits for one"),
+    Metric("env_call", "", "that has been in progress longest, in words; empty while its envs answer"),
     Metric("env_failures", "failures", "of its envs in this life; absent without any, as the next two"),
     Metric("env_failure", "", "the newest of these in words"),
     Metric("env_failure_age_s", "s", "since the broker heard of it"),

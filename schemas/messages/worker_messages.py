@@ -198,6 +198,8 @@ class Heartbeat(Message):
     """The newest of them in words."""
     env_silence_s: float = Field(default=0.0, ge=0, le=MOST_SILENCE_S)
     """Seconds for which none of its envs has answered, while it waits for one."""
+    env_call: Annotated[str, Field(max_length=MOST_SHORT_DETAIL)] = ""
+    """The env call that has been in progress longest, in words; "" while envs answer."""
     counters: Counters = {}
     """Counters of its runner, all earlier lives of the slot included."""
     metrics: LoggedMetrics = {}

@@ -123,21 +123,19 @@ def screen(run_dir: Path, *arguments: str) -> Iterator[Screen]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("placement", "sentence"),
-    [
-        ("inline", r"env 1 has been in step for \d+ s \(env_step_timeout_s = 60\)"),
-        ("process", r"none of its envs has answered for \d+ s"),
-    ],
-)
-def test_the_terminal_names_the_worker_of_an_env_that_does_not_answer(
-    tmp_path: Path, placement: str, sentence: str
+@pytest.mark.parametrize("placement", ["inline", "process", "remote"])
+@pytest.mark.parametrize("call", ["step", "reset"])
+def test_the_terminal_names_the_worker_and_the_call_of_an_env_that_does_not_answer(
+    tmp_path: Path, placement: str, call: str
 ) -> None:
-    hangs = 'sampling.env_config={"lane": 1, "faults": {"step": "hangs"}}'
+    lane = 0 if placement == "remote" else 1  # on a host, a lane steps whatever the others do
+    hangs = f'sampling.env_config={{"lane": {lane}, "faults": {{"{call}": "hangs"}}}}'
     settings = (f"sampling.env_placement={placement}", "worker.random_actions_before_weights=true", hangs)
     arguments = [part for setting in settings for part in ("--set", setting)]
-    env = ("--env", "support.envs.troubled:Troubled", "--num-envs", "2", "--no-check-env")
-    with screen(tmp_path / "run", *env, *arguments) as fleet:
+    env = ("--env", "support.envs.troubled:Troubled", "--num-envs", str(lane + 1), "--no-check-env")
+    hosts = ("--env-hosts", "1") if placement == "remote" else ()
+    sentence = rf"env {lane} has been in {call} for \d+ s \(env_{call}_timeout_s = \d+\)"
+    with screen(tmp_path / "run", *env, *hosts, *arguments) as fleet:
         told = fleet.shows(rf"waiting for +worker-0 \(pid (\d+)\): {sentence}")
         assert int(told[1]) == fleet.pid("worker")
 

@@ -24,8 +24,10 @@ class Watched:
         self.now = 1000.0
         self.path = path
         self.recorder = Recorder(path, 0, 1)
-        self.kept: list[float] = []
-        self.watch = CallWatch(CONFIG, self.recorder, self.kept.append, lambda: self.now, starts=False)
+        self.kept: list[tuple[float, str]] = []
+        self.watch = CallWatch(
+            CONFIG, self.recorder, lambda *kept: self.kept.append(kept), lambda: self.now, starts=False
+        )
 
     def at(self, now: float) -> WatchedCall:
         self.now = now
@@ -48,9 +50,10 @@ def test_a_call_has_signs_of_life_until_its_own_limit_and_is_overdue_then(watche
     watched.mark(UserCall.RESET, 3)
     assert not watched.at(1000.0).is_overdue
     assert not watched.at(1299.0).is_overdue
-    assert watched.kept == [0.0, 299.0]
+    assert [silence_s for silence_s, _ in watched.kept] == [0.0, 299.0]
+    assert watched.kept[-1][1] == "env 3 has been in reset for 299 s (env_reset_timeout_s = 300)"
     assert watched.at(1303.0).is_overdue
-    assert watched.kept == [0.0, 299.0], "no heartbeat for a call that hangs"
+    assert len(watched.kept) == 2, "no heartbeat for a call that hangs"
 
 
 def test_a_vector_whose_processes_are_killed_at_the_limit_has_time_to_say_so(

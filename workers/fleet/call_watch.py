@@ -24,7 +24,7 @@ _SAY_AFTER_S = 10.0
 
 
 class CallWatch:
-    """Looks at the call in progress. `keep_alive` is called with the seconds for which an env has not answered.
+    """Looks at the call in progress. `keep_alive` gets the seconds for which an env has not answered, and its call.
 
     A call beyond its limit gets no more signs of life, so the supervisor and the broker count the worker as lost. A
     call that keeps the interpreter's lock stops this thread too: readers of the recorder know that the call may.
@@ -34,7 +34,7 @@ class CallWatch:
         self,
         config: FleetConfig,
         recorder: Recorder,
-        keep_alive: Callable[[float], None],
+        keep_alive: Callable[[float, str], None],
         clock: Callable[[], float] = time.monotonic,
         *,
         starts: bool = True,
@@ -81,5 +81,6 @@ class CallWatch:
             if lasted_s >= self._say_after_s:
                 self._say_after_s *= 2
                 log.warning("%s", call.in_words(lasted_s))
-            self._keep_alive(lasted_s if call.kind in SETTINGS else 0.0)
+            is_of_env = call.kind in SETTINGS
+            self._keep_alive(lasted_s if is_of_env else 0.0, call.in_words(lasted_s) if is_of_env else "")
         self._was_overdue = is_overdue

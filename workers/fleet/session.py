@@ -76,6 +76,8 @@ class WorkerSession:
         """Failures of this worker's envs, and the newest in words."""
         self.env_silence_s = 0.0
         """Seconds for which no env has answered, while the worker waits for one."""
+        self.env_call = ""
+        """The env call that has been in progress longest, in words; "" while envs answer."""
         self.blocked = ""
         self.welcome: WorkerWelcome | None = None
         self.refusal: tuple[str, str] | None = None
@@ -309,6 +311,7 @@ class WorkerSession:
             env_failures=self.env_failures[0],
             env_failure=self.env_failures[1][:MOST_SHORT_DETAIL],
             env_silence_s=min(self.env_silence_s, MOST_SILENCE_S),
+            env_call=self.env_call[:MOST_SHORT_DETAIL],
             ports=self.ports,
             window=(len(self._window), self._window.nbytes),
             **self._figures,

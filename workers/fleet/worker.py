@@ -48,6 +48,8 @@ from headrace.workers.serving.served_env import ServedEnvs, served_config
 
 log = logging.getLogger(__name__)
 
+_SAY_CALL_AFTER_S = 3.0
+"""Seconds without an answer of any env after which heartbeats name the call."""
 PUMP_INTERVAL_S = 0.02
 """Seconds between two pumps of the sockets while a fragment is being sampled."""
 
@@ -354,7 +356,7 @@ class Worker:
                 raise
             log.error("%s; an env had set %s, which is put back; going on", error, " and ".join(changed))
             cut = self.runner.cut_fragment()
-        self.session.env_silence_s = 0.0
+        self.session.env_silence_s, self.session.env_call = 0.0, ""
         return cut
 
     def _look_for_changes(self) -> list[str]:
@@ -400,7 +402,9 @@ class Worker:
         answers = (totals.env_steps, totals.env_failures, totals.env_rebuilds)
         if answers != self._answers:
             self._answers, self._answered_at = answers, now
-        self.session.env_silence_s = now - self._answered_at if self._served is None else 0.0
+        session, silence_s = self.session, now - self._answered_at
+        session.env_silence_s = silence_s if self._served is None else 0.0
+        session.env_call = totals.calls.elsewhere() if session.env_silence_s > _SAY_CALL_AFTER_S else ""
 
     def _ship_of_clients(self) -> None:
         """Ship the chunks that clients cut, as long as there is also room for the runner's own cut.

@@ -45,6 +45,8 @@ class CallMark:
         self.sides = sides
         self.on_wait: Callable[[], None] | None = None
         """Called between two calls. If it raises, `raise_kept` raises that error once the poll is over."""
+        self.elsewhere: Callable[[], str] = str
+        """Says which call has been in progress longest in other processes or on env hosts; "" while none is."""
         self.is_slow = True
         """Whether the last poll was slow, so that `between` is to be called after each step of this one."""
         self._error: Exception | None = None

@@ -159,8 +159,8 @@ class ActorCritic(nn.Module):
         cpu, float32 = torch.device("cpu"), torch.float32
         trained = all((p.requires_grad, p.device, p.dtype) == (True, cpu, float32) for p in self.parameters())
         derived = [type(self), type(self.distribution)] != [ActorCritic, ActionDistribution]
-        flat = is_flat(spaces.observation) and isinstance(action, Discrete | Box)
-        if derived or not (layers and trained and flat):
+        flat = is_flat(spaces.observation)
+        if derived or not (layers and trained and flat and isinstance(action, Discrete | Box)):
             return None
         values, gradient = join(self.parameters())
         policy, *value = [

@@ -21,4 +21,6 @@ class ProcessPlacement:
     def open(self, table: LaneTable) -> EnvProcessPool:
         """Start all processes and build all envs. Raises what `EnvProcessPool` does."""
         with table.totals.calls.of(UserCall.PROCESSES, 0):
-            return EnvProcessPool(table.config, table.worker_index, table.making_seed, child=self._child)
+            pool = EnvProcessPool(table.config, table.worker_index, table.making_seed, child=self._child)
+        table.totals.calls.elsewhere = pool.longest_call
+        return pool

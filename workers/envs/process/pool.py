@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces
@@ -109,6 +110,16 @@ class EnvProcessPool:
     def gym_spaces(self) -> tuple[Any, Any]:
         """The observation and action space of each env."""
         return to_gym(self.spaces.observation), to_gym(self.spaces.action)
+
+    def longest_call(self) -> str:
+        """Say which call of an env has been in progress longest; "" while none is."""
+        calls = [(handle, *handle.control.doing) for handle in self._processes if handle.is_busy]
+        calls = [call for call in calls if call[1] >= 0 and call[2].name in UserCall.__members__]
+        if not calls:
+            return ""
+        handle, lane, phase, since = min(calls, key=lambda call: call[3])
+        call = CallInProgress(UserCall[phase.name], handle.first_lane + lane, self._limits[phase])
+        return call.in_words(time.monotonic() - since)
 
     def env_at(self, lane: int) -> Any:
         """Return a placeholder for the lane's env. Every lane has one, or there would be no pool."""

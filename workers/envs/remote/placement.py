@@ -44,4 +44,7 @@ class RemotePlacement:
             RouterPortSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure)
         )
         self._port = urlsplit(router_port.endpoint).port or 0
-        return RemotePool(config, table.worker_index, table.making_seed, router_port, self._kind_problem, self._on_wait)
+        on_wait, kind_problem = self._on_wait, self._kind_problem
+        pool = RemotePool(config, table.worker_index, table.making_seed, router_port, kind_problem, on_wait)
+        table.totals.calls.elsewhere = pool.longest_call
+        return pool

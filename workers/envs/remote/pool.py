@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.accounts.user_calls import SETTINGS, CallInProgress, UserCall
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
@@ -45,6 +46,8 @@ from headrace.workers.envs.remote.spaces_check import KindProblem, problem_of
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.02
+_CALLS = {Command.STEP: UserCall.STEP, Command.RESET: UserCall.RESET}
+"""The call of an env that each order asks for. All others build one."""
 _COST_OF_LIFE = 64.0
 """Cost of a HELLO that begins another life on the same connection, in addition to that of a message."""
 _MOST_BYTES = 1 << 36
@@ -154,6 +157,21 @@ class RemotePool:
     def gym_spaces(self) -> tuple[Any, Any]:
         """The observation and action space of each env."""
         return to_gym(self.spaces.observation), to_gym(self.spaces.action)
+
+    def longest_call(self) -> str:
+        """Say which order to an env has been without an answer longest; "" while none is."""
+        orders = [
+            (order.since, lane, order.command, host.name)
+            for host in self._places.hosts.values()
+            for place, order in host.under_way.items()
+            if (lane := host.lanes[place]) is not None
+        ]
+        if not orders:
+            return ""
+        since, lane, command, name = min(orders)
+        kind = _CALLS.get(command, UserCall.CONSTRUCTION)
+        call = CallInProgress(kind, lane, getattr(self._config, SETTINGS[kind]))
+        return f"{call.in_words(time.monotonic() - since)} on {name}"
 
     def env_at(self, lane: int) -> Any:
         """Return a placeholder for the lane's env; None before a host has built it, which `built` reports."""
