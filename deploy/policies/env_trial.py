@@ -17,13 +17,13 @@ import numpy as np
 from headrace.deploy.run.policy_spaces import BuiltEnv
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError, EnvContractError, EnvError
+from headrace.schemas.errors import ConfigError, EnvContractError, EnvError, words_of
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import RandomActions, to_env_form
 from headrace.workers.envs.checks import take_apart, take_reset_apart
 from headrace.workers.envs.context import StepFailedRecreateEnv
-from headrace.workers.envs.error_text import message_of, seed_hint
+from headrace.workers.envs.error_text import seed_hint
 from headrace.workers.envs.inline import EnvSlot
 from headrace.workers.envs.native.kinds import Seeding, seeding_of
 from headrace.workers.envs.observations import Observations
@@ -161,7 +161,7 @@ def _failing_at(config: EnvRunnerConfig, what: str) -> Iterator[None]:
         return
     except BaseException as error:
         raise_stop(error)
-        said = str(error) if isinstance(error, EnvContractError) else f"{type(error).__name__}: {message_of(error)}"
+        said = str(error) if isinstance(error, EnvContractError) else words_of(error)
         said += seed_hint(said, config.max_env_seed)
         raise EnvError(
             f"env {config.env!r} failed at its first {what}: {said}; correct the env, or start without this check: "

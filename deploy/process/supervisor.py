@@ -328,10 +328,10 @@ class Supervisor:
 
     def _after_end(self, service: Service, child: Child, returncode: int) -> None:
         name, end, record = service.spec.name, describe_end(returncode), child.exit_record
-        unannounced = record is None and bool(returncode)
-        trouble = self.trouble(f"what {name} keeps", f"{name} ended with {end}") if unannounced else None
         may_be_user_code = returncode in INCURABLE or (returncode == ExitCode.OK and service.spec.role is Role.WORKER)
-        if record is None and may_be_user_code and trouble is None:
+        unannounced = record is None and (returncode != ExitCode.OK or may_be_user_code)
+        trouble = self.trouble(f"what {name} keeps", f"{name} ended with {end}") if unannounced else None
+        if unannounced and may_be_user_code and trouble is None:
             end += ", which it did not announce: an env or module of yours ended it"
         service.last_words = end + _because(child)
         if service.state is ServiceState.STOPPING:

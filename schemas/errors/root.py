@@ -36,9 +36,10 @@ class ExitCode(IntEnum):
 def words_of(error: BaseException) -> str:
     """Return what user code did, for a sentence: its error with the type, or that it called `sys.exit`."""
     if isinstance(error, SystemExit):
-        return f"it called sys.exit({error.code!r})"
+        return f"it called sys.exit({error.code!r}) instead of raising an exception"
     try:
-        return f"{type(error).__name__}: {error}"
+        # A lone surrogate could not be sent as JSON.
+        return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
     except Exception as broken:  # noqa: BLE001 - an error of the user's own class, whose __str__ raises
         return f"{type(error).__name__}, whose message cannot be read: {type(broken).__name__}"
 

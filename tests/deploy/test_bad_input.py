@@ -209,7 +209,7 @@ def test_a_broker_refuses_a_port_in_use(tmp_path: Path) -> None:
             ExitCode.ENV,
             ("observation space", "got None, as if the env did not set it"),
         ),
-        (("--env", "user:leaves"), ExitCode.ENV, ("called sys.exit(3)", "raise an exception instead")),
+        (("--env", "user:leaves"), ExitCode.ENV, ("it called sys.exit(3) instead of raising an exception",)),
         (("--env", "user:two_lines"), ExitCode.ENV, ("no licence for the simulator", "check env and env_config")),
         (
             ("--set", "module.build=nowhere:build"),

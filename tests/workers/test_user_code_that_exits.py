@@ -27,8 +27,8 @@ class Unreadable(Exception):
 ENDINGS = pytest.mark.parametrize(
     ("error", "words"),
     [
-        (SystemExit(3), r"it called sys\.exit\(3\)"),
-        (SystemExit(), r"it called sys\.exit\(None\)"),
+        (SystemExit(3), r"it called sys\.exit\(3\) instead of raising an exception"),
+        (SystemExit(), r"it called sys\.exit\(None\) instead of raising an exception"),
         (Panic("in C"), "Panic: in C"),
         (Unreadable(), "Unreadable, whose message cannot be read: TypeError"),
     ],

@@ -14,9 +14,16 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 
 from headrace.schemas.basics.stop_event import raise_stop
-from headrace.schemas.errors import EnvContractError, EnvError, HeadraceError, MissingEnvError, UnknownEnvError
+from headrace.schemas.errors import (
+    EnvContractError,
+    EnvError,
+    HeadraceError,
+    MissingEnvError,
+    UnknownEnvError,
+    words_of,
+)
 from headrace.workers.envs.context import EnvContext
-from headrace.workers.envs.error_text import message_of, seed_hint
+from headrace.workers.envs.error_text import seed_hint
 from headrace.workers.envs.mujoco_warnings import log_warnings_of_mujoco
 from headrace.workers.envs.ownership import claim
 
@@ -71,9 +78,9 @@ def naming_what_failed(config: EnvRunnerConfig, index: int) -> Iterator[None]:
     except BaseException as error:
         raise_stop(error)
         what = f"env {index} ({config.env!r}) could not be built"
-        message = message_of(error)
-        hint = seed_hint(message, config.max_env_seed)
-        raise EnvError(f"{what}: {type(error).__name__}: {message}; check env and env_config{hint}") from error
+        said = words_of(error)
+        hint = seed_hint(said, config.max_env_seed)
+        raise EnvError(f"{what}: {said}; check env and env_config{hint}") from error
 
 
 def build_env(creator: EnvCreator, context: EnvContext) -> gym.Env[Any, Any]:

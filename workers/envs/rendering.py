@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.stop_event import raise_stop
-from headrace.workers.envs.error_text import message_of
+from headrace.schemas.errors import words_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def render_at(env: Any, index: int) -> NDArray[np.uint8] | None:
         return picture_of(env, index)
     except BaseException as error:  # noqa: BLE001 - a user's env
         raise_stop(error)
-        warn_of(index, f"{type(error).__name__}: {message_of(error)}")
+        warn_of(index, words_of(error))
         return None
 
 
@@ -55,7 +55,7 @@ def picture_to_json(env: Any, lane: int) -> dict[str, Any]:
         picture = picture_of(env, lane)
     except BaseException as error:  # noqa: BLE001 - a user's env
         raise_stop(error)
-        return {"problem": f"{type(error).__name__}: {message_of(error)}"}
+        return {"problem": words_of(error)}
     if picture is None:
         return {}
     if picture.nbytes > LARGEST:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from headrace.schemas.errors import EnvRestartBudgetError
-from headrace.workers.envs.error_text import message_of, seed_hint
+from headrace.schemas.errors import EnvRestartBudgetError, words_of
+from headrace.workers.envs.error_text import seed_hint
 
 if TYPE_CHECKING:  # as in `creators`
     from headrace.workers.config import EnvRunnerConfig
@@ -53,7 +53,7 @@ class RestartBudget:
         self, error: BaseException, failures: int, now: float, setting: str, hint: str
     ) -> EnvRestartBudgetError:
         first = self._recent[-min(failures, len(self._recent))]
-        message = message_of(error)
-        last = f"{type(error).__name__}: {message}{seed_hint(message, self._config.max_env_seed)}"
+        last = words_of(error)
+        last += seed_hint(last, self._config.max_env_seed)
         window_s = round(max(now - first, 0.001), 3)
         return EnvRestartBudgetError(self._env_index, failures, window_s, last, setting, hint or "repair the env")

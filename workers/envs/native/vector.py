@@ -25,7 +25,7 @@ from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import nest
-from headrace.schemas.errors import EnvContractError, EnvHangError
+from headrace.schemas.errors import EnvContractError, EnvHangError, words_of
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.checks import own_info, take_reset_apart
 from headrace.workers.envs.failures import Failure
@@ -169,7 +169,7 @@ class NativeVector(NativeLanes):
                 return picture_of(self._env, index)
         except BaseException as error:  # noqa: BLE001 - a user's env
             raise_stop(error)
-            warn_of(index, f"{type(error).__name__}: {error}")
+            warn_of(index, words_of(error))
             if isinstance(error, EnvHangError):
                 self._broken = error
             return None
