@@ -23,7 +23,6 @@ from headrace.broker.batches.source import Source
 from headrace.broker.files.books_file import BooksFile
 from headrace.broker.files.learner_rows_file import LearnerRowsFile
 from headrace.broker.files.lifetime_file import LifetimeFile
-from headrace.broker.files.logged_batches import LoggedBatches, warn_of_log
 from headrace.broker.files.rendezvous_file import RendezvousFile
 from headrace.broker.files.state_file import read_broker_file, write_broker_file
 from headrace.broker.ports.charges import COST_OF_REPEAT, COST_OF_SKIP, Charges
@@ -216,7 +215,6 @@ class Broker:
             heartbeat_interval_s=config.heartbeat_interval_s,
             weights_endpoint=self.sockets.endpoints.weights,
             synchronous=synchronous,
-            ack_after_log=config.log and config.ack == "broker",
             workers=workers,
             max_env_steps=max_env_steps,
             brokers=config.count,
@@ -240,9 +238,6 @@ class Broker:
         self.core.restore(ended.rows, {}, 0, self._lifetime.runner_state)
         self._counters_of_ended = ended.counters_of()
         self.metrics.continue_from(self._counters_of_ended)
-        self.log = LoggedBatches(config, run_dir, self.core, self._limits) if config.log else None
-        if not config.log:
-            warn_of_log(run_dir)
         live_s = max(LIVE_S, _LIVE_REPORTS * config.report_interval_s)
         about = {
             "env": env[:_LONGEST_ENV],
@@ -281,8 +276,6 @@ class Broker:
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
         for socket in (*own, *self.sockets.auth.sockets):
             self._poller.register(socket, zmq.POLLIN)
-        if self.log is not None:
-            self._poller.register(self.log.wakes, zmq.POLLIN)
         self._write_state()
         without = "to this user alone" if config.transport == "ipc" else "without keys"
         how = {BrokerKeys: "with keys", ServerToken: "with a token"}.get(type(keys), without)
@@ -301,8 +294,6 @@ class Broker:
             self._answer_subscribers()
         self._peers_wait = self.sockets.admit(ready)
         now = time.monotonic()
-        if self.log is not None:
-            self.log.follow(now)
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             self.core.tick(now)
@@ -325,12 +316,10 @@ class Broker:
         return mean_return < math.inf and self.metrics.mean_return() >= mean_return
 
     def close(self, *, in_order: bool = True) -> None:
-        """Send what is due, report a last time, and close the log and the sockets.
+        """Send what is due, report a last time, and close the sockets.
 
         The last report says when the broker ended, if it stops `in_order`.
         """
-        if self.log is not None:
-            self.log.close()
         self._flush()
         self._report(time.monotonic(), ended_unix_s=time.time() if in_order else None)
         if self.reporter is not None:
@@ -435,8 +424,6 @@ class Broker:
         accepted = self.core.receive_batch(_WORKER + peer, typed, frames, nbytes, now)  # type: ignore[arg-type]
         if accepted:
             self.metrics.observe(typed, nbytes, now, self.core.weights)
-            if self.log is not None:
-                self.log.append(typed, [frame.buffer for frame in frames], nbytes)
         return accepted
 
     def _take_weights(self, peer: bytes, told: dict[str, Any], frames: list[zmq.Frame]) -> None:

@@ -59,8 +59,6 @@ class BatchStore:
         self.changed: set[tuple[int, int]] = set()
         """Sources whose workers must get an Ack."""
         self.policy = DropPolicy(limits)
-        self.log_backlog = 0
-        """Bytes that wait for the log, which workers' credit counts as held."""
         self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s, limits.max_env_steps)
         self._queue = DeliveryQueue(self.rounds)
         self._arrivals = 0
@@ -161,29 +159,7 @@ class BatchStore:
         self.refusals.note("the learner", "implausible position", f"slot {key[0]} incarnation {key[1]}: {why}")
 
     def accept(self, source: Source, held: StoredBatch, totals: WorkerTotals) -> None:
-        """Take the next batch of a source, and those after it that an earlier broker logged."""
-        self._take(source, held, totals)
-        self._take_logged(source)
-
-    def recover(self, source: Source, held: StoredBatch, totals: WorkerTotals) -> None:
-        """Take a batch that an earlier broker logged, as soon as all batches before it are accepted or settled."""
-        if held.seq > source.accepted and not source.closed:
-            source.logged[held.seq] = held, totals
-            self._take_logged(source)
-
-    def take_left(self, source: Source, now: float, left: dict[int, HeldBatch] | None = None) -> None:
-        """Take the batches of a lost worker that only the learner or the log has; see `adopt_with_learner`."""
-        before = -1
-        while source.accepted > before:
-            before = source.accepted
-            source.adopt_with_learner(now, left)
-            self._take_logged(source)
-
-    def _take_logged(self, source: Source) -> None:
-        while source.logged and (known := source.logged.pop(source.accepted + 1, None)) is not None:
-            self._take(source, *known)
-
-    def _take(self, source: Source, held: StoredBatch, totals: WorkerTotals) -> None:
+        """Take the next batch of a source."""
         self._arrivals += 1
         held.arrival = self._arrivals
         source.accept(held, totals)
@@ -202,7 +178,6 @@ class BatchStore:
             if held.frames is not None:
                 self.nbytes -= held.nbytes
                 self.batches -= 1
-        self._take_logged(source)
         self._note_progress(source)
 
     def fence(self, source: Source) -> None:

@@ -33,10 +33,6 @@ class BrokerLimits:
     max_env_steps: int | None = None
     """Env steps of the fleet's whole life after which workers begin no fragment; None: no bound."""
     synchronous: bool = False
-    ack_after_log: bool = False
-    """True if the broker acknowledges a batch only once the log has it: the log is on, and workers forget acknowledged
-    batches.
-    """
     workers: int = 0
     """Workers that the config starts, for which the first round of synchronous sampling waits."""
     brokers: int = 1

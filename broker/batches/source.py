@@ -7,7 +7,6 @@ Redis after a restart of the broker. The longer history always wins.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,10 +77,6 @@ class Source:
     held: dict[int, StoredBatch] = field(default_factory=dict)
     with_learner: dict[int, HeldBatch] = field(default_factory=dict)
     """Batches that the learner has, and that this broker (restarted since) has not yet accepted."""
-    logged: dict[int, tuple[StoredBatch, WorkerTotals]] = field(default_factory=dict)
-    """Batches that an earlier broker logged, with the totals as of each. They are accepted once their turn comes."""
-    unlogged: deque[int] = field(default_factory=deque)
-    """Accepted batches that the log has not written yet, where acknowledgements wait for it."""
     totals: WorkerTotals = field(default_factory=WorkerTotals)
     """The worker's totals as of batch `accepted`; older only between a restart and the next batch. Its `env_steps` are
     those that count (`counting`).
@@ -179,20 +174,6 @@ class Source:
     def steps(self) -> int:
         """Return the env steps of this life, by the newest totals that this broker or an earlier one got."""
         return max(self.totals.steps_of_envs, self.made_before)
-
-    @property
-    def acknowledged(self) -> int:
-        """Return the number up to which the worker may be told that batches are accepted."""
-        return max(self.settled.seq, self.unlogged[0] - 1) if self.unlogged else self.accepted
-
-    def note_logged(self, seq: int) -> None:
-        """Note that the log has written the batches up to `seq`, or lets them go."""
-        while self.unlogged and self.unlogged[0] <= seq:
-            self.unlogged.popleft()
-
-    def is_over(self, seq: int) -> bool:
-        """Return whether batch `seq` is settled, or can no longer be accepted."""
-        return seq <= self.settled.seq or (self.closed and seq > self.accepted)
 
     def meet(self, hello: WorkerHello, counters: dict[str, int], now: float, *, was_known: bool) -> None:
         """Note that the worker has joined this broker for the first time, and with what.

@@ -59,7 +59,7 @@ class Acknowledgements:
         return Ack(
             slot=source.slot,
             incarnation=source.incarnation,
-            accepted=source.acknowledged,
+            accepted=source.accepted,
             settled=source.settled,
             dropped=dict(source.dropped),
             credit=credit,
@@ -113,7 +113,7 @@ class Acknowledgements:
             batches = _MOST_CREDIT
         else:
             limits, share = self._limits, max(1, workers)
-            room = max(0, self._room - self._store.log_backlog)
+            room = max(0, self._room)
             batches = room // share // (source.batch_bytes or limits.max_batch_bytes)
             if limits.max_held_batches is not None:
                 batches = min(batches, max(0, limits.max_held_batches - self._store.batches) // share)

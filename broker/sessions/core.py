@@ -21,7 +21,7 @@ from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.folding import Folding
 from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerLimits, BrokerState
 from headrace.broker.batches.slot_owners import SlotOwners
-from headrace.broker.batches.source import Peer, Source, StoredBatch
+from headrace.broker.batches.source import Peer, Source
 from headrace.broker.sessions.acknowledgements import Acknowledgements
 from headrace.broker.sessions.claims import Claims
 from headrace.broker.sessions.learner_sessions import LearnerSessions
@@ -29,7 +29,7 @@ from headrace.broker.sessions.lease import LearnerLease
 from headrace.broker.sessions.outbox import Outbox, Send
 from headrace.broker.sessions.worker_sessions import WorkerSessions
 from headrace.schemas.accounts.folded_lives import FoldedLives
-from headrace.schemas.accounts.ledger import Discard, LedgerRow, Settled
+from headrace.schemas.accounts.ledger import Discard, LedgerRow
 from headrace.schemas.accounts.runner_counters import Counters, larger
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import BatchHeader
@@ -246,36 +246,6 @@ class BrokerCore:
         """Return the sources that have changed since the last call."""
         unreported, self.store.unreported = self.store.unreported, set()
         return [self.store.sources[key] for key in unreported if key in self.store.sources]
-
-    # -- the log ------------------------------------------------------------------------------------------------------
-
-    def recover(self, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> None:
-        """Take a batch that an earlier broker logged. Call it before any peer is heard, in the order of the log."""
-        if self.store.is_folded(header.slot, header.incarnation):
-            return
-        version = (header.learner_epoch, header.weights_seq)
-        held = StoredBatch(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
-        self.store.recover(self.store.source(header.slot, header.incarnation), held, header.totals)
-        self._remember_life(header.slot, header.incarnation)
-
-    def recover_note(self, settled: Mapping[tuple[int, int], Settled], spaces: dict[str, Any]) -> None:
-        """Take what an earlier broker logged as settled, and the spaces of its workers."""
-        self._workers.recover_spaces(spaces)
-        for key, told in settled.items():
-            if self.store.is_folded(*key):
-                continue
-            self.store.merge_settled(self.store.source(*key), told)
-            self._remember_life(*key)
-
-    def _remember_life(self, slot: int, incarnation: int) -> None:
-        self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
-
-    def logged(self, key: tuple[int, int], seq: int) -> None:
-        """Note that the log has written a batch or left it out: the broker may now acknowledge it to its worker."""
-        source = self.store.sources.get(key)
-        if source is not None:
-            source.note_logged(seq)
-            self.store.note_changed(source)
 
     # -- what goes out, and what others may read ----------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from headrace.schemas.accounts.runner_counters import Counters, larger
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json, told_by_module
 from headrace.schemas.credentials.tokens import same_token
-from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.compression import readable_encodings
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import (
@@ -201,18 +200,6 @@ class WorkerSessions:
         if hello.spaces and told_by_module(hello.spaces) != self.spaces:
             module_spaces_from_json(hello.spaces)
 
-    def recover_spaces(self, told: dict[str, Any]) -> None:
-        """Take the spaces that an earlier broker logged, if they can be read.
-
-        Earlier versions logged them unchecked.
-        """
-        try:
-            if told and not self.spaces:
-                module_spaces_from_json(told)
-                self.spaces, self._spaces_are_own = told, self._owners.own_has_joined()
-        except DecodeError as error:
-            log.warning("broker log: its spaces cannot be read and are ignored: %s", error.detail)
-
     def forget_unused_spaces(self) -> None:
         """Forget the spaces of workers that are gone and left no batch. Call it only while no learner knows them."""
         if self._store.held_batches():
@@ -284,7 +271,7 @@ class WorkerSessions:
         """Fence every older life of this slot: none of its later batches counts."""
         for source in self._store.by_slot.get(slot, {}).values():
             if source.incarnation < incarnation and not source.ended:
-                self._store.take_left(source, now)
+                source.adopt_with_learner(now)
                 if source.peer is not None:
                     self._fence(source.peer, source)
                     self.forget_peer(source)
@@ -353,7 +340,7 @@ class WorkerSessions:
             fleet_id=self.fleet_id,
             slot=source.slot,
             incarnation=source.incarnation,
-            accepted=source.acknowledged,
+            accepted=source.accepted,
             settled=source.settled,
             credit=self._acks.tell_credit(source, len(self.peers)),
             window_steps=self._acks.window_steps(source, len(self.peers)),
@@ -377,10 +364,7 @@ class WorkerSessions:
         """Accept a batch if it is the next one of a live incarnation. Return whether it was accepted."""
         version = (header.learner_epoch, header.weights_seq)
         held = StoredBatch(header.seq, header.steps, header.chunks, nbytes, frames, 0, now, version)
-        accepted = self._accept(peer, header, held, now)
-        if accepted and self._limits.ack_after_log:
-            self._store.source(header.slot, header.incarnation).unlogged.append(header.seq)
-        return accepted
+        return self._accept(peer, header, held, now)
 
     def on_skip(self, peer: Peer, skip: Skip, now: float) -> None:
         """Accept, in place of a batch, the message that the batch exists no more."""
@@ -517,9 +501,9 @@ class WorkerSessions:
         if not source.closed:
             self._store.merge_settled(source, words.settled)
             self._store.prove(source, words.totals)
-            self._store.take_left(source, now, {batch.seq: batch for batch in words.window})
+            source.adopt_with_learner(now, {batch.seq: batch for batch in words.window})
             self.forget_peer(source)
-            # A recorder may be older than the log where the machine lost its power.
+            # A recorder may be older than the worker's batches where its machine lost its power.
             totals = source.totals if source.totals.seq > words.totals.seq else words.totals
             if source.met_at is None:
                 self._store.brought.add(words.slot, totals.largest)

@@ -156,10 +156,7 @@ class Ack(Message):
 
 
 class Skip(Message):
-    """Worker to broker, in place of batch `seq`, which exists no more.
-
-    The reason: it was poison, or the broker that had it is gone and `ack = "broker"` let the worker forget it.
-    """
+    """Worker to broker, in place of batch `seq`, which exists no more: it was poison, or the broker had dropped it."""
 
     KIND = MessageKind.SKIP
     TO = ("broker",)

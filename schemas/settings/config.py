@@ -141,15 +141,6 @@ class BrokerSection(ConfigSection):
     max_staleness: int | None = Field(default=None, ge=1)
     """the largest lag in weights versions with which a batch may go to the learner; older ones are dropped as stale, on
     arrival and in the queue; absent: no bound, or 8 with overflow drop_stale"""
-    ack: Literal["learner", "broker"] = "learner"
-    """whose acknowledgement lets a worker forget a batch"""
-    log: bool = False
-    """keep accepted batches on disk, in broker-log of the run directory, until they are settled"""
-    log_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    """bytes of that log, at most"""
-    log_when_full: Literal["stop", "go_on"] = "stop"
-    """what the broker does where the log, or its disk, is full: end with an error, or warn and acknowledge batches
-    without the log until there is room"""
     lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
     """silence after which a worker counts as lost"""
     heartbeat_interval_s: float = Field(default=1.0, gt=0, le=MOST_SILENCE_S)
@@ -167,11 +158,6 @@ class BrokerSection(ConfigSection):
             raise ValueError(
                 f"max_held_age_s = {self.max_held_age_s} drops the oldest batches, and overflow = {self.overflow!r} "
                 "does not; set overflow = 'drop_oldest', or leave max_held_age_s out"
-            )
-        if self.log and (self.overflow == "drop_oldest" or self.staleness_bound() is not None):
-            raise ValueError(
-                f"log = true keeps every batch for the learner; overflow = {self.overflow!r} and max_staleness = "
-                f"{self.max_staleness} drop some, which the next broker would deliver; leave one of them out"
             )
         if self.index is not None and self.index >= self.count:
             raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")

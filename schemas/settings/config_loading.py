@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import tomllib
@@ -20,7 +21,9 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.env_prefix import ENV_PREFIX
-from headrace.schemas.settings.nearest_names import nearest_name
+from headrace.schemas.settings.nearest_names import CUT, nearest_name
+
+log = logging.getLogger(__name__)
 
 _AS_JSON = {
     "dict_type": """a table, as JSON such as '{"key": 1}'""",
@@ -138,6 +141,8 @@ def known_keys() -> dict[str, Any]:
 
 
 def _nearest(key: str) -> str:
+    if key in CUT:
+        return f", which only earlier versions had: {CUT[key][1]}; delete it"
     known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
     elsewhere = [name for name in known if "." in key and name.partition(".")[2] == key.partition(".")[2]]
     near = nearest_name(key, elsewhere or known, cutoff=0.0 if elsewhere else 0.5)
@@ -165,7 +170,18 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError("is not an object of sections", source=str(path))
     _check_sizes(tree, str(path))
+    if path.suffix == ".json":
+        _leave_out_cut(tree, path)
     return tree
+
+
+def _leave_out_cut(tree: Mapping[str, Any], path: Path) -> None:
+    """Remove from a run's own file the settings that only earlier versions had, so that the run can be resumed."""
+    for key, (default, instead) in CUT.items():
+        section, _, name = key.partition(".")
+        content = tree.get(section)
+        if isinstance(content, dict) and content.pop(name, default) != default:
+            log.warning("%s: %s of an earlier version has no effect any more: %s", path, key, instead)
 
 
 def _check_sizes(tree: Mapping[str, Any], source: str) -> None:

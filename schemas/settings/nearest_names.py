@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
+from typing import Any
 
 _MEANT = {
     # RLlib's
@@ -37,6 +38,15 @@ _MEANT = {
     "ent_coef": ("entropy_coefficient",),
 }
 """A name that another library has for a setting -> our name, the first that is known."""
+
+_KEPT_BY_WORKERS = "workers keep each batch until the learner has committed it"
+CUT: dict[str, tuple[Any, str]] = {
+    "broker.ack": ("learner", _KEPT_BY_WORKERS),
+    "broker.log": (False, _KEPT_BY_WORKERS),
+    "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
+    "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
+}
+"""A setting that only earlier versions had -> its default, and what takes its place."""
 
 
 def nearest_name(given: str, known: Collection[str], cutoff: float) -> str | None:

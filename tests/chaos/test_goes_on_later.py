@@ -127,11 +127,7 @@ def test_removed_recorders_are_named_by_the_deep_audit_and_the_books_are_whole(t
     assert "slot 0 incarnation 1: its recorder was lost, so the ledger has " in deep.stdout
 
 
-LOG = ("broker.log=true", "broker.ack=broker")
 CHANGES: dict[str, list[tuple[str, ...]]] = {
-    "log and transport": [(*LOG, "broker.transport=ipc"), (), LOG],
-    "no log, then one, then none": [(), LOG, ()],
-    "size of the log": [(*LOG, "broker.log_max_bytes=4194304"), (*LOG, "broker.log_max_bytes=1073741824"), LOG],
     "overflow": [("broker.overflow=drop_oldest",), (), ("broker.overflow=drop_stale", "broker.max_staleness=1")],
     "staleness": [(), ("broker.max_staleness=1",), ()],
     "synchronous": [("sampling.synchronous=true",), (), ("sampling.synchronous=true",)],

@@ -24,8 +24,6 @@ from fuzz.mutations import Mutator, as_json
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.broker.files.lifetime_file import LifetimeFile
-from headrace.broker.files.log_records import BATCH, MAGIC, NOTE, Record, encode_record
-from headrace.broker.files.logged_batches import LoggedBatches
 from headrace.broker.files.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.sessions.core import BrokerCore
@@ -54,9 +52,8 @@ from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.basics.run_files import endpoint_in, run_state
 from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.frames.wire import WireLimits
 from headrace.schemas.messages.worker_messages import Obituary
-from headrace.schemas.settings.config import BrokerSection, FleetConfig
+from headrace.schemas.settings.config import FleetConfig
 
 FLEET = "fleet-1"
 READS_A_ROUND = 60
@@ -92,8 +89,7 @@ class RunFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("recorders", "broker-log"):
-            (folder / name).mkdir()
+        (folder / "recorders").mkdir()
         self.recorder = folder / "recorders" / "worker-3-2.rec"
         self._write_all()
         self._read_all()
@@ -133,9 +129,6 @@ class RunFiles:
         arrays = {"module/w": np.ones((2, 3), np.float32), "own/0": np.zeros(3), "connectors/c": np.ones(1)}
         save_checkpoint(self.folder / CHECKPOINT_FILE, Checkpoint(1, position, state, arrays))
         self.settings = orjson.loads(write_settings(FleetConfig()))
-        frames = golden_samples.encoded(golden_samples.make_batch(golden_samples.SPACES["box"]))
-        note = {"settled": {"3/2": as_json(ROW.settled.model_dump())}, "spaces": {"default_policy": {}}}
-        self.records = [Record(BATCH, list(frames)), Record(NOTE, [orjson.dumps(note)])]
 
     def _read_all(self) -> None:
         """Keep the content of the files as they were written."""
@@ -208,27 +201,7 @@ class RunFiles:
         body = _dumps(header)
         self._put(CHECKPOINT_FILE, len(body).to_bytes(8, "little") + body + payload)
 
-    def _log(self, mutator: Mutator) -> None:
-        """A segment of the broker's log whose checksums hold."""
-        parts = [MAGIC]
-        for record in self.records * 2:
-            frames = record.frames
-            if mutator.random.random() < 0.5:
-                frames = mutator.message(frames) if record.kind == BATCH else [mutator.text(orjson.loads(frames[0]))]
-            kind = mutator.random.choice((record.kind, record.kind, record.kind, NOTE, b"XXXX"))
-            parts += [bytes(piece) for piece in encode_record(Record(kind, frames))]
-        segment = b"".join(parts)
-        self._put("broker-log/00000001.log", mutator.data(segment) if mutator.random.random() < 0.3 else segment)
-
     # -- what is read -------------------------------------------------------------------------------------------------
-
-    def _read_log(self) -> None:
-        core = BrokerCore(FLEET, BrokerLimits(), BrokerState())
-        logged = LoggedBatches(BrokerSection(), self.folder, core, WireLimits())
-        list(core.rows())
-        logged.close()
-        for path in (self.folder / "broker-log").iterdir():
-            path.unlink()
 
     def _read_ends(self) -> None:
         obituary = write_obituary(self.folder / "recorders", 3, 2, "worker_killed")
@@ -350,7 +323,6 @@ class RunFiles:
             self._read_rows,
         )
         yield "exit record", partial(self._json, "exit", exit_record), self._read_exit
-        yield "broker's log", self._log, self._read_log
 
     def mend(self) -> None:
         """Put the honest files back."""

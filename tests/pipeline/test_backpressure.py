@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from contextlib import ExitStack
-from pathlib import Path
-
-from headrace.broker.files.state_file import read_broker_file
 from headrace.broker.process import Broker
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.accounts.ledger import add_up
@@ -18,7 +13,6 @@ from support.pipeline.delivery import (
     StartFeeder,
     Witness,
     batches_of,
-    broker_process,
 )
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -144,23 +138,6 @@ def test_drop_stale_drops_batches_sampled_with_stale_weights(
     dropped = broker.rows()[(0, 1)].settled.dropped
     assert dropped == {"stale": (sum(b.steps for b in plan), sum(len(b) for b in plan))}
     books_balance(broker, sum(batch.steps for batch in plan))
-
-
-def test_ack_broker_lets_the_worker_free_batches_that_a_killed_broker_then_loses(
-    start_broker: StartBroker, start_feeder: StartFeeder, stack: ExitStack, tmp_path: Path
-) -> None:
-    killed, plan = stack.enter_context(broker_process(tmp_path)), Envs(6).fragments(30)
-    file = read_broker_file(tmp_path)
-    assert file is not None
-    feeder = start_feeder(file.endpoints.worker, plan, window=3, ack="broker")
-    wait_until(lambda: feeder.session.accepted == 30, "thirty batches in a window of three, without a learner")
-    assert all(shipment.frames is None for shipment in feeder.session._window)
-    killed.signal(signal.SIGKILL)
-    killed.wait()
-    witness, _ = train(again := start_broker(), [feeder])
-    assert witness.steps == 0
-    assert again.rows()[(0, 1)].settled.dropped.keys() == {"broker_lost"}
-    books_balance(again, sum(batch.steps for batch in plan))
 
 
 def test_a_batch_too_stale_on_arrival_is_dropped_under_the_default_policy(

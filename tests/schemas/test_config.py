@@ -99,7 +99,10 @@ def test_environment_variables_are_parsed_by_the_type_of_their_field(name: str, 
             "[broker]\nlease_s = 1.0\nheartbeat_interval_s = 0.9",
             "^broker: lease_s = 1.0 must be at least twice heartbeat_interval_s = 0.9$",
         ),
-        ("[broker]\nlog = true\nmax_staleness = 2", "log = true keeps every batch for the learner"),
+        (
+            "[broker]\nlog = true",
+            "unknown key, which only earlier versions had: workers keep each batch .*; delete it",
+        ),
         ("[learner]\nenabled = false\nevaluate_every_steps = 9", "evaluate_every_steps = 9 evaluates checkpoints of"),
         ("[serving]\nenabled = true\n[learner]\nevaluate_every_steps = 9", "clients drive the episodes"),
         ("[broker]\nmax_held_age_s = 2.0", "max_held_age_s = 2.0 drops the oldest batches"),
@@ -220,6 +223,19 @@ def test_a_pipe_that_gives_more_than_a_file_may_have_is_refused_and_not_cut(monk
                 load_config(path, environ={})
         else:
             assert load_config(path, environ={})[0].sampling.num_envs == 3
+
+
+def test_a_run_of_an_earlier_version_is_resumed_without_the_settings_that_are_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tmp_path / "settings.json"
+    settings.write_text('{"broker": {"log": true, "log_when_full": "stop", "lease_s": 7.0}}')
+    config, _ = load_config(settings)
+    assert config.broker.lease_s == 7.0
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{settings}: broker.log of an earlier version has no effect any more: workers keep each batch until the "
+        "learner has committed it"
+    ]
 
 
 def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:

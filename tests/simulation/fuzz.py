@@ -25,16 +25,14 @@ LOSSES = {"worker_killed", "fenced", "broker_lost", "overflow", "stale"}
 def settings_of(seed: int) -> Settings:
     """The world of one schedule: every third has a broker that loses its state.
 
-    Some drop the oldest or the stale, have rounds, or a log.
+    Some drop the oldest or the stale, or have rounds.
     """
     tight, stales = seed % 5 == 1, seed % 6 == 5
-    logs = seed % 4 == 1 and not (tight or stales)  # no config has both
     limits = BrokerLimits(
         lease_s=LEASE_S,
         max_held_bytes=300 if tight else 1 << 20,
         overflow="drop_oldest" if tight else "block",
         max_staleness=1 if stales else None,
-        ack_after_log=logs,
     )
     faults = Faults(
         drop=0.02 * (seed % 4 == 2),
@@ -44,7 +42,7 @@ def settings_of(seed: int) -> Settings:
         keep_state_file=seed % 3 != 0,
     )
     round_steps = 20 if seed % 7 == 6 else 0
-    session = SessionLimits(window_batches=4, ack="broker" if logs else "learner")
+    session = SessionLimits(window_batches=4)
     return Settings(
         seed=seed,
         faults=faults,
@@ -52,7 +50,6 @@ def settings_of(seed: int) -> Settings:
         session=session,
         round_steps=round_steps,
         publishes=stales,
-        log=logs,
         liars=True,
     )
 

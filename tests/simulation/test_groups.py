@@ -333,16 +333,6 @@ def test_spaces_of_the_first_group_hold_until_the_fleets_own_worker_joins(worker
     assert join(b"w2", "cpu", SPACES) == [(b"w2", "")]
 
 
-def test_logged_spaces_of_another_group_do_not_bind_the_fleets_own_workers() -> None:
-    core = BrokerCore(FLEET, BrokerLimits(workers=1), BrokerState(incarnations={1000: 1}, owners={1000: GROUP}))
-    core.recover_note({}, {"default_policy": OTHER_SPACES})
-    core.receive(LEARNER, LearnerHello(token="l", channel="stream", window_batches=1), 0.0, key("learner"))
-    own = WorkerHello(fleet_id=FLEET, token="own", slot=0, incarnation=1, spaces=SPACES)
-    core.receive(b"wa", own, 0.0, key("worker"))
-    assert not [send for send in core.take_outbox() if isinstance(send.content, Reject)]
-    assert core.spaces == {"default_policy": SPACES}
-
-
 def test_after_a_restart_workers_of_another_group_may_only_repeat_the_spaces_of_the_fleets_own(tmp_path: Path) -> None:
     """The fleet's workers have got keys of another group, and nobody of its own group comes back."""
 

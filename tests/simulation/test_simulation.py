@@ -19,7 +19,6 @@ from support.thorough import schedules
 pytestmark = pytest.mark.long
 
 KILLED = frozenset({"worker_killed", "fenced", "broker_lost"})
-LOGGED = KILLED - {"broker_lost"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ def _limits(**changes: object) -> BrokerLimits:
 
 BASE = Settings(seed=0)
 MANY = Faults(worker_kills=14, broker_kills=4, learner_kills=2, whole_kills=1, redis_stops=2)
-_ACK_BY_BROKER = SessionLimits(window_batches=4, ack="broker")
 VARIANTS = {
     "crashes": Variant(800, BASE),
     "peace": Variant(100, replace(BASE, faults=Faults(0, 0, 0, 0, 0, 0, 0)), losses=frozenset()),
@@ -51,7 +49,6 @@ VARIANTS = {
     "no_redis": Variant(200, replace(BASE, faults=Faults(redis_absent=True))),
     "no_state_at_all": Variant(200, replace(BASE, faults=Faults(redis_absent=True, keep_state_file=False))),
     "rival_learners": Variant(200, replace(BASE, faults=Faults(rival_learners=2)), one_learner=False),
-    "ack_by_broker": Variant(200, replace(BASE, session=_ACK_BY_BROKER)),
     "tight_memory": Variant(200, replace(BASE, limits=_limits(max_held_bytes=300))),
     "window_follows": Variant(200, replace(BASE, tells_size=True)),
     "synchronous": Variant(200, replace(BASE, round_steps=20)),
@@ -70,55 +67,6 @@ VARIANTS = {
     ),
     "stale": Variant(150, replace(BASE, limits=_limits(max_staleness=1), publishes=True), KILLED | {"stale"}),
     "stale_in_rounds": Variant(100, replace(BASE, limits=_limits(max_staleness=1), round_steps=20), KILLED | {"stale"}),
-    "stale_with_ack_by_broker": Variant(
-        100,
-        replace(
-            BASE,
-            limits=_limits(max_staleness=1),
-            publishes=True,
-            session=_ACK_BY_BROKER,
-        ),
-        KILLED | {"stale"},
-    ),
-    "logged": Variant(
-        120,
-        replace(BASE, log=True, limits=_limits(ack_after_log=True), session=_ACK_BY_BROKER),
-        LOGGED,
-    ),
-    "logged_broker_and_learner_only": Variant(
-        80,
-        replace(
-            BASE,
-            log=True,
-            limits=_limits(ack_after_log=True),
-            session=_ACK_BY_BROKER,
-            faults=Faults(worker_kills=0, worker_stops=0, broker_kills=4, learner_kills=4),
-        ),
-        frozenset(),
-    ),
-    "logged_and_pairs_die": Variant(
-        150,
-        replace(
-            BASE,
-            log=True,
-            limits=_limits(ack_after_log=True),
-            session=_ACK_BY_BROKER,
-            faults=Faults(joint_kills=3, whole_kills=1, redis_stops=1),
-        ),
-        LOGGED,
-    ),
-    "logged_without_redis_and_state": Variant(
-        120,
-        replace(
-            BASE,
-            log=True,
-            limits=_limits(ack_after_log=True),
-            session=_ACK_BY_BROKER,
-            faults=Faults(joint_kills=3, redis_absent=True, keep_state_file=False),
-        ),
-        LOGGED,
-    ),
-    "logged_with_ack_by_learner": Variant(80, replace(BASE, log=True, faults=Faults(joint_kills=3))),
     "pairs_die": Variant(200, replace(BASE, faults=Faults(joint_kills=3, redis_stops=1))),
     "pairs_die_without_redis": Variant(
         100, replace(BASE, faults=Faults(joint_kills=3, redis_absent=True, keep_state_file=False))

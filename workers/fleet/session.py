@@ -1,7 +1,6 @@
 """The worker's side of the protocol as a state machine: messages and time in, messages out, no I/O of its own.
 
-The session keeps every batch until it is settled. With `ack = "broker"` it keeps a batch's bytes only until the batch
-is accepted, and its counts until it is settled. It sends in order, as far as the broker's credit goes. If the broker
+The session keeps every batch until it is settled. It sends in order, as far as the broker's credit goes. If the broker
 forgot batches or a connection broke, it sends again from the last accepted batch. The caller checks `has_room` before
 it adds batches: a full window stops the sampling.
 """
@@ -362,8 +361,6 @@ class WorkerSession:
         self.steps_share = ack.steps_share
         self.waiting_for = ack.waiting_for
         self._interval_s = ack.heartbeat_interval_s or self._interval_s
-        if self.limits.ack == "broker":
-            self._window.let_go(self.accepted)
         if ack.closed and self._bye is not None:
             self.state = SessionState.LEFT
 

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
 
-from headrace.schemas.accounts.ledger import Drop, HeldBatch, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.frames.wire import Buffer, decompressed
 
 
 @dataclass(slots=True)
 class Shipment:
-    """A batch in the window. `frames` is None once its bytes are freed, even if the batch is not settled yet."""
+    """A batch in the window. `frames` is None once the batch is skipped."""
 
     batch: HeldBatch
     nbytes: int
     frames: list[Buffer] | None
     totals: WorkerTotals
-    reason: str = Drop.BROKER_LOST
-    """Reason for which the batch is skipped once its bytes are gone."""
+    reason: str = ""
+    """Reason for which the batch is skipped once its bytes are gone; "" while they are there."""
     dropped: bool = False
     """True if the learner will not get the batch, which then takes no room in the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """The limits of the window in batches and bytes, the ack that frees a batch's bytes, and clocks in seconds."""
+    """The limits of the window in batches and bytes, and clocks in seconds."""
 
     window_batches: int = 16
     window_bytes: int = 256 << 20
-    ack: Literal["learner", "broker"] = "learner"
     retry_s: float = 1.0
     connect_retry_s: float = 0.02
     """Pause before a HELLO is tried again while there is no connection."""
@@ -86,8 +84,7 @@ class Window:
             return not awaited or (self._fits_learner(awaited, batches) and self._nbytes < limits.window_bytes)
         if len(self._shipments) + batches <= limits.window_batches and self._nbytes < limits.window_bytes:
             return True
-        keeps_all = limits.ack == "learner"
-        kept = [s.batch.steps for s in self._shipments if not s.dropped and (keeps_all or s.frames is not None)]
+        kept = [s.batch.steps for s in self._shipments if not s.dropped]
         fits = len(kept) + batches <= limits.window_batches or sum(kept) < limits.window_steps
         return not kept or (fits and self._nbytes < limits.window_bytes)
 
@@ -125,13 +122,6 @@ class Window:
                 nbytes = sum(map(len, shipment.frames))
                 self._nbytes += nbytes - shipment.nbytes
                 shipment.nbytes = nbytes
-
-    def let_go(self, seq: int) -> None:
-        """Free the bytes of the batches up to `seq`. Their counts stay until they are settled."""
-        for shipment in self._shipments:
-            if shipment.batch.seq > seq:
-                break
-            self._drop_bytes(shipment)
 
     def skip(self, seq: int, reason: str) -> None:
         """Free the bytes of batch `seq`, which the learner does not get for `reason`, if it is in the window."""

@@ -276,7 +276,6 @@ class Feeder(LoopThread):
         slot: int | None = 0,
         incarnation: int = 0,
         window: int = 16,
-        ack: Any = "learner",
         label: tuple[int, int] = (0, 0),
         labels: Iterable[tuple[int, int]] = (),
         fleet_id: str = FLEET,
@@ -294,7 +293,7 @@ class Feeder(LoopThread):
             incarnation=incarnation,
             spaces=spaces.model_dump(mode="json"),
         )
-        limits = SessionLimits(window, 256 << 20, ack, retry_s=0.3, follows_learner=follows_learner)
+        limits = SessionLimits(window, 256 << 20, retry_s=0.3, follows_learner=follows_learner)
         self.session = WorkerSession(hello, limits)
         self.weights = WeightsReceiver(fleet_id)
         self.link = FleetLink(FleetPlace(endpoint), self.session, self.weights, keys)

@@ -90,8 +90,6 @@ class Settings:
     """The learner says how many steps it wants under way, and the workers' windows follow."""
     round_steps: int = 0
     """Synchronous sampling with rounds of so many steps; 0: not synchronous."""
-    log: bool = False
-    """The broker has a log; what is in it outlives all processes. A group is synced after some time."""
     publishes: bool = False
     """The learner publishes weights while it trains."""
     liars: bool = False
@@ -229,9 +227,6 @@ class SimWorker:
     def gets(self, content: Any) -> None:
         if self.alive:
             self.inbox.append(content)
-            if isinstance(content, Ack):
-                key = (content.slot, content.incarnation)
-                self.world.promised[key] = max(self.world.promised.get(key, 0), content.accepted)
             if not self.stopped:
                 self.work()
 
@@ -425,12 +420,6 @@ class World:
         """Weights of each batch that was cut: (slot, incarnation, seq) -> version."""
         self.given: set[tuple[int, ...]] = set()
         """Batches that a learner was given at least once: (slot, incarnation, seq)."""
-        self.log: dict[tuple[int, int], dict[int, BatchHeader]] = {}
-        """The broker's log on disk, by source and number."""
-        self.log_notes: dict[tuple[int, int], Settled] = {}
-        """Batches that are settled according to the log, by source."""
-        self.promised: dict[tuple[int, int], int] = {}
-        """The newest batch that a worker was told is accepted."""
         self.peers = 0
         self.learners = 0
         self.checkpoint: tuple[list[SourcePosition], list[tuple[int, ...]], list[tuple[int, int]]] = ([], [], [])
@@ -477,9 +466,6 @@ class World:
         self._note_refusals()
         twice = {key for key in self.checkpoint[2] if self.checkpoint[2].count(key) > 1}
         self.history.problems += [f"{key}: the learner heard its end twice" for key in sorted(twice)]
-        limits = self.settings.limits
-        if self.settings.log and limits.ack_after_log and limits.overflow == "block" and limits.max_staleness is None:
-            self._check_promised()
         return self.settled()
 
     def settled(self) -> bool:
@@ -622,11 +608,6 @@ class World:
             copy.folded.update(self.file_folded)
         self._unsaved = {}
         self.broker = BrokerCore(FLEET, self.settings.limits, copy, self.now)
-        self.broker.recover_note(self.log_notes, {})
-        for key in self.log:
-            for seq in sorted(self.log[key]):
-                header = self.log[key][seq]
-                self.broker.recover(header, [header], 100, self.now)  # type: ignore[list-item]
         self.supervisor.due = dict(self.supervisor.written)
         if not self.settings.faults.redis_absent:
             self.broker.restore(self.redis.values(), {}, 0, None, self.redis_folded)
@@ -652,8 +633,6 @@ class World:
         if self.broker is not None:
             self.broker.tick(self.now)
             self._flush_broker()
-            if self.settings.log and self.random.random() < 0.5:
-                self._retire_log()
             for row in self._honest_rows():
                 self.history.row(row)
                 if self.random.random() < 0.5:
@@ -705,9 +684,7 @@ class World:
             if lease is not None and lease.stream == peer and content > self.broker.weights:
                 self.broker.published(content, self.now)
         elif isinstance(content, BatchHeader):
-            accepted = self.broker.receive_batch(peer, content, [content], 100, self.now)  # type: ignore[list-item]
-            if accepted and self.settings.log:
-                self._log(self.broker, content)
+            self.broker.receive_batch(peer, content, [content], 100, self.now)  # type: ignore[list-item]
         else:
             self.broker.receive(peer, content, self.now)
 
@@ -720,38 +697,6 @@ class World:
             link = self.links.get(send.peer)
             if link is not None:
                 link.to_owner(send.content[0] if isinstance(send.content, list) else send.content)
-
-    def _check_promised(self) -> None:
-        """Complain of batches that a worker was told are accepted and that no learner has trained on."""
-        trained = {batch[:3] for batch in self.checkpoint[1]}
-        for (slot, incarnation), newest in self.promised.items():
-            lost = [seq for seq in range(1, newest + 1) if (slot, incarnation, seq) not in trained]
-            if lost:
-                self.history.problems.append(f"batches {lost} of {slot, incarnation} were accepted, and are lost")
-
-    def _log(self, broker: BrokerCore, header: BatchHeader) -> None:
-        """Write a batch to the log and sync it, a little later: all that comes within a quarter second is one group."""
-
-        def sync() -> None:
-            if self.broker is broker:  # else it died before, and the batch is in no log
-                key = (header.slot, header.incarnation)
-                self.log.setdefault(key, {})[header.seq] = header
-                broker.logged(key, header.seq)
-                self._flush_broker()
-
-        self.at((self.now // 0.25 + 1) * 0.25, sync)
-
-    def _retire_log(self) -> None:
-        """Note what is settled, and at times remove settled batches, wherever they stand."""
-        assert self.broker is not None
-        for key, source in self.broker.sources.items():
-            self.log_notes[key] = source.settled
-        for key in [key for key in self.log if self.random.random() < 0.3]:
-            source = self.broker.sources.get(key)
-            if source is None:
-                del self.log[key]  # the life is folded
-            else:
-                self.log[key] = {seq: header for seq, header in self.log[key].items() if not source.is_over(seq)}
 
     def _note_given(self, header: BatchHeader) -> None:
         """Complain of a batch that is too old when a learner gets it for the first time."""
