@@ -26,7 +26,7 @@ from headrace.deploy.fleet.silence_limits import first_sign_limits, silence_limi
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
 from headrace.deploy.monitoring.facts import Facts
-from headrace.deploy.monitoring.process_reporter import FleetLease, ProcessReporter
+from headrace.deploy.monitoring.process_reporter import LIVE_S, FleetLease, ProcessReporter
 from headrace.deploy.monitoring.processes import free_bytes, last_write, processes_of
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.child import Child
@@ -74,6 +74,8 @@ REDIS_ATTEMPTS = 2
 """
 _REDIS_LINES = 100
 """Lines of a server's log from its start until it answers, and more."""
+LEASE_DEADLINE_S = LIVE_S + 5.0
+"""Seconds until the lease of a killed fleet has ended."""
 BOOKS_DEADLINE_S = 60.0
 """Seconds for the first read of the books in Redis, which a fleet needs: no life or learner epoch may begin twice."""
 BROKER_DEADLINE_S = 30.0
@@ -310,7 +312,13 @@ class Fleet:
                 log.warning("%s", told)
             self._redis_probe = RedisProbe(url, lambda: self.redis_age_s)
         self._lease = FleetLease(url, self.fleet_id, holder)
-        self._lease.take()
+        if not self._lease.take():
+            log.warning("%s; waiting for the end of its lease, in case it was killed", self._lease.refusal)
+            self.wait(self._lease.take, LEASE_DEADLINE_S, "the end of the other fleet's lease")
+            if self.stop_asked or self.supervisor.failure is not None:
+                return
+            if self._lease.refusal is not None:
+                raise self._lease.refusal
         write_sealed(self.run_dir.settings_json, write_settings(self.config))
         section = self.config.redis.model_copy(update={"url": url})
         self.config = with_client_ports(with_env_ports(self.config.model_copy(update={"redis": section})))

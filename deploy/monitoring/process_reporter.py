@@ -46,15 +46,30 @@ class FleetLease:
         self._client = connect(url, _TIMEOUT_S)
         self._script = self._client.register_script(CLAIM)
         self._key = keys.key_name(fleet_id, keys.HOLDER)
+        self._processes_key = keys.key_name(fleet_id, keys.PROCESSES)
+        self._seen: object = None
+        """The report of the fleet that has the lease, at the first look."""
         self.refusal: ConfigError | None = None
-        """Set once another `headrace up` has the fleet."""
+        """Set while another `headrace up` has the fleet."""
 
-    def take(self) -> None:
-        """Take the lease, without Redis later. Raises `ConfigError` if another one has it."""
-        with suppress(*REDIS_FAILURES):
-            self.renew()
-        if self.refusal is not None:
+    def take(self) -> bool:
+        """Take the lease. Return False while another one has it, which may be dead: then call again.
+
+        Raises `ConfigError` once the other one has reported meanwhile, so renewed its lease. Without Redis, the
+        reporter takes the lease later.
+        """
+        try:
+            if self.renew():
+                self.refusal = None
+                return True
+            report = self._client.hgetall(self._processes_key)
+        except REDIS_FAILURES:
+            return self.refusal is None
+        if self._seen is None:
+            self._seen = report
+        elif report and report != self._seen and self.refusal is not None:
             raise self.refusal
+        return False
 
     def renew(self) -> bool:
         """Take the lease, or keep it for another 30 s. Return False if another one has it. Raises `REDIS_FAILURES`."""
@@ -64,8 +79,7 @@ class FleetLease:
         told = printable(bytes(held).decode(errors="replace"))
         self.refusal = ConfigError(
             f"{self._fleet_id!r} is the fleet of another `headrace up` at Redis {self._url} (host and run directory: "
-            f"{told}); its counters would be mixed with ours; end that one, or name another fleet_id; one that was "
-            f"killed holds the name for {LIVE_S} s",
+            f"{told}); its counters would be mixed with ours; end that one, or name another fleet_id",
             key="fleet.fleet_id",
         )
         return False

@@ -334,8 +334,8 @@ HOLDER = Key(
     "string",
     "",
     "supervisor",
-    "host and run directory of the `headrace up` that has the fleet, or that it has started this Redis; another one is "
-    "refused while this stands",
+    "host and run directory of the `headrace up` that has the fleet, or that it has started this Redis; another one "
+    "waits while this stands, and is refused once this is renewed",
     example="node-7 /runs/a",
     when="as `processes`, and removed at its end",
     expires="after 30 s",

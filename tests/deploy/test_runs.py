@@ -200,9 +200,13 @@ def test_a_waiting_fleet_prints_commands_that_start_a_worker_and_a_learner(tmp_p
 @pytest.mark.slow
 def test_a_worker_of_a_stopped_run_reports_it_and_joins_each_resumed_run(tmp_path: Path) -> None:
     summary_of(headrace(tmp_path, "up", "--run-dir", "run", "--workers", "1", "--until-steps", "600", "--json"))
-    brief = headrace(tmp_path, "worker", "--run-dir", "run", "--set", "worker.connect_timeout_s=0.1")
-    assert brief.returncode == ExitCode.RUN_DIR
-    assert "its run has stopped; start it with `headrace up --resume run`" in brief.stderr
+
+    def why_none_joins() -> str:
+        brief = headrace(tmp_path, "worker", "--run-dir", "run", "--set", "worker.connect_timeout_s=0.1")
+        assert brief.returncode == ExitCode.RUN_DIR
+        return brief.stderr
+
+    assert "its run has reached its goal; start it with `headrace up --resume run`" in why_none_joins()
     words = tmp_path / "words"
     asked = command("worker", "--run-dir", "run", "--set", "worker.drain_timeout_s=1")  # it ends where no broker is
     with words.open("wb") as lines, subprocess.Popen(asked, cwd=tmp_path, stderr=lines) as worker:
@@ -218,6 +222,9 @@ def test_a_worker_of_a_stopped_run_reports_it_and_joins_each_resumed_run(tmp_pat
             assert words.read_text().count("as slot 1000") == 1, "the same life goes on"
         finally:
             worker.terminate()
+    beyond = ("--workers", "0", "--until-steps", "1000000", "--timeout-s", "1")
+    assert headrace(tmp_path, "up", "--resume", "run", *beyond).returncode == ExitCode.TIMEOUT
+    assert "its run has stopped; start it with `headrace up --resume run`" in why_none_joins()
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,9 +39,10 @@ from headrace.schemas.accounts.lag_buckets import LAG_LABELS, lag_quantiles
 from headrace.schemas.accounts.ledger import Discard, Drop, FleetLedger, LedgerRow
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.process_usage import usage_of
-from headrace.schemas.errors import ConfigError
+from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.messages import LearnerRow
 from headrace.schemas.settings.config import FleetConfig, SamplingSection
+from support.fleets.running_fleet import RunningFleet
 from support.waiting import wait_until
 
 MakeRow = Callable[..., LedgerRow]
@@ -361,13 +363,19 @@ def test_a_second_fleet_of_one_name_is_refused_until_the_first_gives_it_back_or_
     name = f"fleet-{uuid4().hex}"
     first, second = (FleetLease(url, name, run) for run in ("node-7 /runs/a", "node-7 /runs/b"))
     again = FleetLease(url, name, "node-7 /runs/a")
-    first.take()
+    assert first.take()
+    assert not second.take()
+    assert not second.take(), "it waits: the first one may be dead"
+    client.hset(keys.key_name(name, keys.PROCESSES), "supervisor", "{}")  # as the reporter does when it has renewed it
     with pytest.raises(ConfigError, match=r"fleet of another `headrace up` at Redis .*/runs/a"):
         second.take()
-    again.take()  # the lock of the run directory shows that its earlier supervisor is dead
-    client.delete(keys.key_name(name, keys.HOLDER))  # as when the lease is over
+    assert again.take(), "the lock of the run directory shows that its earlier supervisor is dead"
     third = FleetLease(url, name, "node-7 /runs/c")
-    third.take()
+    assert not third.take()
+    for key in (keys.HOLDER, keys.PROCESSES):
+        client.delete(keys.key_name(name, key))  # as when the lease is over
+    assert third.take()
+    assert third.refusal is None
     assert not first.renew()
     assert first.refusal is not None
     first.release()
@@ -378,10 +386,37 @@ def test_a_second_fleet_of_one_name_is_refused_until_the_first_gives_it_back_or_
         lease.release()
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("then", ["its lease ends", "it renews its lease", "a signal stops the wait"])
+def test_up_waits_for_the_lease_of_another_fleet_of_its_name(
+    tmp_path: Path, url: str, client: Any, fleet_id: str, then: str
+) -> None:
+    holder = keys.key_name(fleet_id, keys.HOLDER)
+    client.set(holder, "node-7 /runs/a")
+    asked = ("--redis-url", url, "--set", f"fleet.fleet_id={fleet_id}", "--workers", "0", "--timeout-s", "1")
+    with RunningFleet(tmp_path, *asked) as fleet:
+        waits = r"\(host and run directory: node-7 /runs/a\).*; waiting for the end of its lease"
+        fleet.wait_until(lambda: re.search(waits, fleet.said()), "the sentence")
+        if then == "its lease ends":
+            client.delete(holder)
+        elif then == "it renews its lease":
+            own = ProcessState(name="supervisor", role="supervisor", unix_s=START)
+            client.hset(keys.key_name(fleet_id, keys.PROCESSES), "supervisor", own.model_dump_json())
+        else:
+            fleet.terminate()
+        result = fleet.finish()
+    said = result["stderr"]
+    code = {"its lease ends": ExitCode.TIMEOUT, "it renews its lease": ExitCode.CONFIG}.get(then, ExitCode.OK)
+    assert result["returncode"] == code, said
+    assert ("error: fleet.fleet_id: " in said) is (then == "it renews its lease")
+    assert ("broker started: pid" in said) is (then == "its lease ends")
+    assert client.get(holder) == (None if then == "its lease ends" else b"node-7 /runs/a")
+
+
 def test_a_fleet_whose_redis_is_away_takes_its_lease_later(make_server: Callable[..., Any]) -> None:
     server = make_server().start()
     lease = FleetLease(server.url, "fleet-x", "node-7 /runs/a")
     server.kill()
-    lease.take()
+    assert lease.take()
     assert lease.refusal is None
     lease.release()

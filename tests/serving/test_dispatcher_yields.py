@@ -6,6 +6,9 @@ import os
 import select
 import signal
 import threading
+import time
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -92,6 +95,64 @@ def test_the_serve_thread_takes_over_when_ctrl_c_interrupts_a_waiting_sampler() 
         wait_until(lambda: listener.sleepers, "a thread that waits at the listener")
     finally:
         interrupted.set()
+        dispatcher.stop()
+        stands_in.join(TIMEOUT_S)
+        dispatcher.close()
+
+
+class PressedLock:
+    """A lock in whose `acquire` the user presses Ctrl-C once it is locked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.locked, self.release = self._lock.locked, self._lock.release
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        self._lock.acquire(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    def __enter__(self) -> bool:
+        return self._lock.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("where", ["a lock", "the wakeup", "the clock"])
+@pytest.mark.parametrize("call", ["run_once", "flush"])
+def test_the_serve_thread_takes_over_when_ctrl_c_comes_with_the_return_of(
+    where: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = BareListener()
+    dispatcher = Dispatcher(PlainEpisodes(), EpisodeCodec.of(SPACES), ServingLimits(lease_s=100.0), listener)
+
+    def press_ctrl_c(*args: int) -> None:
+        if args:
+            read(*args)
+        raise KeyboardInterrupt
+
+    read, arguments = os.eventfd_read, (0.0,) if call == "run_once" else ()
+    dispatcher.run_once(0.0)
+    with monkeypatch.context() as patch:
+        if where == "a lock":
+            patch.setattr(dispatcher, "_loop_lock", PressedLock())
+        elif where == "the wakeup":
+            dispatcher._wake()
+            patch.setattr(os, "eventfd_read", press_ctrl_c)
+        else:
+            patch.setattr(time, "monotonic", press_ctrl_c)
+        with suppress(KeyboardInterrupt):
+            getattr(dispatcher, call)(*arguments)
+        assert not dispatcher._loop_lock.locked()
+    listener.sleepers.clear()
+    stands_in, served = threading.Thread(target=dispatcher.serve), threading.Event()
+    stands_in.start()
+    try:
+        dispatcher.post(lambda sessions, now: served.set())
+        assert served.wait(TIMEOUT_S)
+        wait_until(lambda: listener.sleepers, "a thread that waits at the listener")
+        dispatcher.run_once(0.0)
+    finally:
         dispatcher.stop()
         stands_in.join(TIMEOUT_S)
         dispatcher.close()

@@ -24,7 +24,7 @@ class Watched:
         self.now = 1000.0
         self.path = path
         self.recorder = Recorder(path, 0, 1)
-        self.kept: list[tuple[float, str]] = []
+        self.kept: list[tuple[float | None, str]] = []
         self.watch = CallWatch(
             CONFIG, self.recorder, lambda *kept: self.kept.append(kept), lambda: self.now, starts=False
         )
@@ -54,6 +54,24 @@ def test_a_call_has_signs_of_life_until_its_own_limit_and_is_overdue_then(watche
     assert watched.kept[-1][1] == "env 3 has been in reset for 299 s (env_reset_timeout_s = 300)"
     assert watched.at(1303.0).is_overdue
     assert len(watched.kept) == 2, "no heartbeat for a call that hangs"
+
+
+def test_a_wait_for_envs_elsewhere_keeps_the_silence_that_the_sampling_thread_notes(watched: Watched) -> None:
+    watched.mark(UserCall.OTHER, 0)
+    for second in range(30):  # an update of the recorder every 20 ms
+        watched.recorder.touch()
+        watched.at(1000.0 + second)
+    assert {silence_s for silence_s, _ in watched.kept} == {None}
+
+
+def test_no_env_is_silent_in_a_call_of_a_policy(watched: Watched) -> None:
+    watched.mark(UserCall.RESET, 3)
+    watched.at(1000.0)
+    watched.at(1200.0)
+    watched.mark(UserCall.OTHER, 3)
+    watched.at(1200.25)
+    watched.at(1201.5)
+    assert [silence_s for silence_s, _ in watched.kept] == [0.0, 200.0, None, 0.0]
 
 
 def test_a_vector_whose_processes_are_killed_at_the_limit_has_time_to_say_so(

@@ -21,11 +21,14 @@ _LIMITS_S = {UserCall.OTHER: 300.0, UserCall.PROCESSES: MOST_SILENCE_S}
 _MARGIN_S = 2.0
 """Seconds beyond its limit after which a call hangs. At the limit, a vector of processes ends a call by itself."""
 _SAY_AFTER_S = 10.0
+_WAITS_FOR_ENVS_S = 1.0
+"""Seconds within which a thread that waits for envs updates the recorder, and notes for how long they are silent."""
 
 
 class CallWatch:
     """Looks at the call in progress. `keep_alive` gets the seconds for which an env has not answered, and its call.
 
+    It gets None while the sampling thread may wait for envs elsewhere, since that thread notes these seconds itself.
     A call beyond its limit gets no more signs of life, so the supervisor and the broker count the worker as lost. A
     call that keeps the interpreter's lock stops this thread too: readers of the recorder know that the call may.
     """
@@ -34,7 +37,7 @@ class CallWatch:
         self,
         config: FleetConfig,
         recorder: Recorder,
-        keep_alive: Callable[[float, str], None],
+        keep_alive: Callable[[float | None, str], None],
         clock: Callable[[], float] = time.monotonic,
         *,
         starts: bool = True,
@@ -81,6 +84,8 @@ class CallWatch:
             if lasted_s >= self._say_after_s:
                 self._say_after_s *= 2
                 log.warning("%s", call.in_words(lasted_s))
-            is_of_env = call.kind in SETTINGS
-            self._keep_alive(lasted_s if is_of_env else 0.0, call.in_words(lasted_s) if is_of_env else "")
+            if call.kind in SETTINGS:
+                self._keep_alive(lasted_s, call.in_words(lasted_s))
+            else:
+                self._keep_alive(None if lasted_s < _WAITS_FOR_ENVS_S else 0.0, "")
         self._was_overdue = is_overdue

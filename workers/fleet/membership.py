@@ -123,13 +123,18 @@ class Membership:
             with self.lock:
                 self._is_lent, self.recorder.call[0] = False, UserCall.NONE
 
-    def _keep_alive(self, env_silence_s: float, env_call: str) -> None:
-        """Send what is due, in another thread than the sampling one. Its next pump raises an error of this one."""
+    def _keep_alive(self, env_silence_s: float | None, env_call: str) -> None:
+        """Send what is due, in another thread than the sampling one. Its next pump raises an error of this one.
+
+        `env_silence_s` of None keeps what the sampling thread noted last.
+        """
         with self.lock:
             if not self._is_lent or self._error is not None:
                 return
             session = self.session
-            session.repeats_figures, session.env_silence_s, session.env_call = True, env_silence_s, env_call
+            session.repeats_figures = True
+            if env_silence_s is not None:
+                session.env_silence_s, session.env_call = env_silence_s, env_call
             try:
                 self.link.pump()
             except HeadraceError as error:

@@ -100,29 +100,29 @@ class Dispatcher:
 
     def run_once(self, timeout_s: float) -> None:
         """Run one round of the loop, at most `timeout_s`. Only the sampler's thread calls it, while it waits."""
-        self._sampler_left_at = math.inf
+        self._sampler_left_at = math.inf  # from now on the thread in `serve` does not wait while it holds the lock
         try:
-            if not self._loop_lock.acquire(blocking=False):
+            if self._loop_lock.locked():
                 self._wake()  # the thread in `serve` holds the lock: it wakes up and releases it
-                self._loop_lock.acquire()
-            try:
+            with self._loop_lock:  # Ctrl-C between a call of `acquire` and a `try` would leave it locked for ever
                 if not self._closed:
                     self._run_round(min(timeout_s, self._round_s), self._stopping.is_set)
-            finally:
-                self._loop_lock.release()
-        finally:  # Ctrl-C may interrupt any line above; without this the thread in `serve` would wait for ever
+        finally:  # Ctrl-C may interrupt any call; without the first line the thread in `serve` would wait for ever
+            self._sampler_left_at = -math.inf
             self._sampler_left_at = time.monotonic()
         if self._closed or self._stopping.is_set():
             time.sleep(min(timeout_s, _SAMPLER_AWAY_S))  # the loop has ended; a caller that waits must not spin
 
     def flush(self) -> None:
         """Send the sampler's answers now. The sampler calls it when it will not wait for a while."""
-        if self._loop_lock.acquire(blocking=False):  # otherwise the other thread was woken when they were posted
-            try:
-                if not self._closed:
-                    self._run_queues(time.monotonic())
-            finally:
-                self._loop_lock.release()
+        left_at, self._sampler_left_at = self._sampler_left_at, math.inf  # and locked as in `run_once`
+        try:
+            if not self._loop_lock.locked():  # otherwise the other thread was woken when they were posted
+                with self._loop_lock:
+                    if not self._closed:
+                        self._run_queues(time.monotonic())
+        finally:
+            self._sampler_left_at = left_at
 
     def serve(self) -> None:
         """Run the loop whenever the sampler is away, until `stop`. Then end all sessions and tell waiting clients."""
@@ -174,8 +174,8 @@ class Dispatcher:
     def _run_queues(self, now: float) -> None:
         if self._woken:
             with self._lock:
-                os.eventfd_read(self._wakeup_fd)
                 self._woken = False  # before the queues are read: a later post wakes the loop again
+                os.eventfd_read(self._wakeup_fd)  # last: Ctrl-C after it would leave a wakeup that is not there
         while self._answers:
             self._sessions.answered(*self._answers.popleft())
         while self._events:

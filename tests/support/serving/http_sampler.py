@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,11 +76,24 @@ def alone(call: Callable[..., None], *args: object) -> None:
     call(*args)
 
 
+def press_soon() -> threading.Timer:
+    return threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+
+
 def press_ctrl_c(where: Callable[..., None]) -> None:
-    """While nobody asks, three times; in between somebody does."""
+    """While nobody asks, three times; in between somebody does.
+
+    Python swallows a Ctrl-C that comes in a finalizer or a callback of a weak reference: a user would press again.
+    """
+
+    def press_again(swallowed: sys.UnraisableHookArgs) -> None:
+        assert isinstance(swallowed.exc_value, KeyboardInterrupt), swallowed
+        press_soon().start()  # not here: Python swallows what a hook raises, too
+
+    sys.unraisablehook = press_again
     with sampler() as (runner, url), ThreadPoolExecutor(1) as pool:
         for name in ("a", "b", "c"):
-            pressed = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            pressed = press_soon()
             with pytest.raises(KeyboardInterrupt):
                 where(sample_until_pressed, runner, pressed)
             pressed.join()
