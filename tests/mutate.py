@@ -2,12 +2,12 @@
 
     python tests/mutate.py SEED [FIRST-]LAST [FOLDER ...]
 
-The script works on a copy of the last commit. It runs the tests of `make check` once under coverage (`pip install
-coverage`), and finds all mutations of the lines that they cover. SEED puts these in an order; FIRST and LAST are places
-in it. FOLDERs are parts of the product, by default broker, learner_stub, schemas and workers/sampling. Against each
-mutation it runs the tests that cover its line. It prints each mutation that none of them notices, and exits 1 if there
-is one. Such a survivor shows a missing test, or a line that has no effect. Tests that fail without a mutation are left
-out. MUTATE_COPY=FOLDER keeps the copy and its coverage for the next call.
+The script works on a copy of the last commit. It runs the tests of `make check` but those of deploy and docs once under
+coverage (`pip install coverage`), and finds all mutations of the lines that they cover. SEED puts these in an order;
+FIRST and LAST are places in it. FOLDERs are parts of the product, by default broker, learner_stub, schemas and
+workers/sampling. Against each mutation it runs the tests that cover its line. It prints each mutation that none of them
+notices, and exits 1 if there is one. Such a survivor shows a missing test, or a line that has no effect. Tests that
+fail without a mutation are left out. MUTATE_COPY=FOLDER keeps the copy and its coverage for the next call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,12 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("broker", "learner_stub", "schemas", "workers/sampling")
 CHECKED = "not (chaos or netns or slow or processes or long or thorough)"
 """The tests of `make check`."""
+FAR = ("tests/deploy/", "tests/documentation/")
+"""Folders of tests that say little of the lines that are mutated, and take long."""
 MOST_TESTS = 60
 """Tests to run against a mutation. Those that cover the fewest lines go first, since they say the most of a line."""
+PARTS = os.cpu_count() or 1
+"""Processes that run the tests under coverage, each with a part of them."""
 TIMEOUT_S = 180
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -147,18 +152,27 @@ class Copy:
 
     def covered(self) -> Tests:
         """Return the tests by line, the most specific ones first."""
-        data = self.folder / ".coverage"
+        data = self.folder / "build/coverage"
         if not data.exists():
+            data.parent.mkdir(exist_ok=True)
             settings = self.folder / ".coveragerc"
             settings.write_text(
                 "[run]\ndynamic_context = test_function\nsource = broker,learner_stub,schemas,workers\n"
+                "data_file = build/coverage\n"
             )
             print("running the tests under coverage, which takes some minutes ...", flush=True)
-            self.run("coverage", "run", "-m", "pytest", "-p", "no:xdist", "-m", CHECKED)
-        failed = self.folder / ".pytest_cache/v/cache/lastfailed"
-        if failed.exists():
-            self.failing = {test.partition("[")[0] for test in json.loads(failed.read_text())}
+            paths = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.glob("tests/**/test_*.py"))
+            near = [path for path in paths if not path.startswith(FAR)]
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(lambda part: self._cover(part, near[part::PARTS]), range(PARTS)))
+            self.run("coverage", "combine")
+        for failed in self.folder.glob(".pytest_cache/*/v/cache/lastfailed"):
+            self.failing |= {test.partition("[")[0] for test in json.loads(failed.read_text())}
         return self._read(data)
+
+    def _cover(self, part: int, files: list[str]) -> None:
+        pytest = ("pytest", "-p", "no:xdist", "-o", f"cache_dir=.pytest_cache/{part}", "-m", CHECKED)
+        self.run("coverage", "run", "--parallel-mode", "-m", *pytest, *files)
 
     def _read(self, data: Path) -> Tests:
         from coverage.numbits import numbits_to_nums

@@ -116,7 +116,7 @@ class EpisodeStream:
         rendezvous: Where | AddressSource | Sequence[AddressSource] = None,
     ) -> None:
         if steps_per_update is not None and not 0 < steps_per_update <= MOST_WINDOW_STEPS // 2:
-            raise ValueError(f"steps_per_update = {steps_per_update} is no number of steps; give one above 0, or None")
+            raise ValueError(f"steps_per_update = {steps_per_update} is out of bounds; give one of 1 to 2**39, or None")
         endpoints = as_list(endpoint)
         if synchronous and len(endpoints) > 1:
             raise ConfigError(f"synchronous sampling has one broker, got {len(endpoints)} endpoints", key="synchronous")

@@ -94,7 +94,7 @@ def decode_safetensors(data: Buffer) -> tuple[dict[str, NDArray[Any]], dict[str,
 
 def _split(data: memoryview) -> tuple[dict[str, Any], memoryview]:
     length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > len(data) - 8:
+    if length > len(data) - 8:
         raise DecodeError("bad_header", f"it ends within its header, after {len(data)} bytes")
     if length > LONGEST_HEADER:
         raise DecodeError("bad_header", f"its header has {length:,} bytes, and at most {LONGEST_HEADER:,} are read")

@@ -25,9 +25,9 @@ from headrace.learner_stub.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
-from headrace.schemas.errors import CheckpointError, EncodeError, FencedError, RunDirError
+from headrace.schemas.errors import CheckpointError, DecodeError, EncodeError, FencedError, RunDirError
 from headrace.schemas.frames import safetensors
-from headrace.schemas.frames.safetensors import encode_safetensors
+from headrace.schemas.frames.safetensors import decode_safetensors, encode_safetensors
 
 
 class _KilledError(BaseException):
@@ -69,6 +69,15 @@ def test_a_save_keeps_the_previous_checkpoint_and_no_other_file(path: Path) -> N
     _assert_equal(load_checkpoint(path), _checkpoint(updates=2))
     _assert_equal(load_checkpoint(previous_path(path)), _checkpoint(updates=1))
     assert sorted(path.parent.iterdir()) == [path, previous_path(path)]
+
+
+def test_a_file_without_values_and_one_of_few_bytes_are_told_apart() -> None:
+    data = b"".join(encode_safetensors({"empty": np.ones(0)}, {"a": "b"}))
+    arrays, metadata = decode_safetensors(data)
+    assert (arrays["empty"].shape, metadata) == ((0,), {"a": "b"})
+    for size in (0, 7, 8, len(data) - 1):
+        with pytest.raises(DecodeError, match=f"it ends within its header, after {size} bytes"):
+            decode_safetensors(data[:size])
 
 
 def test_the_safetensors_library_and_numpy_read_the_checkpoint(path: Path) -> None:

@@ -16,6 +16,7 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.reference.training import gather
 from headrace.learner_stub.streaming.update_size import UpdateSize
 from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.messages.learner_messages import MOST_WINDOW_STEPS
 from support.pipeline.delivery import BrokerThread, Envs, Feeder, StartFeeder, worker_process
 from support.pipeline.worker_threads import constant_value
 from support.waiting import TIMEOUT_S, wait_until
@@ -168,9 +169,10 @@ def test_a_new_broker_gets_the_update_size_again(tmp_path: Path, stack: ExitStac
         assert _under_way(feeders) <= 2 * 20 * STEPS
 
 
-def test_an_update_size_of_zero_is_refused(broker: BrokerThread) -> None:
-    with pytest.raises(ValueError, match="steps_per_update = 0"):
-        EpisodeStream(broker.endpoints.learner, steps_per_update=0)
+@pytest.mark.parametrize("steps", [0, MOST_WINDOW_STEPS // 2 + 1])
+def test_an_update_size_out_of_bounds_is_refused(broker: BrokerThread, steps: int) -> None:
+    with pytest.raises(ValueError, match=f"steps_per_update = {steps} "):
+        EpisodeStream(broker.endpoints.learner, steps_per_update=steps).close()
 
 
 def test_a_measured_size_is_the_mean_of_the_last_updates() -> None:
@@ -183,6 +185,17 @@ def test_a_measured_size_is_the_mean_of_the_last_updates() -> None:
         size.end()
         size.end()  # weights published twice make no update of no steps
     assert size.steps == 40
+
+
+@pytest.mark.parametrize(
+    ("told", "auto_commit", "expected"), [(10, False, 30), (10, True, 10), (None, False, 30), (None, True, 30)]
+)
+def test_an_update_larger_than_usual_fits_where_nothing_is_settled_before_its_end(
+    told: int | None, auto_commit: bool, expected: int
+) -> None:
+    size = UpdateSize(told, auto_commit=auto_commit)
+    size.take(30)
+    assert size.steps == expected
 
 
 @pytest.mark.processes

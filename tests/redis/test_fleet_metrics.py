@@ -49,6 +49,20 @@ def test_the_report_has_each_peers_version_or_an_empty_string() -> None:
     assert report.lease["headrace_version"] == "0.3.0"
 
 
+def test_the_report_has_each_change_of_a_life_as_one_event() -> None:
+    metrics, core = FleetMetrics(), BrokerCore("f", BrokerLimits())
+
+    def events() -> list[tuple[object, ...]]:
+        told = metrics.report(core, now=0.0).events
+        return [(event["event"], event["slot"], event["incarnation"]) for event in told]
+
+    core.receive(b"w", WorkerHello(fleet_id="f", token="w", slot=3, incarnation=2), 0.0)
+    assert events() == [("joined", 3, 2)]
+    assert events() == []
+    core.receive(b"w", Bye(slot=3, incarnation=2, totals=WorkerTotals(), settled=Settled()), 0.0)
+    assert events() == [("shutdown", 3, 2)]
+
+
 def told_learner(core: BrokerCore, now: float) -> dict[str, Any]:
     """Return program, process, host and threads of the learner that came last, and for how long it is silent."""
     lease = FleetMetrics().report(core, now=now).lease

@@ -143,10 +143,18 @@ def test_weights_beyond_64_mib_are_skipped_with_one_line(
     assert not client.exists(key_name(fleet_id, WEIGHTS_CURRENT))
 
 
-def test_large_weights_wait_for_their_budget_but_the_final_version_does_not(
-    url: str, fleet_id: str, client: Any, shelf: RedisBlob
+@pytest.mark.parametrize(("weights_per_hour", "interval_s"), [(PIECE_BYTES, 0.0), (PIECE_BYTES << 30, 3600.0)])
+def test_weights_wait_for_budget_and_interval_but_the_final_version_does_not(
+    url: str,
+    fleet_id: str,
+    client: Any,
+    shelf: RedisBlob,
+    monkeypatch: pytest.MonkeyPatch,
+    weights_per_hour: int,
+    interval_s: float,
 ) -> None:
-    reporter = RedisReporter(url, fleet_id, weights_per_hour=PIECE_BYTES)  # the next ones are due in an hour
+    monkeypatch.setattr("headrace.broker.reports.reporter.WEIGHTS_INTERVAL_S", interval_s)
+    reporter = RedisReporter(url, fleet_id, weights_per_hour=weights_per_hour)  # the next ones are due in an hour
     reporter.offer_weights((1, 1), [bytes(PIECE_BYTES)])
     wait_until(lambda: shelf.version() == (1, 1), "the first version")
     for seq in (2, 3):

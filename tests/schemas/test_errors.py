@@ -30,6 +30,11 @@ def test_facts_are_attributes_and_part_of_the_sentence() -> None:
     assert str(errors.ConfigError("bad", key="a.b", source="flag")) == "a.b: bad (from flag)"
 
 
+def test_unfit_weights_name_five_tensors_and_count_the_others() -> None:
+    error = errors.WeightsMismatchError(list("abcdefg"), list("ABCDE"), {})
+    assert "missing ['a', 'b', 'c', 'd', 'e'] and 2 more, unknown ['A', 'B', 'C', 'D', 'E'];" in str(error)
+
+
 def test_an_error_about_redis_does_not_show_the_password() -> None:
     error = errors.RedisUnavailableError("redis://:secret@host:1/0", "refused")
     assert "secret" not in str(error)

@@ -106,6 +106,14 @@ def test_many_workers_that_may_each_send_one_batch_hold_one_more_than_is_configu
     assert {kind for _, kind in refusals(broker)} == {"no_room"}, "each kept to the credit that it was told"
 
 
+@pytest.mark.parametrize(("room", "credit"), [(1, 1), (0, 0)])
+def test_a_worker_without_held_batches_may_send_one_until_the_broker_is_full(room: int, credit: int) -> None:
+    broker = Broker(max_held_bytes=MIB, max_batch_bytes=MIB)
+    broker.hello()
+    broker.ship(1, MIB - room)
+    assert broker.hello(OTHER, 1).credit == credit
+
+
 def test_in_rounds_each_worker_may_send_one_batch_although_the_broker_is_full() -> None:
     """The learner takes slots in order, so the batch that it waits for may be the last to come."""
     broker = Broker(max_held_bytes=MIB, max_batch_bytes=MIB, synchronous=True)
