@@ -13,7 +13,7 @@
     │   ├── EnvNeighbourError       another env of the same process took it down
     │   ├── EnvHostLostError        the host of remote envs fell silent, left, or was refused
     │   ├── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
-    │   └── (external ones)         RunReturnedError, ClientLostError and ExternalSilenceError of episodes.py
+    │   └── (external ones)         ClientLostError and ExternalSilenceError of episodes.py
     ├── EpisodeError            a call about an external episode cannot be done; kinds are in episodes.py
     ├── EpisodeTimeoutError     a call about an external episode was not answered within its deadline
     ├── ModuleError             a policy module could not be built, or returned the wrong arrays

@@ -1,18 +1,13 @@
 """Errors of calls about external episodes, and the errors that stop an external env or a client of one.
 
-    EpisodeError            `code` is its word on the wire, `episode_id` names the episode
+    EpisodeError            `code` is its word on the wire (`PROBLEMS` has some), `episode_id` names the episode
     ├── UnknownEpisodeError     no such episode is open
-    ├── EpisodeStartedError     the id is in use
     ├── EpisodeCompletedError   the episode has ended
     ├── EpisodeAbortedError     the episode was given up, for `reason`
-    ├── EpisodeBusyError        the call before is not answered yet
-    ├── NoActionYetError        a reward before the first action
     ├── NoFreePlaceError        as many episodes are open as there may be
-    ├── CannotLogError          a logged action of the env cannot be traced back through module_to_env
     └── EpisodesClosedError     the env is over, and with it all its episodes
     EpisodeTimeoutError     a call was not answered within its deadline
     ExternalSilenceError    `sample()` got no call from external episodes within its deadline
-    RunReturnedError        `run()` of an external env returned
     ClientLostError         the client that drove an episode is gone
 
 Each `EpisodeError` is a ValueError, as in RLlib's `ExternalEnv`.
@@ -22,15 +17,21 @@ from __future__ import annotations
 
 from headrace.schemas.errors import EnvError, HeadraceError
 
+PROBLEMS = {
+    "already_started": "is already started; give each episode an id of its own, or none",
+    "busy": "waits for the answer to an earlier call; make one call after the other",
+    "no_action": "has no action yet that a reward could be for; get or log an action first",
+    "cannot_log": "cannot have actions logged, since module_to_env has pieces between policy and env; remove them",
+}
+"""What is wrong with a call, by the error's code. Only errors that a caller may want to tell apart are classes."""
+
 
 class EpisodeError(HeadraceError, ValueError):
     """A call about the episode `episode_id` cannot be done. The state of all episodes is as before the call."""
 
-    code = "episode_error"
-
-    def __init__(self, episode_id: str, problem: str) -> None:
-        self.episode_id = episode_id
-        super().__init__(f"episode {episode_id!r:.80} {problem}")
+    def __init__(self, episode_id: str, code: str, problem: str = "") -> None:
+        self.episode_id, self.code = episode_id, code
+        super().__init__(f"episode {episode_id!r:.80} {problem or PROBLEMS[code]}")
 
 
 class UnknownEpisodeError(EpisodeError, LookupError):
@@ -39,16 +40,9 @@ class UnknownEpisodeError(EpisodeError, LookupError):
     code = "unknown_episode"
 
     def __init__(self, episode_id: str) -> None:
-        super().__init__(episode_id, "was not found: it was never started here, or ended long ago; start it first")
-
-
-class EpisodeStartedError(EpisodeError):
-    """The id is in use."""
-
-    code = "already_started"
-
-    def __init__(self, episode_id: str) -> None:
-        super().__init__(episode_id, "is already started; give each episode an id of its own, or none")
+        super().__init__(
+            episode_id, self.code, "was not found: it was never started here, or ended long ago; start it first"
+        )
 
 
 class EpisodeCompletedError(EpisodeError):
@@ -57,7 +51,7 @@ class EpisodeCompletedError(EpisodeError):
     code = "already_completed"
 
     def __init__(self, episode_id: str) -> None:
-        super().__init__(episode_id, "has already completed; start another one")
+        super().__init__(episode_id, self.code, "has already completed; start another one")
 
 
 class EpisodeAbortedError(EpisodeError):
@@ -67,25 +61,7 @@ class EpisodeAbortedError(EpisodeError):
 
     def __init__(self, episode_id: str, reason: str) -> None:
         self.reason = reason
-        super().__init__(episode_id, f"was aborted: {reason}; start another one")
-
-
-class EpisodeBusyError(EpisodeError):
-    """Two callers used one episode at a time."""
-
-    code = "busy"
-
-    def __init__(self, episode_id: str) -> None:
-        super().__init__(episode_id, "waits for the answer to an earlier call; make one call after the other")
-
-
-class NoActionYetError(EpisodeError):
-    """A reward came before the first action."""
-
-    code = "no_action"
-
-    def __init__(self, episode_id: str) -> None:
-        super().__init__(episode_id, "has no action yet that a reward could be for; get or log an action first")
+        super().__init__(episode_id, self.code, f"was aborted: {reason}; start another one")
 
 
 class NoFreePlaceError(EpisodeError):
@@ -97,18 +73,9 @@ class NoFreePlaceError(EpisodeError):
         self.capacity = capacity
         waited = "" if waited_s is None else f" within external_start_timeout_s = {waited_s:g}"
         super().__init__(
-            episode_id, f"found no free place{waited}: num_envs = {capacity} episodes are open; end one, or raise it"
-        )
-
-
-class CannotLogError(EpisodeError):
-    """An env's action was logged, but module_to_env has pieces that cannot be inverted."""
-
-    code = "cannot_log"
-
-    def __init__(self, episode_id: str) -> None:
-        super().__init__(
-            episode_id, "cannot have actions logged, since module_to_env has pieces between policy and env; remove them"
+            episode_id,
+            self.code,
+            f"found no free place{waited}: num_envs = {capacity} episodes are open; end one, or raise it",
         )
 
 
@@ -119,7 +86,7 @@ class EpisodesClosedError(EpisodeError):
 
     def __init__(self, episode_id: str, reason: str) -> None:
         self.reason = reason
-        super().__init__(episode_id, f"cannot go on: {reason}")
+        super().__init__(episode_id, self.code, f"cannot go on: {reason}")
 
 
 class EpisodeTimeoutError(HeadraceError, TimeoutError):
@@ -142,13 +109,6 @@ class ExternalSilenceError(EnvError, TimeoutError):
             f"sample() got no call about an external episode for external_silence_timeout_s = {timeout_s:g} s "
             f"({open_episodes} are open); what was sampled is kept for the next call"
         )
-
-
-class RunReturnedError(EnvError):
-    """`run()` returned, although it must drive episodes until the env is closed."""
-
-    def __init__(self, env: str) -> None:
-        super().__init__(f"run() of {env} returned; it must drive episodes until it is told to stop")
 
 
 class ClientLostError(EnvError):

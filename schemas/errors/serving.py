@@ -2,15 +2,8 @@
 
     ServingError
     ├── UnknownSessionError     the session was never opened, has ended, or was silent for too long
-    ├── SessionTakenError       another client has a session of that name
-    ├── ServerFullError         no place for another session, connection, or episode of this session
-    ├── StepOrderError          another step than the one that is due
     ├── MessageTooLargeError    more bytes than the server takes
-    ├── BadRequestError         a request that cannot be read
-    ├── TooSlowError            a request that does not arrive
-    ├── UnauthorizedError       no token, or a wrong one
-    ├── NotYetError             no answer so far: the same request may be repeated
-    └── SupersededError         the same request came again, and is answered there
+    └── NotYetError             no answer so far: the same request may be repeated
 
 On the wire an error is its `code`, its sentence and its facts, and a client in Python raises the same class again.
 """
@@ -18,20 +11,24 @@ On the wire an error is its `code`, its sentence and its facts, and a client in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from headrace.schemas.errors import DecodeError, EnvContractError, ExitCode, HeadraceError
-from headrace.schemas.errors.episodes import EpisodeError
+from headrace.schemas.errors.episodes import PROBLEMS, EpisodeError
 
 FAILED = "the server failed at this; its log says how"
 """The sentence for a request at which the server itself failed."""
 
 
 class ServingError(HeadraceError):
-    """A policy server refuses what a client asked for. `code` is the reason's word on the wire."""
+    """A policy server refuses what a client asked for. `code`, of `HTTP_STATUS`, is the reason's word on the wire."""
 
     exit_code = ExitCode.PROTOCOL
-    code: ClassVar[str] = "failed"
+    code = "failed"
+
+    def __init__(self, message: str, code: str = "") -> None:
+        self.code = code or self.code
+        super().__init__(message)
 
 
 class UnknownSessionError(ServingError):
@@ -40,58 +37,16 @@ class UnknownSessionError(ServingError):
     code = "unknown_session"
 
 
-class SessionTakenError(ServingError):
-    """Another client has a session of that name."""
-
-    code = "session_taken"
-
-
-class ServerFullError(ServingError):
-    """There is no place for another session, connection, or episode of this session."""
-
-    code = "server_full"
-
-
-class StepOrderError(ServingError):
-    """A client asked for a step that is not the next one of its episode."""
-
-    code = "step_order"
-
-
 class MessageTooLargeError(ServingError):
     """A message has more bytes than the server takes."""
 
     code = "too_large"
 
 
-class BadRequestError(ServingError):
-    """A request cannot be read."""
-
-    code = "bad_request"
-
-
-class TooSlowError(ServingError):
-    """Only a part of a request arrived in time."""
-
-    code = "too_slow"
-
-
-class UnauthorizedError(ServingError):
-    """A request shows no token, or a wrong one."""
-
-    code = "unauthorized"
-
-
 class NotYetError(ServingError):
     """There is no answer so far. The client may repeat the same request, which takes no second step."""
 
     code = "not_yet"
-
-
-class SupersededError(ServingError):
-    """The same request came again, and is answered there."""
-
-    code = "superseded"
 
 
 HTTP_STATUS: Mapping[str, int] = {
@@ -130,7 +85,9 @@ def code_of(error: HeadraceError) -> str:
 
 def facts_of(error: HeadraceError) -> dict[str, Any]:
     """Return the attributes of an error that JSON can carry."""
-    return {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | None)}
+    facts = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | None)}
+    facts.pop("code", None)  # it has a field of its own
+    return facts
 
 
 def error_of(code: str, message: str, facts: Mapping[str, Any]) -> HeadraceError:
@@ -138,7 +95,7 @@ def error_of(code: str, message: str, facts: Mapping[str, Any]) -> HeadraceError
     cls = _BY_CODE.get(code, ServingError)
     error = cls.__new__(cls)
     HeadraceError.__init__(error, message)
-    vars(error).update(facts)
+    vars(error).update(facts, code=code)
     return error
 
 
@@ -150,5 +107,6 @@ def _tree(root: Any) -> Iterator[Any]:
 
 _BY_CODE: dict[str, type[HeadraceError]] = {
     "not_in_space": EnvContractError,
+    **dict.fromkeys(PROBLEMS, EpisodeError),
     **{cls.code: cls for root in (ServingError, EpisodeError) for cls in _tree(root)},
 }

@@ -11,10 +11,10 @@ import pytest
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
-from headrace.schemas.errors.serving import BadRequestError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
 from headrace.workers.serving.shipped_episodes import ShippedEpisodes
+from support.refusals import refused
 from support.serving.acting_clients import PAIR, PAIR_ENV, ServingRunner, acting, external, play_pair, serving_runner
 from support.waiting import wait_until
 
@@ -59,7 +59,7 @@ def test_env_steps_that_do_not_rise_from_the_start_of_a_chunk_are_refused() -> N
     for at, wrong in ((0, 1), (3, 2), (7, (1 << 63) - 1)):
         env_t = np.arange(8)
         env_t[at] = wrong
-        with pytest.raises(BadRequestError, match="should rise from its start, 0"):
+        with refused("bad_request", match="should rise from its start, 0"):
             ShippedEpisodes(1).take("a client", replace(batch, columns={**batch.columns, "env_t": env_t}))
     assert len(ShippedEpisodes(1).take("a client", batch)) == len(batch)
 

@@ -11,12 +11,13 @@ import pytest
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
-from headrace.schemas.errors.serving import BadRequestError, NotYetError, ServingError, StepOrderError
+from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.messages.serving_messages import ClientPull
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
+from support.refusals import refused
 from support.serving.acting_clients import PAIR, Shipper, acting, assert_alike, play, play_pair, serving_runner
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -128,18 +129,18 @@ def test_a_repeated_shipment_is_taken_once_and_a_bad_one_changes_nothing() -> No
         shipper.ship(first, 1, {"training_disabled": 5})
         assert len(there.chunks) == taken == len(first)
         assert there.runner.totals.discarded == {"training_disabled": 5}
-        with pytest.raises(StepOrderError, match="not the next one, which is 2"):
+        with refused("step_order", match="not the next one, which is 2"):
             shipper.ship(second, 4)
-        with pytest.raises(BadRequestError, match="is due"):
+        with refused("bad_request", match="is due"):
             shipper.ship(first, 2)
-        with pytest.raises(BadRequestError, match="an unknown reason"):
+        with refused("bad_request", match="an unknown reason"):
             shipper.ship(second, 2, {"laziness": 1})
         with pytest.raises((ServingError, DecodeError)):
             shipper.ship(second, 2, spoil=400)
         seqs = second.columns["weights_seq"]
-        for strange, refusal in ((9, NotYetError), (0, BadRequestError)):
+        for strange, code in ((9, "not_yet"), (0, "bad_request")):
             seqs[:] = strange
-            with pytest.raises(refusal, match="chunks by the weights"):
+            with refused(code, match="chunks by the weights"):
                 shipper.ship(second, 2)
         seqs[:] = 1
         shipper.ship(second, 2)
@@ -154,6 +155,7 @@ def test_a_server_without_client_inference_refuses_acting_clients() -> None:
         with acting(env.endpoint) as client:
             with pytest.raises(EpisodesClosedError, match="client_inference = true"):
                 client.get_action(client.start_episode(), np.zeros(4))
-            assert isinstance(client.failure, BadRequestError)
-        with PolicyClient(env.endpoint) as link, pytest.raises(BadRequestError, match="client_inference"):
+            assert isinstance(client.failure, ServingError)
+            assert client.failure.code == "bad_request"
+        with PolicyClient(env.endpoint) as link, refused("bad_request", match="client_inference"):
             link.ask(ClientPull)

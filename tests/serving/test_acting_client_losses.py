@@ -13,11 +13,11 @@ from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError
-from headrace.schemas.errors.serving import BadRequestError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.connectors import ClipActions, FrameStack, UnsquashActions
 from headrace.workers.serving.client import PolicyClient
+from support.refusals import refused
 from support.serving.acting_clients import ServingRunner, Shipper, acting, external, serving_runner
 from support.waiting import wait_until
 
@@ -64,11 +64,11 @@ def test_chunks_with_wrong_columns_are_refused_by_name_and_not_taken() -> None:
             (np.zeros((batch.steps, 2), np.float32), r"column 'logp' is float32 of \(2,\)"),
         ):
             batch.columns["logp"] = wrong
-            with pytest.raises(BadRequestError, match=words):
+            with refused("bad_request", match=words):
                 shipper.ship(batch, 1)
         batch.columns["logp"] = right
         batch.columns["mood"] = right
-        with pytest.raises(BadRequestError, match=r"column 'mood' is float32 of .*, and absent in chunks of this"):
+        with refused("bad_request", match=r"column 'mood' is float32 of .*, and absent in chunks of this"):
             shipper.ship(batch, 1)
         assert not there.chunks
         del batch.columns["mood"]

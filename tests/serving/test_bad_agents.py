@@ -12,8 +12,8 @@ import pytest
 from headrace.schemas.chunks.chunk import to_episode
 from headrace.schemas.chunks.spaces import Box, Dict, Tuple
 from headrace.schemas.errors import ConfigError, DecodeError, EnvContractError
-from headrace.schemas.errors.episodes import NoActionYetError, UnknownEpisodeError
-from headrace.schemas.errors.serving import BadRequestError, StepOrderError
+from headrace.schemas.errors.episodes import UnknownEpisodeError
+from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import encode
 from headrace.schemas.messages.serving_agents import AgentsStep, served_spaces_from_json
 from headrace.schemas.settings.serving_settings import ServingSection
@@ -23,6 +23,7 @@ from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.logged_returns import LoggedReturns, LoggedReturnsByAgent
 from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
 from headrace.workers.serving.served_env import ServedEnvs
+from support.refusals import refused
 from support.serving.served import Served
 from support.serving.served_agents import ByHttp, ByZmq, rule, served_agents
 from support.waiting import TIMEOUT_S, wait_until
@@ -126,18 +127,18 @@ def test_a_step_that_breaks_the_env_contract_of_an_agent_is_refused(
     ],
 )
 def test_a_step_of_wrong_fields_is_refused_by_the_fields_name(game: Game, body: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadRequestError, match=sentence):
+    with refused("bad_request", match=sentence):
         game.say({"red": game.at(2), "blue": game.at(2)}, **body)
 
 
 def test_steps_out_of_order_and_in_episodes_of_other_clients_are_refused(game: Game, shared: Any) -> None:
-    with pytest.raises(StepOrderError):
+    with refused("step_order"):
         game.client.step(game.name, 7, {"red": game.at(2)})
     other = type(game.client)(shared, f"{game.name}-other")
     with pytest.raises(UnknownEpisodeError):
         other.step(game.name, 2, {"red": game.at(2)})
     other.start(f"{game.name}-other")
-    with pytest.raises(NoActionYetError):
+    with refused("no_action"):
         other.step(f"{game.name}-other", 0, {"red": game.at(0)}, reward={"red": 1.0})
     other.abort(f"{game.name}-other")
     other.close()
@@ -146,17 +147,15 @@ def test_steps_out_of_order_and_in_episodes_of_other_clients_are_refused(game: G
 def test_nan_in_a_reward_or_an_observation_is_refused(shared: Any) -> None:
     over_http, over_zmq = Game(ByHttp, shared), Game(ByZmq, shared)
     body = b'{"observation": {"red": [2, 1]}, "reward": {"red": NaN}}'
-    with pytest.raises(BadRequestError, match="not JSON"):
+    with refused("bad_request", match="not JSON"):
         over_http.client.say("PUT", f"/episodes/{over_http.name}/steps/2", body)
-    with pytest.raises(BadRequestError, match=r"AgentsStep: reward.red"):
+    with refused("bad_request", match=r"AgentsStep: reward.red"):
         over_zmq.say({"red": [2, 1]}, reward={"red": float("nan")})
     with pytest.raises(EnvContractError, match="obs of agent 'red' should be free of NaN"):
         over_zmq.say({"red": [2, np.nan]})
     who = {"session": over_zmq.name, "token": "own", "episode": over_zmq.name, "step": 2}
     for header in ({"reward": 0.0}, {"end": "terminated"}):  # as clients of one agent would
-        with pytest.raises(
-            (BadRequestError, EnvContractError), match=r"AgentsStep: reward|obs should be obs/AGENT\.\.\."
-        ):
+        with pytest.raises((ServingError, EnvContractError), match=r"AgentsStep: reward|obs should be obs/AGENT\.\.\."):
             over_zmq.client.say(encode(AgentsStep.KIND, {**who, **header}, {"obs": np.ones(2, np.float32)}))
     for game in (over_http, over_zmq):
         game.go_on()

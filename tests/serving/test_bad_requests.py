@@ -18,16 +18,11 @@ import zmq
 from headrace.schemas.errors import EnvContractError, HeadraceError
 from headrace.schemas.errors.episodes import (
     EpisodeCompletedError,
-    EpisodeStartedError,
-    NoActionYetError,
     UnknownEpisodeError,
 )
 from headrace.schemas.errors.serving import (
-    BadRequestError,
     MessageTooLargeError,
     ServingError,
-    SessionTakenError,
-    StepOrderError,
     error_of,
 )
 from headrace.schemas.frames.single_frame import split_frame
@@ -43,6 +38,7 @@ from headrace.schemas.messages.serving_messages import (
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.space_codec import read_each
+from support.refusals import refused
 from support.serving.plain_episodes import SPACES, rule
 from support.serving.served import LIMITS, Served
 from support.waiting import TIMEOUT_S
@@ -172,17 +168,17 @@ def test_an_episode_that_has_ended_takes_no_step(way: Any) -> None:
 
 
 def test_an_episode_is_not_started_twice(way: Any, shared: Served) -> None:
-    with pytest.raises(EpisodeStartedError, match="already started"):
+    with refused("already_started", match="already started"):
         way.start(way.name)
     elsewhere = type(way)(shared, "t", f"{way.name}-2")
     elsewhere.open()
-    with pytest.raises(EpisodeStartedError):
+    with refused("already_started"):
         elsewhere.start(way.name)
     elsewhere.close()
 
 
 def test_a_step_out_of_order_is_refused(way: Any) -> None:
-    with pytest.raises(StepOrderError, match="is not the next one, which is 1"):
+    with refused("step_order", match="is not the next one, which is 1"):
         way.step(way.name, 5, [1, 2])
 
 
@@ -200,7 +196,7 @@ def test_an_action_that_is_not_of_its_space_is_refused(way: Any, action: Any) ->
 
 @pytest.mark.parametrize("body", [{"reward": None}, {"reward": "3"}, {"end": "perhaps"}, {"info": [1]}])
 def test_a_step_of_wrong_fields_is_refused_by_the_fields_name(way: Any, body: dict[str, Any]) -> None:
-    with pytest.raises(BadRequestError, match=next(iter(body))):
+    with refused("bad_request", match=next(iter(body))):
         way.step(way.name, 1, [1, 2], **body)
 
 
@@ -208,11 +204,11 @@ def test_a_reward_that_is_no_finite_number_is_refused(shared: Served) -> None:
     way = ByHttp(shared, "t", "nan")
     way.open()
     way.start("nan")
-    with pytest.raises(BadRequestError, match="not JSON"):
+    with refused("bad_request", match="not JSON"):
         way.say("PUT", "/v1/sessions/nan/episodes/nan/steps/0", b'{"observation": [1, 2], "reward": NaN}')
     with PolicyClient(shared.endpoint) as client:
         episode = client.start_episode()
-        with pytest.raises(NoActionYetError):
+        with refused("no_action"):
             client.log_returns(episode, 1.0)
         client.get_action(episode, [1, 2])
         for reward in (float("nan"), float("inf"), 1e308, 10**400, "much", None):
@@ -224,7 +220,7 @@ def test_a_reward_that_is_no_finite_number_is_refused(shared: Served) -> None:
 def test_a_client_with_the_session_id_of_another_client_is_refused(way: Any, shared: Served) -> None:
     other = type(way)(shared, "another-token", way.name)
     for say in (other.open, lambda: other.step(way.name, 1, [9, 9]), lambda: other.abort(way.name)):
-        with pytest.raises(SessionTakenError, match="belongs to another client"):
+        with refused("session_taken", match="belongs to another client"):
             say()
     other.close()
 

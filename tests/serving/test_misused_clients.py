@@ -11,8 +11,8 @@ import pytest
 
 from headrace.schemas.errors import ConfigError, EnvContractError
 from headrace.schemas.errors.episodes import EpisodeError, EpisodesClosedError
-from headrace.schemas.errors.serving import BadRequestError
 from headrace.workers.serving.client import PolicyClient
+from support.refusals import refused
 from support.serving.acting_clients import ServingRunner, acting, serving_runner
 
 SEEN = [0.0, 0.0, 0.0, 0.0]
@@ -67,14 +67,14 @@ def test_a_reward_that_is_text_is_refused(there: ServingRunner) -> None:
 
 @pytest.mark.parametrize("session", ["x" * 65, 5, b"x", "\udc80"])
 def test_a_client_refuses_an_invalid_session_id(there: ServingRunner, session: Any) -> None:
-    with pytest.raises(BadRequestError, match="ClientHello: session: "):
+    with refused("bad_request", match="ClientHello: session: "):
         PolicyClient(there.endpoint, session=session)
 
 
 @pytest.mark.parametrize("id", ["x" * 300, 5, b"x", ["x"]])
 def test_an_invalid_episode_id_is_refused_and_the_client_goes_on(there: ServingRunner, id: Any) -> None:
     with PolicyClient(there.endpoint) as client, acting(there.endpoint) as actor:
-        with pytest.raises(BadRequestError, match="EpisodeStart: episode: "):
+        with refused("bad_request", match="EpisodeStart: episode: "):
             client.start_episode(id)
         with pytest.raises(EpisodeError, match="has an id of"):
             actor.start_episode(id)

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import ServerFullError
+from headrace.schemas.errors.serving import ServingError
 from headrace.workers.serving.http.connection import PARSED_BYTES, HttpConnection, HttpLimits, HttpRequest
 from headrace.workers.serving.http.responses import json_answer
 from support.serving.raw_http import HEALTH
@@ -93,7 +93,7 @@ async def wait_behind_one(server_end: socket.socket) -> tuple[NeverAnswers, int,
     transport, connection = await loop.connect_accepted_socket(lambda: HttpConnection(place), server_end)
     await asyncio.wait_for(place.holds.wait(), 20.0)
     waiting, held = len(connection._received), place.held
-    connection.give_up(ServerFullError("full"))
+    connection.give_up(ServingError("full", "server_full"))
     transport.abort()
     await asyncio.sleep(0)
     return place, waiting, held

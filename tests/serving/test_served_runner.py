@@ -20,13 +20,14 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.credentials.keys import TOKEN_FILE
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, KeysError, PortInUseError
-from headrace.schemas.errors.episodes import CannotLogError, EpisodeAbortedError
+from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
 from headrace.workers.serving.server import listen
+from support.refusals import refused
 from support.waiting import TIMEOUT_S, wait_until
 
 
@@ -127,7 +128,7 @@ def test_a_reward_logged_before_a_refused_step_counts_once() -> None:
             episode = client.start_episode()
             client.get_action(episode, np.zeros(4))
             client.log_returns(episode, 1.0, {"first": True})
-            with pytest.raises(CannotLogError):
+            with refused("cannot_log"):
                 client.log_action(episode, np.zeros(4), 1)
             client.log_returns(episode, 2.0, {"second": True})
             client.end_episode(episode, np.zeros(4))

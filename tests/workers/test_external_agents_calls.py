@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.errors.episodes import CannotLogError, EpisodeBusyError, NoActionYetError
 from headrace.workers.external import Answer
 from support.envs.external_agents import idle, see, table
 from support.envs.toy_agents import check_books
+from support.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_rewards_before_the_first_action_and_concurrent_calls_are_refused() -> N
     with idle() as sampler:
         episodes, answers = table(sampler), list[Answer]()
         episodes.start("one")
-        with pytest.raises(NoActionYetError):
+        with refused("no_action"):
             episodes.log_returns("one", {"a": 1.0})
         episodes.ask("one", {"a": see(0)}, answers.append)
         for again in (
             lambda: episodes.ask("one", {"b": see(0)}, answers.append),
             lambda: episodes.log_returns("one", {"a": 1.0}),
         ):
-            with pytest.raises(EpisodeBusyError):
+            with refused("busy"):
                 again()
 
 
@@ -112,7 +112,7 @@ def test_log_action_is_refused_where_connectors_map_actions() -> None:
     with idle(module_to_env=["headrace.workers.connectors:UnsquashActions"]) as sampler:
         episodes = table(sampler)
         episodes.start("one")
-        with pytest.raises(CannotLogError, match="module_to_env"):
+        with refused("cannot_log", match="module_to_env"):
             episodes.log_action("one", {"a": see(0)}, {"a": 1}, lambda _: None)
 
 

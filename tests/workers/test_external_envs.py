@@ -12,11 +12,8 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
-    EpisodeBusyError,
     EpisodeCompletedError,
     EpisodeError,
-    EpisodeStartedError,
-    NoActionYetError,
     NoFreePlaceError,
     UnknownEpisodeError,
 )
@@ -25,6 +22,7 @@ from headrace.workers.external import Answer, ExternalEpisodes
 from headrace.workers.external.episodes import REMEMBERED
 from support.envs.external import Idle, Serving, idle, pieced, see, table
 from support.envs.toy import check_books, runner
+from support.refusals import refused
 
 
 def test_fragments_have_the_configured_steps_and_episodes_are_whole() -> None:
@@ -92,7 +90,7 @@ def test_calls_for_unknown_ended_started_or_busy_episodes_are_refused() -> None:
         episodes, answers = table(sampler), list[Answer]()
         assert episodes.start("one") == "one"
         assert len(episodes.start()) == 32
-        with pytest.raises(EpisodeStartedError, match="is already started"):
+        with refused("already_started", match="is already started"):
             episodes.start("one")
         with pytest.raises(NoFreePlaceError, match="num_envs = 2 episodes are open"):
             episodes.start("three")
@@ -100,13 +98,13 @@ def test_calls_for_unknown_ended_started_or_busy_episodes_are_refused() -> None:
             episodes.start("x" * 257)
         with pytest.raises(UnknownEpisodeError, match="not found"):
             episodes.ask("three", see(0), answers.append)
-        with pytest.raises(NoActionYetError, match="no action yet"):
+        with refused("no_action", match="no action yet"):
             episodes.log_returns("one", 1.0)
         episodes.ask("one", see(0), answers.append)
         for call in (episodes.ask, episodes.end):
-            with pytest.raises(EpisodeBusyError, match="earlier call"):
+            with refused("busy", match="earlier call"):
                 call("one", see(0), answers.append)
-        with pytest.raises(EpisodeBusyError):
+        with refused("busy"):
             episodes.log_returns("one", 1.0)
         sampler.sample_fragment()
         assert answers[0].action in range(100)

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces, nest
 from headrace.schemas.errors import EnvContractError, HeadraceError
-from headrace.schemas.errors.episodes import CannotLogError, NoActionYetError
+from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.agents.env import ALL
 from headrace.workers.envs.checks import own_info
 from headrace.workers.external.calls import Call, OnAnswer, Place, Row, RowReader, add_reward
@@ -93,14 +93,14 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
     ) -> None:
         """Add `rewards` to those of this step. `infos` replace those of this step. An agent that is done stays done.
 
-        Raises `EnvContractError` and `NoActionYetError`. After an error nothing of the call counts.
+        Raises `EnvContractError` and `EpisodeError`. After an error nothing of the call counts.
         """
         with self._lock:
             self._note(self._find(episode_id), rewards, infos, terminateds, truncateds)
 
     def _note(self, place: AgentsPlace, rewards: Any, infos: Any, terminateds: Any, truncateds: Any) -> None:
         if not place.has_acted:
-            raise NoActionYetError(place.episode_id)
+            raise EpisodeError(place.episode_id, "no_action")
         self._check_agents("rewards", rewards)
         earned = {agent: _earn(place, agent, reward) for agent, reward in rewards.items()}
         told = self._read_each("info", {} if infos is None else infos, dict)
@@ -151,7 +151,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         change them afterwards.
         """
         if action is not None and not self._takes_logged:
-            raise CannotLogError(episode_id)
+            raise EpisodeError(episode_id, "cannot_log")
         with self._lock:
             place = self._find(episode_id)
             try:

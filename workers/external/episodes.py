@@ -23,14 +23,11 @@ from typing import Any, Generic, TypeVar
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors.episodes import (
-    CannotLogError,
     ClientLostError,
     EpisodeAbortedError,
-    EpisodeBusyError,
     EpisodeCompletedError,
     EpisodeError,
     EpisodesClosedError,
-    EpisodeStartedError,
     NoFreePlaceError,
     UnknownEpisodeError,
 )
@@ -81,7 +78,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
         """Open an episode and return its id, or a new id if none is given.
 
-        Raises `EpisodeStartedError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`, or an
+        Raises `EpisodeError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`, or an
         `EpisodeError` for an id that is no text, or longer than `MAX_ID_LENGTH`.
         """
         episode_id = uuid.uuid4().hex if episode_id is None else episode_id
@@ -93,7 +90,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             if (reason := self._closed or self._full) is not None:
                 raise EpisodesClosedError(episode_id, reason)
             if episode_id in self._open:
-                raise EpisodeStartedError(episode_id)
+                raise EpisodeError(episode_id, "already_started")
             self._check_not_over(episode_id)
             if not self._free:
                 raise NoFreePlaceError(episode_id, self.capacity)
@@ -111,7 +108,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     def log_action(self, episode_id: str, observation: Any, action: Any, on_answer: OnAnswer) -> None:
         """Log an action that the driver chose. The sampler answers when it has recorded it. Raises as `ask` does."""
         if not self._takes_logged:
-            raise CannotLogError(episode_id)
+            raise EpisodeError(episode_id, "cannot_log")
         self._accept(episode_id, observation, on_answer, action=(action,))
 
     def end(self, episode_id: str, observation: Any, on_answer: OnAnswer, *, truncated: bool = False) -> None:
@@ -175,7 +172,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         if self._closed is not None:
             raise EpisodesClosedError(episode_id, self._closed)
         if idle and place.call is not None:
-            raise EpisodeBusyError(episode_id)
+            raise EpisodeError(episode_id, "busy")
         return place
 
     @abstractmethod

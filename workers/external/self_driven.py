@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.errors import EnvError
-from headrace.schemas.errors.episodes import EpisodeError, EpisodeTimeoutError, NoFreePlaceError, RunReturnedError
+from headrace.schemas.errors.episodes import EpisodeError, EpisodeTimeoutError, NoFreePlaceError
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.external.calls import Answer, OnAnswer
 from headrace.workers.external.episodes import EpisodeTable
@@ -63,7 +63,7 @@ class SelfDrivenEnv(Generic[AnyTable]):
     def run_in_threads(self, drive: Callable[[int], None], threads: int) -> NoReturn:
         """Call drive(0), ... drive(threads - 1), each in a thread. Raise the error of the first thread that ends.
 
-        The other threads end with their next call. Raises `RunReturnedError` if a thread returned. Call it from `run`.
+        The other threads end with their next call. Raises `EnvError` if a thread returned. Call it from `run`.
         """
         ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
@@ -73,7 +73,7 @@ class SelfDrivenEnv(Generic[AnyTable]):
             except BaseException as error:  # noqa: BLE001 - a user's env
                 ended.put(error)
             else:
-                ended.put(RunReturnedError(f"thread {number} of {type(self).__name__}"))
+                ended.put(_returned(f"thread {number} of {type(self).__name__}"))
 
         for number in range(threads):
             name = f"run-{type(self).__name__}-{number}"
@@ -143,7 +143,7 @@ class RunThread:
         self.env = env
         sentence = f"the runner of a {type(env).__name__} was dropped without stop()"
         self._dropped = when_dropped(owner, sentence, self.stop, timeout_s)
-        self._error: BaseException = RunReturnedError(type(env).__name__)
+        self._error: BaseException = _returned(type(env).__name__)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"run-{type(env).__name__}", daemon=True)
 
@@ -181,3 +181,7 @@ class RunThread:
                 self._thread.name,
                 timeout_s,
             )
+
+
+def _returned(env: str) -> EnvError:
+    return EnvError(f"run() of {env} returned; it must drive episodes until it is told to stop")

@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors.episodes import CannotLogError, NoActionYetError
+from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.envs.checks import check_info, own_info
 from headrace.workers.external.calls import Call, OnAnswer, Row, RowReader, SoloCall, SoloPlace, add_reward
 from headrace.workers.external.episodes import EpisodeTable
@@ -24,13 +24,13 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
     def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
         """Add `reward` to that of the last action. `info`, if given, replaces the info of this step.
 
-        Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `NoActionYetError`.
+        Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `EpisodeError`.
         """
         told = None if info is None else own_info(info)
         with self._lock:
             place = self._find(episode_id)
             if not place.has_acted:
-                raise NoActionYetError(episode_id)
+                raise EpisodeError(episode_id, "no_action")
             place.earn(reward)
             if told is not None:
                 place.info = told
@@ -51,13 +51,13 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
         """
         reward, info = news or (0.0, None)
         if action is not None and not self._takes_logged:
-            raise CannotLogError(episode_id)
+            raise EpisodeError(episode_id, "cannot_log")
         if info is not None:
             check_info(info)
         with self._lock:
             place = self._find(episode_id)
             if news and not place.has_acted:
-                raise NoActionYetError(episode_id)
+                raise EpisodeError(episode_id, "no_action")
             earned = add_reward(place.reward, reward)
             told, place.info, place.reward = place.info if info is None else info, {}, 0.0
             self._admit(

@@ -20,7 +20,7 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
 from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors.serving import BadRequestError, NotYetError
+from headrace.schemas.errors.serving import NotYetError, ServingError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode_header, frames_of
 from headrace.schemas.messages.serving_messages import ChunkShipment
 from headrace.schemas.messages.weights import Arrays, encode_weights
@@ -117,7 +117,7 @@ class ActingChannel:
     def accept(self, owner: object, shipment: ChunkShipment, array: Any, done: Callable[[], None]) -> None:
         """Take a shipment of `owner` as a whole, or refuse it as a whole.
 
-        Raises `BadRequestError` and `DecodeError` for chunks that do not fit this policy or do not continue the
+        Raises `ServingError` and `DecodeError` for chunks that do not fit this policy or do not continue the
         owner's episodes. Raises `NotYetError` while no chunks are taken, and for weights newer than those offered.
         """
         discarded = _reasons(shipment.discarded)
@@ -143,11 +143,12 @@ class ActingChannel:
     def _read(self, frames: list[Buffer]) -> ChunkBatch:
         kind, raw = decode_header(frames, self._limits)
         if kind is not MessageKind.BATCH:
-            raise BadRequestError(f"a {kind.name} message was shipped; chunks are in a BATCH")
+            raise ServingError(f"a {kind.name} message was shipped; chunks are in a BATCH", "bad_request")
         header = read_batch_header(raw)
         if len(header.modules) != 1 or header.modules[0] not in self._readers:
-            raise BadRequestError(
-                f"chunks of the modules {header.modules!r:.80}; each batch is of one of {sorted(self._readers)!r:.200}"
+            raise ServingError(
+                f"chunks of the modules {header.modules!r:.80}; each batch is of one of {sorted(self._readers)!r:.200}",
+                "bad_request",
             )
         reader, columns = self._readers[header.modules[0]]
         batch = reader.read(UnreadBatch(header, raw, frames))
@@ -164,19 +165,21 @@ class ActingChannel:
         if version > newest:
             raise NotYetError(f"chunks by the weights {version}, and the server has {newest}; send the same again")
         if len(seqs) and (int(seqs.min()) < 1 or (version == newest and batch.weights_digest != digest)):
-            raise BadRequestError(f"chunks by the weights {version}, which this server did not give out")
+            raise ServingError(f"chunks by the weights {version}, which this server did not give out", "bad_request")
 
 
 def _reasons(discarded: Mapping[str, int]) -> dict[Discard, int]:
     try:
         return {Discard(reason): steps for reason, steps in discarded.items()}
     except ValueError as error:
-        raise BadRequestError(f"steps were discarded for an unknown reason: {error}") from error
+        raise ServingError(f"steps were discarded for an unknown reason: {error}", "bad_request") from error
 
 
 def _frames(array: Any, sizes: list[int]) -> list[Buffer]:
     if array is None or array.dtype != np.uint8 or array.ndim != 1 or array.nbytes != sum(sizes):
-        raise BadRequestError(f'the array "batch" should be uint8 of length {sum(sizes)}, the sum of frame_sizes')
+        raise ServingError(
+            f'the array "batch" should be uint8 of length {sum(sizes)}, the sum of frame_sizes', "bad_request"
+        )
     return frames_of(memoryview(array), sizes)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.errors.serving import StepOrderError
+from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.messages.serving_messages import ChunkShipment, ClientPart, ClientPull
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.session_records import Address, Reply, SessionRecord, ack_of
@@ -38,13 +38,15 @@ class ActingClients:
     def ship(self, session: SessionRecord, shipment: ChunkShipment, address: Address, batch: Any) -> Reply | None:
         """Take a shipment. The answer follows when the chunks are in the worker's stream.
 
-        A repeated shipment is taken once. Raises `StepOrderError` for any but the next one, and what
+        A repeated shipment is taken once. Raises `ServingError` for any but the next one, and what
         `ActingChannel.accept` raises.
         """
         if shipment.number == session.shipped:
             return ack_of(shipment.request)
         if shipment.number != session.shipped + 1:
-            raise StepOrderError(f"shipment {shipment.number} is not the next one, which is {session.shipped + 1}")
+            raise ServingError(
+                f"shipment {shipment.number} is not the next one, which is {session.shipped + 1}", "step_order"
+            )
         if session.shipment_reply_to is None:
             self._channel.accept(session, shipment, batch, lambda: self._post(lambda: self._shipped(session)))
         session.shipment_reply_to, session.shipment_reply_number = address, shipment.request

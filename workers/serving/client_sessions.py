@@ -15,9 +15,7 @@ from headrace.schemas.accounts.worker_figures import ServingFigures
 from headrace.schemas.credentials.tokens import same_token
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.serving import (
-    BadRequestError,
-    ServerFullError,
-    SessionTakenError,
+    ServingError,
     UnknownSessionError,
 )
 from headrace.schemas.messages.serving_messages import (
@@ -180,20 +178,22 @@ class ClientSessions:
                 self._close(request.session, CLIENT_LEFT)
             case ClientPull() | ChunkShipment():
                 if self._acting is None:
-                    raise BadRequestError("clients do not act by themselves here; set serving.client_inference = true")
+                    raise ServingError(
+                        "clients do not act by themselves here; set serving.client_inference = true", "bad_request"
+                    )
                 if isinstance(request, ClientPull):
                     return self._acting.part(request)
                 return self._acting.ship(session, request, address, batch)
             case ClientHeartbeat():
                 return ack_of(request.request, self._waiting_for())
             case _:
-                raise BadRequestError(f"{type(request).__name__} is no request of a client")
+                raise ServingError(f"{type(request).__name__} is no request of a client", "bad_request")
         return ack_of(request.request)
 
     def _open(self, hello: ClientHello, now: float) -> Reply:
         if hello.session not in self._sessions:
             if len(self._sessions) >= self.limits.max_sessions:
-                raise ServerFullError(f"all {len(self._sessions)} sessions are taken; try again later")
+                raise ServingError(f"all {len(self._sessions)} sessions are taken; try again later", "server_full")
             self._sessions[hello.session] = SessionRecord(hello.token, now)
         session = self._session_of(hello, now)
         return Reply.of(
@@ -214,9 +214,10 @@ class ClientSessions:
                 "the server has restarted: open it, and start new episodes"
             )
         if not same_token(session.token, request.token):
-            raise SessionTakenError(
+            raise ServingError(
                 f"session {request.session!r} belongs to another client; take another name, or wait until it has been "
-                f"silent for {self.limits.lease_s:g} s"
+                f"silent for {self.limits.lease_s:g} s",
+                "session_taken",
             )
         session.heard_at = now
         self._sessions.move_to_end(request.session)

@@ -18,11 +18,11 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodeCompletedError,
+    EpisodeError,
     EpisodesClosedError,
-    EpisodeStartedError,
     UnknownEpisodeError,
 )
-from headrace.schemas.errors.serving import ServerFullError, StepOrderError, SupersededError
+from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.external.calls import Answer
@@ -90,18 +90,20 @@ class SessionEpisodes:
         """Number of new episodes and steps that were taken. Repeated and refused ones do not count."""
 
     def start(self, session: SessionRecord, start: EpisodeStart) -> Reply:
-        """Start an episode. Raises `EpisodeError` and `ServerFullError`."""
+        """Start an episode. Raises `EpisodeError` and `ServingError`."""
         episode = session.open.get(start.episode)
         if episode is None:
             if start.episode in session.ended:
                 raise over_error(start.episode, session.ended[start.episode].over)
             if len(session.open) >= self._limits.max_episodes:
-                raise ServerFullError(f"this session has {len(session.open)} open episodes, the most it may have")
+                raise ServingError(
+                    f"this session has {len(session.open)} open episodes, the most it may have", "server_full"
+                )
             self._table.start(start.episode, training_enabled=start.training_enabled)
             session.open[start.episode] = EpisodeRecord(session, start.episode, start.training_enabled)
             self.taken += 1
         elif episode.step or episode.reply_to is not None or episode.training_enabled != start.training_enabled:
-            raise EpisodeStartedError(start.episode)
+            raise EpisodeError(start.episode, "already_started")
         return Reply.of(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
 
     def step(
@@ -125,14 +127,15 @@ class SessionEpisodes:
         if episode.over is not None:
             raise over_error(step.episode, episode.over)
         if step.step != episode.step:
-            raise StepOrderError(
-                f"step {step.step} of episode {step.episode!r} is not the next one, which is {episode.step}"
+            raise ServingError(
+                f"step {step.step} of episode {step.episode!r} is not the next one, which is {episode.step}",
+                "step_order",
             )
         earlier, episode.reply_to = episode.reply_to, address
         earlier_as, episode.reply_number = episode.reply_number, step.request
         if earlier is not None and earlier != address:
             detail = f"step {step.step} of episode {step.episode!r} was repeated, and the newer request gets the answer"
-            self.outbox.append((earlier, refusal_of(SupersededError(detail), earlier_as)))
+            self.outbox.append((earlier, refusal_of(ServingError(detail, "superseded"), earlier_as)))
         return None
 
     def _pass_on(self, episode: EpisodeRecord, step: AnyStep, observation: Any, action: Any) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
-from headrace.schemas.errors.serving import BadRequestError, ServerFullError
+from headrace.schemas.errors.serving import ServingError
 
 MOST_OPEN = 4096
 """The most open episodes of all clients together."""
@@ -37,15 +37,16 @@ class _ShippedChunk:
     """True if the agent may skip env steps, so that its own steps have their own count."""
 
     def check_follows(self, last: _ShippedChunk | None) -> None:
-        """Raise `BadRequestError` unless this chunk continues `last`, or begins the episode if `last` is None."""
+        """Raise `ServingError` unless this chunk continues `last`, or begins the episode if `last` is None."""
         chunk, begins = int(self.row["chunk_index"]), int(self.row["t_start"])
         length, steps = int(self.row["length"]), int(self.row["episode_length"])
         due, t, before = (0, 0, 0) if last is None else last.next_due
         in_time = begins >= t if self.pauses else begins == t
         if chunk != due or not in_time or steps != before + length:
-            raise BadRequestError(
+            raise ServingError(
                 f"chunk {chunk} of episode {self.id[0]:016x}{self.id[1]:016x} begins at step {begins} and ends at "
-                f"{steps}; after what was shipped before, chunk {due} from step {t} on is due"
+                f"{steps}; after what was shipped before, chunk {due} from step {t} on is due",
+                "bad_request",
             )
 
     @property
@@ -81,7 +82,7 @@ class ShippedEpisodes:
     def take(self, owner: object, batch: ChunkBatch) -> ChunkBatch:
         """Return the batch with env indices, as it goes into the stream.
 
-        Raises `BadRequestError` for chunks that do not continue the owner's episodes, and `ServerFullError` beyond
+        Raises `ServingError` for chunks that do not continue the owner's episodes, and `ServingError` beyond
         `MOST_OPEN`. Then nothing of the batch is kept.
         """
         owned = self._owned.get(owner, _OwnerState())
@@ -89,7 +90,9 @@ class ShippedEpisodes:
         for part in parts:
             self._check(part, newest)
         if len(self._open) + len(newest) - len(owned.newest) > MOST_OPEN:
-            raise ServerFullError(f"{len(self._open)} episodes of clients are open, and the limit is {MOST_OPEN}")
+            raise ServingError(
+                f"{len(self._open)} episodes of clients are open, and the limit is {MOST_OPEN}", "server_full"
+            )
         table = batch.table.copy()
         table["env_index"] = [self._place(part.id, part.row) for part in parts]
         owned.newest, owned.templates[batch.modules[0]] = newest, _empty(batch)
@@ -123,7 +126,9 @@ class ShippedEpisodes:
         last = newest.get(part.id)
         part.check_follows(last)
         if last is None and (part.id in self._open or not part.row["length"]):
-            raise BadRequestError(f"episode {part.id[0]:016x}{part.id[1]:016x} is another client's, or never began")
+            raise ServingError(
+                f"episode {part.id[0]:016x}{part.id[1]:016x} is another client's, or never began", "bad_request"
+            )
         if part.row["end"] == ChunkEnd.ONGOING:
             newest[part.id] = part
         else:
@@ -155,10 +160,12 @@ def _chunks_of(batch: ChunkBatch) -> list[_ShippedChunk]:
 
 
 def _last(env_t: NDArray[Any], t_start: int) -> int:
-    """Return the last env step of a chunk. Raises `BadRequestError` unless its env steps rise from `t_start`."""
+    """Return the last env step of a chunk. Raises `ServingError` unless its env steps rise from `t_start`."""
     first, last = int(env_t[0]), int(env_t[-1])
     if first != t_start or last >= 1 << 62 or bool((env_t[1:] <= env_t[:-1]).any()):
-        raise BadRequestError(f"env_t of a chunk goes from {first} to {last}; it should rise from its start, {t_start}")
+        raise ServingError(
+            f"env_t of a chunk goes from {first} to {last}; it should rise from its start, {t_start}", "bad_request"
+        )
     return last
 
 

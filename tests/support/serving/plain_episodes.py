@@ -14,7 +14,7 @@ from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
-    EpisodeStartedError,
+    EpisodeError,
     NoFreePlaceError,
     UnknownEpisodeError,
 )
@@ -67,7 +67,7 @@ class PlainEpisodes:
         assert episode_id is not None
         with self._lock:
             if episode_id in self.episodes:
-                raise EpisodeStartedError(episode_id)
+                raise EpisodeError(episode_id, "already_started")
             if len(self.open()) >= self._capacity:
                 raise NoFreePlaceError(episode_id, self._capacity)
             self.episodes[episode_id] = PlainEpisode(training_enabled)

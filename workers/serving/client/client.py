@@ -22,8 +22,8 @@ from headrace.schemas.credentials.keys import CLIENT, PeerKeys, client_keys
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
+    EpisodeError,
     EpisodesClosedError,
-    NoActionYetError,
     NoFreePlaceError,
     UnknownEpisodeError,
 )
@@ -179,11 +179,11 @@ class PolicyClient:
 
         The next call may observe an agent that is done or truncated for the last time. Raises `EnvContractError` for a
         reward that is not a finite number, for an unknown agent, and for an agent that is done. Raises
-        `NoActionYetError` before the first action. After an error nothing of the call counts.
+        `EpisodeError` before the first action. After an error nothing of the call counts.
         """
         episode = self._find(episode_id)
         if not episode.step:
-            raise NoActionYetError(episode_id)
+            raise EpisodeError(episode_id, "no_action")
         episode.returns.add(reward, info, multiagent_done_dict, multiagent_truncated_dict)
 
     def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.credentials.keys import CLIENT, PeerKeys
 from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, WorkerWaitsError
-from headrace.schemas.errors.serving import BadRequestError, MessageTooLargeError, error_of
+from headrace.schemas.errors.serving import MessageTooLargeError, ServingError, error_of
 from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, decode, encode
 from headrace.schemas.messages import Message, read
@@ -150,8 +150,8 @@ class Connection:
 
 
 def request_of(kind: type[AnyRequest], **fields: Any) -> AnyRequest:
-    """Return a request with these fields. Raises `BadRequestError`, which names a field that no server would take."""
+    """Return a request with these fields. Raises `ServingError`, which names a field that no server would take."""
     try:
         return read(kind, fields)
     except DecodeError as error:
-        raise BadRequestError(f"this cannot be asked of a policy server: {error}") from error
+        raise ServingError(f"this cannot be asked of a policy server: {error}", "bad_request") from error

@@ -15,7 +15,7 @@ from typing import Protocol
 import httptools
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import BadRequestError, MessageTooLargeError, NotYetError, TooSlowError
+from headrace.schemas.errors.serving import MessageTooLargeError, NotYetError, ServingError
 from headrace.workers.serving.http.responses import CONTINUE, HttpAnswer, refused
 
 HEAD_BYTES = 1 << 16
@@ -199,9 +199,9 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._refuse(BadRequestError(f"this is no HTTP/1.1: {error}"))
+            self._refuse(ServingError(f"this is no HTTP/1.1: {error}", "bad_request"))
         except httptools.HttpParserUpgrade:
-            self._refuse(BadRequestError("this server speaks only HTTP/1.1"))
+            self._refuse(ServingError("this server speaks only HTTP/1.1", "bad_request"))
         if self._in_head and self._request_bytes > HEAD_BYTES:
             self._refuse_head()
         elif self._request_bytes > HEAD_BYTES + self._limits.body_bytes:
@@ -246,7 +246,7 @@ class HttpConnection(asyncio.Protocol):
         self._head_bytes += len(name) + len(value) + 4  # the colon, the blank and the line's end
         name = name.lower()
         if name == b"host" and name in self._headers:
-            self._refuse(BadRequestError("two Host headers; send one"))
+            self._refuse(ServingError("two Host headers; send one", "bad_request"))
         elif len(self._headers) < MOST_HEADERS:
             self._headers[name] = value
         elif name not in self._headers:
@@ -262,7 +262,7 @@ class HttpConnection(asyncio.Protocol):
         elif refusal is not None:
             self._refuse(refusal)
         elif self._parser.should_upgrade():
-            self._refuse(BadRequestError("this server speaks only HTTP/1.1"))
+            self._refuse(ServingError("this server speaks only HTTP/1.1", "bad_request"))
         elif length.isdigit() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             self._refuse_body()
         elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
@@ -376,7 +376,7 @@ class HttpConnection(asyncio.Protocol):
                 self.answer(self._current, refused(late))
         elif self._request_began is not None:
             if now - self._request_began > limits.read_s + self._request_bytes / SLOWEST_BYTES_S:
-                self._refuse(TooSlowError(f"no whole request within {limits.read_s:g} s"))
+                self._refuse(ServingError(f"no whole request within {limits.read_s:g} s", "too_slow"))
                 self._process_requests()
         elif waited > limits.idle_s:
             self._transport.close()

@@ -11,7 +11,7 @@ from urllib.parse import unquote_to_bytes
 
 import orjson
 
-from headrace.schemas.errors.serving import BadRequestError, MessageTooLargeError
+from headrace.schemas.errors.serving import MessageTooLargeError, ServingError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.messages import read
 from headrace.schemas.messages.serving_messages import AnyStep, ClientRequest
@@ -61,12 +61,12 @@ def step_of(request: HttpRequest, path: StepPath, codec: EpisodeCodec) -> tuple[
     The observation stays as JSON has it, for `read_rows` of the codec. The action is a row, or None where the client
     asks for an action.
 
-    Raises `BadRequestError`, `DecodeError` and `EnvContractError`; `MessageTooLargeError` for a step with more other
+    Raises `ServingError`, `DecodeError` and `EnvContractError`; `MessageTooLargeError` for a step with more other
     fields than a ZeroMQ message may have, because infos stay in memory until their chunk is full.
     """
     body = body_of(request)
     if "observation" not in body:
-        raise BadRequestError("a step needs an observation")
+        raise ServingError("a step needs an observation", "bad_request")
     observation = body.pop("observation")
     action = body.pop("action", None)
     if action is not None:
@@ -85,21 +85,21 @@ def step_of(request: HttpRequest, path: StepPath, codec: EpisodeCodec) -> tuple[
 def body_of(request: HttpRequest) -> dict[str, Any]:
     """Return the body, a JSON object, whatever the Content-Type. An empty body is an empty object.
 
-    Raises `BadRequestError`.
+    Raises `ServingError`.
     """
     raw, most = request.body or b"{}", DEFAULT_LIMITS.header_depth
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise BadRequestError(f"the body is not JSON: {error}") from error
+        raise ServingError(f"the body is not JSON: {error}", "bad_request") from error
     brackets = raw.count(b"[") + raw.count(b"{")
     if not isinstance(body, dict) or (brackets > most and is_deeper(body, most)):
-        raise BadRequestError(f"the body is no JSON object of at most {most} levels")
+        raise ServingError(f"the body is no JSON object of at most {most} levels", "bad_request")
     return body
 
 
 def check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
-    """Raise `BadRequestError` for a field that `kind` does not have.
+    """Raise `ServingError` for a field that `kind` does not have.
 
     Otherwise a misspelt reward would be lost silently. Over ZeroMQ, unknown fields are ignored, because they come from
     newer versions of our own clients.
@@ -109,7 +109,7 @@ def check_fields(body: dict[str, Any], kind: type[ClientRequest]) -> None:
         name = min(body.keys() - fields)[:80]
         near = get_close_matches(name, fields, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise BadRequestError(f"{name!r} is no field of this request{hint}")
+        raise ServingError(f"{name!r} is no field of this request{hint}", "bad_request")
 
 
 @lru_cache
@@ -118,10 +118,10 @@ def _fields(kind: type[ClientRequest]) -> Set[str]:
 
 
 def token_of(request: HttpRequest) -> str:
-    """Return the session's token. Raises `BadRequestError` if the header is missing."""
+    """Return the session's token. Raises `ServingError` if the header is missing."""
     token = request.headers.get(_TOKEN)
     if not token:
-        raise BadRequestError(f"the header {TOKEN_HEADER} is missing: a random token of this client's own")
+        raise ServingError(f"the header {TOKEN_HEADER} is missing: a random token of this client's own", "bad_request")
     return token.decode("latin-1")
 
 

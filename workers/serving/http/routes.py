@@ -50,7 +50,7 @@ Handler = Callable[[HttpRequest, Ids], Routed]
 def route(request: HttpRequest) -> Routed:
     """Return the message or query of a request, or the refusal of a path or method that does not exist.
 
-    Raises `BadRequestError` and `DecodeError`.
+    Raises `ServingError` and `DecodeError`.
     """
     path = request.target.partition(b"?")[0]
     method = b"GET" if request.method == b"HEAD" else request.method

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import BadRequestError, NotYetError, ServerFullError, UnauthorizedError
+from headrace.schemas.errors.serving import NotYetError, ServingError
 from headrace.schemas.messages.serving_messages import AnyStep
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
@@ -156,7 +156,9 @@ class HttpServer:
         if len(self._connections) >= self._max_connections:
             silent = next((other for other in self._connections if not other.is_known), None)
             if silent is None:
-                return ServerFullError(f"all {self._max_connections} connections are taken; try again later")
+                return ServingError(
+                    f"all {self._max_connections} connections are taken; try again later", "server_full"
+                )
             self._warnings.warn(b"", "full", "an HTTP connection without a request is closed: all places are taken")
             self.disconnected(silent)
             silent.abort()
@@ -177,7 +179,7 @@ class HttpServer:
             first = min(holders, key=lambda connection: connection.holds_since or 0.0, default=None)
             if first is not None:
                 self._warnings.warn(b"", "held", "an unfinished HTTP request is refused: all of them take too much")
-                first.give_up(ServerFullError("unfinished requests take all the memory there is for them"))
+                first.give_up(ServingError("unfinished requests take all the memory there is for them", "server_full"))
 
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         """Refuse a request without the server's token. Without a token, refuse a request for another host name.
@@ -186,10 +188,10 @@ class HttpServer:
         web page in a browser does not know the token.
         """
         if self._token is None:
-            return None if names_host(headers, self._hosts) else BadRequestError(_OTHER_HOST)
+            return None if names_host(headers, self._hosts) else ServingError(_OTHER_HOST, "bad_request")
         if knows_token(headers, self._token) or asks_for_health(target, headers):
             return None
-        return UnauthorizedError("show the server's token: Authorization: Bearer TOKEN")
+        return ServingError("show the server's token: Authorization: Bearer TOKEN", "unauthorized")
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

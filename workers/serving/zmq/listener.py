@@ -9,7 +9,7 @@ from typing import Any
 from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError, WireError
-from headrace.schemas.errors.serving import FAILED, BadRequestError, MessageTooLargeError, ServingError
+from headrace.schemas.errors.serving import FAILED, MessageTooLargeError, ServingError
 from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import (
     Buffer,
@@ -186,7 +186,7 @@ class ZmqListener:
         arrays = decode_arrays(header, parts, self._caps)
         expected: type[ClientRequest] | None = REQUESTS.get(kind)
         if expected is None:
-            raise BadRequestError(f"{kind.name} is not a message that a client sends")
+            raise ServingError(f"{kind.name} is not a message that a client sends", "bad_request")
         request = read(expected, header)
         sessions.receive(request, address, now, arrays.get("batch") if expected is ChunkShipment else None)
 
