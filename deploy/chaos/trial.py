@@ -17,7 +17,7 @@ from headrace.deploy.chaos.recorder import RECORD
 from headrace.deploy.chaos.relay import Relay
 from headrace.deploy.chaos.schedule import ELSEWHERE, Event, Kind, Plan
 from headrace.deploy.process.child import describe_end
-from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.recorders import Life, recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.schemas.accounts.recorder import read_recorder
@@ -154,7 +154,7 @@ class Trial:
             waited_s = time.monotonic() - began
             if (returncode := self._tend_up_at_start()) is not None:
                 sentence = self._processes.up.last_line().removeprefix("error: ")
-                raise ProcessFailedError("headrace up", _exit_code(returncode), sentence)
+                raise FleetError(f"headrace up: {sentence}", _exit_code(returncode))
             self._processes.learner.tend() if self._processes.learner.lives else None
             self._processes.elsewhere.tend() if self._processes.elsewhere.lives else None
             if signals.count or waited_s > START_S:
@@ -252,7 +252,7 @@ class Trial:
             self.outcome.ended_early.append(f"{end}; the event before it: {last}")
             self._say(f"          {end}")
             if len(self.outcome.ended_early) >= _MOST_ENDS:
-                raise ProcessFailedError(own.name, _exit_code(returncode), self.outcome.ended_early[-1])
+                raise FleetError(f"{own.name}: {self.outcome.ended_early[-1]}", _exit_code(returncode))
 
     def _is_unexpected(self, own: OwnProcess, returncode: int) -> bool:
         """Return whether no event of the schedule explains this end."""

@@ -18,12 +18,12 @@ from headrace.deploy.chaos.report import as_facts, as_html, tables
 from headrace.deploy.chaos.schedule import Plan, make_plan, read_plan
 from headrace.deploy.chaos.trial import Trial
 from headrace.deploy.chaos.truth import ENV, Witnessed
-from headrace.deploy.process.fleet_errors import BrokenPromiseError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.run.options import Asked, parse_sets
 from headrace.deploy.run.run_dir import new_run_dir
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.run_files import replace_private
-from headrace.schemas.errors import ConfigError, RunDirError, write_error
+from headrace.schemas.errors import ConfigError, ExitCode, RunDirError, write_error
 from headrace.schemas.settings.config import FleetConfig
 
 PLAN, REPORT_JSON, REPORT_HTML = "plan.json", "report.json", "report.html"
@@ -54,6 +54,9 @@ FIXED: Mapping[str, Any] = {
 }
 """Settings that make a trial: the check of an env would take steps, and the learner records."""
 
+_SHOWN = 5
+"""Broken promises that the error tells in full."""
+
 
 def chaos(
     asked: Asked,
@@ -65,7 +68,7 @@ def chaos(
     run_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Run one trial. Raises `BrokenPromiseError` when a promise was broken, `ConfigError`, or why no fleet starts."""
+    """Run one trial. Raises `FleetError` when a promise was broken, `ConfigError`, or why no fleet starts."""
     config = resolve_trial(asked)
     plan = read_plan(plan_path) if plan_path is not None else _plan_of(config, minutes, seed)
     if print_plan:
@@ -93,7 +96,13 @@ def chaos(
     if as_json:
         say(orjson.dumps(facts).decode())
     if judgement.problems:
-        raise BrokenPromiseError(judgement.problems, str(folders.root / REPORT_HTML), replay)
+        problems, report = judgement.problems, folders.root / REPORT_HTML
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise FleetError(
+            f"{len(problems)} broken promises: {'; '.join(problems[:_SHOWN])}{more}; all are in {report}; "
+            f"the same schedule again: {replay}",
+            ExitCode.CHAOS,
+        )
 
 
 def resolve_trial(asked: Asked) -> FleetConfig:

@@ -243,7 +243,7 @@ def _fleets_named_in(config: Path) -> list[tuple[str, str]]:
 def _chosen_fleet(asked: Asked, redis_url: str, fleet_id: str) -> Iterator[FactsReader]:
     """Give a reader of the fleet that the options name. The Redis of a run that has ended is started for this time.
 
-    Raises `ConfigError`, `NoRunError`, or `RunDirError` for a directory without a fleet.
+    Raises `ConfigError`, `FleetError`, or `RunDirError` for a directory without a fleet.
     """
     from headrace.deploy.monitoring.facts import FactsReader, facts_of_run
 

@@ -13,7 +13,7 @@ from headrace.deploy.process.child import LEFT, Child, describe_end
 from headrace.deploy.process.child_commands import check_start
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.event_loop import EventLoop
-from headrace.deploy.process.fleet_errors import StartCheckError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.ray.cluster import check_cluster
@@ -41,7 +41,7 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
 
     Waits until `fork_server` is ready.
 
-    Raises `PortInUseError`, `ConfigError`, `RedisUnavailableError`, `RayClusterError`, or `StartCheckError` with the
+    Raises `PortInUseError`, `ConfigError`, `RedisUnavailableError`, or `FleetError` with the
     sentence and the exit code that a worker or the learner would end with.
     """
     check_ports(config)
@@ -79,11 +79,11 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
                 )
         return
     if took_s > limit_s:
-        raise StartCheckError(
-            ExitCode.ENV,
+        raise FleetError(
             f"{_step(child)} was not done after {limit_s:g} s: {of_env_s:g} s of sampling.env_construct_timeout_s, "
             f"env_reset_timeout_s and env_step_timeout_s, and {_START_S:g} s for the rest; raise them, or start "
             "without: --no-check-env",
+            ExitCode.ENV,
         )
     raise _error(child, returncode)
 
@@ -134,16 +134,15 @@ def _turn_until(
     return True
 
 
-def _error(child: Child, returncode: int) -> StartCheckError:
+def _error(child: Child, returncode: int) -> FleetError:
     """Return the error with which the process ended, and show what user code has printed."""
     for line in _printed(child):
         print(line, file=sys.stderr)  # noqa: T201
     record = child.exit_record
     if record is not None and record.sentence:
-        return StartCheckError(ExitCode(record.exit_code), record.sentence)
-    return StartCheckError(
-        ExitCode.ENV, f"{_step(child)} ended its process with {describe_end(returncode)}; see what it printed above"
-    )
+        return FleetError(record.sentence, ExitCode(record.exit_code))
+    end = describe_end(returncode)
+    return FleetError(f"{_step(child)} ended its process with {end}; see what it printed above", ExitCode.ENV)
 
 
 def _step(child: Child) -> str:

@@ -31,7 +31,7 @@ from headrace.deploy.monitoring.processes import free_bytes, last_write, process
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
-from headrace.deploy.process.fleet_errors import DrainCutShortError, OwnRedisError
+from headrace.deploy.process.fleet_errors import DrainCutShortError, FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.recorders import has_delivered, recorder_path, recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
@@ -60,7 +60,7 @@ from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
 from headrace.schemas.basics.run_files import read_regular, rendezvous_path
 from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.credentials.loopback_token import server_token
-from headrace.schemas.errors import RedisUnavailableError, RunDirError, UnreachableError
+from headrace.schemas.errors import ExitCode, RedisUnavailableError, RunDirError, UnreachableError
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.settings.config import FleetConfig, is_loopback
@@ -304,7 +304,7 @@ class Fleet:
                 lambda: _answers(url) or redis.restarts >= REDIS_ATTEMPTS, REDIS_DEADLINE_S, "its own Redis to answer"
             )
             if redis.restarts >= REDIS_ATTEMPTS and not _answers(url):
-                raise OwnRedisError(self.run_dir.path / "redis", redis.last_words, self.run_dir.logs / "redis.log")
+                raise self._redis_does_not_start(redis.last_words)
             if self.supervisor.failure is not None or self.stop_asked:
                 return
             wait_ready(url, 0.0)
@@ -403,6 +403,15 @@ class Fleet:
         if not endpoints or is_loopback(bound):
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))
+
+    def _redis_does_not_start(self, last_words: str) -> FleetError:
+        folder, own_log = self.run_dir.path / "redis", self.run_dir.logs / "redis.log"
+        return FleetError(
+            f"the fleet's own Redis server does not start ({last_words}); its log is {own_log}; repair {folder}, or "
+            f"move it away, to {folder}.damaged for example: the next `headrace up` in this run directory then "
+            "takes the books from books.json, recorders and checkpoint, and `headrace audit` names what they lack",
+            ExitCode.REDIS_UNAVAILABLE,
+        )
 
     def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Turn the loop until `done()`, a failure, the first signal or the deadline."""

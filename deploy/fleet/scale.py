@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 from pydantic import BaseModel, Field, ValidationError
 
-from headrace.deploy.process.fleet_errors import ScaleError
+from headrace.deploy.process.fleet_errors import scale_error
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import Role
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
@@ -52,11 +52,11 @@ def forget_asked_workers(run_dir: Path) -> None:
 def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:
     """Ask the supervisor of a run for this number of workers, and wait until it has them.
 
-    Raises `RunDirError` without a run, and `ScaleError` if the run cannot have that many, or not in time.
+    Raises `RunDirError` without a run, and `FleetError` if the run cannot have that many, or not in time.
     """
     fleet = read_fleet_file(run_dir / "fleet.json")
     if fleet.state != "running" or not is_alive(fleet.supervisor_pid):
-        raise ScaleError(f"the run in {run_dir} does not run (it is {fleet.state})", f"headrace up --resume {run_dir}")
+        raise scale_error(f"the run in {run_dir} does not run (it is {fleet.state})", f"headrace up --resume {run_dir}")
     _check(FleetConfig.model_validate(read_object(run_dir / "config.json")), workers)
     say(f"fleet {fleet.fleet_id}: {_count(fleet)} workers run, {workers} are asked for")
     write_private(_path(run_dir), orjson.dumps({"workers": workers}))
@@ -64,7 +64,7 @@ def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:
     while (running := _count(read_fleet_file(run_dir / "fleet.json"))) != workers:
         waited_s = time.monotonic() - began
         if waited_s > DEADLINE_S:
-            raise ScaleError(f"{running} workers run after {waited_s:.0f} s", f"see {run_dir}/logs/supervisor.log")
+            raise scale_error(f"{running} workers run after {waited_s:.0f} s", f"see {run_dir}/logs/supervisor.log")
         if waited_s > say_at:
             say_at += _SAY_S
             say(f"{running} workers run; waiting ({waited_s:.0f} s of at most {DEADLINE_S:.0f} s)")
@@ -75,10 +75,12 @@ def scale(run_dir: Path, workers: int, say: Callable[[str], None]) -> None:
 def _check(config: FleetConfig, workers: int) -> None:
     started = config.fleet.workers
     if config.sampling.synchronous:
-        raise ScaleError("sampling.synchronous = true needs a fixed number of workers", "start the run again")
+        raise scale_error("sampling.synchronous = true needs a fixed number of workers", "start the run again")
     has_ports = config.sampling.env_placement == "remote" or config.serving.enabled
     if has_ports and workers > started:
-        raise ScaleError(f"the run has ports for {started} workers", "start it again with more, or start workers alone")
+        raise scale_error(
+            f"the run has ports for {started} workers", "start it again with more, or start workers alone"
+        )
 
 
 def _count(fleet: FleetFile) -> int:

@@ -18,7 +18,7 @@ from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.monitoring.findings import awaited, find
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.event_loop import StandstillWatch
-from headrace.deploy.process.fleet_errors import DrainCutShortError, GoalTimeoutError
+from headrace.deploy.process.fleet_errors import DrainCutShortError, FleetError
 from headrace.deploy.process.fork_server import early_or_new
 from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.process.stop_signals import StopSignals
@@ -36,7 +36,7 @@ from headrace.deploy.run.run_dir import RunDir, new_run_dir
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.deploy.terminal.logs import Identity, set_up_logging
-from headrace.schemas.errors import HeadraceError, RunDirError
+from headrace.schemas.errors import ExitCode, HeadraceError, RunDirError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
@@ -199,7 +199,11 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
             return
         if goal.late(seconds):
             waiting = awaited(fleet.facts()) if standstill.lasts else ""
-            raise GoalTimeoutError(goal.timeout_s or seconds, _where(now), waiting)
+            advice = "raise --timeout-s or lower the goal"
+            if waiting:
+                advice = f"it stood still, waiting for {waiting}; if that only takes long, raise --timeout-s"
+            within = f"within {goal.timeout_s or seconds:g} s ({_where(now)})"
+            raise FleetError(f"the goal was not reached {within}; {advice}", ExitCode.TIMEOUT)
     log.info("draining after a signal; another one stops at once")
 
 

@@ -28,7 +28,7 @@ from headrace.deploy.fleet.watchdog import FleetWatchdog
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.child_commands import group_worker, worker_of_group
 from headrace.deploy.process.event_loop import EventLoop, StandstillWatch
-from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.recorders import Life, has_delivered, recorder_path, recorders_in
 from headrace.deploy.process.service_manager import service_manager
@@ -235,7 +235,7 @@ class WorkerGroup:
         if record is not None and record.exit_code == ExitCode.FENCED:
             self._lives.pop(service.spec.name, None)  # another process has the slot: the next life asks for any slot
         if record is not None and record.exit_code == ExitCode.UNREACHABLE and not self._signals.count:
-            self._unreachable = ProcessFailedError(service.spec.name, ExitCode.UNREACHABLE, record.sentence)
+            self._unreachable = FleetError(f"{service.spec.name}: {record.sentence}", ExitCode.UNREACHABLE)
 
     def _look(self) -> None:
         """Look, now and every second, for the broker, and for workers of other groups that have ended here."""

@@ -1,8 +1,8 @@
 """The supervisor keeps processes alive: start, watch by pidfd, restart with backoff, give up on a crash loop, stop.
 
     STARTING/RUNNING ── dies ──▶ RESTARTING ── pause ──▶ RUNNING
-          │  │                        └── budget spent ──▶ FAILED (CrashLoopError)
-          │  └── error that a restart cannot cure, by its exit record ──▶ FAILED (ProcessFailedError)
+          │  │                        └── budget spent ──▶ FAILED (FleetError)
+          │  └── error that a restart cannot cure, by its exit record ──▶ FAILED (FleetError)
           ├── fenced by a newer learner ──▶ FENCED ── that one has left ──▶ RUNNING
           ├── silent ──▶ replaced at once; the old process lives on as a zombie and is killed later
           └── stop() ──▶ STOPPING ── ends, or is killed after stop_timeout_s ──▶ STOPPED
@@ -27,14 +27,13 @@ from typing import Protocol
 from headrace.deploy.process.child import Child, describe_end
 from headrace.deploy.process.event_loop import EventLoop, Timer
 from headrace.deploy.process.exit_record import ExitRecord
-from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.restarts import RestartPolicy
 from headrace.deploy.terminal.logs import message_of
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.basics.stop_event import sigterm_blocked
 from headrace.schemas.errors import (
-    CrashLoopError,
     DiskFullError,
     ExitCode,
     HeadraceError,
@@ -345,7 +344,7 @@ class Supervisor:
             sentence = record.sentence or f"ended with {end}"
             if not record.sentence or returncode == ExitCode.ENV_RESTART_BUDGET:
                 sentence += f"; its log is {child.log_path}"
-            self._fail(service, ProcessFailedError(name, ExitCode(returncode), sentence))
+            self._fail(service, FleetError(f"{name}: {sentence}", ExitCode(returncode)))
         elif trouble is not None:
             self._fail(service, trouble)
         else:
@@ -363,16 +362,17 @@ class Supervisor:
         service.timer = self._loop.call_later(delay_s, lambda: self._spawn(service))
         self._observer.changed()
 
-    def _crash_loop(self, service: Service, child: Child | None, end: str) -> CrashLoopError:
+    def _crash_loop(self, service: Service, child: Child | None, end: str) -> FleetError:
         lines = child.log_lines(10) if child else []
         tail = "\n  ".join(["; its last log lines:", *lines]) if lines else "; it wrote no log"
         deaths, window_s = service.policy.deaths_in_window, self._section.restart_window_s
         often = f"died {deaths} times within {window_s:g} s of running"
         if service.policy.fruitless > self._section.max_restarts_per_window:
             often = f"died {service.policy.fruitless} times in a row before any step of it was committed"
-        return CrashLoopError(
+        return FleetError(
             f"{service.spec.name} {often} (last: {end}) and is given up; "
-            f"repair it, or raise supervisor.max_restarts_per_window{tail}"
+            f"repair it, or raise supervisor.max_restarts_per_window{tail}",
+            ExitCode.CRASH_LOOP,
         )
 
     def _fail(self, service: Service, error: HeadraceError) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
 
-from headrace.deploy.process.fleet_errors import RayClusterError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.schemas.errors import ConfigError, ExitCode
 from headrace.schemas.settings.config import is_loopback
 
@@ -26,7 +26,7 @@ _WILDCARDS = ("0.0.0.0", "::", "*")
 def check_cluster(address: str) -> None:
     """Check that Ray is installed, and that something listens where the cluster's head should.
 
-    `ray.init` would try for minutes, deaf to signals. Raises `ConfigError` and `RayClusterError`.
+    `ray.init` would try for minutes, deaf to signals. Raises `ConfigError` and `FleetError`.
     """
     if find_spec("ray") is None:
         raise ConfigError("workers on Ray need the extra ray: pip install 'headrace[ray]'", key="ray.workers")
@@ -35,7 +35,7 @@ def check_cluster(address: str) -> None:
         if colon and port.isdecimal():
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise RayClusterError(address, str(error), _START) from error
+        raise _no_cluster(address, str(error)) from error
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def joined(address: str) -> Iterator[ModuleType]:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RayClusterError(address, str(error).partition("\n")[0], _START) from error
+        raise _no_cluster(address, str(error).partition("\n")[0]) from error
     except SystemExit:  # Ray raises this on SIGTERM
         raise SystemExit(ExitCode.OK) from None
     try:
@@ -91,3 +91,8 @@ def addresses(ray: ModuleType) -> tuple[str, set[str]]:
     """Return Ray's address of this machine, and those of all living nodes."""
     nodes = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
     return str(ray.util.get_node_ip_address()), nodes
+
+
+def _no_cluster(address: str, reason: str) -> FleetError:
+    problem = f"no Ray cluster can be joined at {address!r}: {reason}; {_START}"
+    return FleetError(problem, ExitCode.UNREACHABLE)

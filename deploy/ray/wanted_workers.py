@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from headrace.deploy.process.fleet_errors import ScaleError
+from headrace.deploy.process.fleet_errors import scale_error
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.run_dir import write_private
@@ -37,13 +37,13 @@ def read_wanted(run_dir: Path) -> int:
 def scale_run(run_dir: Path, workers: int) -> int:
     """Have the run keep `workers` on Ray. Return how many it kept before.
 
-    Raises `RunDirError` where no run is, and `ScaleError` where it does not run, or keeps none on Ray.
+    Raises `RunDirError` where no run is, and `FleetError` where it does not run, or keeps none on Ray.
     """
     fleet = read_fleet_file(run_dir / "fleet.json")
     if fleet.state != "running" or not is_alive(fleet.supervisor_pid):
-        raise ScaleError(f"the run in {run_dir} does not run (it is {fleet.state})", f"headrace up --resume {run_dir}")
+        raise scale_error(f"the run in {run_dir} does not run (it is {fleet.state})", f"headrace up --resume {run_dir}")
     if "ray" not in {*(entry.name for entry in fleet.processes), *(entry.name for entry in fleet.waiting)}:
-        raise ScaleError(f"the run in {run_dir} keeps no workers on Ray", "start one with `headrace ray up`")
+        raise scale_error(f"the run in {run_dir} keeps no workers on Ray", "start one with `headrace ray up`")
     before = read_wanted(run_dir)
     write_wanted(run_dir, workers)
     return before

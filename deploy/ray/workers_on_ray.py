@@ -17,11 +17,11 @@ from types import ModuleType
 from typing import Any
 
 from headrace.deploy.process.child import describe_end
-from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.restarts import RestartPolicy
 from headrace.deploy.process.supervisor import FINAL
 from headrace.deploy.ray.worker_actor import WorkerActor, WorkerEnd, WorkerStart
-from headrace.schemas.errors import CrashLoopError, ExitCode
+from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.ray")
@@ -76,7 +76,7 @@ class WorkersOnRay:
     def look(self, wait_s: float) -> None:
         """Start the workers that are due, and wait at most `wait_s` for a worker to start or end.
 
-        Raises `ProcessFailedError` or `CrashLoopError` for a worker that a restart cannot cure.
+        Raises `FleetError` for a worker that a restart cannot cure.
         """
         for worker in self._workers:
             if worker.run is None and time.monotonic() >= worker.start_at:
@@ -145,13 +145,14 @@ class WorkersOnRay:
 
     def _start_again(self, worker: _KeptWorker, end: _End) -> None:
         if end.final is not None:
-            raise ProcessFailedError(worker.name, end.final, end.words)
+            raise FleetError(f"{worker.name}: {end.words}", end.final)
         delay_s = worker.policy.after_death(time.monotonic() - worker.started)
         if delay_s is None:
-            raise CrashLoopError(
+            raise FleetError(
                 f"{worker.name} ended {worker.policy.deaths_in_window} times within "
                 f"{self._config.supervisor.restart_window_s:g} s of running (last: {end.words}) and is given up; "
-                "repair it, or raise supervisor.max_restarts_per_window"
+                "repair it, or raise supervisor.max_restarts_per_window",
+                ExitCode.CRASH_LOOP,
             )
         log.warning("%s ended: %s; it starts again in %.2f s", worker.name, end.words, delay_s)
         worker.start_at = time.monotonic() + delay_s

@@ -74,7 +74,7 @@ class Asked:
 def chosen_run(config: FleetConfig) -> Path:
     """Return the run directory of a command: the configured one, else the newest run, which is printed on stderr.
 
-    Raises `NoRunError` when there is none.
+    Raises `FleetError` when there is none.
     """
     if config.fleet.run_dir:
         return Path(config.fleet.run_dir)

@@ -37,9 +37,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from headrace.deploy.process.fleet_errors import NoRunError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.schemas.basics.run_files import open_own, replace_private
-from headrace.schemas.errors import RunDirError, writing
+from headrace.schemas.errors import ExitCode, RunDirError, writing
 
 RUNS = Path("runs")
 """Folder for runs that are given no directory."""
@@ -63,10 +63,11 @@ def file_name_of(name: str) -> str:
 
 
 def newest_run() -> Path:
-    """Return the run in `runs/` that was started last. Raises `NoRunError` when there is none."""
+    """Return the run in `runs/` that was started last. Raises `FleetError` when there is none."""
     runs = [(started, path) for path in RUNS.glob("*") if (started := _started_ns(path)) is not None]
     if not runs:
-        raise NoRunError(RUNS)
+        problem = f"there is no run in {RUNS.absolute()}; name one with --run-dir, or start one: headrace up"
+        raise FleetError(problem, ExitCode.RUN_DIR)
     return max(runs)[1]
 
 

@@ -49,7 +49,6 @@
     │   ├── DiskFullError           no room is left on its disk
     │   └── SocketFolderError       the folder of Unix sockets is not for this user alone
     ├── CheckpointError         a learner's checkpoint is torn or corrupt
-    ├── CrashLoopError          a process of the fleet kept dying until its restart budget was spent
     ├── WindowStalledError      the learner holds every batch uncommitted and waits for more
     └── LedgerError             the books do not balance
 
@@ -73,7 +72,6 @@ from headrace.schemas.errors.envs import (
 from headrace.schemas.errors.fleet import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
-    CrashLoopError as CrashLoopError,
     DiskFullError as DiskFullError,
     KeysError as KeysError,
     LedgerError as LedgerError,

@@ -225,12 +225,6 @@ class CheckpointError(HeadraceError):
         super().__init__(f"checkpoint {path} cannot be used: {reason}; {advice}")
 
 
-class CrashLoopError(HeadraceError):
-    """A process of the fleet kept dying until its restart budget was spent."""
-
-    exit_code = ExitCode.CRASH_LOOP
-
-
 class WindowStalledError(HeadraceError):
     """The learner holds `uncommitted` batches and waits for more, while every worker waits for a commit."""
 

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from headrace.deploy.fleet.scale import asked_workers, scale
-from headrace.deploy.process.fleet_errors import ScaleError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.settings.config import FleetConfig, FleetSection, SamplingSection
 from support.fleets.running_fleet import RunningFleet
@@ -71,7 +71,7 @@ def test_scale_refuses_more_workers_than_a_run_can_have(
     FleetFile(fleet_id="demo", state="running").write(tmp_path / "fleet.json")
     config = FleetConfig(sampling=SamplingSection.model_validate(sampling), fleet=FleetSection(workers=2))
     (tmp_path / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
-    with pytest.raises(ScaleError, match=said):
+    with pytest.raises(FleetError, match=said):
         scale(tmp_path, 3, print)
     assert asked_workers(tmp_path) is None
 

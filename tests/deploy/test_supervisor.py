@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.deploy.process.fleet_errors import ProcessFailedError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
-from headrace.schemas.errors import CrashLoopError, DiskFullError, ExitCode, RunDirError, write_error
+from headrace.schemas.errors import DiskFullError, ExitCode, RunDirError, write_error
 from headrace.schemas.settings.config import SupervisorSection
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def test_a_crash_loop_ends_in_a_typed_error_that_shows_the_log(nursery: Nursery)
     service = nursery.start("import sys; print('about to fall'); sys.exit('the ground is gone')")
     nursery.until(lambda: nursery.supervisor.failure is not None)
     error = nursery.supervisor.failure
-    assert isinstance(error, CrashLoopError)
+    assert isinstance(error, FleetError)
     assert error.exit_code is ExitCode.CRASH_LOOP
     assert "child died 4 times" in str(error)
     assert "the ground is gone" in str(error)
@@ -87,7 +87,7 @@ def test_an_error_no_restart_can_cure_ends_the_fleet_with_its_own_code_and_sente
     service = nursery.start(ENDS.format(code=int(code)))
     nursery.until(lambda: nursery.supervisor.failure is not None)
     error = nursery.supervisor.failure
-    assert isinstance(error, ProcessFailedError)
+    assert isinstance(error, FleetError)
     log = f"; its log is {nursery.logs / 'child.log'}" if code is ExitCode.ENV_RESTART_BUDGET else ""
     assert (str(error), error.exit_code) == (f"child: no such thing{log}", code)
     assert service.restarts == 0

@@ -14,12 +14,13 @@ import pytest
 
 from headrace.deploy.fleet.up import UpOptions, up
 from headrace.deploy.process import child_commands
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import ProcessSpec, Role
 from headrace.deploy.report.summary import Summary
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.terminal.log_rotation import rotated_path
-from headrace.schemas.errors import CrashLoopError, ExitCode, HeadraceError, RedisUnavailableError
+from headrace.schemas.errors import ExitCode, HeadraceError, RedisUnavailableError
 from headrace.schemas.messages import shared_weights
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
@@ -276,7 +277,8 @@ def test_a_crash_loop_ends_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec = ProcessSpec("learner", Role.LEARNER, lambda _: [sys.executable, "-c", "raise RuntimeError('diverged')"])
     monkeypatch.setattr(child_commands, "learner", lambda *_: spec)
     error = failing(up(config_for(tmp_path), UpOptions(json=True)))
-    assert isinstance(error, CrashLoopError)
+    assert isinstance(error, FleetError)
+    assert error.exit_code is ExitCode.CRASH_LOOP
     assert "RuntimeError: diverged" in str(error)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.process.fleet_errors import ScaleError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.ray import worker_actor
 from headrace.deploy.ray.cluster import reachable
 from headrace.deploy.ray.wanted_workers import read_wanted, scale_run, write_wanted
@@ -148,7 +148,7 @@ def test_a_group_that_has_given_its_worker_up_is_not_started_again(code: ExitCod
 def test_scale_returns_the_old_number_of_workers_on_ray_and_writes_the_new(tmp_path: Path) -> None:
     fleet = FleetFile(fleet_id="demo", state="running", supervisor_pid=os.getpid())
     fleet.write(tmp_path / "fleet.json")
-    with pytest.raises(ScaleError, match="keeps no workers on Ray"):
+    with pytest.raises(FleetError, match="keeps no workers on Ray"):
         scale_run(tmp_path, 3)
     entry = {"name": "ray", "role": "ray", "incarnation": 1, "pid": 1, "started": 0.0}
     FleetFile.model_validate({**fleet.model_dump(), "processes": [entry]}).write(tmp_path / "fleet.json")
