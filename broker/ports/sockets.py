@@ -15,7 +15,7 @@ from headrace.broker.files.state_file import Endpoints
 from headrace.broker.ports.zap_auth import ZapAuthenticator
 from headrace.schemas.credentials.keys import BrokerKeys
 from headrace.schemas.credentials.loopback_token import ServerToken
-from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError
+from headrace.schemas.errors import ConfigError, PortInUseError, socket_folder_error
 from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import in_url
@@ -40,7 +40,7 @@ class BrokerSockets:
     """The bound sockets, their endpoints, and the authenticator of their peers.
 
     Raises `PortInUseError`. Raises `ConfigError` for a host that is not this machine's, or one open to others without
-    keys. Raises `SocketFolderError` where Unix sockets cannot be bound for this user alone.
+    keys. Raises `RunDirError` where Unix sockets cannot be bound for this user alone.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ def _bind_in_folder(socket: Socket, folder: Path, role: str) -> None:
         socket.bind(endpoint_of(folder, role))
     except zmq.ZMQError as error:
         reason = f"no socket can be made in it ({error}); name a run directory on another disk, or set"
-        raise SocketFolderError(str(folder), f"{reason} broker.transport = 'tcp'") from error
+        raise socket_folder_error(str(folder), f"{reason} broker.transport = 'tcp'") from error
 
 
 def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endpoints | None) -> None:

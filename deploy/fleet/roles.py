@@ -44,8 +44,8 @@ from headrace.schemas.errors import (
     EnvError,
     HeadraceError,
     ModuleError,
-    RendezvousError,
     UnknownEnvError,
+    no_fleet_error,
     writing,
 )
 from headrace.schemas.peers.fleet_address import AddressSource, FirstOf, RunDirAddresses
@@ -205,7 +205,7 @@ def _start_learner_of_all(asked: Asked) -> None:
         return
     endpoints = [place.find("learner") for place in places]
     if not any(endpoints):
-        raise RendezvousError(places[0].where, places[0].problem)
+        raise no_fleet_error(places[0].where, places[0].problem)
     resolved, origin = resolve_role(asked.with_flags({"fleet.run_dir": str(whole_run_dir(config))}), endpoints[0])
     for place, settings in zip(places, named, strict=True):
         if (published := place.look()) is not None:

@@ -34,10 +34,10 @@ from headrace.deploy.terminal.logs import message_of
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.basics.stop_event import sigterm_blocked
 from headrace.schemas.errors import (
-    DiskFullError,
     ExitCode,
     HeadraceError,
     RunDirError,
+    disk_full_error,
     removed_error,
     write_error,
 )
@@ -184,7 +184,7 @@ class Supervisor:
         try:
             self._logs.stat()
             if shutil.disk_usage(self._logs).free < _LEAST_ROOM:
-                return DiskFullError(str(self._logs), what)
+                return disk_full_error(str(self._logs), what)
             written = self._logs / ".written"
             replace_private(written, bytes(_LEAST_ROOM))  # a used-up quota leaves free room
             written.unlink()

@@ -21,7 +21,7 @@ from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.stop_event import stop_event
-from headrace.schemas.errors import ConfigError, RendezvousError, RunDirError
+from headrace.schemas.errors import ConfigError, RunDirError, no_fleet_error
 from headrace.schemas.peers.advertised import advertised
 from headrace.schemas.peers.fleet_address import await_address
 from headrace.schemas.peers.rendezvous import Rendezvous
@@ -91,13 +91,13 @@ def _find_fleet(asked: Asked, endpoint: str | None) -> _Found:
 
 
 def _await_fleet(config: FleetConfig) -> str:
-    """Return the id of the fleet at the rendezvous, once it is there. Raises `RendezvousError`, or `ConfigError`."""
+    """Return the id of the fleet at the rendezvous, once it is there. Raises `UnreachableError`, or `ConfigError`."""
     where = config.fleet.rendezvous
     rendezvous = Rendezvous(where, {"worker": config.broker.worker_port})
     await_address(rendezvous, "worker", config.worker.connect_timeout_s)
     published = rendezvous.look()
     if published is None:
-        raise RendezvousError(where, rendezvous.problem)
+        raise no_fleet_error(where, rendezvous.problem)
     if not (fleet_id := config.fleet.fleet_id or published.fleet_id):
         raise ConfigError("the fleet to join is unknown; give --fleet-id", key="--rendezvous")
     return fleet_id

@@ -19,9 +19,9 @@ from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, PeerKeys, check_fingerprint, client_keys, expected_key
 from headrace.schemas.errors import (
     ConfigError,
-    RendezvousError,
+    RefusedError,
     RunDirError,
-    WrongFleetError,
+    no_fleet_error,
 )
 from headrace.schemas.peers.fleet_address import AddressSource, RunDirAddresses, await_address
 from headrace.schemas.peers.rendezvous import Published, Rendezvous
@@ -70,7 +70,7 @@ def rendezvous_in(asked: Asked) -> str:
 
 
 def _meet(where: str, asked: Asked, role: str) -> Joined | None:
-    """Find the fleet at a rendezvous, which may appear later. Raises `RendezvousError`, `WrongFleetError`, `KeysError`.
+    """Find the fleet at a rendezvous, which may appear later. Raises `UnreachableError`, `RefusedError`, `KeysError`.
 
     Without a run directory, this process keeps its files in a folder named after the fleet.
     """
@@ -82,7 +82,7 @@ def _meet(where: str, asked: Asked, role: str) -> Joined | None:
         return None
     published = rendezvous.look()
     if not endpoint or published is None:
-        raise RendezvousError(where, rendezvous.problem)
+        raise no_fleet_error(where, rendezvous.problem)
     fleet_id = wanted or published.fleet_id
     resolved, origin = resolve_role(asked.with_flags({"fleet.fleet_id": fleet_id}), endpoint)
     check_published(published, where, resolved, wanted, role)
@@ -97,7 +97,7 @@ def broker_ports(config: FleetConfig) -> dict[str, int]:
 
 
 def check_published(published: Published, where: str, config: FleetConfig, wanted: str, role: str) -> None:
-    """Raise `WrongFleetError` if `wanted` is not "" and names another fleet, and `KeysError` for another key."""
+    """Raise `RefusedError` if `wanted` is not "" and names another fleet, and `KeysError` for another key."""
     _check_fleet(where, published, wanted)
     keys = client_keys(config.keys.dir or None, role, config.fleet.run_dir, config.keys.group or None)
     check_fingerprint(keys, role, published.keys.get(BROKER, ""), where)
@@ -106,7 +106,7 @@ def check_published(published: Published, where: str, config: FleetConfig, wante
 def _check_fleet(where: str, published: Published | None, wanted: str) -> None:
     if published is not None and wanted and published.fleet_id and wanted != published.fleet_id:
         detail = f"{where} is of fleet {published.fleet_id!r}, and this process is for {wanted!r}"
-        raise WrongFleetError("wrong_fleet", detail)
+        raise RefusedError("wrong_fleet", detail)
 
 
 def of_its_broker(asked: Asked, slot: int | None) -> Asked:
@@ -204,7 +204,7 @@ def worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | 
 
     The address is None after a stop signal.
 
-    The worker may appear later. Raises `RendezvousError`, `WrongFleetError` and `KeysError`.
+    The worker may appear later. Raises `UnreachableError`, `RefusedError` and `KeysError`.
     """
     if where.startswith("dns://"):
         first = config.sampling.env_hosts_port
@@ -214,7 +214,7 @@ def worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | 
     source = WorkerPortChoice(rendezvous, "envs", slot, expected_key(env_host_keys(config)))
     address = await_place(source, ENV_HOST, config, config.fleet.fleet_id)
     if address == "":
-        raise RendezvousError(where, source.problem)
+        raise no_fleet_error(where, source.problem)
     if address is not None:
         _check_fleet(where, rendezvous.look(), config.fleet.fleet_id)
         rendezvous.fleet_id = config.fleet.fleet_id

@@ -101,7 +101,7 @@ def first_endpoints(broker: BrokerSection, run_dir: Path) -> Endpoints:
     """Return the endpoints of a broker that starts now: configured ports, and free ones in place of 0.
 
     Off loopback a port that is not configured stays 0, and the broker takes a free one. For Unix sockets, make their
-    folder. Raises `SocketFolderError`.
+    folder. Raises `RunDirError`.
     """
     if broker.transport == "ipc":
         folder = make_socket_folder(run_dir)

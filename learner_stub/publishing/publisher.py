@@ -52,7 +52,7 @@ class WeightPublisher:
         UnreachableError: no broker answers in time.
         KeysError: the keys cannot be used.
         KeysRefusedError: the broker does not let them in.
-        SocketFolderError: `endpoint` is a Unix socket in a folder that is not this user's alone.
+        RunDirError: `endpoint` is a Unix socket in a folder that is not this user's alone.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class WeightPublisher:
 
         Raises `EncodeError` for weights that may not go on the wire: more than 256 MiB or 4,096 arrays, a value that is
         no tensor or array, a dtype without a place there, a name that is no text, an invalid module id. Raises
-        `WeightsMismatchError` and `WhichModuleError` for weights that do not fit the workers' modules, as soon as a
+        `WeightsMismatchError` and `ModuleError` for weights that do not fit the workers' modules, as soon as a
         worker has told of them. `RefusedWeightsError` says that a worker could not load an earlier version. This
         method raises it once the new one is sent; a waiting stream raises it too. Workers go on with the weights that
         they have.

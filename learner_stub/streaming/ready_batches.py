@@ -18,7 +18,7 @@ from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import DecodeError, WhichModuleError
+from headrace.schemas.errors import DecodeError, which_module_error
 from headrace.schemas.messages import SourceEnd
 
 log = logging.getLogger("headrace.learner")
@@ -171,11 +171,11 @@ class ModuleReaders:
             self.spaces = module_spaces_from_json(told)
 
     def spaces_of(self, module_id: str | None) -> Spaces:
-        """Return the spaces of a module, or, for None, of the only one there is. Raises `WhichModuleError`."""
+        """Return the spaces of a module, or, for None, of the only one there is. Raises `ModuleError`."""
         if module_id is None and len(self.spaces) == 1:
             return next(iter(self.spaces.values()))
         if module_id is None or module_id not in self.spaces:
-            raise WhichModuleError(module_id, self.spaces)
+            raise which_module_error(module_id, self.spaces)
         return self.spaces[module_id]
 
     def read(self, unread: UnreadBatch, newest: Version = (0, 0)) -> ChunkBatch:

@@ -88,12 +88,12 @@ class EpisodeStream:
     Raises:
         FencedError: a newer learner has taken over; later calls raise it too.
         UnreachableError: no broker answers within `connect_timeout_s`.
-        WrongFleetError: `fleet_id`, or the fleet of `position`, is not the broker's.
+        RefusedError: `fleet_id`, or the fleet of `position`, is not the broker's.
         ConfigError: `position` is of another number of brokers than there are endpoints.
         RefusedError: the workers of two brokers have different envs.
         KeysError: the keys cannot be used.
         KeysRefusedError: the broker does not let them in.
-        SocketFolderError: `endpoint` is a Unix socket in a folder that is not this user's alone.
+        RunDirError: `endpoint` is a Unix socket in a folder that is not this user's alone.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class EpisodeStream:
     def spaces(self, module_id: str | None = None, *, timeout_s: float = 300.0) -> Spaces:
         """Return the observation and action space of a module, or of the only one there is.
 
-        Waits as `module_spaces` does. Raises its errors, and `WhichModuleError`, naming the modules.
+        Waits as `module_spaces` does. Raises its errors, and `ModuleError`, naming the modules.
         """
         self.module_spaces(timeout_s=timeout_s)
         return self._telling[0].ready.modules.spaces_of(module_id)

@@ -17,13 +17,11 @@
     ├── EpisodeError            a call about an external episode cannot be done; kinds are in episodes.py
     ├── EpisodeTimeoutError     a call about an external episode was not answered within its deadline
     ├── ModuleError             a policy module could not be built, or returned the wrong arrays
-    │   ├── WhichModuleError        a fleet of several modules got no module's name, or an unknown one
     │   ├── WeightsMismatchError    weights have other names or shapes than the workers' module
     │   └── RefusedWeightsError     a worker could not load a version of the weights
     ├── PolicyCallError         a trained policy was given an observation or an agent that is not its own
     ├── ExportError             a policy cannot be written to a file for other programs
     ├── CallbackError           a user's callback raised
-    ├── RunnerStoppedError      a runner was asked to sample after it was stopped
     ├── RunnerBusyError         a callback called its own runner at a moment when the runner cannot do it
     ├── ChunkError              chunks that are not parts of one episode, or a cut that leaves no step
     ├── StateError              a runner's state that does not fit the runner it is given to
@@ -33,21 +31,15 @@
     │   └── EncodeError             something that must not or cannot go on the wire
     │       └── InfosTooLargeError      the infos of one batch
     ├── RefusedError            the broker refused this peer
-    │   ├── WrongFleetError         the peer belongs to another fleet
-    │   ├── VersionMismatchError    the peer speaks another protocol version
     │   ├── FencedError             a newer incarnation or a newer learner has taken this one's place
     │   ├── KeysRefusedError        the broker did not let this peer in: their keys do not match
-    │   └── KeyNotAllowedError      the peer's key is revoked, or of another role or group
     ├── UnreachableError        a server did not answer within its deadline
-    │   ├── RendezvousError         a rendezvous names no fleet that runs
     │   ├── RedisUnavailableError   Redis did not answer, or refuses writes
     │   │   └── RedisContractError      it has the fleet's keys by another version of the contract
     │   ├── WorkerWaitsError        a policy server lives, but its worker took no step in time
     │   └── NoEnvHostError          no env host was at a worker's port for too long
     ├── PortInUseError          an endpoint is taken
     ├── RunDirError             the run directory cannot be used
-    │   ├── DiskFullError           no room is left on its disk
-    │   └── SocketFolderError       the folder of Unix sockets is not for this user alone
     ├── CheckpointError         a learner's checkpoint is torn or corrupt
     ├── WindowStalledError      the learner holds every batch uncommitted and waits for more
     └── LedgerError             the books do not balance
@@ -72,22 +64,22 @@ from headrace.schemas.errors.envs import (
 from headrace.schemas.errors.fleet import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
-    DiskFullError as DiskFullError,
     KeysError as KeysError,
     LedgerError as LedgerError,
     NoEnvHostError as NoEnvHostError,
     PortInUseError as PortInUseError,
     RedisContractError as RedisContractError,
     RedisUnavailableError as RedisUnavailableError,
-    RendezvousError as RendezvousError,
     RunDirError as RunDirError,
-    SocketFolderError as SocketFolderError,
     UnreachableError as UnreachableError,
     WindowStalledError as WindowStalledError,
     WorkerWaitsError as WorkerWaitsError,
     machine_error as machine_error,
     reading as reading,
+    disk_full_error as disk_full_error,
+    no_fleet_error as no_fleet_error,
     removed_error as removed_error,
+    socket_folder_error as socket_folder_error,
     write_error as write_error,
     writing as writing,
 )
@@ -107,22 +99,17 @@ from headrace.schemas.errors.runners import (
     PolicyCallError as PolicyCallError,
     RefusedWeightsError as RefusedWeightsError,
     RunnerBusyError as RunnerBusyError,
-    RunnerStoppedError as RunnerStoppedError,
     StateError as StateError,
     WeightsMismatchError as WeightsMismatchError,
-    WhichModuleError as WhichModuleError,
+    which_module_error as which_module_error,
 )
 from headrace.schemas.errors.wire import (
-    REFUSALS as REFUSALS,
     DecodeError as DecodeError,
     EncodeError as EncodeError,
     FencedError as FencedError,
     InfosTooLargeError as InfosTooLargeError,
-    KeyNotAllowedError as KeyNotAllowedError,
     KeysRefusedError as KeysRefusedError,
     RefusedError as RefusedError,
-    VersionMismatchError as VersionMismatchError,
     WireError as WireError,
-    WrongFleetError as WrongFleetError,
     refusal as refusal,
 )

@@ -50,19 +50,17 @@ class UnreachableError(HeadraceError):
 
     exit_code = ExitCode.UNREACHABLE
 
-    def __init__(self, what: str, endpoint: str, deadline_s: float, seen: str = "") -> None:
+    def __init__(self, what: str, endpoint: str, deadline_s: float, seen: str = "", *, sentence: str = "") -> None:
         self.endpoint, self.deadline_s = endpoint, deadline_s
         where = " on this machine" if endpoint.startswith("ipc:") else ""
         advice = seen or f"check that it runs{where} and the address is right"
-        super().__init__(f"no {what} answers at {endpoint} after {deadline_s:g} s; {advice}")
+        super().__init__(sentence or f"no {what} answers at {endpoint} after {deadline_s:g} s; {advice}")
 
 
-class RendezvousError(UnreachableError):
-    """The rendezvous at `endpoint` names no fleet that runs, for the reason `problem`."""
-
-    def __init__(self, endpoint: str, problem: str) -> None:
-        self.endpoint, self.problem = endpoint, problem
-        HeadraceError.__init__(self, f"no fleet is found: {problem}; start the fleet, or correct --rendezvous")
+def no_fleet_error(endpoint: str, problem: str) -> UnreachableError:
+    """Return the error for a rendezvous at `endpoint` that names no fleet that runs, for the reason `problem`."""
+    sentence = f"no fleet is found: {problem}; start the fleet, or correct --rendezvous"
+    return UnreachableError("fleet", endpoint, 0.0, sentence=sentence)
 
 
 class RedisUnavailableError(UnreachableError):
@@ -133,13 +131,29 @@ class PortInUseError(HeadraceError):
 
 
 class RunDirError(HeadraceError):
-    """The run directory at `path` cannot be used. `advice` says what to do."""
+    """The run directory at `path`, or something in it, cannot be used. `advice` says what to do."""
 
     exit_code = ExitCode.RUN_DIR
 
-    def __init__(self, path: str, reason: str, advice: str = "choose another with --run-dir") -> None:
+    def __init__(
+        self, path: str, reason: str, advice: str = "choose another with --run-dir", *, sentence: str = ""
+    ) -> None:
         self.path = path
-        super().__init__(f"run directory {path} cannot be used: {reason}; {advice}")
+        super().__init__(sentence or f"run directory {path} cannot be used: {reason}; {advice}")
+
+
+def disk_full_error(path: str, what: str = "") -> RunDirError:
+    """Return the error for `what`, which no room is left for at `path`: on the disk, or in the user's quota."""
+    sentence = (
+        f"the disk is full: {what or 'a file'} cannot be written at {path}; free some space there (or raise your "
+        "quota), then go on with headrace up --resume RUN"
+    )
+    return RunDirError(path, "the disk is full", sentence=sentence)
+
+
+def socket_folder_error(path: str, reason: str) -> RunDirError:
+    """Return the error for a folder of Unix sockets that others could use too. `reason` says what to do."""
+    return RunDirError(path, reason, sentence=f"the folder of Unix sockets {path} cannot be used: {reason}")
 
 
 def removed_error(path: str, seen: str = "") -> RunDirError:
@@ -147,30 +161,10 @@ def removed_error(path: str, seen: str = "") -> RunDirError:
     return RunDirError(path, f"it was removed while the fleet ran{seen}", "start the fleet again")
 
 
-class DiskFullError(RunDirError):
-    """A file at `path` cannot be written: the disk has no room left, or the user no quota."""
-
-    def __init__(self, path: str, what: str = "") -> None:
-        self.path = path
-        HeadraceError.__init__(
-            self,
-            f"the disk is full: {what or 'a file'} cannot be written at {path}; free some space there (or raise your "
-            "quota), then go on with headrace up --resume RUN",
-        )
-
-
-class SocketFolderError(RunDirError):
-    """The folder of Unix sockets at `path` cannot be used, as others could use it too. `reason` says what to do."""
-
-    def __init__(self, path: str, reason: str) -> None:
-        self.path, self.reason = path, reason
-        HeadraceError.__init__(self, f"the folder of Unix sockets {path} cannot be used: {reason}")
-
-
 def write_error(path: str, error: OSError, what: str = "", done: str = "written") -> RunDirError:
     """Return the error for `what`, which could not be `done` at `path` because of `error`."""
     if error.errno in NO_ROOM:
-        return DiskFullError(path, what)
+        return disk_full_error(path, what)
     reason = error.strerror or str(error)
     reason = f"{what} cannot be {done} ({reason})" if what else reason
     remedy = _REMEDIES.get(error.errno or 0)

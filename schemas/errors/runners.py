@@ -14,14 +14,10 @@ class ModuleError(HeadraceError):
     exit_code = ExitCode.MODULE
 
 
-class WhichModuleError(ModuleError, LookupError):
-    """`asked` is none of the fleet's `modules`, or the caller named no module and there are several."""
-
-    def __init__(self, asked: str | None, modules: Collection[str]) -> None:
-        self.asked = asked
-        self.modules = sorted(modules)
-        what = "no module was named" if asked is None else f"there is no module {asked!r:.80}"
-        super().__init__(f"{what}; this fleet's modules are {self.modules!r:.300}")
+def which_module_error(asked: str | None, modules: Collection[str]) -> ModuleError:
+    """Return the error for `asked`, which is none of `modules`; for None, several modules and no name."""
+    what = "no module was named" if asked is None else f"there is no module {asked!r:.80}"
+    return ModuleError(f"{what}; this fleet's modules are {sorted(modules)!r:.300}")
 
 
 WRAPPERS = frozenset(("_orig_mod", "module"))
@@ -104,13 +100,6 @@ class CallbackError(HeadraceError):
         super().__init__(
             f"callback {callback} failed in {event} ({words_of(cause)}); repair it, or take it out of callbacks"
         )
-
-
-class RunnerStoppedError(HeadraceError):
-    """`sample` was called after `stop`, which has closed all envs."""
-
-    def __init__(self) -> None:
-        super().__init__("this runner was stopped and has closed its envs; make_env() rebuilds them")
 
 
 class RunnerBusyError(HeadraceError):

@@ -34,32 +34,29 @@ class InfosTooLargeError(EncodeError):
         )
 
 
+_EXIT_CODES = {
+    "wrong_fleet": ExitCode.WRONG_FLEET,
+    "version_mismatch": ExitCode.VERSION_MISMATCH,
+    "fenced": ExitCode.FENCED,
+    "keys": ExitCode.KEYS,
+    "key_revoked": ExitCode.KEYS,
+    "wrong_role": ExitCode.KEYS,
+    "other_group": ExitCode.KEYS,
+}
+"""Exit codes of peers that are refused, by the word on the wire; PROTOCOL for any other."""
+
+
 class RefusedError(HeadraceError):
     """The broker, or a worker that an env host came to, refused this peer. `code` is the reason's word on the wire."""
 
-    exit_code = ExitCode.PROTOCOL
-
     def __init__(self, code: str, detail: str) -> None:
         self.code, self.detail = code, detail
+        self.exit_code = _EXIT_CODES.get(code, ExitCode.PROTOCOL)
         super().__init__(detail)
-
-
-class WrongFleetError(RefusedError):
-    """The peer belongs to another fleet."""
-
-    exit_code = ExitCode.WRONG_FLEET
-
-
-class VersionMismatchError(RefusedError):
-    """The peer speaks another protocol version."""
-
-    exit_code = ExitCode.VERSION_MISMATCH
 
 
 class FencedError(RefusedError):
     """A newer incarnation of this slot, or a newer learner, has taken this one's place."""
-
-    exit_code = ExitCode.FENCED
 
 
 class KeysRefusedError(RefusedError):
@@ -68,29 +65,11 @@ class KeysRefusedError(RefusedError):
     The server is the broker at `endpoint`, or whatever `server` names.
     """
 
-    exit_code = ExitCode.KEYS
-
     def __init__(self, endpoint: str, detail: str, server: str = "broker") -> None:
         self.endpoint = endpoint
         super().__init__("keys", f"the {server} at {endpoint} {detail}")
 
 
-class KeyNotAllowedError(RefusedError):
-    """The broker ended this peer's session because of its key: it is revoked, or of another role or group."""
-
-    exit_code = ExitCode.KEYS
-
-
-REFUSALS: dict[str, type[RefusedError]] = {
-    "wrong_fleet": WrongFleetError,
-    "version_mismatch": VersionMismatchError,
-    "fenced": FencedError,
-    "key_revoked": KeyNotAllowedError,
-    "wrong_role": KeyNotAllowedError,
-    "other_group": KeyNotAllowedError,
-}
-
-
 def refusal(code: str, detail: str) -> RefusedError:
     """Return the typed error for a REJECT or FENCED message with `code`."""
-    return REFUSALS.get(code, RefusedError)(code, detail)
+    return (FencedError if code == "fenced" else RefusedError)(code, detail)

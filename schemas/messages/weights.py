@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.errors import WRAPPERS, DecodeError, WeightsMismatchError, WhichModuleError
+from headrace.schemas.errors import WRAPPERS, DecodeError, WeightsMismatchError, which_module_error
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireMessage, encode
 from headrace.schemas.messages import ModuleKinds, WeightsHeader, kind_of, read
 
@@ -111,7 +111,7 @@ def fit_published(arrays: Arrays, modules: Mapping[str, Shapes], kinds: ModuleKi
     """Return `arrays` under the names that workers with these `modules` have for them.
 
     A module that is left out keeps its weights. State of connectors is not checked here. Raises `WeightsMismatchError`
-    or `WhichModuleError` if workers cannot load the arrays.
+    or `ModuleError` if workers cannot load the arrays.
     """
     by_module = split_modules(arrays)
     given: Mapping[str, Arrays]
@@ -120,11 +120,11 @@ def fit_published(arrays: Arrays, modules: Mapping[str, Shapes], kinds: ModuleKi
     elif len(modules) == 1:
         given = {next(iter(modules)): arrays}
     else:
-        raise WhichModuleError(None, modules)
+        raise which_module_error(None, modules)
     fitted: dict[str, Arrays] = {}
     for module_id, own in given.items():
         if module_id not in modules:
-            raise WhichModuleError(module_id, modules)
+            raise which_module_error(module_id, modules)
         learnt = {name: array for name, array in own.items() if name.startswith(CONNECTORS)}
         tensors = {name: array for name, array in own.items() if name not in learnt}
         if tensors:

@@ -74,7 +74,7 @@ class Handshakes:
     - server: a name for the server; None: its role.
     - agreed: the server let this client in before, with the same keys.
 
-    Raises `SocketFolderError` for a Unix socket at which another user could serve, and `ConfigError` for one without a
+    Raises `RunDirError` for a Unix socket at which another user could serve, and `ConfigError` for one without a
     path.
     """
 

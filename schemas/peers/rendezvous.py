@@ -41,7 +41,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from headrace.schemas.accounts.worker_figures import PortAddress
 from headrace.schemas.basics.addresses import is_broker_address
 from headrace.schemas.basics.run_files import read_regular, replace_private
-from headrace.schemas.errors import ConfigError, HeadraceError, RendezvousError
+from headrace.schemas.errors import ConfigError, HeadraceError, no_fleet_error
 from headrace.schemas.peers.http_hosts import BY_PROGRAM
 from headrace.schemas.peers.socket_folder import check_socket
 from headrace.schemas.settings.config import is_loopback
@@ -182,7 +182,7 @@ class Rendezvous:
     def stopped(self) -> HeadraceError | None:
         """Return an error that says so, if the fleet has stopped."""
         found = self.look()
-        return RendezvousError(self.where, self.problem) if found is not None and found.state == "stopped" else None
+        return no_fleet_error(self.where, self.problem) if found is not None and found.state == "stopped" else None
 
     def _read(self) -> bytes:
         if self._fetcher is not None:

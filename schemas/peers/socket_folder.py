@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from headrace.schemas.basics.run_files import endpoint_in, open_own
-from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError
+from headrace.schemas.errors import ConfigError, PortInUseError, socket_folder_error
 
 SCHEME = "ipc://"
 _LONGEST_PATH = 107
@@ -39,7 +39,7 @@ def make_socket_folder(run_dir: Path) -> Path:
     """Return the folder for the sockets of the run in `run_dir`. Make it if there is none.
 
     Peers find the next broker at the same endpoints, so the folder of an earlier one is used again. Raises
-    `SocketFolderError` for a folder in the run directory that others can use, and for one that cannot be made.
+    `RunDirError` for a folder in the run directory that others can use, and for one that cannot be made.
     """
     folder = run_dir.absolute() / "ipc"
     try:
@@ -53,27 +53,27 @@ def make_socket_folder(run_dir: Path) -> Path:
             return _path_of(earlier).parent
         return Path(tempfile.mkdtemp(prefix="headrace-ipc-", dir="/tmp"))
     except OSError as error:
-        raise SocketFolderError(str(error.filename or folder), f"it cannot be made ({error.strerror})") from error
+        raise socket_folder_error(str(error.filename or folder), f"it cannot be made ({error.strerror})") from error
 
 
 def lock_socket_folder(folder: Path) -> int:
     """Lock the folder for one broker. Return the lock's descriptor; closing it releases the folder.
 
     A socket that is bound replaces an older one at its path, so the lock alone keeps a second broker out. Raises
-    `PortInUseError` where another broker lives, and `SocketFolderError`.
+    `PortInUseError` where another broker lives, and `RunDirError`.
     """
     _check_folder(folder)
     try:
         lock = open_own(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise SocketFolderError(str(folder), f"its lock cannot be opened ({error.strerror})") from error
+        raise socket_folder_error(str(folder), f"its lock cannot be opened ({error.strerror})") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
         if isinstance(error, BlockingIOError):
             raise PortInUseError(endpoint_of(folder, "worker")) from None
-        raise SocketFolderError(str(folder), f"it cannot be locked ({error.strerror})") from error
+        raise socket_folder_error(str(folder), f"it cannot be locked ({error.strerror})") from error
     return lock
 
 
@@ -81,7 +81,7 @@ def check_socket(endpoint: str) -> None:
     """Check that no other user can serve at the endpoint of a Unix socket. Do nothing for other endpoints.
 
     The socket may be created later. So may its folder, if no other user could create it. Raises `ConfigError` for a
-    path that cannot be one, and `SocketFolderError`.
+    path that cannot be one, and `RunDirError`.
     """
     if not is_socket(endpoint):
         return
@@ -95,12 +95,12 @@ def check_socket(endpoint: str) -> None:
         else:
             _check_parents(path.parent)
     except OSError as error:
-        raise SocketFolderError(str(path.parent), f"it cannot be looked at ({error.strerror})") from error
+        raise socket_folder_error(str(path.parent), f"it cannot be looked at ({error.strerror})") from error
 
 
 def _check_folder(folder: Path) -> None:
     if fault := _fault_of(folder):
-        raise SocketFolderError(str(folder), fault)
+        raise socket_folder_error(str(folder), fault)
 
 
 def _fault_of(folder: Path) -> str:
@@ -123,12 +123,12 @@ def _fault_of(folder: Path) -> str:
 
 
 def _check_parents(folder: Path) -> None:
-    """Raise `SocketFolderError` where others could make the missing folder, and so pose as the broker."""
+    """Raise `RunDirError` where others could make the missing folder, and so pose as the broker."""
     above = next(parent for parent in folder.parents if parent.exists())
     about = above.stat()
     if about.st_uid not in (os.geteuid(), _ROOT) or about.st_mode & 0o022:
         advice = "check the address, or start the fleet first"
-        raise SocketFolderError(str(folder), f"there is none, and others may make it in {above}; {advice}")
+        raise socket_folder_error(str(folder), f"there is none, and others may make it in {above}; {advice}")
 
 
 def _path_of(endpoint: str) -> Path:

@@ -21,7 +21,7 @@ from headrace.deploy.process.exit_record import exit_record_path, take_exit_reco
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from headrace.schemas.accounts.recorder import Recorder
-from headrace.schemas.errors import DiskFullError, ExitCode, RunDirError
+from headrace.schemas.errors import ExitCode, RunDirError
 from support.waiting import wait_until
 
 UP = [sys.executable, "-m", "headrace.deploy", "up"]
@@ -108,9 +108,9 @@ def test_a_full_disk_is_named_by_recorder_checkpoint_and_exit_record(
     monkeypatch.setenv("HEADRACE_EXIT_RECORD", str(record))
     place = exit_record_path()
     fill(disk)
-    with pytest.raises(DiskFullError, match=f"the recorder cannot be written at {disk}"):
+    with pytest.raises(RunDirError, match=f"the disk is full: the recorder cannot be written at {disk}"):
         Recorder(disk / "worker-0-1.rec", 0, 1)
-    with pytest.raises(DiskFullError, match=f"the checkpoint cannot be written at {disk}"):
+    with pytest.raises(RunDirError, match=f"the disk is full: the checkpoint cannot be written at {disk}"):
         save_checkpoint(disk / "learner.checkpoint", Checkpoint(1, []))
     write_exit_record(place, 7, "the disk is full")
     told = take_exit_record(record, os.getpid())

@@ -16,7 +16,7 @@ import pytest
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
-from headrace.schemas.errors import DiskFullError, ExitCode, RunDirError, write_error
+from headrace.schemas.errors import ExitCode, RunDirError, write_error
 from headrace.schemas.settings.config import SupervisorSection
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def test_a_used_up_quota_is_trouble_although_the_disk_has_free_room(
 
     monkeypatch.setattr("headrace.deploy.process.supervisor.replace_private", replace)
     trouble = nursery.supervisor.trouble("a log", "it ended")
-    assert isinstance(trouble, DiskFullError)
+    assert isinstance(trouble, RunDirError)
     assert "or raise your quota" in str(trouble)
 
 

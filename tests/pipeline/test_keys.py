@@ -30,9 +30,9 @@ from headrace.schemas.credentials.keys import (
 from headrace.schemas.errors import (
     ConfigError,
     ExitCode,
-    KeyNotAllowedError,
     KeysError,
     KeysRefusedError,
+    RefusedError,
     UnreachableError,
 )
 from headrace.schemas.frames.wire import MessageKind, decode_header
@@ -317,7 +317,7 @@ def is_active(feeder: Feeder) -> bool:
 def why_ended(feeder: Feeder) -> str:
     """The sentence with which the broker ended a session because of its key."""
     wait_until(lambda: feeder.error is not None, "the end of a session")
-    assert isinstance(feeder.error, KeyNotAllowedError), feeder.error
+    assert isinstance(feeder.error, RefusedError), feeder.error
     assert feeder.error.exit_code is ExitCode.KEYS
     return str(feeder.error)
 

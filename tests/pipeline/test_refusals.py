@@ -10,7 +10,7 @@ import pytest
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
-from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError, WrongFleetError
+from headrace.schemas.errors import ExitCode, PortInUseError, RefusedError
 from headrace.schemas.frames.wire import PROTOCOL_MINOR, MessageKind
 from headrace.schemas.messages import (
     Bye,
@@ -98,7 +98,7 @@ def test_a_message_at_the_port_of_another_role_is_refused_and_counted(broker: Br
 def test_a_worker_of_another_fleet_is_refused_by_name(broker: BrokerThread, start_feeder: StartFeeder) -> None:
     feeder = start_feeder(broker.endpoints.worker, fleet_id="other")
     wait_until(lambda: feeder.error, "a refusal")
-    assert isinstance(feeder.error, WrongFleetError)
+    assert isinstance(feeder.error, RefusedError)
     assert feeder.error.exit_code is ExitCode.WRONG_FLEET
     assert "this broker serves fleet 'fleet', not 'other'" in str(feeder.error)
 

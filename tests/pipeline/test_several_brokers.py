@@ -18,7 +18,7 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.streaming.session import LearnerSession, LearnerSessionState, StreamLimits
 from headrace.learner_stub.streaming.stall_detector import STARVED_S, StallDetector
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError, DecodeError, RefusedError, UnreachableError, WrongFleetError
+from headrace.schemas.errors import ConfigError, DecodeError, RefusedError, UnreachableError
 from headrace.schemas.messages import Status, WorkerHello
 from headrace.schemas.messages.weights import Arrays, weights_digest
 from headrace.schemas.peers import fleet_place
@@ -202,7 +202,7 @@ def test_a_stream_of_other_brokers_than_its_position_is_refused(brokers: list[Br
     ]
     with pytest.raises(ConfigError, match=r"fleets \['pair.0', 'pair.1'\], not of 1 brokers"):
         EpisodeStream(learners(brokers)[0], position=places)
-    with pytest.raises(WrongFleetError):
+    with pytest.raises(RefusedError):
         EpisodeStream(learners(brokers)[::-1], position=places)
     with pytest.raises(ConfigError, match="synchronous sampling has one broker"):
         EpisodeStream(learners(brokers), synchronous=True)

@@ -19,7 +19,7 @@ from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.module_spaces import module_spaces_to_json
-from headrace.schemas.errors import EncodeError, ModuleError, WhichModuleError
+from headrace.schemas.errors import EncodeError, ModuleError
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, encode
 from headrace.schemas.messages import WorkerHello
 from headrace.workers.policy.policies import PolicyMappingError
@@ -69,9 +69,9 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
             assert list(by_module) == ["short", "long"]
             assert stream.spaces("long") == by_module["long"]
             words = r"no module was named; this fleet's modules are \['long', 'short'\]"
-            with pytest.raises(WhichModuleError, match=words):
+            with pytest.raises(ModuleError, match=words):
                 stream.spaces()
-            with pytest.raises(WhichModuleError, match="there is no module 'tall'"):
+            with pytest.raises(ModuleError, match="there is no module 'tall'"):
                 stream.spaces("tall")
             see_until_both(stream, witness, see)
         assert worker.error is None

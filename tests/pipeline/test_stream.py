@@ -18,7 +18,7 @@ from headrace.learner_stub.streaming import broker_stream, stall_detector
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import WorkerTotals, add_up
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.errors import ExitCode, FencedError, UnreachableError, WindowStalledError, WrongFleetError
+from headrace.schemas.errors import ExitCode, FencedError, RefusedError, UnreachableError, WindowStalledError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
 from headrace.schemas.peers.rendezvous import Published
@@ -233,7 +233,7 @@ def test_the_newer_learner_wins_and_the_older_is_fenced(
 
 
 def test_a_stream_of_another_fleet_is_refused_with_both_names(open_stream: OpenStream) -> None:
-    with pytest.raises(WrongFleetError, match="'fleet', not 'other'"):
+    with pytest.raises(RefusedError, match="'fleet', not 'other'"):
         open_stream(fleet_id="other")
 
 
@@ -337,7 +337,7 @@ def test_a_later_stream_of_the_process_ends_the_older_one_and_its_publisher_at_o
 
 def test_a_later_stream_that_cannot_open_leaves_the_older_one_alone(open_stream: OpenStream) -> None:
     older = open_stream()
-    with pytest.raises(WrongFleetError):
+    with pytest.raises(RefusedError, match="'fleet', not 'other'"):
         open_stream(fleet_id="other")
     assert older.next(0.0) is None
 
@@ -385,7 +385,7 @@ def test_a_broker_restart_in_the_same_run_dir_keeps_its_ports(start_broker: Star
 
 def test_a_position_of_another_fleet_is_refused(broker: BrokerThread) -> None:
     place = {"fleet_id": "another", "slot": 0, "incarnation": 1, "settled": {"seq": 3, "committed": [3, 3]}}
-    with pytest.raises(WrongFleetError, match="another"):
+    with pytest.raises(RefusedError, match="another"):
         EpisodeStream(broker.endpoints.learner, position=[place], connect_timeout_s=TIMEOUT_S)
 
 

@@ -19,10 +19,10 @@ from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import (
     EncodeError,
+    ModuleError,
     NotFiniteError,
     RefusedWeightsError,
     WeightsMismatchError,
-    WhichModuleError,
 )
 from headrace.schemas.messages import (
     LearnerHello,
@@ -252,9 +252,9 @@ def test_weights_of_several_modules_are_checked_by_module() -> None:
     fit_published(_arrays(w=(2, 3)), {"one": SHAPES["one"]})
     with pytest.raises(WeightsMismatchError, match="module 'two'"):
         fit_published({"modules/two/v": np.zeros(5)}, SHAPES)
-    with pytest.raises(WhichModuleError):
+    with pytest.raises(ModuleError, match="this fleet's modules are"):
         fit_published({"modules/three/v": np.zeros(5)}, SHAPES)
-    with pytest.raises(WhichModuleError):
+    with pytest.raises(ModuleError, match="this fleet's modules are"):
         fit_published(_arrays(w=(2, 3)), SHAPES)
 
 

@@ -22,7 +22,7 @@ from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.ports.sockets import BrokerSockets
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.credentials.loopback_token import server_token
-from headrace.schemas.errors import ConfigError, PortInUseError, SocketFolderError, UnreachableError
+from headrace.schemas.errors import ConfigError, PortInUseError, RunDirError, UnreachableError
 from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from headrace.schemas.settings.config import BrokerSection
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder, batches_of, broker_process
@@ -37,12 +37,12 @@ try:
 except ImportError:
     sys.exit()
 import zmq
-from headrace.schemas.errors import SocketFolderError
+from headrace.schemas.errors import RunDirError
 for line in sys.stdin:
     endpoint, said = line.strip(), []
     try:
         EpisodeStream(endpoint)
-    except SocketFolderError as error:
+    except RunDirError as error:
         said.append(error.reason)
     with socket.socket(socket.AF_UNIX) as plain:
         said.append(plain.connect_ex(endpoint.removeprefix("ipc://")))
@@ -206,9 +206,9 @@ def test_broker_and_learner_refuse_an_unsafe_socket_folder(
     tmp_path: Path, spoil: Callable[[Path], None], words: str
 ) -> None:
     spoil(tmp_path / "ipc")
-    with pytest.raises(SocketFolderError, match=words):
+    with pytest.raises(RunDirError, match=words):
         BrokerThread(tmp_path, transport="ipc")
-    with pytest.raises(SocketFolderError, match=words):
+    with pytest.raises(RunDirError, match=words):
         EpisodeStream(f"ipc://{tmp_path}/ipc/learner", connect_timeout_s=1.0)
 
 
@@ -219,7 +219,7 @@ def test_an_ipc_address_without_a_usable_path_is_refused(address: str) -> None:
 
 
 def test_a_learner_waits_for_a_missing_folder_only_where_others_cannot_make_it(tmp_path: Path) -> None:
-    with pytest.raises(SocketFolderError, match="there is none, and others may make it in /tmp; check the address"):
+    with pytest.raises(RunDirError, match="there is none, and others may make it in /tmp; check the address"):
         EpisodeStream("ipc:///tmp/headrace-that-is-not/learner", connect_timeout_s=1.0)
     server_token(tmp_path, asked=True)
     with pytest.raises(UnreachableError, match=r"no broker answers at .* check that it runs on this machine"):

@@ -16,10 +16,8 @@ from headrace.schemas.basics.bounds import MOST_REASONS, Version
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.errors import (
     DecodeError,
+    ExitCode,
     FencedError,
-    RefusedError,
-    VersionMismatchError,
-    WrongFleetError,
     refusal,
 )
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, decode, decode_header, encode
@@ -166,13 +164,19 @@ def test_weights_versions_are_ordered_as_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "error"),
-    [("wrong_fleet", WrongFleetError), ("version_mismatch", VersionMismatchError), ("fenced", FencedError)],
+    ("code", "exit_code"),
+    [
+        ("wrong_fleet", ExitCode.WRONG_FLEET),
+        ("version_mismatch", ExitCode.VERSION_MISMATCH),
+        ("fenced", ExitCode.FENCED),
+        ("key_revoked", ExitCode.KEYS),
+        ("something_new", ExitCode.PROTOCOL),
+    ],
 )
-def test_a_refusal_becomes_its_typed_error(code: str, error: type[RefusedError]) -> None:
-    assert type(refusal(code, "why")) is error
-    assert type(refusal("something_new", "why")) is RefusedError
-    assert str(refusal(code, "why")) == "why"
+def test_a_refusal_becomes_an_error_with_its_exit_code(code: str, exit_code: ExitCode) -> None:
+    error = refusal(code, "why")
+    assert (error.code, str(error), error.exit_code) == (code, "why", exit_code)
+    assert isinstance(error, FencedError) is (code == "fenced")
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------

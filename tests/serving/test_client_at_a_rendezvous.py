@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.schemas.errors import ConfigError, RendezvousError
+from headrace.schemas.errors import ConfigError, UnreachableError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Port, Published
 from headrace.workers.serving.client import PolicyClient
@@ -56,7 +56,7 @@ def test_the_environment_names_the_rendezvous_and_the_slot_picks_the_worker(
         publish(meet, clients_0=zero.endpoint, clients_1=one.endpoint, envs_1="tcp://a:1")
         with PolicyClient.of(slot=1) as client:
             assert play(client) in one.episodes.episodes
-    with pytest.raises(RendezvousError, match="names no worker of slot 2 that serves clients"):
+    with pytest.raises(UnreachableError, match="names no worker of slot 2 that serves clients"):
         PolicyClient.of(slot=2, connect_timeout_s=0.3)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.errors import ConfigError, ModuleError, WhichModuleError
+from headrace.schemas.errors import ConfigError, ModuleError
 from headrace.schemas.messages.weights import join_modules
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config, parse_text
@@ -141,7 +141,7 @@ def test_set_weights_takes_weights_by_module_joined_or_of_the_only_module() -> N
         runner.set_weights({"two": zeros}, 2)
         assert runner.weights_version == (0, 2)
         for weights in ({"three": zeros}, join_modules({"three": zeros}), zeros):
-            with pytest.raises(WhichModuleError, match=r"modules are \['one', 'two'\]"):
+            with pytest.raises(ModuleError, match=r"modules are \['one', 'two'\]"):
                 runner.set_weights(weights, 3)
         with pytest.raises(ModuleError, match="do not fit the module"):
             runner.set_weights(join_modules({"one": zeros, "two": {"other": zeros["head.bias"]}}), 3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.schemas.accounts.ledger import Discard
-from headrace.schemas.errors import CallbackError, EnvError, RunnerBusyError, RunnerStoppedError
+from headrace.schemas.errors import CallbackError, EnvError, HeadraceError, RunnerBusyError
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.sampling.sample_size import SampleSizeError
 from support.envs.toy import Counting, runner
@@ -112,7 +112,7 @@ def test_a_stopped_runner_refuses_to_sample_until_it_has_envs_again(make: Any) -
     sampler.sample(num_timesteps=4)
     sampler.stop()
     for ask in (MOVES["sample"], MOVES["episodes"], MOVES["fragment"]):
-        with pytest.raises(RunnerStoppedError, match="was stopped and has closed its envs; make_env"):
+        with pytest.raises(HeadraceError, match="was stopped and has closed its envs; make_env"):
             ask(sampler)
     with pytest.raises(AssertionError):
         sampler.assert_healthy()
@@ -136,7 +136,7 @@ def test_a_runner_whose_envs_could_not_be_rebuilt_refuses_to_sample(make: Any, k
         broken.append(True)
         with pytest.raises(EnvError, match="no such map"):
             sampler.make_env()
-        with pytest.raises(RunnerStoppedError):
+        with pytest.raises(HeadraceError, match="was stopped"):
             sampler.sample(num_timesteps=4)
         broken.clear()
         sampler.make_env()

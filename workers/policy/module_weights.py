@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import WeightsMismatchError, WhichModuleError
+from headrace.schemas.errors import WeightsMismatchError, which_module_error
 from headrace.schemas.messages.weights import check_shapes, fit_names, split_modules
 from headrace.workers.envs.bounds import holds
 
@@ -85,7 +85,7 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
     - arrays under names joined by `schemas.messages.weights.join_modules`
     - the arrays of the only module there is
 
-    Raises `WhichModuleError` for an unknown module, or for arrays that do not say which module they belong to.
+    Raises `ModuleError` for an unknown module, or for arrays that do not say which module they belong to.
     """
     if all(isinstance(value, Mapping) for value in state.values()):
         given = dict(state)
@@ -94,10 +94,10 @@ def weights_by_module(state: Mapping[str, Any], modules: Sequence[str]) -> dict[
     elif len(modules) == 1:
         given = {modules[0]: state}
     else:
-        raise WhichModuleError(None, modules)
+        raise which_module_error(None, modules)
     for module_id in given:
         if module_id not in modules:
-            raise WhichModuleError(module_id, modules)
+            raise which_module_error(module_id, modules)
     return given
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Dict, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.errors import ModuleError, PolicyCallError, WhichModuleError
+from headrace.schemas.errors import ModuleError, PolicyCallError, which_module_error
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors, split_states
@@ -114,7 +114,7 @@ class TrainedPolicy:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The torch module, in eval mode. Raises `WhichModuleError` where there are several: see `modules`."""
+        """The torch module, in eval mode. Raises `ModuleError` where there are several: see `modules`."""
         return self.modules[self._module_of(None, None)]
 
     def act(
@@ -135,8 +135,8 @@ class TrainedPolicy:
         `rewards` are those of the last step, for connectors that look at them.
 
         Raises `PolicyCallError` for an observation that is not the policy's or has no legal action, or a batch of
-        another size than the episodes that the policy remembers, `WhichModuleError`, and `ModuleError` and
-        `ConnectorError` for their own failures.
+        another size than the episodes that the policy remembers, `ModuleError` for
+        no known module, and `ModuleError` and `ConnectorError` for their own failures.
         """
         module_id = self._module_of(agent, module_id)
         space = self.spaces[module_id].observation
@@ -197,7 +197,7 @@ class TrainedPolicy:
         elif module_id is None and len(self.modules) == 1:
             module_id = next(iter(self.modules))
         if module_id is None or module_id not in self.modules:
-            raise WhichModuleError(module_id, self.modules)
+            raise which_module_error(module_id, self.modules)
         return module_id
 
     def _player(self, agent: Any, module_id: str, rows: int) -> _Player:

@@ -18,7 +18,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.worker_figures import TimePart
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import CallbackError, MissingEnvError, ModuleError, RunnerStoppedError
+from headrace.schemas.errors import CallbackError, HeadraceError, MissingEnvError, ModuleError
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
@@ -261,7 +261,7 @@ class EnvRunner(ABC, Generic[Batch]):
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
         `ExternalSilenceError` when no client drives external envs, `ModuleError` when the policy fails,
-        `RunnerStoppedError` after `stop`, `RunnerBusyError` within most callbacks, and `CallbackError` when
+        `HeadraceError` after `stop`, `RunnerBusyError` within most callbacks, and `CallbackError` when
         on_sample_end does; it has the `samples`.
         """
         self.callbacks.check_at_rest("sample()")
@@ -354,7 +354,7 @@ class EnvRunner(ABC, Generic[Batch]):
     ) -> None:
         sampler = self._existing_sampler
         if self._stopped:
-            raise RunnerStoppedError
+            raise HeadraceError("this runner was stopped and has closed its envs; make_env() rebuilds them")
         if not mode.random_actions:
             self._check_can_act()
         self.totals.timers.begin_sample()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from headrace.schemas.credentials.keys import PeerKeys, expected_key
-from headrace.schemas.errors import ConfigError, RendezvousError
+from headrace.schemas.errors import ConfigError, no_fleet_error
 from headrace.schemas.peers.fleet_address import AddressSource, await_address
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.rendezvous import RENDEZVOUS_VARIABLE, Rendezvous
@@ -42,8 +42,8 @@ def find_server(
     """Return the place of a worker that serves clients, once one is at the rendezvous `where`.
 
     `where` is a file or a URL; None: the one in HEADRACE_FLEET__RENDEZVOUS. `slot` None: any worker. Logs every ten
-    seconds what it waits for. Raises `RendezvousError` when there is none within `connect_timeout_s`, and `ConfigError`
-    for no such rendezvous.
+    seconds what it waits for. Raises `UnreachableError` when there is none within `connect_timeout_s`, and
+    `ConfigError` for no such rendezvous.
     """
     where = str(where or os.environ.get(RENDEZVOUS_VARIABLE, ""))
     if not where or where.startswith("dns://"):
@@ -51,5 +51,5 @@ def find_server(
     source = WorkerPortChoice(Rendezvous(where), "clients", slot, expected_key(keys))
     endpoint = await_address(source, "clients", connect_timeout_s)
     if not endpoint:
-        raise RendezvousError(where, source.problem)
+        raise no_fleet_error(where, source.problem)
     return ServerPlace(endpoint, source)
