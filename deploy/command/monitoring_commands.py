@@ -126,8 +126,8 @@ def top(
 ) -> None:
     """Show a fleet live in this terminal: verdict, findings, numbers, ledger, workers.
 
-    Keys sort, filter and look into a worker; ? names them. It only reads: Redis, and the run directory where it is on
-    this machine. q ends it; the fleet goes on.
+    It only reads: Redis, and the run directory where it is on this machine. Ctrl-C ends it; the fleet goes on. To sort,
+    filter and look into a worker, use the page: headrace dashboard.
     """
     from headrace.deploy.monitoring.top.top import top as show
 

@@ -5,27 +5,26 @@ from __future__ import annotations
 import io
 import os
 import sys
-import threading
 from collections.abc import Sequence
 
 import orjson
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.text import Text
 
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.fleet_state import Document, StateReader
 from headrace.deploy.monitoring.series import SeriesReader
-from headrace.deploy.monitoring.top.terminal import Terminal
-from headrace.deploy.monitoring.top.top_view import SHOWN_CURVES, Curves, TopState, blocks_for, plain, press, screen
+from headrace.deploy.monitoring.top.top_view import SHOWN_CURVES, Curves, blocks_for, plain, screen
 from headrace.deploy.run.redis_view import FleetView
 from headrace.deploy.terminal.std_streams import say
-from headrace.schemas.errors import HeadraceError, RedisUnavailableError
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.errors import RedisUnavailableError
 
 INTERVAL_S = 1.0
 CURVES_EVERY = 5
 """Reads of the state for one of the curves, which have a value each 5 s."""
 PLAIN_WIDTH = 160
-_END_S = 5.0
 
 
 class StateSource:
@@ -56,35 +55,8 @@ class StateSource:
         return document
 
 
-class StateThread:
-    """Reads the state each second in a thread of its own: a Redis that hangs must not delay key presses."""
-
-    def __init__(self, source: StateSource, terminal: Terminal) -> None:
-        self._source, self._terminal = source, terminal
-        self._closing = threading.Event()
-        self.newest: tuple[Document, Curves] | None = None
-        self.error: HeadraceError | None = None
-        self._thread = threading.Thread(target=self._run, name="top-reader", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread. Waits for a read under way."""
-        self._closing.set()
-        self._thread.join(_END_S)
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                self.newest = (self._source.read(), self._source.curves)
-            except HeadraceError as error:
-                self.error = error
-                self._closing.set()
-            self._terminal.notify()
-            self._closing.wait(INTERVAL_S)
-
-
 def top(reader: FactsReader, *, once: bool, as_json: bool) -> None:
-    """Show the fleet until q or Ctrl-C. Show it once if `once` is set, or if stdin or stdout is no terminal.
+    """Show the fleet until Ctrl-C. Show it once if `once` is set, or if stdout is no terminal.
 
     Raises `RedisContractError`, and `RunDirError` once the run directory was removed.
     """
@@ -102,38 +74,18 @@ def top(reader: FactsReader, *, once: bool, as_json: bool) -> None:
 
 def _is_interactive() -> bool:
     is_dumb = os.environ.get("TERM", "dumb") in ("", "dumb", "unknown")
-    return sys.stdin.isatty() and sys.stdout.isatty() and not is_dumb
+    return sys.stdout.isatty() and not is_dumb
 
 
 def _show(source: StateSource) -> None:
-    terminal = Terminal()
-    thread = StateThread(source, terminal)
-    try:
-        with terminal:
-            _turn(terminal, thread, TopState(), blocks_for(sys.stdout.encoding))
-    finally:
-        thread.close()
-
-
-def _turn(terminal: Terminal, thread: StateThread, state: TopState, blocks: str) -> None:
-    """Draw new states and take keys, until a key quits or the terminal is gone."""
-    while True:
-        width, height = terminal.size
-        if thread.error is not None:
-            raise thread.error
-        newest = thread.newest
-        if newest is None:
-            lines = [Text("reading the fleet"), *[Text()] * (height - 1)]
-        else:
-            lines = screen(*newest, state, width, height, blocks)
-        terminal.draw(_rendered(lines, width, is_terminal=True))
-        keys = terminal.read_keys(INTERVAL_S)
-        if keys is None or any(_press(state, key, newest) for key in keys):
-            return
-
-
-def _press(state: TopState, key: str, newest: tuple[Document, Curves] | None) -> bool:
-    return key == "q" if newest is None else press(state, key, newest[0])
+    """Draw the newest state each second, until Ctrl-C or SIGTERM."""
+    blocks = blocks_for(sys.stdout.encoding)
+    with stop_event() as stopping, Live(Text("reading the fleet"), screen=True, auto_refresh=False) as live:
+        while not stopping.is_set():
+            document = source.read()
+            width, height = live.console.size
+            live.update(Group(*screen(document, source.curves, width, height, blocks)), refresh=True)
+            stopping.wait(INTERVAL_S)
 
 
 def _rendered(lines: Sequence[Text], width: int, *, is_terminal: bool) -> list[str]:
