@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
@@ -16,8 +16,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headrace.deploy.monitoring.access import Guard
-from headrace.deploy.monitoring.web_connections import MOST_CONNECTIONS, CountedLines, WebConnections
 from headrace.deploy.process.service_manager import service_manager
+from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.peers.advertised import in_url
@@ -26,6 +26,8 @@ from headrace.schemas.settings.config import is_loopback
 log = logging.getLogger(__name__)
 _of_uvicorn = logging.getLogger("uvicorn.error")
 
+MOST_CONNECTIONS = 256
+"""At once; more are answered with 503. A browser has six, of which one follows a page."""
 _HEAD_BYTES = 1 << 16
 """The longest request line and headers together."""
 _ANSWERS_S, _CLOSE_S = 3, 5.0
@@ -70,19 +72,18 @@ class WebPort:
 
         If no client is connected, the block does not wait for the thread, which may live 0.2 s longer.
         """
-        connections = WebConnections()
         config = uvicorn.Config(
             Guard(app, self._token, self._socket.getsockname()[1], public),
             log_config=None,
             access_log=False,
             server_header=False,
             lifespan="off",
-            http=cast(Any, connections.protocol),  # h11; httptools bounds neither request line nor headers
+            http="h11",  # httptools bounds neither request line nor headers
             h11_max_incomplete_event_size=_HEAD_BYTES,
             ws="none",
-            limit_concurrency=MOST_CONNECTIONS + 1,  # counts requests too, whose clients may be gone
+            limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=_ANSWERS_S,
-            callback_notify=lambda: _on_turn(connections),
+            callback_notify=_on_turn,
             timeout_notify=0,
         )
         server = uvicorn.Server(config)
@@ -106,10 +107,25 @@ class WebPort:
             self._socket.close()
 
 
-async def _on_turn(connections: WebConnections) -> None:
-    """Give a sign of life from the event loop that answers requests, once a second. End silent connections."""
+class CountedLines(logging.Filter):
+    """Has warnings of uvicorn about single requests counted, so that clients cannot fill the log."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._warnings = CountedWarnings(log, clock)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Pass what is no warning. Log a warning itself, or count it."""
+        if record.levelno < logging.WARNING:
+            return True
+        error = record.exc_info[1] if record.exc_info else None
+        self._warnings.warn(b"", str(record.msg), record.getMessage().strip(), cast(Any, error))
+        return False
+
+
+async def _on_turn() -> None:
+    """Give a sign of life from the event loop that answers requests, once a second."""
     service_manager().turn()
-    connections.end_silent(time.monotonic())
 
 
 def parse_address(text: str) -> tuple[str, int]:
