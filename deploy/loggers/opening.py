@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from headrace.deploy.loggers.logger_thread import LoggerThread
 from headrace.deploy.loggers.protocol import Logger, RunInfo
-from headrace.deploy.loggers.row_files import CsvFile, FileLogger, JsonlFile
+from headrace.deploy.loggers.row_files import FileLogger, JsonlFile
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConfigError, words_of
 from headrace.schemas.settings.config import LoggingSection
@@ -22,8 +21,8 @@ BUILT_IN = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow"
 """Setting, which is also the name of the extra and of the package -> class in `{setting}_logger.py`."""
 
 
-def open_loggers(section: LoggingSection, run: RunInfo, columns: Iterable[str]) -> list[LoggerThread]:
-    """Build the loggers of both files, and those that `section` names, each with its thread.
+def open_loggers(section: LoggingSection, run: RunInfo) -> list[LoggerThread]:
+    """Build the logger of `metrics.jsonl`, and those that `section` names, each with its thread.
 
     Raises `ConfigError` for a logger that cannot be built.
     """
@@ -38,18 +37,8 @@ def open_loggers(section: LoggingSection, run: RunInfo, columns: Iterable[str]) 
             with suppress(Exception):  # the first error is the one to raise
                 logger.close()
         raise
-    files = [(file.path.name, FileLogger(file)) for file in open_files(run.run_dir, columns)]
-    return [LoggerThread(name, logger) for name, logger in (*files, *built)]
-
-
-def open_files(run_dir: Path, columns: Iterable[str]) -> tuple[JsonlFile, CsvFile]:
-    """Return `metrics.jsonl` and `metrics.csv`, with the same rows in both unless the disk is full."""
-    rows, table = JsonlFile(run_dir / "metrics.jsonl"), CsvFile(run_dir / "metrics.csv", columns)
-    try:
-        table.catch_up(rows)
-    except OSError as error:
-        log.error("%s cannot be compared with %s (%s)", table.path, rows.path, error.strerror or error)
-    return rows, table
+    file = JsonlFile(run.run_dir / "metrics.jsonl")
+    return [LoggerThread(name, logger) for name, logger in ((file.path.name, FileLogger(file)), *built)]
 
 
 def _load_built_in(name: str) -> Callable[[RunInfo], Logger]:

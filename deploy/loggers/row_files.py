@@ -1,18 +1,15 @@
-"""Crash-safe row files of the run directory: `metrics.jsonl` and `metrics.csv`.
+"""The crash-safe file of the run's rows, `metrics.jsonl`.
 
-Each row is appended and written immediately, so a killed supervisor leaves readable files. A partly written row is
+Each row is appended and written immediately, so a killed supervisor leaves a readable file. A partly written row is
 removed. A full disk only delays rows: they are written when there is room again.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import orjson
@@ -24,16 +21,13 @@ log = logging.getLogger("headrace.supervisor")
 
 MOST_WAITING = 10_000
 """Most rows that may wait for room on the disk. Beyond it the oldest are dropped."""
-MOST_COLUMNS = 1000
-"""Most columns of a CSV file. The values of further columns are only in the JSON file."""
 _BLOCK = 1 << 16
-_ROWS_AT_ONCE = 1000
 
 
 class FileLogger:
     """A logger that writes rows to a file, and keeps them while the file cannot be written."""
 
-    def __init__(self, file: JsonlFile | CsvFile) -> None:
+    def __init__(self, file: JsonlFile) -> None:
         self._file = file
         self._waiting: deque[Row] = deque(maxlen=MOST_WAITING)
         self._failing = False
@@ -104,104 +98,12 @@ class JsonlFile:
         return last
 
 
-class CsvFile:
-    """A CSV file: a header, then one line for each row.
-
-    When rows have new columns, these are added at the right end, and a wider file replaces the old one in one step.
-    """
-
-    def __init__(self, path: Path, columns: Iterable[str]) -> None:
-        self.path = path
-        self._first_columns = list(columns)
-        self._columns: list[str] | None = None
-        """Columns that the file has; None before it was first read."""
-        self._left_out = False
-
-    def append(self, rows: Sequence[Row]) -> None:
-        """Append each row as one line, after adding new columns. Write all `rows`, or none and raise `OSError`."""
-        if self._columns is None:
-            _cut_torn_line(self.path)
-            self._columns = _header_of(self.path)
-        wanted = self._extended(self._columns, rows)
-        if wanted != self._columns:
-            self._replace(wanted)
-        _append(self.path, csv_lines([[row.get(name, "") for name in wanted] for row in rows]))
-
-    def catch_up(self, file: JsonlFile) -> None:
-        """Write this file again from `file` if their numbers of rows differ, as after a killed supervisor.
-
-        Raises `OSError`.
-        """
-        rows = file.rows()
-        if sum(1 for _ in file.rows()) == _count_lines(self.path) - 1:
-            return
-        self.path.unlink(missing_ok=True)
-        self._columns = None
-        while block := list(islice(rows, _ROWS_AT_ONCE)):
-            self.append(block)
-
-    def _extended(self, columns: list[str], rows: Sequence[Row]) -> list[str]:
-        """Return `columns` and the new ones of `rows` after them, at most `MOST_COLUMNS`."""
-        known = dict.fromkeys(columns or self._first_columns)
-        for row in rows:
-            for name in row:
-                if name in known or len(known) < MOST_COLUMNS:
-                    known[name] = None
-                elif not self._left_out:
-                    self._left_out = True
-                    log.warning("%s has %d columns, which is the limit; %r is left out", self.path, len(known), name)
-        return list(known)
-
-    def _replace(self, columns: list[str]) -> None:
-        """Write a copy with a wider header beside the file, and replace the file by it in one step."""
-        aside = self.path.with_name(f".{self.path.name}.new")
-        try:
-            with open(aside, "w", encoding="utf-8", newline="", opener=opener) as file:
-                out = csv.writer(file, lineterminator="\n")
-                out.writerow(columns)
-                if self._columns:
-                    with self.path.open(encoding="utf-8", errors="replace", newline="") as old:
-                        lines = csv.reader(old)
-                        next(lines)
-                        out.writerows([*line, *[""] * (len(columns) - len(line))] for line in lines)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(self.path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
-        self._columns = columns
-
-
 def _row_in(line: bytes) -> Row | None:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
     return row if line.endswith(b"\n") and isinstance(row, dict) else None
-
-
-def _count_lines(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.endswith(b"\n"))
-    except FileNotFoundError:
-        return 0
-
-
-def _header_of(path: Path) -> list[str]:
-    try:
-        with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            return next(csv.reader(file), [])
-    except FileNotFoundError:
-        return []
-
-
-def csv_lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
-    """Return rows as lines of CSV."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -12,7 +12,7 @@ import orjson
 from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.opening import open_loggers
 from headrace.deploy.loggers.row_files import JsonlFile
-from headrace.deploy.report.run_rows import COLUMNS, evaluation_row, fleet_row, learner_row
+from headrace.deploy.report.run_rows import evaluation_row, fleet_row, learner_row
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.settings.config import FleetConfig
 
@@ -39,7 +39,7 @@ class RunLog:
         self._newest = _newest_learner_row(JsonlFile(run.run_dir / "metrics.jsonl"))
         self.close_s = CLOSE_S
         """Seconds that all loggers together may take to end."""
-        self._loggers = open_loggers(config.logging, run, COLUMNS)
+        self._loggers = open_loggers(config.logging, run)
 
     def observe(
         self,

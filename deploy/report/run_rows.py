@@ -69,7 +69,7 @@ COLUMNS = (
     "committed_steps",
     "queued_steps",
 )
-"""The first columns of `metrics.csv`. Further ones stand after them in the order in which they came up."""
+"""The first columns of `headrace report --csv`. Further ones stand after them in the order in which they came up."""
 
 
 NOTHING_BEFORE: Mapping[str, float] = MappingProxyType({})

@@ -3,7 +3,7 @@
 with WeightPublisher(endpoint) as weights:
     weights.publish(module.state_dict())
     weights.publish({"one": one.state_dict(), "two": two.state_dict()})  # several modules
-    weights.log({"loss": loss})  # for metrics.csv, TensorBoard and others
+    weights.log({"loss": loss})  # for metrics.jsonl, TensorBoard and others
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class WeightPublisher:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log figures of the learner at this moment, such as the losses of one update, as one row. Never waits.
 
-        The row gets into `metrics.jsonl` and `metrics.csv` of the run, each name after "learner/", and to all other
+        The row gets into `metrics.jsonl` of the run, each name after "learner/", and to all other
         loggers of the fleet. It has the fleet's env steps and the newest published weights beside them. Rows wait for a
         broker or a Redis that is away, the newest 1,000 of them. Numbers that are not finite are left out.
 

@@ -393,7 +393,7 @@ class SupervisorSection(ConfigSection):
 
 
 class LoggingSection(ConfigSection):
-    """Settings of what `up` logs of a run. It always writes `metrics.jsonl` and `metrics.csv` in the run directory."""
+    """Settings of what `up` logs of a run. It always writes `metrics.jsonl` in the run directory."""
 
     interval_s: float = Field(default=5.0, gt=0)
     """time between two rows about the whole fleet"""

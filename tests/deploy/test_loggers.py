@@ -90,7 +90,7 @@ def info(run_dir: Path) -> RunInfo:
 
 
 def log_once(run_dir: Path, **settings: Any) -> None:
-    threads = open_loggers(LoggingSection(**settings), info(run_dir), ["kind"])
+    threads = open_loggers(LoggingSection(**settings), info(run_dir))
     for thread in threads:
         thread.offer(LEARNER_ROW, 64)
     end(*threads)
@@ -145,7 +145,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as Python remembers a package that is not there
     with pytest.raises(ConfigError, match=f"logging.{name}: the package {name} cannot be imported") as caught:
-        open_loggers(LoggingSection(**{name: True}), info(tmp_path), [])
+        open_loggers(LoggingSection(**{name: True}), info(tmp_path))
     assert f"pip install 'headrace[{name}]'" in str(caught.value)
     assert f"leave --{name} out" in str(caught.value)
 
@@ -178,5 +178,5 @@ def test_a_logger_that_cannot_be_built_is_an_error_and_leaves_no_thread(
     monkeypatch.setitem(sys.modules, "my_loggers", sys.modules[__name__])
     threads_before = threading.active_count()
     with pytest.raises(ConfigError, match=says):
-        open_loggers(LoggingSection(loggers=[f"my_loggers:{named}"]), info(tmp_path), [])
+        open_loggers(LoggingSection(loggers=[f"my_loggers:{named}"]), info(tmp_path))
     assert threading.active_count() == threads_before

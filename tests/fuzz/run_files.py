@@ -28,7 +28,7 @@ from headrace.broker.files.state_file import Endpoints, read_broker_file, write_
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.fleet.obituary_sender import write_obituary
-from headrace.deploy.loggers.row_files import CsvFile, JsonlFile
+from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.process.exit_record import ExitRecord, take_exit_record
 from headrace.deploy.report import ps
 from headrace.deploy.report.audit import audit
@@ -176,9 +176,6 @@ class RunFiles:
         lines = [mutator.text(value), orjson.dumps(value), mutator.text(value)]
         self._put(name, b"\n".join(lines) + mutator.random.choice((b"", b"\n")))
 
-    def _csv(self, mutator: Mutator) -> None:
-        self._put("metrics.csv", mutator.data(b"kind,time\nfleet,1.5\nfleet,2\n"))
-
     def _checkpoint(self, mutator: Mutator) -> None:
         """A checkpoint whose checksum holds."""
         data = self.honest[Path(CHECKPOINT_FILE)]
@@ -277,9 +274,6 @@ class RunFiles:
 
     def _read_rows(self) -> None:
         jsonl = JsonlFile(self.folder / "metrics.jsonl")
-        csv = CsvFile(self.folder / "metrics.csv", ["kind", "time"])
-        csv.catch_up(jsonl)
-        csv.append([METRIC])
         jsonl.append([METRIC])
         jsonl.last_line_with(b"learner_row")
 
@@ -317,11 +311,6 @@ class RunFiles:
         yield "checkpoint", partial(self._bytes_of, CHECKPOINT_FILE), self._read_checkpoint
         yield "evaluations.jsonl", partial(self._lines, "evaluations.jsonl", EVALUATION), self._read_evaluations
         yield "metrics.jsonl", partial(self._lines, "metrics.jsonl", METRIC), self._read_rows
-        yield (
-            "metrics.csv",
-            self._csv,
-            self._read_rows,
-        )
         yield "exit record", partial(self._json, "exit", exit_record), self._read_exit
 
     def mend(self) -> None:
@@ -330,7 +319,7 @@ class RunFiles:
             (self.folder / name).write_bytes(content)
         for name, value in (("fleet.json", self.fleet), ("settings.json", self.settings)):
             self._put(name, orjson.dumps(value))
-        for name in ("config.json", "evaluations.jsonl", "metrics.jsonl", "metrics.csv"):
+        for name in ("config.json", "evaluations.jsonl", "metrics.jsonl"):
             (self.folder / name).unlink(missing_ok=True)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import orjson
 
-from headrace.deploy.loggers.row_files import csv_lines
 from headrace.deploy.monitoring.report.report_page import report_html
 from headrace.deploy.monitoring.report.run_report import read_run, rows_of, series_of
 from headrace.deploy.report.run_rows import COLUMNS
@@ -40,9 +41,9 @@ def _csv(run_dir: Path) -> Iterator[bytes]:
     columns = dict.fromkeys(COLUMNS)
     for row in rows_of(run_dir):
         columns.update(dict.fromkeys(row))
-    yield csv_lines([list(columns)])
+    yield _csv_lines([list(columns)])
     for row in rows_of(run_dir):
-        yield csv_lines([[row.get(name, "") for name in columns]])
+        yield _csv_lines([[row.get(name, "") for name in columns]])
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -54,3 +55,9 @@ def _write(path: Path, content: bytes) -> None:
     with writing(path):
         replace_private(path, content)
     say(f"written: {path}", sys.stderr)
+
+
+def _csv_lines(rows: Iterable[Sequence[float | int | str]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
