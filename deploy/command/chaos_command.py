@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
     "fleet.workers": 2,
     "broker.lease_s": 3.0,
     "broker.heartbeat_interval_s": 0.5,
-    "supervisor.restart_backoff_max_s": 1.0,
+    "supervisor.restart_backoff_s": 0.02,
     "supervisor.zombie_grace_s": 5.0,
     "worker.connect_timeout_s": 600.0,
 }

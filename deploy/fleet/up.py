@@ -100,7 +100,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
             facts = RunFacts(run_dir.path)
             service_manager().follow(fleet.loop)
             with (
-                LogRotation(run_dir.logs, config.logging.max_file_bytes),
+                LogRotation(run_dir.logs),
                 StandstillWatch(fleet.loop, run_dir.path),
                 RunLog(config, run_info(config, fleet.fleet_id, run_dir.path)) as run_log,
             ):

@@ -75,7 +75,7 @@ def run_group(config: FleetConfig, fleet: FleetElsewhere, count: int, fork_serve
     """
     with StopSignals() as signals:
         group = WorkerGroup(config, fleet, signals, fork_server)
-        with LogRotation(group.logs, config.logging.max_file_bytes), StandstillWatch(group.loop, group.folder):
+        with LogRotation(group.logs), StandstillWatch(group.loop, group.folder):
             try:
                 group.start(count)
                 group.run()

@@ -67,7 +67,7 @@ KINDS = (
     FindingKind("redis_garbage", "warning", 0, ""),
     FindingKind("disk_full", "error", 0, "fleet.run_dir"),
     FindingKind("process_stopped", "error", 0, "broker.lease_s"),
-    FindingKind("process_restarting", "warning", 0, "supervisor.restart_backoff_max_s"),
+    FindingKind("process_restarting", "warning", 0, "supervisor.restart_backoff_s"),
     FindingKind("crash_loop", "error", 0, "supervisor.max_restarts_per_window"),
     FindingKind("process_failed", "error", 0, "supervisor.max_restarts_per_window"),
     FindingKind("learner_fenced", "warning", 0, "broker.lease_s"),

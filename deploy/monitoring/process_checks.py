@@ -10,6 +10,7 @@ from headrace.deploy.monitoring.connecting import env_host_command
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.processes import GONE, SUPERVISOR
+from headrace.deploy.process.restarts import WINDOW_S
 from headrace.deploy.report.progress import number
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.printable import one_line
@@ -68,7 +69,7 @@ def _ended(facts: Facts, kind: str, states: Sequence[ProcessState]) -> Observati
     last = f"{it} ended with {first.last_words:.100}" if first.last_words else f"{it} has ended"
     if kind == "crash_loop":
         deaths = sum(state.recent_deaths for state in states)
-        sentence = f"{of} {have} ended {deaths} times within {_window_s(facts):g} s of running; the last time {last}"
+        sentence = f"{of} {have} ended {deaths} times within {WINDOW_S:g} s of running; the last time {last}"
     elif kind == "process_restarting":
         sentence = f"waiting for {of} to start again ({last})"
     else:
@@ -138,12 +139,8 @@ def names_of(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
-def _window_s(facts: Facts) -> float:
-    return number(facts.setting("supervisor.restart_window_s")) or 60.0
-
-
 def _dies_often(facts: Facts, state: ProcessState) -> bool:
-    lately = not state.started_unix_s or facts.unix_s - state.started_unix_s < _window_s(facts)
+    lately = not state.started_unix_s or facts.unix_s - state.started_unix_s < WINDOW_S
     return state.recent_deaths >= _MANY_DEATHS and lately and state.state in ("running", "restarting")
 
 

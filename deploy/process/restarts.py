@@ -10,6 +10,11 @@ from headrace.schemas.settings.config import SupervisorSection
 LONG_LIFE = 10
 """A process that lived for so many times the first pause, and had not died before, starts again without one."""
 
+WINDOW_S = 60.0
+"""Seconds of a process's running time in which `max_restarts_per_window` are tolerated."""
+_LONGEST_BACKOFF = 50.0
+"""Pauses before a restart grow to so many times `restart_backoff_s`."""
+
 
 class RestartPolicy:
     """Decides when one process is started again.
@@ -33,14 +38,13 @@ class RestartPolicy:
         self.fruitless = 0 if has_delivered else self.fruitless + 1
         self._uptime_s += lived_s
         self._deaths.append(self._uptime_s)
-        while self._deaths[0] <= self._uptime_s - self._section.restart_window_s:
+        while self._deaths[0] <= self._uptime_s - WINDOW_S:
             self._deaths.popleft()
         if max(len(self._deaths), self.fruitless) > self._section.max_restarts_per_window:
             return None
         if len(self._deaths) == 1 and lived_s >= LONG_LIFE * self._section.restart_backoff_s:
             return 0.0
-        exponent = min(len(self._deaths) - 1, 30)
-        full = min(self._section.restart_backoff_max_s, self._section.restart_backoff_s * 2.0**exponent)
+        full = self._section.restart_backoff_s * min(2.0 ** min(len(self._deaths) - 1, 30), _LONGEST_BACKOFF)
         return full * self._rng.uniform(0.5, 1.0)
 
     @property

@@ -29,7 +29,7 @@ from headrace.deploy.process.event_loop import EventLoop, Timer
 from headrace.deploy.process.exit_record import ExitRecord
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
-from headrace.deploy.process.restarts import RestartPolicy
+from headrace.deploy.process.restarts import WINDOW_S, RestartPolicy
 from headrace.deploy.terminal.logs import message_of
 from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.basics.stop_event import sigterm_blocked
@@ -365,7 +365,7 @@ class Supervisor:
     def _crash_loop(self, service: Service, child: Child | None, end: str) -> FleetError:
         lines = child.log_lines(10) if child else []
         tail = "\n  ".join(["; its last log lines:", *lines]) if lines else "; it wrote no log"
-        deaths, window_s = service.policy.deaths_in_window, self._section.restart_window_s
+        deaths, window_s = service.policy.deaths_in_window, WINDOW_S
         often = f"died {deaths} times within {window_s:g} s of running"
         if service.policy.fruitless > self._section.max_restarts_per_window:
             often = f"died {service.policy.fruitless} times in a row before any step of it was committed"

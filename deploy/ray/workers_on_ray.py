@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.deploy.process.child import describe_end
 from headrace.deploy.process.fleet_errors import FleetError
-from headrace.deploy.process.restarts import RestartPolicy
+from headrace.deploy.process.restarts import WINDOW_S, RestartPolicy
 from headrace.deploy.process.supervisor import FINAL
 from headrace.deploy.ray.worker_actor import WorkerActor, WorkerEnd, WorkerStart
 from headrace.schemas.errors import ExitCode
@@ -150,7 +150,7 @@ class WorkersOnRay:
         if delay_s is None:
             raise FleetError(
                 f"{worker.name} ended {worker.policy.deaths_in_window} times within "
-                f"{self._config.supervisor.restart_window_s:g} s of running (last: {end.words}) and is given up; "
+                f"{WINDOW_S:g} s of running (last: {end.words}) and is given up; "
                 "repair it, or raise supervisor.max_restarts_per_window",
                 ExitCode.CRASH_LOOP,
             )

@@ -1,4 +1,4 @@
-"""Bounds the log files of a run directory: LOG and LOG.1, each of a size that the settings choose.
+"""Bounds the log files of a run directory: LOG and LOG.1, each of 16 MiB at most.
 
 The files are the stdout of processes, which keep them open, so none is moved away. The end of a file that is too large
 is copied to LOG.1, and the file is truncated to 0 bytes. The processes write with O_APPEND, so they go on at the new
@@ -18,6 +18,8 @@ from headrace.schemas.basics.run_files import open_own
 log = logging.getLogger("headrace.supervisor")
 
 INTERVAL_S = 2.0
+MOST_BYTES = 16 << 20
+"""Bytes of a file, beyond which its end is moved to a second one."""
 _PIECE = 1 << 20
 
 
@@ -27,8 +29,8 @@ class LogRotation:
     A file that cannot be copied, as on a full disk, stays as it is.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-rotation", daemon=True)
 
@@ -54,8 +56,8 @@ class LogRotation:
             return
         for path in paths:
             try:
-                if path.stat().st_size > self._max_bytes:
-                    rotate(path, self._max_bytes)
+                if path.stat().st_size > MOST_BYTES:
+                    rotate(path, MOST_BYTES)
             except OSError as error:
                 log.debug("%s cannot be rotated: %s", path, error)
 

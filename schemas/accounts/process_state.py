@@ -36,7 +36,7 @@ class ProcessState(BaseModel):
     last_words: Annotated[str, Field(max_length=MOST_WORDS)] = ""
     """Text on how its last life ended."""
     recent_deaths: Annotated[int, Field(ge=0)] = 0
-    """Deaths within `supervisor.restart_window_s` of running, as of the last one."""
+    """Deaths within 60 s of running, as of the last one."""
     cpu_s: _Number = 0.0
     rss_bytes: Annotated[int, Field(ge=0)] = 0
     is_stopped: bool = False

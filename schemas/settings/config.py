@@ -238,9 +238,7 @@ class LearnerSection(ConfigSection):
     learning_rate: float = Field(default=1e-3, gt=0)
     """learning rate of Adam"""
     anneal_steps: int | None = Field(default=None, gt=0)
-    """agent steps over which learning_rate and clip fall in a line to anneal_to of their values; absent: they stay"""
-    anneal_to: float = Field(default=0.0, ge=0, le=1)
-    """share of learning_rate and clip that is left after anneal_steps"""
+    """agent steps over which learning_rate and clip fall in a line to 0; absent: they stay"""
     gamma: float = Field(default=0.98, gt=0, le=1)
     """discount of rewards, for each step"""
     gae_lambda: float = Field(default=0.9, ge=0, le=1)
@@ -303,7 +301,7 @@ class LearnerSection(ConfigSection):
     def annealed(self, steps: int) -> float:
         """Return the share of learning rate and clip that is left after training on `steps`."""
         passed = min(1.0, steps / self.anneal_steps) if self.anneal_steps else 0.0
-        return 1.0 - passed * (1.0 - self.anneal_to)
+        return 1.0 - passed
 
 
 REDIS_BYTES_PER_HOUR = 2 << 30
@@ -367,15 +365,11 @@ class SupervisorSection(ConfigSection):
     """Settings of the supervisor, by which `up` keeps its processes alive."""
 
     restart_backoff_s: float = Field(default=0.2, gt=0)
-    """pause before the first restart, if the process lived less than ten times as long; it doubles each time, with
-    jitter"""
-    restart_backoff_max_s: float = Field(default=10.0, gt=0)
-    """longest pause before a restart"""
+    """pause before the first restart, if the process lived less than ten times as long; it doubles each time up
+    to fifty times as long, with jitter"""
     max_restarts_per_window: int = Field(default=10, ge=0)
-    """restarts of one process before it counts as crash-looping; of a worker, also restarts in a row at any pace before
-    a step of it was committed"""
-    restart_window_s: float = Field(default=60.0, gt=0)
-    """time window of max_restarts_per_window"""
+    """restarts of one process, within 60 s of its running, before it counts as crash-looping; of a worker, also
+    restarts in a row at any pace before a step of it was committed"""
     zombie_grace_s: float = Field(default=30.0, gt=0)
     """how long a silent worker that was replaced may live on, to find itself fenced"""
     hung_after_s: float = Field(default=300.0, gt=0)
@@ -405,8 +399,6 @@ class LoggingSection(ConfigSection):
     """log to MLflow too (extra mlflow)"""
     loggers: list[str] = Field(default=[])
     """loggers of your own, each as "package.module:Class", which is called with a RunInfo"""
-    max_file_bytes: int = Field(default=16 << 20, ge=1 << 16)
-    """size at which a file in run_dir/logs is moved to one that ends in .1, in place of the one before"""
 
 
 class DashboardSection(ConfigSection):

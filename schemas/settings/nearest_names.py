@@ -45,6 +45,14 @@ CUT: dict[str, tuple[Any, str]] = {
     "broker.log": (False, _KEPT_BY_WORKERS),
     "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
     "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
+    "learner.anneal_to": (0.0, "they fall to 0"),
+    "logging.max_file_bytes": (16 << 20, "it is 16 MiB"),
+    "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 100 times env_restart_backoff_s"),
+    "sampling.env_restart_window_s": (60.0, "it is 60 s"),
+    "serving.http_max_connections": (1024, "there are 1,024"),
+    "serving.max_sessions": (1024, "there are 1,024"),
+    "supervisor.restart_backoff_max_s": (10.0, "pauses grow to 50 times restart_backoff_s"),
+    "supervisor.restart_window_s": (60.0, "it is 60 s"),
 }
 """A setting that only earlier versions had -> its default, and what takes its place."""
 

@@ -35,10 +35,6 @@ class ServingSection(ConfigSection):
     """serve other machines without keys or token, or all users of this one; every start warns"""
     lease_s: float = Field(default=30.0, ge=0.2, le=MOST_SILENCE_S)
     """silence after which a client's episodes are aborted"""
-    max_sessions: int = Field(default=1024, ge=1)
-    """clients that may have a session at once"""
-    http_max_connections: int = Field(default=1024, ge=1)
-    """HTTP connections at once; at most half as many as files may be open"""
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 12, le=1 << 28)
     """largest message of a client"""
 

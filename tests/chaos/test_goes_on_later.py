@@ -152,7 +152,7 @@ CHANGES: dict[str, list[tuple[str, ...]]] = {
     "envs": [("sampling.num_envs=8",), ("sampling.num_envs=1",), ("sampling.num_envs=16",)],
     "workers": [("fleet.workers=3",), ("fleet.workers=1",), ("fleet.workers=2",)],
     "sizes": [
-        ("broker.max_batch_bytes=65536", "logging.max_file_bytes=65536", "worker.window_batches=2"),
+        ("broker.max_batch_bytes=65536", "worker.window_batches=2"),
         (),
         ("broker.max_held_bytes=1048576", "broker.max_batch_bytes=65536", "broker.max_held_batches=64"),
     ],

@@ -18,7 +18,6 @@ from support.waiting import TIMEOUT_S
 
 SECTION = SupervisorSection(
     restart_backoff_s=0.01,
-    restart_backoff_max_s=0.02,
     max_restarts_per_window=3,
     zombie_grace_s=0.2,
     stop_timeout_s=0.3,

@@ -32,10 +32,11 @@ def test_a_log_that_is_cut_under_a_writing_process_has_whole_lines_in_order(
 ) -> None:
     monkeypatch.setattr(log_rotation, "INTERVAL_S", 0.01)
     logs, most = tmp_path / "logs", 1 << 18
+    monkeypatch.setattr(log_rotation, "MOST_BYTES", most)
     logs.mkdir()
     path = logs / "noisy.log"
     path.write_text("of an earlier life\n" * 20_000)
-    with LogRotation(logs, most):
+    with LogRotation(logs):
         child = Child([sys.executable, "-c", COUNTING, str(tmp_path)], path)
         wait_until((tmp_path / "counted").exists, "all lines")
     (tmp_path / "go on").touch()

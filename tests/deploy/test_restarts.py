@@ -9,15 +9,13 @@ import pytest
 from headrace.deploy.process.restarts import RestartPolicy
 from headrace.schemas.settings.config import SupervisorSection
 
-SECTION = SupervisorSection(
-    restart_backoff_s=1.0, restart_backoff_max_s=5.0, max_restarts_per_window=6, restart_window_s=60.0
-)
+SECTION = SupervisorSection(restart_backoff_s=1.0, max_restarts_per_window=6)
 
 
 def test_pauses_double_up_to_the_longest_and_are_jittered() -> None:
-    policy = RestartPolicy(SECTION, random.Random(1))
-    pauses = [policy.after_death(1.0) for _ in range(6)]
-    for pause, full in zip(pauses, (1.0, 2.0, 4.0, 5.0, 5.0, 5.0), strict=True):
+    policy = RestartPolicy(SECTION.model_copy(update={"max_restarts_per_window": 8}), random.Random(1))
+    pauses = [policy.after_death(1.0) for _ in range(8)]
+    for pause, full in zip(pauses, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 50.0, 50.0), strict=True):
         assert pause is not None
         assert full / 2 <= pause <= full
     assert len(set(pauses)) == len(pauses)

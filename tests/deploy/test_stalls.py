@@ -240,7 +240,7 @@ def test_a_worker_without_credit_a_batch_refused_again_and_again_and_a_redis_tha
 
 def test_envs_that_fail_again_and_again_and_one_that_cannot_be_built_again(tmp_path: Path) -> None:
     env = ("--env", "support.envs.fleet:failing_or_gone", "--workers", "2", "--num-envs", "2", "--no-check-env")
-    slow = sets("sampling.env_restart_backoff_s=90", "sampling.env_restart_backoff_max_s=90")
+    slow = sets("sampling.env_restart_backoff_s=90")
     with stalls_of(tmp_path, *env, *slow) as stalls:
         until_joined(stalls.fleet, 2)  # worker 1 may be the first by so much that its env is down the sooner
         found = stalls.until(("envs_failing", "worker-0"), ("envs_down", "worker-1"))

@@ -19,6 +19,7 @@ from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import ProcessSpec, Role
 from headrace.deploy.report.summary import Summary
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.terminal import log_rotation
 from headrace.deploy.terminal.log_rotation import rotated_path
 from headrace.schemas.errors import ExitCode, HeadraceError, RedisUnavailableError
 from headrace.schemas.messages import shared_weights
@@ -60,7 +61,7 @@ def roles_are_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_for(run_dir: Path, **fleet: object) -> FleetConfig:
-    supervisor = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "max_restarts_per_window": 2}
+    supervisor = {"restart_backoff_s": 0.01, "max_restarts_per_window": 2}
     broker = {"report_interval_s": 0.05, "allow_insecure": True}  # the pretended broker asks for no token
     sections = {"supervisor": supervisor, "broker": broker, "dashboard": {"enabled": False}}
     return build_config({"fleet": {"run_dir": str(run_dir), **fleet}, **sections})
@@ -143,13 +144,12 @@ def test_up_runs_to_its_goal_and_drains_workers_learner_and_broker_in_order(
 
 
 @pytest.mark.thorough
-def test_a_run_cuts_logs_that_are_too_large(tmp_path: Path) -> None:
+def test_a_run_cuts_logs_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "logs" / "worker-0.log"
     log.parent.mkdir()
     log.write_text("printed by an env\n" * 10_000)
-    config = config_for(tmp_path, until_steps=500)
-    bounded = config.logging.model_copy(update={"max_file_bytes": 1 << 16})
-    assert up(config.model_copy(update={"logging": bounded}), UpOptions(json=True)).goal_reached
+    monkeypatch.setattr(log_rotation, "MOST_BYTES", 1 << 16)
+    assert up(config_for(tmp_path, until_steps=500), UpOptions(json=True)).goal_reached
     assert log.stat().st_size <= 1 << 16
     assert "printed by an env\n" * 3000 in rotated_path(log).read_text()
 

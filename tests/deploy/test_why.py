@@ -26,7 +26,7 @@ from support.waiting import TIMEOUT_S
 
 FLEET = (
     *("--env", "CartPole-v1", "--workers", "2", "--num-envs", "2"),
-    *("--set", "broker.lease_s=200", "--set", "supervisor.restart_window_s=100"),
+    *("--set", "broker.lease_s=200"),
 )
 
 SLOW_START = {"redis_away", "worker_loading", "worker_building", "learner_loading", "no_weights"}

@@ -101,7 +101,7 @@ def test_a_fault_affects_only_its_env_and_is_counted_under_its_reason(
     run: Run,
     tmp_path: Path,
 ) -> None:
-    waits = {"env_restart_backoff_s": 600.0, "env_restart_backoff_max_s": 600.0} if at == "construction" else {}
+    waits = {"env_restart_backoff_s": 600.0} if at == "construction" else {}
     comes_back = at != "construction"
     worker = run(broker, _env_config(at, fault, tmp_path), **waits)
     lives = lives_of(broker, worker, (0, FAULTY, 2) if comes_back else SIBLINGS)

@@ -40,7 +40,7 @@ def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
 def worker_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def make(broker: BrokerThread, cells: list[Cell], folder: str, **sampling: Any) -> WorkerThread:
         settings = {"num_envs": len(cells), "rollout_fragment_length": 8, "seed": 5, "env_config": {"cells": cells}}
-        waits = {"env_restart_backoff_s": 600.0, "env_restart_backoff_max_s": 600.0}
+        waits = {"env_restart_backoff_s": 600.0}
         noting = {"env": "support.envs.remote_faults:Assigned", "callbacks": ["support.envs.remote_faults:Noting"]}
         sections = {
             "sampling": {**noting, **settings, **waits, **sampling},

@@ -27,7 +27,6 @@ SAMPLING: dict[str, Any] = {
     "num_envs": NUM_ENVS,
     "rollout_fragment_length": FRAGMENT,
     "env_restart_backoff_s": 600.0,
-    "env_restart_backoff_max_s": 600.0,
 }
 NEVER = threading.Event()
 

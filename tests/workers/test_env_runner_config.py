@@ -86,8 +86,8 @@ def test_every_setting_has_a_meaning_that_help_shows(section: type[ConfigSection
 
 
 def test_clashing_values_are_both_named() -> None:
-    with pytest.raises(ConfigError, match=r"env_restart_backoff_s = 9 .*env_restart_backoff_max_s = 1"):
-        EnvRunnerConfig(env_restart_backoff_s=9.0, env_restart_backoff_max_s=1.0)
+    with pytest.raises(ConfigError, match=r"external_fragment_max_age_s = 9 .*external_silence_timeout_s = 1"):
+        EnvRunnerConfig(external_fragment_max_age_s=9.0, external_silence_timeout_s=1.0)
 
 
 def test_runner_config_is_a_copy() -> None:

@@ -116,7 +116,7 @@ def test_a_vector_env_may_fail_for_one_env_or_for_all_envs() -> None:
 
 def test_envs_that_wait_to_be_restarted_are_not_stepped() -> None:
     config = {"at": 1, "fails": 2}
-    waits = {"env_restart_backoff_s": 3600.0, "env_restart_backoff_max_s": 3600.0}
+    waits = {"env_restart_backoff_s": 3600.0}
     with runner(Abacus, num_envs=3, env_config=config, rollout_fragment_length=5, **waits) as sampler:
         batch = sampler.sample_fragment()
         abacus: Any = sampler.env.unwrapped  # type: ignore[union-attr]

@@ -11,6 +11,11 @@ from headrace.workers.envs.error_text import seed_hint
 if TYPE_CHECKING:  # as in `creators`
     from headrace.workers.config import EnvRunnerConfig
 
+WINDOW_S = 60.0
+"""Seconds in which `max_env_restarts_per_window` are tolerated."""
+_LONGEST_BACKOFF = 100.0
+"""Waits before a rebuild grow to so many times `env_restart_backoff_s`."""
+
 
 class RestartBudget:
     """Counts the failures of one env. The first after a delivery has no wait; the waits after it double."""
@@ -36,7 +41,7 @@ class RestartBudget:
         """
         config = self._config
         self._recent.append(now)
-        while self._recent[0] <= now - config.env_restart_window_s:
+        while self._recent[0] <= now - WINDOW_S:
             self._recent.popleft()
         self.in_a_row += 1
         if self.in_a_row > config.env_restart_attempts:
@@ -45,9 +50,7 @@ class RestartBudget:
             raise self._exhausted(error, len(self._recent), now, "max_env_restarts_per_window", hint) from error
         if self.in_a_row == 1:
             return 0.0
-        # A float overflows with a larger exponent.
-        wait = config.env_restart_backoff_s * 2.0 ** min(self.in_a_row - 2, 60)
-        return min(wait, config.env_restart_backoff_max_s)
+        return config.env_restart_backoff_s * min(2.0 ** min(self.in_a_row - 2, 60), _LONGEST_BACKOFF)
 
     def _exhausted(
         self, error: BaseException, failures: int, now: float, setting: str, hint: str

@@ -161,7 +161,7 @@ class ServedEnvs:
                 "clients",
                 "serving",
                 largest_message=s.max_message_bytes,
-                connections=max(1024, s.max_sessions),
+                connections=1024,
             )
         )
 

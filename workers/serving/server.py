@@ -54,10 +54,8 @@ class Server:
         s = self._settings
         limits = ServingLimits(
             lease_s=s.lease_s,
-            max_sessions=s.max_sessions,
             max_episodes=capacity,
             max_message_bytes=s.max_message_bytes,
-            max_connections=s.http_max_connections,
         )
         with self._lock:
             if self._closed:
