@@ -60,19 +60,17 @@ def test_a_loop_that_stands_still_is_said_with_the_call_until_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, told, twice = EventLoop(), list[str](), threading.Event()
+    words = "this process has stood still for 0 s in EventLoop._call: it waits for that call to return"
 
     def say(logger: str, level: int, message: str) -> None:
         told.append(message)
-        if len(told) == 2:
+        if told.count(words) == 2:  # a busy machine lets the loop stand still before the call, too
             twice.set()
 
     monkeypatch.setattr("headrace.deploy.process.event_loop.say_on_stderr", say)
     loop.call_later(0.0, lambda: told.append("met" if twice.wait(TIMEOUT_S) else "never"))
     with StandstillWatch(loop, tmp_path, look_s=0.001):
         assert loop.turn_until(lambda: "met" in told, TIMEOUT_S)
-    assert told[0].startswith(
-        "this process has stood still for 0 s in EventLoop._call: it waits for that call to return"
-    )
 
 
 def test_the_error_of_a_file_goes_to_its_owner_and_the_loop_goes_on() -> None:
