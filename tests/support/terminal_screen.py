@@ -32,7 +32,7 @@ class Screen:
         self.colours: set[str] = set()
         """Parameters of the sequences that set colours."""
         self._cells: dict[int, list[str]] = {}
-        self._row = 0
+        self._row = self._column = 0
         self._rest = ""
 
     def feed(self, text: str) -> None:
@@ -47,28 +47,36 @@ class Screen:
                 self._obey(*found.groups())
                 at = found.end()
                 continue
-            if text[at] not in "\r\n":
-                self._cells.setdefault(self._row, []).append(text[at])
-                if _width(self._cells[self._row]) > self.columns:
-                    self.overflows.append("".join(self._cells[self._row]))
+            if text[at] == "\n":
+                self._row, self._column = self._row + 1, 0
+            elif text[at] != "\r":
+                line = self._cells.setdefault(self._row, [])
+                line[self._column : self._column + 1] = [text[at]]
+                self._column += 1
+                if _width(line) > self.columns:
+                    self.overflows.append("".join(line))
+                    del line[self.columns :]
             at += 1
+
+    def resize(self, columns: int, lines: int) -> None:
+        """Cut off what has no room any more."""
+        self.columns, self.lines = columns, lines
+        self._cells = {row: line[:columns] for row, line in self._cells.items() if row < lines}
 
     def _obey(self, private: str | None, parameters: str, letter: str) -> None:
         if private and parameters == "1049":
             self.is_other, self._cells = letter == "h", {}
         elif letter == "H":
-            self._row = int((parameters or "1").split(";")[0]) - 1
+            self._row, self._column = int((parameters or "1").split(";")[0]) - 1, 0
             if self._row >= self.lines:
                 self.overflows.append(f"line {self._row}")
-        elif letter == "K":
-            self._cells[self._row] = []
         elif letter == "J":
             self._cells = {}
         elif letter == "m" and any(30 <= int(part or 0) <= 49 for part in parameters.split(";")):
             self.colours.add(parameters)
 
     def text(self) -> str:
-        cells = dict(self._cells)
+        cells = {row: line for row, line in self._cells.items() if row < self.lines}
         return "\n".join("".join(cells.get(row, [])) for row in range(max(cells, default=0) + 1))
 
 
@@ -115,7 +123,7 @@ class OnTerminal:
 
     def resize(self, columns: int, lines: int) -> None:
         """Change the size as a window manager does: the kernel sends SIGWINCH."""
-        self.screen.columns, self.screen.lines = columns, lines
+        self.screen.resize(columns, lines)
         self._set_size(self._master, columns, lines)
 
     def shows(self, part: str) -> str:

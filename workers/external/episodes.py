@@ -83,9 +83,11 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
         """
         episode_id = uuid.uuid4().hex if episode_id is None else episode_id
         if not isinstance(episode_id, str):
-            raise EpisodeError(episode_id, f"has an id of {type(episode_id)}; ids are text")
+            raise EpisodeError(episode_id, "episode_error", f"has an id of {type(episode_id)}; ids are text")
         if len(episode_id) > MAX_ID_LENGTH:
-            raise EpisodeError(episode_id, f"has an id of {len(episode_id)} characters; {MAX_ID_LENGTH} are allowed")
+            raise EpisodeError(
+                episode_id, "episode_error", f"has an id of {len(episode_id)} characters; {MAX_ID_LENGTH} are allowed"
+            )
         with self._lock:
             if (reason := self._closed or self._full) is not None:
                 raise EpisodesClosedError(episode_id, reason)
