@@ -266,7 +266,8 @@ def test_all_env_hosts_are_gone(tmp_path: Path) -> None:
             with running(found["command"]):
                 stalls.until(between={("envs_silent", "worker-0")})  # while the host builds the envs
                 stalls.until_healthy()
-            found = stalls.until(("no_env_hosts", "worker-0"))["no_env_hosts"]
+            gone = {("envs_silent", "worker-0")}  # until the lease of the host ends
+            found = stalls.until(("no_env_hosts", "worker-0"), between=gone)["no_env_hosts"]
             assert "no env host serves its envs" in found["sentence"]
 
 

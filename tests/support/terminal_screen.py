@@ -93,13 +93,15 @@ class OnTerminal:
         self._set_size(slave, columns, lines)
         self.modes_before = termios.tcgetattr(slave)
         self._slave = slave
+        # COLUMNS and LINES, as test runners set them, would hide the terminal's own size.
+        own = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             command,
             stdin=slave,
             stdout=slave,
             stderr=slave,
             cwd=cwd,
-            env={**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1", **env},
+            env={**own, "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1", **env},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
