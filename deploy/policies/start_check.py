@@ -40,7 +40,7 @@ class _Policy:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether the module is Headrace's own with its defaults, which fits all spaces and every learner."""
+        """Return whether the module is Headrace's own with its defaults, which fits all spaces and learners."""
         return self.build == DEFAULT_MODULE and not self.config
 
 
@@ -202,7 +202,7 @@ def _check_modules(
         except ModuleError as error:
             raise ModuleError(f"module {policy.build!r} does not fit its env's spaces: {error}") from error.__cause__
         is_trained = config.learner.enabled and (trained is None or module_id in trained)
-        if is_trained and config.learner.algorithm != "dqn" and "logp" not in columns:
+        if is_trained and "logp" not in columns:
             raise ModuleError(
                 f"module {policy.build!r} gives no 'logp' in forward_exploration, which the reference learner needs; "
                 "return it, or train with a learner of your own: --set learner.enabled=false"

@@ -84,10 +84,15 @@ class EarlierRun:
     def check(self, config: FleetConfig, *, resume: bool) -> list[str]:
         """Return the settings of training that differ, as "key: was -> is".
 
-        Raises `OtherSettingsError` for a difference that is not allowed.
+        Raises `OtherSettingsError` for a difference that is not allowed, and `RunDirError` for a run that was trained
+        by an algorithm which the reference learner no longer has.
         """
-        changed = dict(_changed(self.settings, config))
         where = str(self.run_dir.path)
+        algorithm = self.settings.get("learner", {}).get("algorithm")  # of an earlier version
+        if algorithm in ("dqn", "impala") and config.learner.enabled:
+            reason = f"learner.algorithm = {algorithm!r} trained it, and the reference learner has only PPO now"
+            raise RunDirError(where, reason, f"train a new run by docs/examples/{algorithm}.py of the repository")
+        changed = dict(_changed(self.settings, config))
         if fixed := [changed[key] for key in changed if key in FIXED]:
             raise OtherSettingsError(
                 where, fixed, "these cannot change within a run: leave out --run-dir for a new run, or name another"

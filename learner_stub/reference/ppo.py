@@ -38,7 +38,7 @@ from headrace.learner_stub.reference.gradient_steps import (
     Objective,
     Targets,
 )
-from headrace.learner_stub.reference.training_arrays import load_training_state, training_state
+from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
 from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
 from headrace.learner_stub.rollouts.minibatches import Minibatches, forward_all, minibatches_for, seed_torch
@@ -150,14 +150,17 @@ class PPO:
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return (plain JSON values, arrays by name) for a checkpoint. The arrays are live: write them at once."""
-        return training_state(self.module, self.optimizer, self.stats)
+        return self.stats.get_state(), training_arrays(self.module.state_dict(), self.optimizer.state_dict())
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Go on from the result of `get_state`; settings stay those of the config.
 
         Raises `KeyError` or `RuntimeError` when the state is that of another module.
         """
-        load_training_state(state, arrays, self.module, self.optimizer, self.stats)
+        tensors, moments = training_tensors(arrays)
+        self.module.load_state_dict(tensors)
+        self.optimizer.load_state_dict({"state": moments})
+        self.stats.set_state(state)
 
 
 def _divergence(seen: Sequence[LossTerms]) -> float:

@@ -201,34 +201,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-Q_NETWORK = "headrace.workers.modules:q_network"
-"""Builder of DQN's module."""
-
-DEFAULTS_OF_ALGORITHM: dict[str, dict[str, Any]] = {
-    "dqn": {
-        "steps_per_update": 256,
-        "minibatch_size": 64,
-        "max_grad_norm": 10.0,
-        "gamma": 0.99,
-    },
-    "impala": {"steps_per_update": 512, "epochs": 1, "minibatch_size": 128, "entropy_coefficient": 0.01},
-}
-"""By `learner.algorithm`: the defaults of [learner] that are not those of PPO."""
-
-
 class LearnerSection(ConfigSection):
     """Settings of the reference learner.
 
-    The defaults are those of PPO, and take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
+    The defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
     """
 
     enabled: bool = True
     """false: `up` starts no learner; connect your own EpisodeStream"""
-    algorithm: Literal["ppo", "impala", "dqn"] = "ppo"
-    """ppo: several passes over large updates; impala: one pass over small ones, corrected by V-trace; dqn: gradient
-    steps on a replay buffer. The defaults of dqn are steps_per_update = 256, minibatch_size = 64, gamma = 0.99,
-    max_grad_norm = 10, and those of impala are steps_per_update = 512, epochs = 1, minibatch_size = 128,
-    entropy_coefficient = 0.01"""
     steps_per_update: int = Field(default=2048, gt=0)
     """agent steps gathered for one update"""
     epochs: int = Field(default=10, gt=0)
@@ -256,20 +236,6 @@ class LearnerSection(ConfigSection):
     """norm to which the gradient is clipped"""
     target_kl: float = Field(default=0.03, gt=0)
     """divergence at which an update stops after its current epoch; 1e9: never"""
-    buffer_size: int = Field(default=100_000, gt=0)
-    """DQN: newest steps of each module that the replay buffer keeps, each with two observations"""
-    learning_starts: int = Field(default=1_000, ge=0)
-    """DQN: steps in the replay buffer before the first gradient step, also after a restart"""
-    gradient_steps_per_step: float = Field(default=0.25, gt=0)
-    """DQN: gradient steps for each agent step that comes"""
-    n_step: int = Field(default=3, gt=0, le=1_000)
-    """DQN: rewards that a target adds up before the value of a later observation stands for the rest"""
-    target_update_interval: int = Field(default=200, gt=0)
-    """DQN: gradient steps from one copy of the weights into the target network to the next"""
-    exploration_steps: int = Field(default=10_000, gt=0)
-    """DQN: agent steps over which the rate of random actions falls in a line from 1 to exploration_final"""
-    exploration_final: float = Field(default=0.02, ge=0, le=1)
-    """DQN: rate of random actions that is left"""
     policies_to_train: list[str] | None = None
     """module ids to train; absent: all. The others stay frozen as they were built"""
     evaluate_every_steps: int = Field(default=0, ge=0)
@@ -281,22 +247,6 @@ class LearnerSection(ConfigSection):
     """root of the learner's random numbers"""
     torch_threads: int = Field(default=1, gt=0)
     """threads that torch may use in the learner"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_algorithm(cls, values: Any) -> Any:
-        """Fill in the defaults of an algorithm that has its own."""
-        algorithm = values.get("algorithm") if isinstance(values, dict) else None
-        return {**DEFAULTS_OF_ALGORITHM[algorithm], **values} if algorithm in [*DEFAULTS_OF_ALGORITHM] else values
-
-    @model_validator(mode="after")
-    def _fills_the_buffer(self) -> LearnerSection:
-        if self.learning_starts > self.buffer_size:
-            raise ValueError(
-                f"learning_starts = {self.learning_starts} steps never fit buffer_size = {self.buffer_size}; lower the "
-                "one or raise the other"
-            )
-        return self
 
     def annealed(self, steps: int) -> float:
         """Return the share of learning rate and clip that is left after training on `steps`."""
@@ -436,15 +386,6 @@ class FleetConfig(ConfigSection):
         """Return the run directory for whose token a worker's ports ask; "" for none."""
         run_dir = self.fleet.run_dir
         return run_dir if run_dir and self.asks_token() and token_path(Path(run_dir)).exists() else ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _module_of_algorithm(cls, values: Any) -> Any:
-        """Let DQN have a Q-network where no module is named."""
-        learner = values.get("learner") if isinstance(values, dict) else None
-        algorithm = learner.get("algorithm") if isinstance(learner, dict) else getattr(learner, "algorithm", None)
-        module = values.get("module", {}) if algorithm == "dqn" else None
-        return {**values, "module": {"build": Q_NETWORK, **module}} if isinstance(module, dict) else values
 
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:

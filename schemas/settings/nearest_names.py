@@ -40,12 +40,24 @@ _MEANT = {
 """A name that another library has for a setting -> our name, the first that is known."""
 
 _KEPT_BY_WORKERS = "workers keep each batch until the learner has committed it"
+_IN_DQN = "docs/examples/dqn.py, a DQN on the public API, has a constant for it"
 CUT: dict[str, tuple[Any, str]] = {
     "broker.ack": ("learner", _KEPT_BY_WORKERS),
     "broker.log": (False, _KEPT_BY_WORKERS),
     "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
     "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
+    "learner.algorithm": (
+        "ppo",
+        "the reference learner trains by PPO, and docs/examples/ of the repository has dqn.py and impala.py",
+    ),
     "learner.anneal_to": (0.0, "they fall to 0"),
+    "learner.buffer_size": (100_000, _IN_DQN),
+    "learner.exploration_final": (0.02, _IN_DQN),
+    "learner.exploration_steps": (10_000, _IN_DQN),
+    "learner.gradient_steps_per_step": (0.25, _IN_DQN),
+    "learner.learning_starts": (1_000, _IN_DQN),
+    "learner.n_step": (3, _IN_DQN),
+    "learner.target_update_interval": (200, _IN_DQN),
     "logging.max_file_bytes": (16 << 20, "it is 16 MiB"),
     "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 100 times env_restart_backoff_s"),
     "sampling.env_restart_window_s": (60.0, "it is 60 s"),

@@ -216,7 +216,7 @@ def test_a_connector_that_hides_the_mask_from_a_module_that_obeys_it_is_refused(
         multi_runner(Masked, env_to_module=[Hidden])
 
 
-@pytest.mark.parametrize("module", ["actor_critic", "lstm_actor_critic", "q_network"])
+@pytest.mark.parametrize("module", ["actor_critic", "lstm_actor_critic"])
 def test_every_module_obeys_masks_behind_every_piece(module: str) -> None:
     pieces = [PreviousActionReward, partial(AgentOneHot, 3), FlattenObservations, MeanStd, partial(FrameStack, 2)]
     settings = {"env_config": {"lengths": [4, 6, 9]}, "restart_failed_sub_environments": False}
