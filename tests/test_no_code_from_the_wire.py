@@ -68,6 +68,8 @@ NAMES_BECOME_CODE = {
     "workers/callbacks.py": CONFIG,
     "workers/connectors/connector.py": CONFIG,
     "workers/connectors/pipeline.py": CONFIG,
+    "workers/envs/driver.py": "the driver that the class of a user's env names",
+    "workers/fleet/client_port.py": "its own name of the policy server",
     "workers/envs/inline.py": CONFIG,
     "workers/envs/mujoco_warnings.py": "MuJoCo, as whoever imports it would get it",
     "workers/envs/native/creators.py": CONFIG,
