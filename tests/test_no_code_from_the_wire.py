@@ -33,7 +33,15 @@ CALLS = {
     *("pandas.read_pickle", "multiprocessing.Pipe", "multiprocessing.Queue", "os.system", "os.popen"),
 }
 LOADERS = {
-    *("import_module", "run_module", "run_path", "find_loader", "exec_module", "spec_from_file_location"),
+    *(
+        "import_module",
+        "resolve_name",
+        "run_module",
+        "run_path",
+        "find_loader",
+        "exec_module",
+        "spec_from_file_location",
+    ),
     *("load_object", "load_factory", "build_piece", "build_connector", "find_creator", "gym_spec", "build_module"),
 }
 """Functions that return code for a name: those of the standard library, and our own, which call them."""
@@ -49,6 +57,8 @@ NAMES_BECOME_CODE = {
     "deploy/chaos/truth.py": CONFIG,
     "deploy/doctor/software.py": "the names of our dependencies",
     "deploy/policies/episode_video.py": CONFIG,
+    "deploy/command/cli.py": "the tables of deploy/run/annexes.py",
+    "deploy/run/annexes.py": "its own tables",
     "deploy/run/named_code.py": "a name that the user has allowed",
     "deploy/run/policy_spaces.py": CONFIG,
     "deploy/policies/start_check.py": CONFIG,
@@ -58,6 +68,8 @@ NAMES_BECOME_CODE = {
     "workers/callbacks.py": CONFIG,
     "workers/connectors/connector.py": CONFIG,
     "workers/connectors/pipeline.py": CONFIG,
+    "workers/envs/driver.py": "the driver that the class of a user's env names",
+    "workers/fleet/client_port.py": "its own name of the policy server",
     "workers/envs/inline.py": CONFIG,
     "workers/envs/mujoco_warnings.py": "MuJoCo, as whoever imports it would get it",
     "workers/envs/native/creators.py": CONFIG,

@@ -18,7 +18,8 @@ from headrace.deploy.chaos.schedule import SLOT_TARGETS
 from headrace.deploy.chaos.trial import Injected, TrialResult
 from headrace.deploy.chaos.truth import steps_by_life
 from headrace.deploy.process.recorders import Life
-from headrace.deploy.report.audit_command import audit_deeply, audit_run
+from headrace.deploy.report.audit_command import audit_run
+from headrace.deploy.report.deep_audit import audit_deeply
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.errors import HeadraceError
 

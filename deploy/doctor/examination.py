@@ -67,7 +67,7 @@ def examine(
     if rendezvous is not None:
         yield from meeting_checks(config, rendezvous, role)
     yield _disk(Path(config.fleet.run_dir))
-    yield from limit_checks(Needs.of_role(config, role) if is_elsewhere else Needs.of_fleet(config), read_limits())
+    yield from limit_checks(Needs.of_role(config, role if is_elsewhere else "fleet"), read_limits())
     yield open_files_check(config.fleet.workers, 0 if is_elsewhere else config.broker.max_connections)
     yield core_dump_check()
     yield _clock()

@@ -66,9 +66,11 @@ class Needs:
         return cls(who, count, count * threads, count * config.worker.window_bytes, "worker.window_bytes")
 
     @classmethod
-    def of_role(cls, config: FleetConfig, role: str) -> Needs:
-        """Return the needs of one role in a process of its own."""
+    def of_role(cls, config: FleetConfig, role: str, workers: int = 1) -> Needs:
+        """Return the needs of one role in a process of its own, of a group of `workers`, or of a whole `fleet`."""
         match role:
+            case "fleet":
+                return cls.of_fleet(config)
             case "broker":
                 return cls("a broker", 1, 0, config.broker.max_held_bytes, "broker.max_held_bytes")
             case "learner":
@@ -76,7 +78,7 @@ class Needs:
             case "env-host":
                 envs = math.ceil(config.sampling.num_envs / config.sampling.envs_per_process)
                 return cls(f"an env host with {envs} process{'es' if envs != 1 else ''} of envs", 1 + envs, 0, 0, "")
-        return cls.of_worker(config)
+        return cls.of_worker(config, workers)
 
     @property
     def least_memory(self) -> int:
@@ -84,9 +86,9 @@ class Needs:
         return (_FIRST_PROCESS if self.threads else 0) + self.processes * _EACH_PROCESS
 
 
-def warn_of_limits(needs: Needs) -> None:
-    """Log each limit that is below the needs, in one sentence."""
-    for check in limit_checks(needs, read_limits()):
+def warn_of_limits(config: FleetConfig, role: str, workers: int = 1) -> None:
+    """Log each limit that is below the role's needs, in one sentence. The role `fleet` is that of `headrace up`."""
+    for check in limit_checks(Needs.of_role(config, role, workers), read_limits()):
         if check.verdict is not Verdict.OK:
             log.warning("%s", check.in_words())
 

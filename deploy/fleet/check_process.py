@@ -16,7 +16,7 @@ from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
-from headrace.deploy.ray.cluster import check_cluster
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.ports import check_ports
 from headrace.deploy.run.redis_server import check_url, find_server
@@ -46,7 +46,7 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     """
     check_ports(config)
     if config.ray.workers:
-        check_cluster(config.ray.address)
+        part("check_cluster")(config.ray.address)
     if config.redis.url:
         known = read_fleet_file(run_dir.fleet_json).fleet_id if run_dir.fleet_json.exists() else ""
         check_url(config.redis.url, config.fleet.fleet_id or known)

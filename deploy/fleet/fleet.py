@@ -36,8 +36,8 @@ from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.recorders import has_delivered, recorder_path, recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
-from headrace.deploy.ray.wanted_workers import write_wanted
 from headrace.deploy.report.progress import STALE_S
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.goal import RunNumbers, steps_at_start
 from headrace.deploy.run.ports import (
@@ -244,7 +244,7 @@ class Fleet:
         for slot in range(config.fleet.workers):
             self._start_worker(slot)
         if config.ray.workers:
-            write_wanted(where, config.ray.workers)
+            part("write_wanted")(where, config.ray.workers)
             self.supervisor.start(child_commands.ray_workers(path, where, self.endpoints["worker"], self.fleet_id))
         for number, (address, num_envs) in enumerate(own_env_hosts(config)):
             self.supervisor.start(child_commands.env_host(path, address, num_envs, self.fleet_id, number))

@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from headrace.deploy.doctor.limits import Needs, warn_of_limits
 from headrace.deploy.fleet.silence_limits import silence_limits
 from headrace.deploy.process.liveness_file import FIRST_SIGN_S, LivenessFile
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.health_file import HealthFile
 from headrace.deploy.run.joining import (
     Joined,
@@ -62,7 +62,6 @@ _SAYS_ENOUGH = (ImportError, AttributeError, HeadraceError)
 def run_start_check(config: Path | None) -> None:
     """Check what `config` names, in this process."""
     from headrace.deploy.fleet.check_process import NOTE, STEP
-    from headrace.deploy.policies.start_check import check_start
 
     resolved, _ = Asked(config).resolve()
 
@@ -71,7 +70,7 @@ def run_start_check(config: Path | None) -> None:
 
     with no_exit_from(EnvError, "the env or a module"):
         try:
-            if note := check_start(resolved, say):
+            if note := part("check_start")(resolved, say):
                 print(NOTE + note, flush=True)  # noqa: T201
         except HeadraceError as error:
             own_words = isinstance(error, UnknownEnvError) or isinstance(error.__cause__, _SAYS_ENOUGH)
@@ -136,7 +135,7 @@ def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
         if joined is None:
             return
         set_up_logging(Identity(joined.fleet_id, "supervisor"))
-        warn_of_limits(Needs.of_worker(joined.config, count))
+        part("warn_of_limits")(joined.config, "worker", count)
         if isinstance(joined.source, Rendezvous):
             options = ["--rendezvous", joined.source.where]
         elif isinstance(joined.source, RunDirAddresses) and (joined.source.path / RENDEZVOUS_FILE).exists():
@@ -226,13 +225,12 @@ def _learn(
     at = where if isinstance(where, str) else ", ".join(address or "(not known yet)" for address in where)
     log.info("headrace %s learner at %s; config: %s", version("headrace"), at, origin)
     from headrace.deploy.fleet.checkpoint_copy import copied_to_redis
-    from headrace.learner_stub.reference.training import run_learner
 
     watched = LivenessFile.from_environment()
     _warn_of_limits(resolved, "learner", watched)
     health = _health_file(resolved, "learner", watched)
     with no_exit_from(ModuleError, "the module"), health, copied_to_redis(run_dir, resolved.redis, fleet_id):
-        run_learner(
+        part("run_learner")(
             resolved,
             endpoint=where,
             run_dir=run_dir,
@@ -283,7 +281,6 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
     )
     from headrace.workers.agents.env_process import AGENTS_CHILD
     from headrace.workers.config import EnvRunnerConfig
-    from headrace.workers.envs.remote.host.process import run_env_host
     from headrace.workers.fleet.link import StoppedError
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
@@ -299,7 +296,7 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
                 log.info("the fleet has stopped; this env host leaves, as worker.ends_with_fleet says")
                 raise StoppedError("the fleet has stopped")
 
-        run_env_host(
+        part("run_env_host")(
             EnvRunnerConfig(**settings),
             connect,
             keys,
@@ -328,7 +325,7 @@ def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> Healt
 def _warn_of_limits(config: FleetConfig, role: str, watched: LivenessFile) -> None:
     """Log each limit that is below the role's needs. A supervisor has already checked the whole fleet's needs."""
     if not watched.is_watched:
-        warn_of_limits(Needs.of_role(config, role))
+        part("warn_of_limits")(config, role)
 
 
 def _patience_s(config: FleetConfig, alive: LivenessFile) -> float:

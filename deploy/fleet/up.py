@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from headrace.deploy.doctor.limits import Needs, warn_of_limits
 from headrace.deploy.fleet.check_process import check_before_start
 from headrace.deploy.fleet.fleet import Fleet
 from headrace.deploy.monitoring.bottleneck import Bottlenecks, find_bottleneck
@@ -28,6 +27,7 @@ from headrace.deploy.report.progress import STALE_S, ProgressDisplay, ProgressVi
 from headrace.deploy.report.run_facts import RunFacts
 from headrace.deploy.report.run_log import HURRIED_CLOSE_S, RunLog, run_info
 from headrace.deploy.report.summary import Summary, summarise
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.fleet_file import told_as_starting
 from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
@@ -84,7 +84,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
         earlier = EarlierRun.of(run_dir)
         changes = earlier.check(config, resume=options.resume) if earlier is not None else []
         set_up_logging(Identity(config.fleet.fleet_id, "supervisor"))
-        warn_of_limits(Needs.of_fleet(config))
+        part("warn_of_limits")(config, "fleet")
         log.info("checking env, modules and ports before anything starts")
         outcome = RunOutcome(began=time.monotonic())
         try:

@@ -23,14 +23,13 @@ from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import RandomActions, to_env_form
 from headrace.workers.envs.checks import take_apart, take_reset_apart
 from headrace.workers.envs.context import StepFailedRecreateEnv
+from headrace.workers.envs.driver import own_driver
 from headrace.workers.envs.error_text import seed_hint
 from headrace.workers.envs.inline import EnvSlot
 from headrace.workers.envs.native.kinds import Seeding, seeding_of
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.sequential_step import step_all
 from headrace.workers.envs.vector_env import VectorEnv
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
-from headrace.workers.external.env import ExternalEnv
 from headrace.workers.policy.masks import LegalRandomActions
 
 
@@ -70,7 +69,7 @@ def try_env(config: EnvRunnerConfig, built: BuiltEnv) -> Mapping[str, float]:
     """
     trial = _Trial(config)
     env, check_bounds = built.env, not config.disable_env_checking
-    if isinstance(env, ExternalEnv | ExternalMultiAgentEnv | VectorEnv):
+    if isinstance(env, VectorEnv) or own_driver(env, several_agents=config.is_multi_agent) is not None:
         return trial.took_s
     if config.is_multi_agent:
         _try_agents(trial, env, built.by_agent, check_bounds=check_bounds)

@@ -18,8 +18,7 @@ from headrace.schemas.errors import ConfigError, EnvError
 from headrace.schemas.messages.weights import Arrays
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.config import EnvRunnerConfig, runner_config
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
-from headrace.workers.external.env import ExternalEnv
+from headrace.workers.envs.driver import own_driver
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.runner.any_runner import open_runner
 
@@ -146,7 +145,7 @@ class Evaluation:
             self._runner_config(config), config.fleet.workers, incarnation=_INCARNATION, calls=calls
         )
         try:
-            if isinstance(self._runner.env, ExternalEnv | ExternalMultiAgentEnv):
+            if own_driver(self._runner.env, several_agents=config.sampling.is_multi_agent) is not None:
                 raise EnvError(f"{config.sampling.env} drives its own episodes, so nothing can step it here; {_SERVE}")
             self._runner.freeze_connectors()
             self._streams = self._runner.get_state(components=["random_streams"])["random_streams"]

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import orjson
+from rich.console import Console
 from rich.table import Table
 
 from headrace.deploy.process.recorders import Life
+from headrace.deploy.report.audit import find_books
+from headrace.deploy.report.audit_command import FILE_WIDTH, once_caught_up
 from headrace.deploy.report.deep_sources import (
     Books,
     Counts,
@@ -28,6 +32,8 @@ from headrace.deploy.report.deep_sources import (
     read_recorders,
 )
 from headrace.deploy.report.evidence import checkpoint_damage
+from headrace.deploy.run.redis_server import serving
+from headrace.schemas.errors import LedgerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +248,31 @@ def _against_position(row: LifeLine | None, place: LearnerPlace) -> Iterator[str
     elif row is not None and row.closed and counts.settled == place.seq and row.end_taken != place.ended:
         has, lacks = ("learner", "ledger") if place.ended else ("ledger", "learner")
         yield f"the {has} has the end of its open episodes as taken, but the {lacks} does not"
+
+
+def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
+    """Print the numbers of each source for every life, and the differences.
+
+    Raises `LedgerError` naming the differences, `RunDirError` without a fleet, and `RedisUnavailableError`.
+    """
+    url, fleet_id = find_books(run_dir)
+    files = read_files(run_dir, fleet_id)
+    with serving(run_dir, url):
+
+        def look() -> tuple[Sources, list[str], float]:
+            now = with_ledger(files, run_dir, url, fleet_id)
+            return now, disagreements(now), now.reported_unix_s
+
+        sources, found = once_caught_up(look)
+    losses = [*known_losses(sources)]
+    if as_json:
+        lives = [as_facts(sources, life) for life in sources.lives]
+        told = {"fleet_id": fleet_id, "lives": lives, "known_losses": losses, "disagreements": found}
+        print(orjson.dumps(told).decode(), file=stream)
+    else:
+        console = Console(file=stream, width=None if stream.isatty() else FILE_WIDTH)
+        known = [f"! {sentence}" for sentence in losses]
+        verdict = [f"✗ {sentence}" for sentence in found] or ["✓ the sources agree"]
+        console.print(table(sources), *known, *verdict, sep="\n")
+    if found:
+        raise LedgerError("the sources differ: " + "; ".join(found))

@@ -12,7 +12,7 @@ import pytest
 from rich.text import Text
 from typer.testing import CliRunner
 
-from headrace.deploy.command.monitoring_commands import app
+from headrace.deploy.command.watch_commands import app
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
 from headrace.deploy.monitoring.fleet_state import fleet_state

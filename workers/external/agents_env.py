@@ -32,6 +32,8 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
     that are done, raise `EnvContractError` too.
     """
 
+    headrace_agents_driver = "headrace.workers.external.agents:ExternalAgentLanes"
+
     def __init__(
         self, action_space: Mapping[Any, gym.Space[Any]], observation_space: Mapping[Any, gym.Space[Any]]
     ) -> None:

@@ -28,6 +28,8 @@ class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
     threads.
     """
 
+    headrace_driver = "headrace.workers.external.vector:ExternalVector"
+
     def __init__(self, action_space: gym.Space[Any], observation_space: gym.Space[Any]) -> None:
         self.action_space = action_space
         self.observation_space = observation_space

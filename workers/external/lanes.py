@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,19 +33,6 @@ logger = logging.getLogger(__name__)
 
 _NOTHING, _NO_LANE = np.empty(0), np.empty(0, np.intp)
 _GIVEN_UP = "its worker has given it up (a reset, other weights of a new learner, an error there, or its end)"
-
-
-class ExternalDriver(Protocol):
-    """The part of a sampler's interface that only external envs have."""
-
-    read_version: Callable[[], tuple[int, int]]
-    """Returns (learner_epoch, seq) of the weights that act."""
-    heard_at: float
-    """When a driver of an episode last said something, in monotonic seconds."""
-
-    @property
-    def episodes(self) -> EpisodeTable[Any]:
-        """The table of the episodes."""
 
 
 class ExternalLanes(ABC):
@@ -183,6 +170,11 @@ class ExternalLanes(ABC):
     def under_way(self) -> set[int]:
         """Live lanes whose driver got an action and has not reported its result."""
         return set(self._under_way)
+
+    @property
+    def open_episodes(self) -> int:
+        """See `ExternalDriver`."""
+        return int(self.episodes.counts()["open"])
 
     @property
     def asking(self) -> NDArray[np.intp]:

@@ -32,6 +32,7 @@ from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import FleetConfig
+from headrace.workers.fleet.client_port import ActingChannel, ClientPort, Delivery, client_port, config_of_runner
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
@@ -43,8 +44,6 @@ from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.sampling.module_batches import Cut
-from headrace.workers.serving.acting_channel import ActingChannel, Delivery
-from headrace.workers.serving.served_env import ServedEnvs, served_config
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ def build_runner(
         membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner reports its own figures
     with membership.lent():
         runner: EnvRunner[Any] = open_runner(
-            served_config(config),
+            config_of_runner(config),
             membership.slot,
             incarnation=membership.incarnation,
             run_uid=membership.fleet_id,
@@ -146,7 +145,7 @@ def build_runner(
             calls=calls or CallMark(membership.recorder.call),
         )
     runner.call_before_rebuilds(membership.expect_silence)
-    if isinstance(served := runner.config.env, ServedEnvs):
+    if (served := client_port(config, runner.config)) is not None:
         membership.session.ports = Ports(**advertised(served.ports(), host))
     return runner
 
@@ -186,8 +185,7 @@ class Worker:
             runner.take_finished_episodes,
             membership.compresses,
         )
-        env = runner.config.env
-        self._served = env if isinstance(env, ServedEnvs) else None
+        self._served: ClientPort | None = client_port(config, runner.config)
         self._acting_channel: ActingChannel | None = None
         """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)

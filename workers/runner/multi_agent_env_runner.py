@@ -11,7 +11,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import MissingEnvError
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.agents import ExternalAgentLanes
+from headrace.workers.envs.driver import external
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
@@ -59,9 +59,8 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         parts = config, self.worker_index, seeds, totals, self._specs, self._id_high, callbacks
         vector = open_agents(*parts, self._on_wait_for_hosts)
         envs, wait = vector.envs, None
-        if isinstance(envs, ExternalAgentLanes):
-            envs.read_version = lambda: self.weights_version
-            wait = ExternalWait(config, envs)
+        if (callers := external(envs)) is not None:
+            wait = ExternalWait(config, callers, lambda: self.weights_version)
         self._steps = SeatSteps(config, vector, seeds, totals, self._id_high)
         return Sampler(config, envs, self._steps, totals, callbacks, wait)
 

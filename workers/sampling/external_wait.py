@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from headrace.schemas.errors.episodes import ExternalSilenceError
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.lanes import ExternalDriver as ExternalLanes
+from headrace.workers.envs.driver import ExternalDriver
 
 
 class ExternalWait:
     """The waiting times of one sampler of `envs`, counted from `begin`."""
 
-    def __init__(self, config: EnvRunnerConfig, envs: ExternalLanes) -> None:
+    def __init__(
+        self, config: EnvRunnerConfig, envs: ExternalDriver, read_version: Callable[[], tuple[int, int]]
+    ) -> None:
         self._envs = envs
+        envs.read_version = read_version
         self._max_age_s = config.external_fragment_max_age_s
         self._silence_s = config.external_silence_timeout_s
         self._begun_at = time.monotonic()
@@ -36,4 +40,4 @@ class ExternalWait:
         """Begin a poll. Raise `ExternalSilenceError` if no client spoke for `external_silence_timeout_s` seconds."""
         self._has_polled = True
         if time.monotonic() - self._envs.heard_at > self._silence_s:
-            raise ExternalSilenceError(self._silence_s, self._envs.episodes.counts()["open"])
+            raise ExternalSilenceError(self._silence_s, self._envs.open_episodes)
