@@ -23,7 +23,7 @@ from headrace.deploy.report.deep_audit import (
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
-from headrace.schemas.errors import LedgerError
+from headrace.schemas.errors import HeadraceError
 
 T = TypeVar("T")
 
@@ -33,13 +33,10 @@ CATCH_UP_S = 5.0
 PAUSE_S = 0.25
 
 
-def audit_run(
-    run_dir: Path, *, strict: bool, as_json: bool, stream: TextIO, named: tuple[str, str] | None = None
-) -> None:
-    """Print the rows and the problems. `named` is as in `find_books`.
+def audit_run(run_dir: Path, *, as_json: bool, stream: TextIO, named: tuple[str, str] | None = None) -> list[str]:
+    """Print the rows and the problems. Return the problems. `named` is as in `find_books`.
 
-    Raises `LedgerError` naming the problems when `strict`, `RunDirError` without a fleet, and `RedisUnavailableError`
-    when its Redis cannot be read.
+    Raises `RunDirError` without a fleet, and `RedisUnavailableError` when its Redis cannot be read.
     """
     snapshot, problems = read_and_audit(run_dir, named)
     warned = warnings(snapshot)
@@ -47,8 +44,7 @@ def audit_run(
         print(orjson.dumps(_as_json(snapshot, problems, warned)).decode(), file=stream)
     else:
         Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(render(snapshot, problems, warned))
-    if strict and problems:
-        raise LedgerError("the books do not balance: " + "; ".join(problems))
+    return problems
 
 
 def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple[Snapshot, list[str]]:
@@ -70,7 +66,7 @@ def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple
 def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
     """Print the numbers of each source for every life, and the differences.
 
-    Raises `LedgerError` naming the differences, `RunDirError` without a fleet, and `RedisUnavailableError`.
+    Raises `HeadraceError` naming the differences, `RunDirError` without a fleet, and `RedisUnavailableError`.
     """
     url, fleet_id = find_books(run_dir)
     files = read_files(run_dir, fleet_id)
@@ -92,7 +88,7 @@ def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
         verdict = [f"✗ {sentence}" for sentence in found] or ["✓ the sources agree"]
         console.print(table(sources), *known, *verdict, sep="\n")
     if found:
-        raise LedgerError("the sources differ: " + "; ".join(found))
+        raise HeadraceError("the sources differ: " + "; ".join(found))
 
 
 def _once_caught_up(look: Callable[[], tuple[T, list[str], float]]) -> tuple[T, list[str]]:

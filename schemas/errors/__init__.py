@@ -41,8 +41,7 @@
     ├── PortInUseError          an endpoint is taken
     ├── RunDirError             the run directory cannot be used
     ├── CheckpointError         a learner's checkpoint is torn or corrupt
-    ├── WindowStalledError      the learner holds every batch uncommitted and waits for more
-    └── LedgerError             the books do not balance
+    └── WindowStalledError      the learner holds every batch uncommitted and waits for more
 
 Each error carries its facts as attributes and builds its sentence from them: what happened, to what, the numbers, what
 to do. `exit_code` is the exit code of a Headrace process that ends with the error. Each family has a file of its own;
@@ -65,7 +64,6 @@ from headrace.schemas.errors.fleet import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
     KeysError as KeysError,
-    LedgerError as LedgerError,
     NoEnvHostError as NoEnvHostError,
     PortInUseError as PortInUseError,
     RedisContractError as RedisContractError,

@@ -231,9 +231,3 @@ class WindowStalledError(HeadraceError):
             "every worker waits for a commit; commit more often, or what you have once stream.starved is true, or "
             "raise worker.window_batches, worker.window_bytes, broker.max_held_bytes and broker.max_held_batches"
         )
-
-
-class LedgerError(HeadraceError):
-    """The books do not balance; the message names each row and what is wrong with it."""
-
-    exit_code = ExitCode.LEDGER
