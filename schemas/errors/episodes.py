@@ -7,7 +7,6 @@
     ├── NoFreePlaceError        as many episodes are open as there may be
     └── EpisodesClosedError     the env is over, and with it all its episodes
     EpisodeTimeoutError     a call was not answered within its deadline
-    ExternalSilenceError    `sample()` got no call from external episodes within its deadline
     ClientLostError         the client that drove an episode is gone
 
 Each `EpisodeError` is a ValueError, as in RLlib's `ExternalEnv`.
@@ -97,17 +96,6 @@ class EpisodeTimeoutError(HeadraceError, TimeoutError):
         super().__init__(
             f"{call} of episode {episode_id!r:.80} waited for the sampler, which did not answer within "
             f"{setting} = {timeout_s:g} s; the episode was given up. Check that a runner samples and a learner trains"
-        )
-
-
-class ExternalSilenceError(EnvError, TimeoutError):
-    """`sample()` waited for external episodes and got no call for `timeout_s` seconds."""
-
-    def __init__(self, timeout_s: float, open_episodes: int) -> None:
-        self.timeout_s, self.open_episodes = timeout_s, open_episodes
-        super().__init__(
-            f"sample() got no call about an external episode for external_silence_timeout_s = {timeout_s:g} s "
-            f"({open_episodes} are open); what was sampled is kept for the next call"
         )
 
 

@@ -63,8 +63,8 @@ class PolicyClient:
     answer and is not a second step.
 
     Calls raise the error with which the server refuses them (`errors/serving.py` and `errors/episodes.py` in
-    `schemas/`), and `UnreachableError`. Its kind `WorkerWaitsError` says that the server lives, but its worker took no
-    step in time; it may wait for the learner. The same call may be repeated. A server that has restarted does not know
+    `schemas/`), and `UnreachableError`, which says so if the server lives, but its worker took no step in time; it
+    may wait for the learner. The same call may be repeated. A server that has restarted does not know
     the old episodes: the next call of each raises `EpisodeAbortedError`.
     """
 
