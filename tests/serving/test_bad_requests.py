@@ -163,6 +163,18 @@ def test_an_episode_that_has_ended_takes_no_step(way: Any) -> None:
         way.start(over)
 
 
+def test_an_episode_that_the_env_gave_up_stays_over_for_its_session(way: Any, shared: Served) -> None:
+    given_up = f"{way.name}-given-up"
+    way.start(given_up)
+    way.step(given_up, 0, [0, 0])
+    shared.episodes.episodes[given_up].end = "stalled"
+    with refused("aborted", match="was aborted: stalled"):
+        way.step(given_up, 1, [0, 0])
+    del shared.episodes.episodes[given_up]  # the env forgets it
+    with refused("aborted", match="was aborted: .*stalled"):
+        way.step(given_up, 1, [0, 0])
+
+
 def test_an_episode_is_not_started_twice(way: Any, shared: Served) -> None:
     with refused("already_started", match="already started"):
         way.start(way.name)
