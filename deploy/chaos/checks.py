@@ -160,9 +160,8 @@ def _audits(run_dir: Path) -> tuple[Ledger, list[Promise]]:
     ledger = Ledger()
     output = io.StringIO()
     try:
-        audit_run(run_dir, strict=False, as_json=True, stream=output)
+        strict.problems += audit_run(run_dir, as_json=True, stream=output)
         found = orjson.loads(output.getvalue())
-        strict.problems += found["problems"]
         rows = [*found["rows"], *(lives["row"] for lives in found["folded"])]
         folded = [FoldedLives.model_validate_json(orjson.dumps(lives)) for lives in found["folded"]]
         books = {(row["slot"], row["incarnation"]): _books_of(row) for row in rows}

@@ -33,7 +33,7 @@ from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.output import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
 from headrace.schemas.basics.printable import printable
-from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, LedgerError, machine_error
+from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, machine_error
 
 if TYPE_CHECKING:
     from headrace.deploy.report.summary import Summary
@@ -237,9 +237,6 @@ def audit(
     for resolved in resolve_each(asked):
         named = named_fleet(resolved)
         folder = whole_run_dir(resolved) if named is not None else chosen_run(resolved)
-        try:
-            audit_run(folder, strict=strict, as_json=as_json, stream=sys.stdout, named=named)
-        except LedgerError as error:
-            problems.append(error)
-    if problems:
-        raise problems[0] if len(problems) == 1 else LedgerError("; ".join(map(str, problems)))
+        problems += audit_run(folder, as_json=as_json, stream=sys.stdout, named=named)
+    if strict and problems:
+        raise HeadraceError("the books do not balance: " + "; ".join(problems))

@@ -31,7 +31,7 @@ from headrace.deploy.monitoring.processes import free_bytes, last_write, process
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
-from headrace.deploy.process.fleet_errors import DrainCutShortError, FleetError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.recorders import has_delivered, recorder_path, recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
@@ -432,7 +432,7 @@ class Fleet:
 
         Workers that this fleet did not start pause. The fleet's own workers ship what they have, the learner commits
         what the broker holds, the broker reports to Redis, and Redis saves. Each wait has its deadline. Steps that are
-        left after it stay queued in the ledger. Raises `DrainCutShortError` at the second signal.
+        left after it stay queued in the ledger. Raises `FleetError` at the second signal.
         """
         self.record.note(state="draining", at_goal=at_goal)
         if self.supervisor.gone(Role.BROKER):  # it failed for good, so workers need not wait for its acknowledgement
@@ -556,7 +556,10 @@ class Fleet:
     def _turn_until(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
         self._turn(lambda: done() or self._signals.count > 1, deadline_s, what)
         if self._signals.count > 1:
-            raise DrainCutShortError
+            raise FleetError(
+                "stopped at the second signal; what was still queued is lost, and the next `headrace up` in this run "
+                "directory counts it"
+            )
 
     # Methods of `Observer`, which the supervisor calls.
 

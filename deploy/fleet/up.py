@@ -17,7 +17,7 @@ from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.monitoring.findings import awaited, find
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.event_loop import StandstillWatch
-from headrace.deploy.process.fleet_errors import DrainCutShortError, FleetError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import early_or_new
 from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.process.stop_signals import StopSignals
@@ -75,8 +75,8 @@ class RunOutcome:
 def up(config: FleetConfig, options: UpOptions) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
 
-    Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `OtherSettingsError`,
-    `KeysError`); later errors are in the summary.
+    Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `KeysError`); later
+    errors are in the summary.
     """
     check_one_broker(config, "headrace up")
     path = Path(config.fleet.run_dir) if config.fleet.run_dir else new_run_dir(config.sampling.env)
@@ -236,7 +236,7 @@ def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
     service_manager().stopping()
     try:
         fleet.drain(at_goal=outcome.at_goal is not None)
-    except DrainCutShortError as error:
+    except FleetError as error:
         outcome.failure = outcome.failure or error
         run_log.close_s = HURRIED_CLOSE_S
     except (OSError, RunDirError) as error:

@@ -33,7 +33,7 @@ from headrace.deploy.report.deep_sources import (
 )
 from headrace.deploy.report.evidence import checkpoint_damage
 from headrace.deploy.run.redis_server import serving
-from headrace.schemas.errors import LedgerError
+from headrace.schemas.errors import HeadraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def _against_position(row: LifeLine | None, place: LearnerPlace) -> Iterator[str
 def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
     """Print the numbers of each source for every life, and the differences.
 
-    Raises `LedgerError` naming the differences, `RunDirError` without a fleet, and `RedisUnavailableError`.
+    Raises `HeadraceError` naming the differences, `RunDirError` without a fleet, and `RedisUnavailableError`.
     """
     url, fleet_id = find_books(run_dir)
     files = read_files(run_dir, fleet_id)
@@ -275,4 +275,4 @@ def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
         verdict = [f"✗ {sentence}" for sentence in found] or ["✓ the sources agree"]
         console.print(table(sources), *known, *verdict, sep="\n")
     if found:
-        raise LedgerError("the sources differ: " + "; ".join(found))
+        raise HeadraceError("the sources differ: " + "; ".join(found))

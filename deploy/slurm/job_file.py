@@ -13,7 +13,7 @@ from typing import Annotated
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.deploy.process.fleet_errors import SlurmError
+from headrace.deploy.process.fleet_errors import slurm_error
 from headrace.deploy.run.run_dir import write_private
 from headrace.schemas.basics.run_files import open_own
 from headrace.schemas.errors import RunDirError, writing
@@ -67,7 +67,7 @@ def read_jobs(run_dir: Path) -> JobFile:
 
 @contextmanager
 def jobs_locked(run_dir: Path) -> Iterator[None]:
-    """Keep other commands of `headrace slurm` out of this run. Raises `SlurmError` if one holds the lock too long."""
+    """Keep other commands of `headrace slurm` out of this run. Raises `FleetError` if one holds the lock too long."""
     folder = run_dir / "slurm"
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def jobs_locked(run_dir: Path) -> Iterator[None]:
         while not _taken(lock):
             if time.monotonic() > deadline:
                 reason = f"another `headrace slurm` has changed its jobs for {LOCK_S:g} s"
-                raise SlurmError(f"the jobs of {run_dir}", reason, "try again when it is done")
+                raise slurm_error(f"the jobs of {run_dir}", reason, "try again when it is done")
             time.sleep(_LOOK_S)
         yield
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 
 from headrace.broker.files.rendezvous_file import note_stopped
-from headrace.deploy.process.fleet_errors import OtherSettingsError, SlurmError
+from headrace.deploy.process.fleet_errors import FleetError, slurm_error
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.resume import EarlierRun
 from headrace.deploy.run.run_dir import RunDir, new_run_dir
@@ -78,7 +78,7 @@ def up(config: FleetConfig) -> tuple[Path, JobFile]:
         try:
             jobs.head = submit(sbatch_line(FleetPart.HEAD, ready, run_dir))
             _submit_missing(jobs, ready, run_dir, [])
-        except SlurmError:
+        except FleetError:
             end([task for task in _tasks(jobs) if not task.is_over])
             raise
         finally:
@@ -108,14 +108,10 @@ def _refuse_a_second(run_dir: Path) -> None:
 
 
 def _check_earlier_run(run_dir: Path, config: FleetConfig) -> None:
-    """Raise `OtherSettingsError` here instead of in the head job, if an earlier run there had other settings."""
-    earlier = EarlierRun.of(RunDir(run_dir))
-    try:
-        if earlier is not None:
-            earlier.check(config, resume=False)
-    except OtherSettingsError as error:
+    """Raise `RunDirError` here instead of in the head job, if an earlier run there had other settings."""
+    if (earlier := EarlierRun.of(RunDir(run_dir))) is not None:
         advice = "give the run its own settings again, or name a new run directory with --run-dir"
-        raise OtherSettingsError(str(run_dir), error.differences, advice) from error
+        earlier.check(config, resume=False, advice=advice)
 
 
 def _tasks(jobs: JobFile) -> list[Task]:
@@ -179,7 +175,7 @@ def down(run_dir: Path, say: Say) -> None:
             end(still())
             if not _gone(still, KILL_S, say):
                 names = " ".join(task.job for task in still())
-                raise SlurmError(f"scancel {names}", "these jobs do not end", "ask the cluster's administrators")
+                raise slurm_error(f"scancel {names}", "these jobs do not end", "ask the cluster's administrators")
 
 
 def _gone(left: Callable[[], list[Task]], deadline_s: float, say: Say) -> bool:

@@ -67,7 +67,7 @@ class Overview:
 
 
 def overview_of(run_dir: Path) -> Overview:
-    """Return the fleet in `run_dir` as it is now. Raises `RunDirError` and `SlurmError`."""
+    """Return the fleet in `run_dir` as it is now. Raises `RunDirError` and `FleetError`."""
     jobs = read_jobs(run_dir)
     path = run_dir / "fleet.json"
     fleet = read_fleet_file(path) if path.exists() else None

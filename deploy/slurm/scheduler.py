@@ -1,4 +1,4 @@
-"""Slurm's commands, as this user: submit, list, stop. Each call has a deadline and raises `SlurmError`."""
+"""Slurm's commands, as this user: submit, list, stop. Each call has a deadline and raises `FleetError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from headrace.deploy.process.child_environment import without_settings
-from headrace.deploy.process.fleet_errors import SlurmError
+from headrace.deploy.process.fleet_errors import slurm_error
 
 CALL_S = 60.0
 _FORMAT = "%i|%F|%K|%j|%T|%M|%N|%r"
@@ -75,7 +75,7 @@ def submit(line: Sequence[str]) -> int:
     said = call(line).strip().splitlines()
     matched = _SUBMITTED.fullmatch(said[-1]) if said else None
     if matched is None:
-        raise SlurmError(shlex.join(line), f"it named no job ({' '.join(said)!r:.200})", "look with `squeue --me`")
+        raise slurm_error(shlex.join(line), f"it named no job ({' '.join(said)!r:.200})", "look with `squeue --me`")
     return int(matched[1])
 
 
@@ -118,19 +118,19 @@ def _cancel(jobs: Sequence[str], *options: str) -> None:
 
 
 def call(line: Sequence[str]) -> str:
-    """Run one of Slurm's commands and return its output. Raises `SlurmError` with its full error message."""
+    """Run one of Slurm's commands and return its output. Raises `FleetError` with its full error message."""
     try:
         done = subprocess.run(
             line, capture_output=True, text=True, errors="replace", timeout=CALL_S, check=False, env=without_settings()
         )
     except FileNotFoundError as error:
         advice = "run this where Slurm's commands are, such as a login node of the cluster"
-        raise SlurmError(shlex.join(line), f"{line[0]} is not on PATH", advice) from error
+        raise slurm_error(shlex.join(line), f"{line[0]} is not on PATH", advice) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(shlex.join(line), f"no answer within {CALL_S:g} s", _advice("contact")) from error
+        raise slurm_error(shlex.join(line), f"no answer within {CALL_S:g} s", _advice("contact")) from error
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise SlurmError(shlex.join(line), said, _advice(said))
+        raise slurm_error(shlex.join(line), said, _advice(said))
     return done.stdout
 
 

@@ -16,7 +16,6 @@ from typing import Any, TextIO
 import orjson
 import pytest
 
-from headrace.deploy.process.fleet_errors import OtherSettingsError
 from headrace.deploy.run.fleet_file import FleetFile, read_addresses
 from headrace.deploy.run.resume import EarlierRun, write_settings
 from headrace.deploy.run.run_dir import RunDir, file_name_of, new_run_dir
@@ -129,11 +128,11 @@ def test_a_resumed_run_may_change_training_settings_but_not_env_or_module(tmp_pa
     )
     assert run.check(free, resume=False) == []
     training = with_(sampling={"seed": 4}, learner={"gamma": 0.9})
-    with pytest.raises(OtherSettingsError, match=r"sampling\.seed: null -> 4; learner\.gamma: 0\.98 -> 0\.9\); go on"):
+    with pytest.raises(RunDirError, match=r"sampling\.seed: null -> 4; learner\.gamma: 0\.98 -> 0\.9\); go on"):
         run.check(training, resume=False)
     assert run.check(training, resume=True) == ["sampling.seed: null -> 4", "learner.gamma: 0.98 -> 0.9"]
     for fixed in (with_(sampling={"env_config": {"size": 4}}), with_(module={"config": {"hidden": [8]}})):
-        with pytest.raises(OtherSettingsError, match="leave out --run-dir for a new run"):
+        with pytest.raises(RunDirError, match="leave out --run-dir for a new run"):
             run.check(fixed, resume=True)
 
 

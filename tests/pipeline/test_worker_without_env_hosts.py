@@ -11,7 +11,7 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import add_up
-from headrace.schemas.errors import NoEnvHostError
+from headrace.schemas.errors import UnreachableError
 from support.pipeline.delivery import BrokerThread, Process, Witness, script_process
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
 from support.waiting import wait_until
@@ -86,6 +86,6 @@ def test_env_hosts_timeout_s_ends_the_wait_with_an_error_that_names_the_command(
     sections = placed(free_port, env_hosts_timeout_s=0.2)
     with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
         wait_until(lambda: worker.error, "the end of its patience")
-    assert isinstance(worker.error, NoEnvHostError)
+    assert isinstance(worker.error, UnreachableError)
     assert f"no env host was at tcp://127.0.0.1:{free_port} for env_hosts_timeout_s = 0.2 s" in str(worker.error)
     assert f"headrace env-host --connect tcp://127.0.0.1:{free_port} --env CartPole-v1" in str(worker.error)

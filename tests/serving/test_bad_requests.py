@@ -16,10 +16,6 @@ import pytest
 import zmq
 
 from headrace.schemas.errors import EnvContractError, HeadraceError
-from headrace.schemas.errors.episodes import (
-    EpisodeCompletedError,
-    UnknownEpisodeError,
-)
 from headrace.schemas.errors.serving import (
     MessageTooLargeError,
     ServingError,
@@ -150,9 +146,9 @@ def way(request: pytest.FixtureRequest, shared: Served) -> Iterator[Any]:
 
 
 def test_an_episode_that_was_never_started_is_unknown(way: Any) -> None:
-    with pytest.raises(UnknownEpisodeError, match="'nobody' was not found"):
+    with refused("unknown_episode", match="'nobody' was not found"):
         way.step("nobody", 0, [1, 2])
-    with pytest.raises(UnknownEpisodeError):
+    with refused("unknown_episode"):
         way.abort("nobody")
 
 
@@ -161,10 +157,22 @@ def test_an_episode_that_has_ended_takes_no_step(way: Any) -> None:
     way.start(over)
     way.step(over, 0, [0, 0], end="truncated")
     for step in (1, 7):
-        with pytest.raises(EpisodeCompletedError, match="has already completed"):
+        with refused("already_completed", match="has already completed"):
             way.step(over, step, [0, 0])
-    with pytest.raises(EpisodeCompletedError):
+    with refused("already_completed"):
         way.start(over)
+
+
+def test_an_episode_that_the_env_gave_up_stays_over_for_its_session(way: Any, shared: Served) -> None:
+    given_up = f"{way.name}-given-up"
+    way.start(given_up)
+    way.step(given_up, 0, [0, 0])
+    shared.episodes.episodes[given_up].end = "stalled"
+    with refused("aborted", match="was aborted: stalled"):
+        way.step(given_up, 1, [0, 0])
+    del shared.episodes.episodes[given_up]  # the env forgets it
+    with refused("aborted", match="was aborted: .*stalled"):
+        way.step(given_up, 1, [0, 0])
 
 
 def test_an_episode_is_not_started_twice(way: Any, shared: Served) -> None:

@@ -17,7 +17,6 @@ from headrace.schemas.errors import (
     ConfigError,
     EnvContractError,
     EnvError,
-    MissingEnvError,
     ModuleError,
     UnknownEnvError,
 )
@@ -148,7 +147,7 @@ def test_runner_without_env_says_how_to_give_one(kind: Any) -> None:
             sampler.get_spaces,
             lambda: sampler.spaces,
         ):
-            with pytest.raises(MissingEnvError, match="gymnasium id"):
+            with pytest.raises(ConfigError, match="gymnasium id"):
                 needs_an_env()
         with pytest.raises(ConfigError, match="no environment is configured"):
             sampler.make_env()

@@ -10,7 +10,7 @@ import pytest
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.errors.episodes import (
-    ExternalSilenceError,
+    EnvError,
 )
 from headrace.workers import EnvRunnerConfig
 from support.envs import external, external_agents
@@ -51,7 +51,7 @@ def test_sample_raises_when_external_envs_stay_silent() -> None:
         EnvRunnerConfig(env=Idle, external_silence_timeout_s=1)
     with idle(external_silence_timeout_s=0.1) as sampler:
         table(sampler).start()
-        with pytest.raises(ExternalSilenceError, match=r"external_silence_timeout_s = 0.1 s \(1 are open\)"):
+        with pytest.raises(EnvError, match=r"external_silence_timeout_s = 0.1 s \(1 are open\)"):
             sampler.sample(num_timesteps=1)
 
 

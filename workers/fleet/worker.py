@@ -24,8 +24,8 @@ from headrace.schemas.errors import (
     EnvError,
     FencedError,
     ModuleError,
-    NoEnvHostError,
     StateError,
+    UnreachableError,
 )
 from headrace.schemas.messages import tellable_weights
 from headrace.schemas.messages.weights import WeightsVersion
@@ -107,7 +107,7 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
     except FencedError:
         worker.give_up(Discard.FENCED)
         raise
-    except (EnvError, NoEnvHostError, CallbackError, PolicyMappingError):
+    except (EnvError, UnreachableError, CallbackError, PolicyMappingError):
         worker.drain()
         raise
 

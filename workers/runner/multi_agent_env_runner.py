@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import MissingEnvError
+from headrace.schemas.errors import missing_env_error
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import external
@@ -33,7 +33,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     agent steps, and also env steps. Weights are mappings by module id. A module that is left out is frozen: it keeps
     its weights. Each module has its own connectors.
 
-    `on_wait`: see `SingleAgentEnvRunner`. Raises `NotMultiAgentError` for a config without policies, and
+    `on_wait`: see `SingleAgentEnvRunner`. Raises `ConfigError` for a config without policies, and
     `EnvContractError` for a single-agent env.
     """
 
@@ -74,7 +74,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     @property
     def _seat_steps(self) -> SeatSteps:
         if self._steps is None:
-            raise MissingEnvError
+            raise missing_env_error()
         return self._steps
 
     @property

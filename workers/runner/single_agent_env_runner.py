@@ -11,7 +11,7 @@ import torch
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError, MissingEnvError
+from headrace.schemas.errors import ConfigError, missing_env_error
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import external
 from headrace.workers.envs.lane_table import LaneTable
@@ -78,7 +78,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     @property
     def _lane_steps(self) -> LaneSteps:
         if self._steps is None:
-            raise MissingEnvError
+            raise missing_env_error()
         return self._steps
 
     @property

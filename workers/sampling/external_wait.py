@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from headrace.schemas.errors.episodes import ExternalSilenceError
+from headrace.schemas.errors import EnvError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import ExternalDriver
 
@@ -37,7 +37,10 @@ class ExternalWait:
         return self._has_polled and time.monotonic() - self._begun_at >= self._max_age_s
 
     def check(self) -> None:
-        """Begin a poll. Raise `ExternalSilenceError` if no client spoke for `external_silence_timeout_s` seconds."""
+        """Begin a poll. Raise `EnvError` if no client spoke for `external_silence_timeout_s` seconds."""
         self._has_polled = True
         if time.monotonic() - self._envs.heard_at > self._silence_s:
-            raise ExternalSilenceError(self._silence_s, self._envs.open_episodes)
+            raise EnvError(
+                "sample() got no call about an external episode for external_silence_timeout_s = "
+                f"{self._silence_s:g} s ({self._envs.open_episodes} are open); what was sampled is kept"
+            )

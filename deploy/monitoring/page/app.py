@@ -21,7 +21,7 @@ from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import FleetConfig
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("uPlot.iife.min.js", "charts.js", "app.js")
+SCRIPTS = ("uPlot.iife.min.js", "elements.js", "charts.js", "app.js")
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _ALIVE_S = 15.0
 """Seconds without a state after which a stream says that it is alive."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,75 @@ import orjson
 
 from headrace.deploy.monitoring.html_page import folded, page, paragraph, table, text, tiles
 from headrace.deploy.monitoring.losses import loss_of
-from headrace.deploy.monitoring.report.line_chart import Chart, Curve, chart_html, short_number
 from headrace.deploy.monitoring.report.run_series import RunSeries
-from headrace.deploy.report.progress import duration
+from headrace.deploy.report.progress import duration, short_number
 from headrace.schemas.basics.printable import one_line, printable
 
+Chart = Mapping[str, Any]
+"""What `charts.js` draws: `title`, `unit`, `scale`, `lines` and `bands`."""
+Line = Mapping[str, Any]
+"""A curve: `name` of the column, `label`, and `dots` where its values belong to single moments."""
+Band = tuple[str, str, str]
+"""The columns of the lower and the upper edge, and the label."""
+
+MOST_CURVES = 8
+"""Curves of a chart."""
 MOST_CHARTS = 24
 """Charts of learner's figures, and of what callbacks logged."""
 MOST_ROWS = 200
 _LONGEST = 300
 _FIRST_FIGURES = ("loss", "policy_loss", "value_loss", "entropy", "kl", "explained_variance", "learning_rate")
 _NO_FIGURES = ("update", "steps", "episodes", "epochs")
+_CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Throughput", "env steps/s", {"env_steps_per_s": "env steps/s"}),
+    (
+        "Lag of weights",
+        "versions",
+        {
+            "weights_lag": "worker furthest behind",
+            "accepted_lag_p50": "half of the steps, at the broker",
+            "accepted_lag_p95": "95 % of them",
+            "consumed_lag_p50": "half of the steps, at the learner",
+            "consumed_lag_p95": "95 % of these",
+        },
+    ),
+    ("Queue", "batches", {"held_batches": "held by the broker", "window_batches": "kept by workers"}),
+    ("Age of the oldest batch", "s", {"oldest_unsettled_age_s": "since the broker accepted it"}),
+    ("Workers", "", {"workers": "connected", "workers_blocked": "that wait for room"}),
+    (
+        "Failures",
+        "",
+        {
+            "env_failures": "envs failed",
+            "aborted_episodes": "episodes aborted",
+            "fenced_lives": "lives of workers fenced",
+            "messages_refused": "messages refused since the broker started",
+        },
+    ),
+    ("Clients", "", {"clients": "connected", "client_requests_per_s": "requests/s"}),
+    ("Latency for clients", "s", {"client_latency_s_p50": "half", "client_latency_s_p95": "95 %"}),
+)
+"""Titles, units, and the labels of columns."""
+_ASSETS = files("headrace.deploy.monitoring.page") / "assets"
+_SCRIPTS = (
+    *(_ASSETS / name for name in ("uPlot.iife.min.js", "elements.js", "charts.js")),
+    files("headrace.deploy.monitoring.report") / "report.js",
+)
+_STYLE = """
+:root { --quiet: var(--dim); --grid: var(--line); --error: var(--bad) } [hidden] { display: none !important }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem }
+figure { margin: 0; background: var(--card); border-radius: 6px; padding: .7rem .8rem; min-width: 0;
+break-inside: avoid } figcaption { font-size: .85rem; display: flex; flex-wrap: wrap; gap: 0 .8rem; min-height: 1.5em;
+overflow-wrap: anywhere; font-variant-numeric: tabular-nums } figcaption span { min-width: 0 }
+.swatch { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .3em }
+button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+padding: .1rem .6rem; margin-right: .4rem; cursor: pointer } button:focus-visible { outline: 2px solid var(--c0);
+outline-offset: 2px } button[aria-pressed="true"] { background: var(--ink); color: var(--paper) }
+@media print { figure { border: 1px solid var(--line) } .buttons { display: none } }
+"""
+_AXES = """<p class="buttons" role="group" aria-label="Horizontal axis">
+<button type="button" data-axis="time" aria-pressed="true">Time</button>
+<button type="button" data-axis="steps" aria-pressed="false">Env steps</button></p>"""
 _SHARES = ("env", "inference", "connectors", "serialise", "wait", "other", "decode", "train", "publish")
 
 
@@ -29,6 +89,7 @@ def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
     """Return the whole page."""
     name = Path(facts["run_dir"]).name
     is_bad = facts["error"] or facts["state"] == "killed" or facts["audit"]["balanced"] is False
+    charts = [chart for chart in _charts(series) if chart["lines"]]
     books = facts["ledger"]
     is_whole = books is not None and not books["dropped"] and not books["discarded"] and not facts["findings"]
     kind = "bad" if is_bad else "good" if is_whole else "warn"
@@ -42,7 +103,7 @@ def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
             *_findings(facts["findings"]),
             tiles(_key_numbers(facts)),
             "<h2>Curves</h2>",
-            _charts(series),
+            *_curves(charts, series),
             "<h2>Ledger</h2>",
             *_ledger(facts),
             "<h2>Failures of envs</h2>",
@@ -54,6 +115,8 @@ def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
             "<h2>What ran</h2>",
             *_what_ran(facts),
         ),
+        _STYLE + (_ASSETS / "uPlot.min.css").read_text(),
+        [file.read_text() for file in _SCRIPTS] if charts else [],
     )
 
 
@@ -91,105 +154,77 @@ def _key_numbers(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "steps lost", _count(sum(books["dropped"].values()) + sum(books["discarded"].values()))
 
 
-def _charts(series: RunSeries) -> str:
-    drawn = [drawn for chart in _all_charts(series) if (drawn := chart_html(chart))]
-    if not drawn:
-        return paragraph("There are no rows yet: the fleet has not taken a step, or its rows were removed.", "dim")
-    marks = " Dashed lines mark changes; each has its name under the pointer." if series.marks else ""
-    axis = "The time is that for which the fleet ran, with the env steps until then below it."
-    about = f"{axis} Point at a curve for its values.{marks}"
-    listed = folded(
-        "changes", table("changes", ("time", "what"), [(duration(at), what) for at, what in series.marks], 2)
-    )
-    return f'{paragraph(about, "dim")}<div class="charts">{"".join(drawn)}</div>{listed if series.marks else ""}'
+def _curves(charts: Sequence[Chart], series: RunSeries) -> Iterator[str]:
+    if not charts:
+        yield paragraph("There are no rows yet: the fleet has not taken a step, or its rows were removed.", "dim")
+        return
+    marks = " Dashed lines mark the changes that are listed below." if series.marks else ""
+    about = f"The time is that for which the fleet ran. Point at a curve for its values.{marks}"
+    yield paragraph(about, "dim")
+    yield _AXES
+    yield '<p id="no-history" hidden>No curve has a value.</p><div id="charts" class="charts"></div>'
+    yield "<noscript><p>The curves need JavaScript. headrace report --csv writes their values.</p></noscript>"
+    if series.marks:
+        rows = [(duration(at), what) for at, what in series.marks]
+        yield folded("changes", table("changes", ("time", "what"), rows, 2))
+    yield f'<script type="application/json" id="rows">{_rows(charts, series)}</script>'
 
 
-def _all_charts(series: RunSeries) -> Iterator[Chart]:
-    steps = series.points("env_steps")
+def _rows(charts: Sequence[Chart], series: RunSeries) -> str:
+    """Return the charts and their curves as JSON that cannot end the script element around it."""
+    names = {line["name"] for chart in charts for line in chart["lines"]}
+    names |= {name for chart in charts for band in chart["bands"] for name in band[:2]}
+    times, curves = series.drawn((names | {"env_steps"}) & series.columns.keys())
+    if "env_steps" in curves:
+        curves["env_steps_total"] = curves.pop("env_steps")
+    marks = [{"unix_s": at, "kind": "again", "sentence": what} for at, what in series.marks]
+    document = {"isElapsed": True, "charts": charts, "unix_s": times, "curves": curves, "marks": marks}
+    return orjson.dumps(document).decode().replace("<", "\\u003c")
 
-    def chart(
-        title: str, unit: str, curves: Iterable[Curve], *, from_zero: bool = True, percent: bool = False
-    ) -> Chart:
-        return Chart(title, unit, list(curves), series.marks, series.end_s, from_zero, percent, steps)
 
-    def lines(**named: str) -> Iterator[Curve]:
-        for column, name in named.items():
-            yield Curve(name, series.points(column))
+def _charts(series: RunSeries) -> Iterator[Chart]:
+    def chart(title: str, unit: str, lines: Iterable[Line], bands: Iterable[Band] = (), scale: int = 1) -> Chart:
+        found = [line for line in lines if line["name"] in series.columns][:MOST_CURVES]
+        return {"title": title, "unit": unit, "scale": scale, "lines": found, "bands": list(bands)}
 
-    def parts(prefix: str, order: Sequence[str] = ()) -> Iterator[Curve]:
+    def parts(prefix: str, order: Sequence[str] = ()) -> Iterator[Line]:
         names = [f"{prefix}{name}" for name in order] + series.names(prefix)
         for column in dict.fromkeys(names):
-            yield Curve(_bounded(column.removeprefix(prefix)), series.points(column))
+            yield _line(column, _bounded(column.removeprefix(prefix)))
 
-    yield chart("Return of episodes", "", _returns(series), from_zero=False)
-    yield chart("Length of episodes", "env steps", _spread(series, "episode_len"))
+    returns = [*_means("episode_return"), {**_line("evaluation/return_mean", "evaluation"), "dots": True}]
+    yield chart("Return of episodes", "", returns, _spread(series, "episode_return"))
+    yield chart("Length of episodes", "env steps", _means("episode_len"), _spread(series, "episode_len"))
     by_policy = [name for name in series.names("policies/") if name.endswith("/return_mean")]
-    yield chart(
-        "Mean return by policy",
-        "",
-        (Curve(_bounded(name.split("/")[1]), series.points(name)) for name in by_policy),
-        from_zero=False,
-    )
-    yield chart("Throughput", "env steps/s", lines(env_steps_per_s="env steps/s"))
-    yield chart(
-        "Lag of weights",
-        "versions",
-        lines(
-            weights_lag="worker furthest behind",
-            accepted_lag_p50="half of the steps, at the broker",
-            accepted_lag_p95="95 % of them",
-            consumed_lag_p50="half of the steps, at the learner",
-            consumed_lag_p95="95 % of these",
-        ),
-    )
-    yield chart("Queue", "batches", lines(held_batches="held by the broker", window_batches="kept by workers"))
-    yield chart("Age of the oldest batch", "s", lines(oldest_unsettled_age_s="since the broker accepted it"))
-    yield chart("Workers", "", lines(workers="connected", workers_blocked="that wait for room"))
-    yield chart("Time of the workers", "", parts("worker_time/", _SHARES), percent=True)
-    yield chart("Time of the learner", "", parts("learner_time/", _SHARES), percent=True)
-    lost = (Curve(_bounded(name.replace("_steps/", ": ")), series.points(name)) for name in _losses(series))
-    yield chart("Steps that did not reach the learner", "agent steps", lost)
-    failed = lines(
-        env_failures="envs failed",
-        aborted_episodes="episodes aborted",
-        fenced_lives="lives of workers fenced",
-        messages_refused="messages refused since the broker started",
-    )
-    yield chart("Failures", "", failed)
-    if series.points("aborted_return_mean"):
-        both = lines(aborted_return_mean="of aborted episodes", episode_return_mean="of finished ones")
-        yield chart("Mean return of aborted episodes", "", both, from_zero=False)
+    yield chart("Mean return by policy", "", (_line(name, _bounded(name.split("/")[1])) for name in by_policy))
+    for title, unit, lines in _CHARTS:
+        yield chart(title, unit, starmap(_line, lines.items()))
+    yield chart("Time of the workers", "%", parts("worker_time/", _SHARES), scale=100)
+    yield chart("Time of the learner", "%", parts("learner_time/", _SHARES), scale=100)
+    lost = series.names("dropped_steps/") + series.names("discarded_steps/")
+    named = (_line(name, _bounded(name.replace("_steps/", ": "))) for name in lost)
+    yield chart("Steps that did not reach the learner", "agent steps", named)
+    if "aborted_return_mean" in series.columns:
+        both = [_line("aborted_return_mean", "of aborted episodes"), _line("episode_return_mean", "of finished ones")]
+        yield chart("Mean return of aborted episodes", "", both)
     yield chart("Processor time", "cores", parts("process_cpu_share/"))
     yield chart("Memory", "bytes", parts("process_rss_bytes/"))
-    yield chart("Clients", "", lines(clients="connected", client_requests_per_s="requests/s"))
-    yield chart("Latency for clients", "s", lines(client_latency_s_p50="half", client_latency_s_p95="95 %"))
-    for column in _figures(series):
-        name = _bounded(column.removeprefix("learner/"))
-        yield chart(f"learner: {name}", "", [Curve(name, series.points(column))], from_zero=False)
-    for column in series.names("callbacks/")[:MOST_CHARTS]:
-        name = _bounded(column.removeprefix("callbacks/"))
-        yield chart(f"callbacks: {name}", "", [Curve(name, series.points(column))], from_zero=False)
+    for column in [*_figures(series), *series.names("callbacks/")[:MOST_CHARTS]]:
+        yield chart(_bounded(column.replace("/", ": ", 1)), "", [_line(column, "logged")])
 
 
-def _returns(series: RunSeries) -> Iterator[Curve]:
-    yield from _spread(series, "episode_return")
-    evaluations = series.points("evaluation/return_mean")
-    if evaluations:
-        yield Curve("evaluation", evaluations, dots=True)
+def _line(column: str, label: str) -> Line:
+    return {"name": column, "label": label}
 
 
-def _spread(series: RunSeries, name: str) -> Iterator[Curve]:
-    """Yield the mean, in a band: the middle half of the episodes, or from the least to the most without quantiles."""
-    low, high, what = ("p25", "p75", "middle half") if series.points(f"{name}_p25") else ("min", "max", "min to max")
-    lows, highs = series.points(f"{name}_{low}"), dict(series.points(f"{name}_{high}"))
-    band = [(at, value, highs[at]) for at, value in lows if at in highs]
-    yield Curve(f"mean, and {what}" if band else "mean", series.points(f"{name}_mean"), band)
-    if low == "p25":
-        yield Curve("median", series.points(f"{name}_p50"))
+def _means(name: str) -> list[Line]:
+    return [_line(f"{name}_mean", "mean"), _line(f"{name}_p50", "median")]
 
 
-def _losses(series: RunSeries) -> list[str]:
-    return series.names("dropped_steps/") + series.names("discarded_steps/")
+def _spread(series: RunSeries, name: str) -> list[Band]:
+    """Return the band of the middle half of the episodes, or from the least to the most without quantiles."""
+    bands = [(f"{name}_p25", f"{name}_p75", "middle half"), (f"{name}_min", f"{name}_max", "least to most")]
+    return [band for band in bands if band[0] in series.columns and band[1] in series.columns][:1]
 
 
 def _figures(series: RunSeries) -> list[str]:

@@ -6,11 +6,14 @@ import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from headrace.deploy.loggers import Row
 
 MOST_COLUMNS = 1000
 MOST_MARKS = 1000
+MOST_DRAWN = 250
+"""Moments that are drawn."""
 _NO_CURVES = ("kind", "time", "elapsed_s", "learner_row")
 _OTHER_START_S = 5.0
 """Rows whose starts are so far apart are of different runs in the directory."""
@@ -57,6 +60,27 @@ class RunSeries:
     def names(self, prefix: str) -> list[str]:
         """Return the columns whose names begin with `prefix`, in order of first appearance."""
         return [name for name in self.columns if name.startswith(prefix)]
+
+    def drawn(self, names: Iterable[str]) -> tuple[list[float], dict[str, list[float | None]]]:
+        """Return at most `MOST_DRAWN` moments in s, and the values of columns then; None where a column has none.
+
+        If there are more rows, each value is the mean of neighbours in time.
+        """
+        columns = {name: self.columns[name] for name in names}
+        times = sorted({at for column in columns.values() for at in column.elapsed_s})
+        step = (times[-1] - times[0]) / MOST_DRAWN if len(times) > MOST_DRAWN else 0.0
+        last = MOST_DRAWN - 1
+        place = {at: min(int((at - times[0]) / step), last) if step else number for number, at in enumerate(times)}
+
+        def means(points: Iterable[tuple[float, float]]) -> dict[int, float]:
+            groups: dict[int, list[float]] = {}
+            for at, value in points:
+                groups.setdefault(place[at], []).append(value)
+            return {number: float(f"{fmean(values):.6g}") for number, values in groups.items()}
+
+        moments = means(zip(times, times, strict=True))
+        known = {name: means(column.points()) for name, column in columns.items()}
+        return list(moments.values()), {name: [one.get(at) for at in moments] for name, one in known.items()}
 
     def _add(self, row: Row) -> None:
         unix_s, elapsed_s, env_steps = (_number(row.get(name)) for name in ("time", "elapsed_s", "env_steps"))

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from headrace.deploy.monitoring.report.line_chart import short_number
-from headrace.deploy.report.progress import duration
+from headrace.deploy.report.progress import duration, short_number
 from headrace.schemas.basics.printable import one_line
 
 Document = Mapping[str, Any]

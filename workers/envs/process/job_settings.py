@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from headrace.schemas.accounts import user_calls
-from headrace.schemas.errors import ConfigError, MissingEnvError
+from headrace.schemas.errors import ConfigError, missing_env_error
 from headrace.schemas.settings.plugins import load_object
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import registered_creator
@@ -22,7 +22,7 @@ def name_env(env: str | Callable[..., Any] | None) -> str:
     Raises `ConfigError` for an env without such a name: a lambda, a closure, a bound object, an object of `__main__`.
     """
     if env is None:
-        raise MissingEnvError
+        raise missing_env_error()
     if isinstance(env, str):
         registered = registered_creator(env)
         return env if registered is None else name_env(registered)

@@ -7,7 +7,7 @@ import platform
 import time
 from urllib.parse import urlsplit
 
-from headrace.schemas.errors import NoEnvHostError
+from headrace.schemas.errors import UnreachableError
 from headrace.workers.config import EnvRunnerConfig
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class HostWait:
         self._say_at = now + _SAY_WAITING_S
 
     def look(self, is_one_here: bool, now: float) -> None:
-        """Note that the worker waits `now`, in monotonic seconds. Raises `NoEnvHostError` when it waited too long."""
+        """Note that the worker waits `now`, in monotonic seconds. Raises `UnreachableError` when it waited too long."""
         if is_one_here or now - self._looked_at > _PAUSE_S:
             self._begin(now)
         self._looked_at = now
@@ -42,7 +42,9 @@ class HostWait:
             log.warning("no env host at %s for %.0f s; start one: %s", self._endpoint, waited_s, self._remedy)
         if self._timeout_s is not None and now - self._since >= self._timeout_s:
             self._begin(now)
-            raise NoEnvHostError(self._endpoint, self._timeout_s, self._remedy)
+            waited = f"no env host was at {self._endpoint} for env_hosts_timeout_s = {self._timeout_s:g} s"
+            sentence = f"{waited}; start one: {self._remedy}"
+            raise UnreachableError("env host", self._endpoint, self._timeout_s, sentence=sentence)
 
 
 def _address(endpoint: str) -> str:

@@ -13,7 +13,7 @@ import zmq
 from numpy.typing import NDArray
 
 from headrace.schemas.credentials.keys import CLIENT, PeerKeys
-from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, WorkerWaitsError
+from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, UnreachableError
 from headrace.schemas.errors.serving import MessageTooLargeError, ServingError, error_of
 from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, decode, encode
@@ -92,7 +92,7 @@ class Connection:
         """Send a request, several times if needed, and return its answer, (message, arrays).
 
         Raises the error with which the server refuses it, `KeysRefusedError`, and `UnreachableError` after `timeout_s`.
-        The latter is a `WorkerWaitsError` if the server confirms a heartbeat within two more seconds.
+        The latter says what the worker waits for if the server confirms a heartbeat within two more seconds.
         Raises `MessageTooLargeError` before it sends a message that is too large: the server would close the
         connection, and the client would send it for ever.
         """
@@ -134,7 +134,10 @@ class Connection:
             with suppress(HeadraceError):
                 ack, _ = self.ask(ClientHeartbeat(session=request.session, token=request.token), _LAST_HEARTBEAT_S)
                 waiting_for = ack.waiting_for if isinstance(ack, ClientAck) else ""
-                return WorkerWaitsError(self._endpoint, timeout_s, waiting_for)
+                why = f"its worker waits for {waiting_for}" if waiting_for else "it is alive, and its worker is busy"
+                what = f"the policy server at {self._endpoint} gave no answer within {timeout_s:g} s"
+                sentence = f"{what}: {why}; repeat the call"
+                return UnreachableError("policy server", self._endpoint, timeout_s, sentence=sentence)
         return self._handshakes.why_silent(timeout_s)
 
     def _read(self, frames: list[bytes], number: int) -> tuple[Message, dict[str, NDArray[Any]]] | None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import NotYetError, ServingError
+from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.messages.serving_messages import AnyStep
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
@@ -231,7 +231,7 @@ class HttpServer:
     def _stop_loop(self) -> None:
         """Have the loop return after this round, or after its next round if it is not running.
 
-        Raises `NotYetError` once the server closes: nothing may stop the loop then.
+        Raises the `ServingError` "not_yet" once the server closes: nothing may stop the loop then.
         """
         if self._closing:
             raise _stopping()
@@ -275,8 +275,8 @@ class HttpServer:
         return answer_of(reply, self._codec.action)
 
 
-def _stopping() -> NotYetError:
-    return NotYetError("the server is stopping; send the same again")
+def _stopping() -> ServingError:
+    return ServingError("the server is stopping; send the same again", "not_yet")
 
 
 def connection_limit(most: int) -> int:

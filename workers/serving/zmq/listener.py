@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.errors import HeadraceError, WireError
+from headrace.schemas.errors import EncodeError, HeadraceError
 from headrace.schemas.errors.serving import FAILED, MessageTooLargeError, ServingError
 from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import (
@@ -208,7 +208,7 @@ class ZmqListener:
                 return encode(reply.kind, reply.fields, reply.arrays)
             arrays = codec.to_arrays(reply.action)
             return (codec.layout.encode if codec.layout is not None else encode)(reply.kind, reply.fields, arrays)
-        except WireError as error:
+        except EncodeError as error:
             refused = refusal_of(MessageTooLargeError(f"the answer cannot be sent: {error}"))
             return encode(refused.kind, refused.fields)
 

@@ -1,11 +1,14 @@
 "use strict";
-/* Charts of the history. uPlot draws; the curves come ready from /series.json, and null is where nothing is known. */
+/* Charts over time or env steps. uPlot draws; the curves come ready, and null is where nothing is known.
+   The page gets them from /series.json. A report has its own list of `charts`, and its times are seconds since the run
+   began (`isElapsed`). */
 
 const PARTS = ["env", "inference", "connectors", "serialise", "wait", "decode", "train", "publish", "other"];
 const shares = (name) => PARTS.map((part) => ({ name: `${name}{part="${part}"}`, label: part }));
 const at = (name, quantile) => `${name}{quantile="${quantile}"}`;
 
-/* `lines`: curves; `band`: lower and upper edge of a shaded band; a chart without data is not shown. */
+/* `lines`: curves, with `dots` for values of single moments; `bands`: lower and upper edge of a shaded band; a chart
+   without data is not shown. */
 const CHARTS = [
   { title: "Throughput", unit: "steps/s", lines: [
     { name: "env_steps_per_s", label: "env steps taken" },
@@ -28,6 +31,8 @@ const CHARTS = [
   { title: "Length of episodes", unit: "env steps", lines: [{ name: "episode_len_mean", label: "mean" }] },
 ];
 const MOST_LEARNER_CHARTS = 24;
+const ELAPSED_TICKS = [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
+  172800, 432000, 864000, 2592000];
 const FLAT = 1e-3; /* A curve that varies by less of its size is drawn as a constant one. */
 
 const Charts = (() => {
@@ -41,6 +46,7 @@ const Charts = (() => {
   const hasData = (name) => (data.curves[name] || []).some((value) => value !== null);
 
   function specs() {
+    if (data.charts) return data.charts;
     const own = Object.keys(data.curves).filter((name) => name.startsWith("learner/")).slice(0, MOST_LEARNER_CHARTS);
     return [...CHARTS, ...own.map((name) => (
       { title: name.replace("learner/", ""), unit: "", isOfLearner: true, lines: [{ name, label: "logged" }] }))];
@@ -84,14 +90,18 @@ const Charts = (() => {
     return spec.scale ? values.map((value) => value === null ? null : value * spec.scale) : values;
   }
 
-  /* The horizontal place of each row: its time, or the env steps until then, which never fall. */
-  function places() {
-    const told = bySteps ? data.curves.env_steps_total : null;
-    if (!told) return data.unix_s;
+  /* The env steps until each row, which never fall; null where they are not known. */
+  function stepsUntil() {
+    if (!hasData("env_steps_total")) return null;
+    const told = data.curves.env_steps_total;
     const isStart = (data.curves.env_steps_per_s || [null])[0] !== null; /* a report without the counter: no step yet */
     let steps = (isStart ? told[0] : told.find((value) => value !== null)) || 0;
     return told.map((value) => (steps = Math.max(steps, value || 0)));
   }
+
+  /* The horizontal place of each row: its time, or the env steps until then. */
+  const places = () => (bySteps && stepsUntil()) || data.unix_s;
+  const timeOf = (at) => data.isElapsed ? duration(at) : clock(at);
 
   function drawMarks(plot) {
     const { left, top, width, height } = plot.bbox;
@@ -119,23 +129,27 @@ const Charts = (() => {
     const series = found.map((column) => {
       if (column.edge) return { label: column.label || "", stroke: "transparent", width: 0, points: { show: false } };
       column.hue = `--c${hue++ % 6}`;
-      return { label: column.label, stroke: color(column.hue), width: 1.6, points: { show: false },
-        dash: hue > 6 ? [6, 3] : undefined };
+      column.isDashed = hue > 6;
+      const isOne = () => data.curves[column.name].filter((value) => value !== null).length === 1;
+      return { label: column.label, stroke: color(column.hue), width: 1.6, spanGaps: Boolean(data.isElapsed),
+        points: { show: () => Boolean(column.dots) || isOne(), size: 6, fill: color(column.hue) },
+        dash: column.isDashed ? [6, 3] : undefined, ...(column.dots ? { paths: () => null } : {}) };
     });
     return {
       width, height: 170, legend: { show: false }, series: [{}, ...series], bands,
       cursor: { sync: { key: "fleet" }, drag: { x: false, y: false }, points: { show: false } },
-      scales: { x: { time: !bySteps, range: () => range() }, y: { range: (_, low, high) => limits(low, high) } },
-      axes: [{ ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => bySteps ? short(tick)
-        : clock(tick).slice(0, ticks[ticks.length - 1] - ticks[0] > 600 ? 5 : 8)) }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => short(tick)) }],
+      scales: { x: { time: !bySteps && !data.isElapsed, range: () => range() }, y: { range: (_, low, high) => limits(low, high) } },
+      axes: [{ ...axis, size: 28, space: 70, ...(data.isElapsed && !bySteps ? { incrs: ELAPSED_TICKS } : {}),
+        values: (_, ticks) => ticks.map((tick) => bySteps ? short(tick) : data.isElapsed ? duration(tick)
+          : clock(tick).slice(0, ticks[ticks.length - 1] - ticks[0] > 600 ? 5 : 8)) }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => short(tick)) }],
       hooks: { draw: [drawMarks], setCursor: [(plot) => tell(caption, spec, found, plot.cursor.idx)] },
     };
   }
 
   function range() {
-    const last = data.unix_s[data.unix_s.length - 1] || Date.now() / 1000;
+    const last = data.unix_s[data.unix_s.length - 1] ?? Date.now() / 1000;
     const first = Math.max(data.unix_s[0] || 0, last - shown);
-    if (!bySteps) return [Math.min(first, last - 60), last];
+    if (!bySteps) return data.isElapsed ? [0, last || 1] : [Math.min(first, last - 60), last];
     const x = places();
     const from = x[data.unix_s.findIndex((time) => time >= first)] || 0;
     return [from, Math.max(from + 1, x[x.length - 1] || 0)];
@@ -160,18 +174,27 @@ const Charts = (() => {
       for (i = data.unix_s.length - 1; i > 0; i--) if (found.some((one) => data.curves[one.name][i] !== null)) break;
     }
     const parts = [];
+    const valueOf = (name) => { /* columns of a report have their values at different moments: the newest until then */
+      let k = i;
+      const values = data.curves[name] || [];
+      if (data.isElapsed) while (k > 0 && values[k] === null) k--;
+      return values[k];
+    };
     for (const [k, column] of found.entries()) {
-      const value = data.curves[column.name] && data.curves[column.name][i];
+      const value = valueOf(column.name);
       if (column.edge && !column.isBand) continue;
-      const low = column.isBand ? data.curves[found[k - 1].name][i] : null;
+      const low = column.isBand ? valueOf(found[k - 1].name) : null;
       const said = (one) => one === null || one === undefined ? "-" : short(one * (spec.scale || 1));
       parts.push({ column, text: `${column.label} ${column.isBand ? `${said(low)} to ` : ""}${said(value)}` });
     }
-    const at = bySteps ? `${whole(places()[i])} env steps` : clock(data.unix_s[i]);
+    const steps = stepsUntil();
+    const at = `${timeOf(data.unix_s[i])}${steps ? `, ${whole(steps[i])} env steps` : ""}`;
     const when = index === null || index === undefined ? "" : at;
     caption.replaceChildren(...(when ? [make("b", { text: when })] : []), ...parts.map(({ column, text }) => {
       const swatch = make("span", { class: "swatch" });
-      swatch.style.background = column.isBand ? `${color("--c0")}55` : color(column.hue || "--c0");
+      const hue = color(column.hue || "--c0");
+      swatch.style.background = column.isBand ? `${hue}55`
+        : column.isDashed ? `repeating-linear-gradient(90deg, ${hue} 0 4px, transparent 4px 6px)` : hue;
       return make("span", {}, swatch, text);
     }));
     return parts.map(({ text }) => text).join(", ");
@@ -231,7 +254,16 @@ const Charts = (() => {
 
   return {
     take, clear, draw,
-    mount(...elements) { boxes = elements; },
+    mount(...elements) {
+      boxes = elements;
+      const axes = document.querySelectorAll("[data-axis]");
+      for (const button of axes) {
+        button.addEventListener("click", () => {
+          for (const one of axes) one.setAttribute("aria-pressed", String(one === button));
+          this.along(button.dataset.axis === "steps");
+        });
+      }
+    },
     show(seconds) { shown = seconds; draw(); },
     along(steps) { bySteps = steps; this.restyle(); },
     restyle() { for (const title of [...plots.keys()]) drop(title); draw(); },
