@@ -49,12 +49,21 @@ CUT: dict[str, tuple[Any, str]] = {
     "logging.max_file_bytes": (16 << 20, "it is 16 MiB"),
     "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 100 times env_restart_backoff_s"),
     "sampling.env_restart_window_s": (60.0, "it is 60 s"),
+    "sampling.external_action_timeout_s": (300.0, "get_action() waits 300 s for the sampler"),
+    "sampling.external_log_timeout_s": (60.0, "log_action() waits 300 s for the sampler"),
+    "sampling.external_silence_timeout_s": (300.0, "sample() waits 300 s for a call"),
+    "sampling.external_start_timeout_s": (60.0, "start_episode() waits 300 s for a place"),
     "serving.http_max_connections": (1024, "there are 1,024"),
     "serving.max_sessions": (1024, "there are 1,024"),
     "supervisor.restart_backoff_max_s": (10.0, "pauses grow to 50 times restart_backoff_s"),
     "supervisor.restart_window_s": (60.0, "it is 60 s"),
 }
 """A setting that only earlier versions had -> its default, and what takes its place."""
+
+
+def instead_of_cut(key: str) -> str:
+    """Return the end of an error about a setting that only earlier versions had; "" for any other."""
+    return f", which only earlier versions had: {CUT[key][1]}; delete it" if key in CUT else ""
 
 
 def nearest_name(given: str, known: Collection[str], cutoff: float) -> str | None:

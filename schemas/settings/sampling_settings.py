@@ -12,6 +12,8 @@ from headrace.schemas.settings.config_section import ConfigSection
 
 LONGEST_S = 1_000_000.0
 """Limit in seconds of any wait, eleven days. The kernel's own calls can sleep for no more than twice that."""
+EXTERNAL_PATIENCE_S = 300.0
+"""Seconds that a call about an external episode waits for the sampler, and the sampler for such a call."""
 Seconds = Annotated[float, Field(le=LONGEST_S)]
 
 Piece = str | dict[str, Any]
@@ -118,16 +120,8 @@ class SamplingSettings(ConfigSection):
     """memory at which a process of envs is replaced as its episodes end; a quarter above it is killed"""
     env_process_max_episodes: int | None = Field(default=None, ge=1)
     """episodes after which a process of envs is replaced as its episodes end"""
-    external_start_timeout_s: Seconds = Field(default=60.0, gt=0)
-    """external envs: how long start_episode() may wait for one of num_envs places"""
-    external_action_timeout_s: Seconds = Field(default=300.0, gt=0)
-    """external envs: how long get_action() may wait for the sampler"""
-    external_log_timeout_s: Seconds = Field(default=60.0, gt=0)
-    """external envs: how long log_action() may wait for the sampler"""
-    external_fragment_max_age_s: Seconds = Field(default=5.0, gt=0)
+    external_fragment_max_age_s: float = Field(default=5.0, gt=0, lt=EXTERNAL_PATIENCE_S)
     """external envs: time after which a worker ships what it has, however little"""
-    external_silence_timeout_s: Seconds = Field(default=300.0, gt=0)
-    """external envs: how long sample() waits while none says anything"""
     env_close_timeout_s: Seconds = Field(default=5.0, gt=0)
     """how long an env's close() may take before it is abandoned with a warning"""
     env_restart_attempts: int = Field(default=8, ge=1)
@@ -168,12 +162,6 @@ class SamplingSettings(ConfigSection):
             raise ValueError(
                 f"remote_env_batch_wait_ms = {self.remote_env_batch_wait_ms:g} acts for each env that is ready, and "
                 "double_buffering = true waits for one half of the envs; leave one of them out"
-            )
-        if self.external_fragment_max_age_s >= self.external_silence_timeout_s:
-            raise ValueError(
-                f"external_fragment_max_age_s = {self.external_fragment_max_age_s:g} is no less than "
-                f"external_silence_timeout_s = {self.external_silence_timeout_s:g}, after which a worker "
-                "whose clients only pause would end; lower it or raise the other"
             )
         if self.gym_env_vectorize_mode is not None and self.is_multi_agent:
             raise ValueError(

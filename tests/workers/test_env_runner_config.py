@@ -86,8 +86,8 @@ def test_every_setting_has_a_meaning_that_help_shows(section: type[ConfigSection
 
 
 def test_clashing_values_are_both_named() -> None:
-    with pytest.raises(ConfigError, match=r"external_fragment_max_age_s = 9 .*external_silence_timeout_s = 1"):
-        EnvRunnerConfig(external_fragment_max_age_s=9.0, external_silence_timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"remote_env_batch_wait_ms = 2 .*double_buffering = true"):
+        EnvRunnerConfig(env_placement="process", double_buffering=True, remote_env_batch_wait_ms=2)
 
 
 def test_runner_config_is_a_copy() -> None:

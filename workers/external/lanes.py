@@ -26,7 +26,7 @@ from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.calls import Call, Place
 from headrace.workers.external.episodes import EpisodeTable
-from headrace.workers.external.self_driven import Deadlines, RunThread, SelfDrivenEnv
+from headrace.workers.external.self_driven import RunThread, SelfDrivenEnv
 from headrace.workers.metrics.time_budget import WAIT
 
 logger = logging.getLogger(__name__)
@@ -134,10 +134,7 @@ class ExternalLanes(ABC):
         """Start `env` with its own table. Threads of the previous env find their table closed."""
         config = self._table.config
         self.episodes = self._new_table()
-        deadlines = Deadlines(
-            config.external_start_timeout_s, config.external_action_timeout_s, config.external_log_timeout_s
-        )
-        env.attach(self.episodes, deadlines)
+        env.attach(self.episodes)
         for lane in self.lanes:
             lane.env = env  # type: ignore[assignment]
         self._run = RunThread(env, self, config.env_close_timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from headrace.schemas.errors.episodes import ExternalSilenceError
+from headrace.schemas.settings.sampling_settings import EXTERNAL_PATIENCE_S
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.lanes import ExternalDriver as ExternalLanes
 
@@ -15,7 +16,6 @@ class ExternalWait:
     def __init__(self, config: EnvRunnerConfig, envs: ExternalLanes) -> None:
         self._envs = envs
         self._max_age_s = config.external_fragment_max_age_s
-        self._silence_s = config.external_silence_timeout_s
         self._begun_at = time.monotonic()
         self._has_polled = False
 
@@ -33,7 +33,7 @@ class ExternalWait:
         return self._has_polled and time.monotonic() - self._begun_at >= self._max_age_s
 
     def check(self) -> None:
-        """Begin a poll. Raise `ExternalSilenceError` if no client spoke for `external_silence_timeout_s` seconds."""
+        """Begin a poll. Raise `ExternalSilenceError` if no client spoke for 300 s."""
         self._has_polled = True
-        if time.monotonic() - self._envs.heard_at > self._silence_s:
-            raise ExternalSilenceError(self._silence_s, self._envs.episodes.counts()["open"])
+        if time.monotonic() - self._envs.heard_at > EXTERNAL_PATIENCE_S:
+            raise ExternalSilenceError(EXTERNAL_PATIENCE_S, self._envs.episodes.counts()["open"])
