@@ -314,7 +314,7 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
 def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> HealthFile:
     """Return the file for `headrace health`, in the run directory."""
     run_dir, sampling = Path(config.fleet.run_dir) if config.fleet.run_dir else None, config.sampling
-    first_env_s = sampling.env_construct_timeout_s if role == ENV_HOST else 0.0
+    first_env_s = sampling.construct_timeout_s if role == ENV_HOST else 0.0
     return HealthFile(
         run_dir,
         role,

@@ -47,6 +47,8 @@ CUT: dict[str, tuple[Any, str]] = {
     "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
     "learner.anneal_to": (0.0, "they fall to 0"),
     "logging.max_file_bytes": (16 << 20, "it is 16 MiB"),
+    "sampling.env_close_timeout_s": (5.0, "it is 5 s"),
+    "sampling.env_construct_timeout_s": (120.0, "a construction may take twice env_reset_timeout_s"),
     "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 100 times env_restart_backoff_s"),
     "sampling.env_restart_window_s": (60.0, "it is 60 s"),
     "sampling.external_action_timeout_s": (300.0, "get_action() waits 300 s for the sampler"),

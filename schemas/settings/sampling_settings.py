@@ -6,12 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.chunks.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.settings.config_section import ConfigSection
 
 LONGEST_S = 1_000_000.0
 """Limit in seconds of any wait, eleven days. The kernel's own calls can sleep for no more than twice that."""
+ENV_CLOSE_TIMEOUT_S = 5.0
+"""Seconds that an env's close() may take before it is abandoned with a warning."""
 EXTERNAL_PATIENCE_S = 300.0
 """Seconds that a call about an external episode waits for the sampler, and the sampler for such a call."""
 Seconds = Annotated[float, Field(le=LONGEST_S)]
@@ -110,10 +113,9 @@ class SamplingSettings(ConfigSection):
     the last is ready, which cuts the same chunks every time. External envs always act when ready"""
     double_buffering: bool = False
     """envs elsewhere: act for one half while the other half is stepped; each half waits for its slowest"""
-    env_construct_timeout_s: Seconds = Field(default=120.0, gt=0)
-    """how long an env's construction may take, and before that the start of its process, which has at least 60 s"""
     env_reset_timeout_s: Seconds = Field(default=60.0, gt=0)
-    """how long reset() may take where envs have processes; then the process is killed"""
+    """how long reset() may take where envs have processes; then the process is killed. A construction may take twice as
+    long, and before it the start of the process, which has at least 60 s"""
     env_step_timeout_s: Seconds = Field(default=60.0, gt=0)
     """how long step() may take where envs have processes; then the process is killed"""
     env_process_max_rss_mb: int | None = Field(default=None, ge=1)
@@ -122,8 +124,6 @@ class SamplingSettings(ConfigSection):
     """episodes after which a process of envs is replaced as its episodes end"""
     external_fragment_max_age_s: float = Field(default=5.0, gt=0, lt=EXTERNAL_PATIENCE_S)
     """external envs: time after which a worker ships what it has, however little"""
-    env_close_timeout_s: Seconds = Field(default=5.0, gt=0)
-    """how long an env's close() may take before it is abandoned with a warning"""
     env_restart_attempts: int = Field(default=8, ge=1)
     """failures of one env in a row, without a delivery between them, that are tolerated"""
     env_restart_backoff_s: Seconds = Field(default=0.05, ge=0)
@@ -135,6 +135,21 @@ class SamplingSettings(ConfigSection):
     def is_multi_agent(self) -> bool:
         """Return whether envs are multi-agent ones: `policies` or a mapping to them is given."""
         return self.policies is not None or self.policy_mapping_fn is not None
+
+    @property
+    def construct_timeout_s(self) -> float:
+        """Return the seconds that an env's construction may take."""
+        return 2 * self.env_reset_timeout_s
+
+    def call_limits(self) -> dict[UserCall, float]:
+        """Return the seconds that each kind of call of an env may take."""
+        step_s = self.env_step_timeout_s
+        return {
+            UserCall.CONSTRUCTION: self.construct_timeout_s,
+            UserCall.RESET: self.env_reset_timeout_s,
+            UserCall.STEP: step_s,
+            UserCall.RENDER: step_s,
+        }
 
     @property
     def steps_the_ready(self) -> bool:

@@ -234,9 +234,6 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "user", raising=False)
 
 
-DEADLINES = ("env_construct_timeout_s", "env_reset_timeout_s", "env_step_timeout_s")
-
-
 @pytest.mark.usefixtures("user_code")
 @pytest.mark.parametrize("call", ["reset", "step"])
 def test_a_call_that_no_worker_allows_is_refused(call: str) -> None:
@@ -413,7 +410,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "SAY_WAITING_S", 0.3)
-    slow = config(sampling={"env": "user:slow", **dict.fromkeys(DEADLINES, 0.1)})
+    slow = config(sampling={"env": "user:slow", "env_reset_timeout_s": 0.05, "env_step_timeout_s": 0.15})
     with (
         RunDir(tmp_path / "run") as run_dir,
         StopSignals() as signals,
@@ -423,7 +420,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
         check_process.check_before_start(slow, run_dir, signals, fork_server)
         assert "still building one env of 'user:slow'" in caplog.text
         monkeypatch.setattr(check_process, "_START_S", 0.0)
-        with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of sampling\.env_con") as caught:
+        with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of 3 \* sampling\.env_reset") as caught:
             check_process.check_before_start(slow, run_dir, signals, fork_server)
     assert caught.value.exit_code == EnvError.exit_code
 
@@ -454,7 +451,8 @@ def test_an_env_whose_first_step_hangs_ends_headrace_up_at_the_deadline_of_the_c
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "_START_S", 0.0)
     limit_s = TIMEOUT_S / 10  # it begins to step within a second, where the machine is idle
-    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, **dict.fromkeys(DEADLINES, limit_s / 3)}
+    deadlines = {"env_reset_timeout_s": limit_s / 6, "env_step_timeout_s": limit_s / 2}
+    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, **deadlines}
     said = rf"resetting and stepping that env of 'user:Faulty' once was not done after {limit_s:g} s"
     with (
         RunDir(tmp_path / "run") as run_dir,

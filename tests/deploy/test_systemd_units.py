@@ -14,6 +14,7 @@ import pytest
 from headrace.deploy.fleet.fleet import COPY_DEADLINE_S, OBITUARY_DEADLINE_S
 from headrace.deploy.process.supervisor import INCURABLE, Role
 from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from support.waiting import TIMEOUT_S
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
@@ -81,11 +82,11 @@ def test_the_stop_timeout_of_each_unit_covers_its_drain() -> None:
     workers = config.supervisor.stop_timeout_s + 10.0 + config.worker.drain_timeout_s
     assert seconds("headrace-workers@.service", "TimeoutStopSec") >= workers
     for name in ("headrace-serve@.service", "headrace-env-host@.service"):
-        assert seconds(name, "TimeoutStopSec") > config.worker.drain_timeout_s + config.sampling.env_close_timeout_s
+        assert seconds(name, "TimeoutStopSec") > config.worker.drain_timeout_s + ENV_CLOSE_TIMEOUT_S
 
 
 def test_a_watchdog_waits_longer_than_a_service_may_be_silent() -> None:
     config = FleetConfig()
-    closing = config.sampling.env_hosts_lease_s + config.sampling.env_close_timeout_s
+    closing = config.sampling.env_hosts_lease_s + ENV_CLOSE_TIMEOUT_S
     assert seconds("headrace-env-host@.service", "WatchdogSec") > 2 * closing
     assert all(seconds(name, "WatchdogSec") >= 60 for name in UNITS)

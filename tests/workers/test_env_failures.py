@@ -36,6 +36,7 @@ from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.randomness.seeds import SeedTree
 from support.envs.counting import FromFive
 from support.envs.toy import Answer, Counting, Faulty, check_books, diverge, runner, with_fault
+from support.runners.closing import close_within
 from support.runners.comparing import assert_same
 
 
@@ -368,7 +369,10 @@ def test_bounds_are_not_checked_when_checking_is_off() -> None:
         sampler.sample(num_timesteps=1)
 
 
-def test_close_that_fails_or_hangs_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_that_fails_or_hangs_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close_within(monkeypatch, 0.05)
     released = threading.Event()
 
     class Sticky(Counting):
@@ -377,7 +381,7 @@ def test_close_that_fails_or_hangs_is_a_warning(caplog: pytest.LogCaptureFixture
                 raise RuntimeError("no close")
             released.wait(100)
 
-    sampler = runner(Sticky, num_envs=2, env_close_timeout_s=0.05)
+    sampler = runner(Sticky, num_envs=2)
     sampler.sample(num_timesteps=2)
     sampler.make_env()
     assert sum(len(c) for c in sampler.sample(num_timesteps=4)) == 4

@@ -63,7 +63,7 @@ def test_an_env_that_is_already_built_is_refused_with_advice(env: Any, advice: s
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("num_envs", 0), ("seed", -1), ("batch_mode", "both"), ("rollout_fragment_length", 0), ("env_close_timeout_s", 0)],
+    [("num_envs", 0), ("seed", -1), ("batch_mode", "both"), ("rollout_fragment_length", 0), ("env_step_timeout_s", 0)],
 )
 def test_bad_values_name_the_setting(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
@@ -297,7 +297,7 @@ def test_an_empty_space_is_refused(space: gym.Space[Any], words: str) -> None:
         runner(Void)
 
 
-@pytest.mark.parametrize("setting", ["env_step_timeout_s", "env_close_timeout_s", "env_hosts_timeout_s"])
+@pytest.mark.parametrize("setting", ["env_step_timeout_s", "env_reset_timeout_s"])
 def test_a_wait_longer_than_the_kernel_can_sleep_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="less than or equal to 1000000"):
         EnvRunnerConfig(env="CartPole-v1", **{setting: 1e7})

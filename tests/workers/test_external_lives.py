@@ -23,6 +23,7 @@ from headrace.schemas.errors.episodes import (
 from headrace.workers.external import Answer, ExternalEnv, self_driven
 from support.envs.external import Failing, Idle, Serving, idle, pieced, see, table
 from support.envs.toy import check_books, runner
+from support.runners.closing import close_within
 from support.waiting import wait_until
 
 
@@ -209,14 +210,17 @@ def test_stop_raises_in_waiting_calls_and_ends_the_thread_of_run() -> None:
         env.start_episode()
 
 
-def test_a_thread_that_does_not_end_is_abandoned_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_does_not_end_is_abandoned_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close_within(monkeypatch, 0.05)
     release = threading.Event()
 
     class Stubborn(Idle):
         def run(self) -> None:
             release.wait()
 
-    with runner(Stubborn, env_close_timeout_s=0.05):
+    with runner(Stubborn):
         pass
     release.set()
     assert "run-Stubborn did not end within 0.05 s" in caplog.text

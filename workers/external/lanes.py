@@ -132,17 +132,16 @@ class ExternalLanes(ABC):
 
     def _adopt(self, env: SelfDrivenEnv[Any]) -> None:
         """Start `env` with its own table. Threads of the previous env find their table closed."""
-        config = self._table.config
         self.episodes = self._new_table()
         env.attach(self.episodes)
         for lane in self.lanes:
             lane.env = env  # type: ignore[assignment]
-        self._run = RunThread(env, self, config.env_close_timeout_s)
+        self._run = RunThread(env, self)
         self._table.tell_created(0)
         self._run.start()
 
     def stop(self) -> None:
-        """Close the env, within `env_close_timeout_s`."""
+        """Close the env, within 5 s."""
         self._take_down()
         self._table.forget()
 
@@ -154,7 +153,7 @@ class ExternalLanes(ABC):
         for lane in self.lanes:
             lane.release()
         if drive is not None:
-            drive.stop(self._table.config.env_close_timeout_s)
+            drive.stop()
 
     def _rebuild(self) -> None:
         if self.on_rebuild is not None:

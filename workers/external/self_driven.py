@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.errors import EnvError
 from headrace.schemas.errors.episodes import EpisodeError, EpisodeTimeoutError, NoFreePlaceError
-from headrace.schemas.settings.sampling_settings import EXTERNAL_PATIENCE_S
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S, EXTERNAL_PATIENCE_S
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.external.calls import Answer, OnAnswer
 from headrace.workers.external.episodes import EpisodeTable
@@ -125,13 +125,13 @@ logger = logging.getLogger(__name__)
 class RunThread:
     """The thread of an env that is attached to a table. Once `run()` has ended, the table accepts nothing more.
 
-    It stops if `owner` is dropped without calling `stop(timeout_s)`.
+    It stops if `owner` is dropped without calling `stop()`.
     """
 
-    def __init__(self, env: SelfDrivenEnv[Any], owner: object, timeout_s: float) -> None:
+    def __init__(self, env: SelfDrivenEnv[Any], owner: object) -> None:
         self.env = env
         sentence = f"the runner of a {type(env).__name__} was dropped without stop()"
-        self._dropped = when_dropped(owner, sentence, self.stop, timeout_s)
+        self._dropped = when_dropped(owner, sentence, self.stop)
         self._error: BaseException = _returned(type(env).__name__)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"run-{type(env).__name__}", daemon=True)
@@ -155,20 +155,20 @@ class RunThread:
             self.env.episodes.close(f"run() of the env has ended ({type(self._error).__name__}: {self._error})")
             self._ended.set()
 
-    def stop(self, timeout_s: float) -> None:
-        """Close the env so that `run()` ends. Wait at most `timeout_s` seconds, because a thread cannot be killed."""
+    def stop(self) -> None:
+        """Close the env so that `run()` ends. Wait at most 5 s, because a thread cannot be killed."""
         self._dropped.detach()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + ENV_CLOSE_TIMEOUT_S
         self.env.episodes.close("the env was closed")
         self.env.episodes.release_all()
-        close_envs([self.env], timeout_s)
+        close_envs([self.env])
         if self._thread.ident is not None:
             self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             logger.warning(
                 "%s did not end within %g s; it is abandoned, and all it may ask for is refused",
                 self._thread.name,
-                timeout_s,
+                ENV_CLOSE_TIMEOUT_S,
             )
 
 

@@ -167,7 +167,7 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         return obs, rewards, terminated, truncated, of_lane
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close all envs, within `env_close_timeout_s`."""
+        """Close all envs, within 5 s."""
         self._envs.stop()
 
     # -- episodes -----------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
         return EnvVector(table, _placement(config, on_wait), _pace(config))
     if config.gym_env_vectorize_mode is not None:
         return NativeVector(table)
-    first = _first_env(table, limited_construction(config.env_construct_timeout_s))
+    first = _first_env(table, limited_construction(config.construct_timeout_s))
     _check_batch_wait(config, is_external=isinstance(first, ExternalEnv))
     if isinstance(first, ExternalEnv):
         return ExternalVector(table, first)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.accounts.user_calls import SETTINGS, CallInProgress, UserCall
+from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
@@ -170,7 +170,7 @@ class RemotePool:
             return ""
         since, lane, command, name = min(orders)
         kind = _CALLS.get(command, UserCall.CONSTRUCTION)
-        call = CallInProgress(kind, lane, getattr(self._config, SETTINGS[kind]))
+        call = CallInProgress(kind, lane, self._config.call_limits()[kind])
         return f"{call.in_words(time.monotonic() - since)} on {name}"
 
     def env_at(self, lane: int) -> Any:
