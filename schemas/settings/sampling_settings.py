@@ -125,11 +125,8 @@ class SamplingSettings(ConfigSection):
     external_fragment_max_age_s: float = Field(default=5.0, gt=0, lt=EXTERNAL_PATIENCE_S)
     """external envs: time after which a worker ships what it has, however little"""
     env_restart_attempts: int = Field(default=8, ge=1)
-    """failures of one env in a row, without a delivery between them, that are tolerated"""
-    env_restart_backoff_s: Seconds = Field(default=0.05, ge=0)
-    """wait before the second rebuild in a row; doubles with each further one, up to a hundred times as long"""
-    max_env_restarts_per_window: int = Field(default=600, ge=1)
-    """rebuilds of one env that are tolerated in 60 s"""
+    """failures of one env in a row, without a delivery between them, that are tolerated; and 75 times as many
+    in 60 s"""
 
     @property
     def is_multi_agent(self) -> bool:

@@ -28,7 +28,7 @@ from headrace.workers.connectors import (
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 DEFAULT = "headrace.workers.modules:actor_critic"
-FORGIVING: Settings = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
+FORGIVING: Settings = {"env_restart_attempts": 100}
 
 # -- scripts ----------------------------------------------------------------------------------------------------------
 

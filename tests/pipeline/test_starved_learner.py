@@ -15,6 +15,7 @@ from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals, add_up
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.settings.config_loading import build_config
+from headrace.workers.envs import restarts
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, StartFeeder
@@ -26,13 +27,13 @@ SAMPLING: dict[str, Any] = {
     "env": "support.envs.down:one_of_four",
     "num_envs": NUM_ENVS,
     "rollout_fragment_length": FRAGMENT,
-    "env_restart_backoff_s": 600.0,
 }
 NEVER = threading.Event()
 
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 600.0)
     monkeypatch.setattr(stall_detector, "STARVED_S", 1.0)  # five heartbeats of these brokers
 
 

@@ -254,7 +254,7 @@ class Wild(Serving):
 
 def test_under_random_faults_lost_steps_have_reasons_and_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_driven, "EXTERNAL_PATIENCE_S", 0.2)
-    settings = {"env_restart_attempts": 10_000, "max_env_restarts_per_window": 10_000}
+    settings = {"env_restart_attempts": 10_000}
     random, chunks = np.random.default_rng(0), list[EpisodeChunk]()
     with runner(Wild, num_envs=6, env_config={"threads": 9}, rollout_fragment_length=20, **settings) as sampler:
         weights = sampler.get_state("rl_module")["rl_module"]

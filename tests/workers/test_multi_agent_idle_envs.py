@@ -36,7 +36,7 @@ class Pausing(Together):
 def test_an_env_without_acting_agents_fails_with_a_typed_error() -> None:
     settings = {"num_envs": 2, "max_idle_env_steps": 20, "env_config": {"pause": 10**9}}
     words = r"env steps in a row in which no agent acts should be at most max_idle_env_steps = 20, .* got 21"
-    with multi_runner(Pausing, env_restart_attempts=2, env_restart_backoff_s=0.0, **settings) as sampler:
+    with multi_runner(Pausing, env_restart_attempts=2, **settings) as sampler:
         with pytest.raises(EnvRestartBudgetError, match=words):
             sampler.sample(num_episodes=1000)
         assert sampler.totals.env_failures == 3

@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
+from headrace.workers.envs import restarts
 from support.envs.native_vectors import vector_of
 from support.envs.toy import Counting, check_books, runner
 from support.runners.closing import close_within
@@ -233,9 +234,12 @@ def test_an_env_may_ask_for_a_rebuild_without_an_error(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_the_runner_keeps_polling_while_it_waits_before_a_rebuild(tmp_path: Path) -> None:
+def test_the_runner_keeps_polling_while_it_waits_before_a_rebuild(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.05)
     waits: list[int] = []
-    settings = {"num_envs": 2, "env_config": {"error": RuntimeError("no")}, "env_restart_backoff_s": 0.05}
+    settings = {"num_envs": 2, "env_config": {"error": RuntimeError("no")}}
     with runner(Failing, gym_env_vectorize_mode="sync", env_restart_attempts=3, **settings) as sampler:
         with pytest.raises(EnvRestartBudgetError):
             sampler.sample_fragment(on_poll=lambda: waits.append(1))
