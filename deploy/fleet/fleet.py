@@ -399,7 +399,7 @@ class Fleet:
 
     def _env_endpoints(self) -> dict[str, str]:
         """Return each worker's address for env hosts, as other machines reach it."""
-        endpoints, bound = env_endpoints(self.config), self.config.sampling.env_hosts_host
+        endpoints, bound = env_endpoints(self.config), self.config.env_hosts_host
         if not endpoints or is_loopback(bound):
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))

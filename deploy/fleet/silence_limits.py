@@ -14,7 +14,7 @@ def silence_limits(config: FleetConfig) -> dict[str, float]:
         "broker": config.broker.lease_s,
         "learner": config.supervisor.hung_after_s,
         # A host is silent while it closes its envs. Its worker may already count it as lost by then.
-        "env-host": config.sampling.env_hosts_lease_s + ENV_CLOSE_TIMEOUT_S,
+        "env-host": config.broker.lease_s + ENV_CLOSE_TIMEOUT_S,
     }
 
 

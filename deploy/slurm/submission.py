@@ -80,11 +80,11 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
     supervisor stops its processes: Slurm's SIGTERM to all of them at once would end broker and learner before the
     workers. Raises `ConfigError` for settings that cannot work on a cluster.
     """
-    fleet, broker, keys, sampling = config.fleet, config.broker, config.keys, config.sampling
+    fleet, broker, keys, placement = config.fleet, config.broker, config.keys, config.sampling.env_placement
     if broker.transport == "ipc":
         raise ConfigError('"ipc" serves one machine alone; leave it out', key="broker.transport")
-    if config.slurm.env_host_tasks and sampling.env_placement != "remote":
-        at = f"{sampling.env_placement!r}; set it to 'remote', or leave out slurm.env_host_tasks"
+    if config.slurm.env_host_tasks and placement != "remote":
+        at = f"{placement!r}; set it to 'remote', or leave out slurm.env_host_tasks"
         raise ConfigError(f"env hosts are for 'remote', and it is {at}", key="sampling.env_placement")
     if config.worker.drain_timeout_s >= WARNING_S:
         raise ConfigError(
@@ -96,8 +96,6 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
         keys = keys.model_copy(update={"dir": str(run_dir / "keys")})
     if is_loopback(broker.host):
         broker = broker.model_copy(update={"host": EVERY_ADDRESS})
-    if config.slurm.env_host_tasks and is_loopback(sampling.env_hosts_host):
-        sampling = sampling.model_copy(update={"env_hosts_host": EVERY_ADDRESS})
     workers = fleet.workers if config.slurm.env_host_tasks else 0
     here = {"run_dir": str(run_dir), "rendezvous": "", "workers": workers, "env_hosts": 0}
     fleet = fleet.model_copy(update=here)
@@ -107,7 +105,6 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
         "fleet": fleet,
         "broker": broker,
         "keys": keys,
-        "sampling": sampling,
         "worker": config.worker.model_copy(update={"ends_with_fleet": True, "connect_timeout_s": patience_s}),
         "supervisor": config.supervisor.model_copy(update={"stop_signal": "SIGINT"}),
     }

@@ -56,8 +56,6 @@ TOLD_SETTINGS = (
     "fleet.env_hosts",
     "fleet.run_dir",
     "fleet.workers",
-    "sampling.env_hosts_lease_s",
-    "sampling.env_hosts_timeout_s",
     "sampling.env_placement",
     "sampling.env_reset_timeout_s",
     "sampling.env_restart_attempts",

@@ -36,8 +36,7 @@
     ├── UnreachableError        a server did not answer within its deadline
     │   ├── RedisUnavailableError   Redis did not answer, or refuses writes
     │   │   └── RedisContractError      it has the fleet's keys by another version of the contract
-    │   ├── WorkerWaitsError        a policy server lives, but its worker took no step in time
-    │   └── NoEnvHostError          no env host was at a worker's port for too long
+    │   └── WorkerWaitsError        a policy server lives, but its worker took no step in time
     ├── PortInUseError          an endpoint is taken
     ├── RunDirError             the run directory cannot be used
     ├── CheckpointError         a learner's checkpoint is torn or corrupt
@@ -66,7 +65,6 @@ from headrace.schemas.errors.fleet import (
     ConfigError as ConfigError,
     KeysError as KeysError,
     LedgerError as LedgerError,
-    NoEnvHostError as NoEnvHostError,
     PortInUseError as PortInUseError,
     RedisContractError as RedisContractError,
     RedisUnavailableError as RedisUnavailableError,

@@ -108,17 +108,6 @@ class WorkerWaitsError(UnreachableError):
         HeadraceError.__init__(self, f"{what}: {why}; repeat the call")
 
 
-class NoEnvHostError(UnreachableError):
-    """No env host was at `endpoint`, the port of a worker or runner, for `deadline_s` seconds. `remedy` starts one."""
-
-    def __init__(self, endpoint: str, deadline_s: float, remedy: str) -> None:
-        self.endpoint, self.deadline_s, self.remedy = endpoint, deadline_s, remedy
-        HeadraceError.__init__(
-            self,
-            f"no env host was at {endpoint} for env_hosts_timeout_s = {deadline_s:g} s; start one: {remedy}",
-        )
-
-
 class PortInUseError(HeadraceError):
     """An endpoint is taken by another process."""
 

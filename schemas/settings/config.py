@@ -557,6 +557,12 @@ class FleetConfig(ConfigSection):
             )
 
     @property
+    def env_hosts_host(self) -> str:
+        """Return the address where a worker listens for env hosts: on loopback where the broker is, else all."""
+        host = self.broker.host
+        return "127.0.0.1" if is_loopback(host) else "::" if ":" in host else "0.0.0.0"
+
+    @property
     def _modules(self) -> int:
         """Return the number of modules; a cut gives one batch for each."""
         return len(self.sampling.policies or ("default_policy",))

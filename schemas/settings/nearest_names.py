@@ -49,6 +49,13 @@ CUT: dict[str, tuple[Any, str]] = {
     "logging.max_file_bytes": (16 << 20, "it is 16 MiB"),
     "sampling.env_close_timeout_s": (5.0, "it is 5 s"),
     "sampling.env_construct_timeout_s": (120.0, "a construction may take twice env_reset_timeout_s"),
+    "sampling.env_hosts_allow_insecure": (False, "broker.allow_insecure holds for them too"),
+    "sampling.env_hosts_host": (
+        "127.0.0.1",
+        "workers listen on loopback where broker.host is, and else on all addresses",
+    ),
+    "sampling.env_hosts_lease_s": (10.0, "it is broker.lease_s"),
+    "sampling.env_hosts_timeout_s": (None, "workers wait for ever"),
     "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 5 s"),
     "sampling.env_restart_backoff_s": (0.05, "waits grow from 0.05 s to 5 s"),
     "sampling.env_restart_window_s": (60.0, "it is 60 s"),

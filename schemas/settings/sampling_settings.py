@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.schemas.accounts.user_calls import UserCall
-from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.chunks.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.settings.config_section import ConfigSection
 
@@ -96,16 +95,9 @@ class SamplingSettings(ConfigSection):
     env_placement: Literal["inline", "process", "remote"] = "inline"
     """where envs live: in the runner's own process; in others, where one may hang, crash or leak; or with `headrace
     env-host`s on any machines, which connect to this worker"""
-    env_hosts_host: str = "127.0.0.1"
-    """remote envs: address where a worker listens for their hosts; off loopback needs [keys]"""
     env_hosts_port: int = Field(default=0, ge=0, le=65_535)
-    """remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one"""
-    env_hosts_allow_insecure: bool = False
-    """remote envs: listen for other machines without keys, or for every user of this one; every start warns"""
-    env_hosts_lease_s: Seconds = Field(default=10.0, ge=1, le=MOST_SILENCE_S)
-    """silence after which an env host counts as lost, and its episodes with it"""
-    env_hosts_timeout_s: Seconds | None = Field(default=None, gt=0)
-    """remote envs: how long to wait while there is no env host at all; absent: forever"""
+    """remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one. A worker listens on
+    loopback where broker.host is, and else on all addresses, with broker.allow_insecure and broker.lease_s"""
     envs_per_process: int = Field(default=4, ge=1)
     """envs that share a process, and its death; cheap ones share the cost of a message"""
     remote_env_batch_wait_ms: float | None = Field(default=None, ge=0, le=LONGEST_S * 1000)

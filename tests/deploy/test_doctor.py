@@ -278,7 +278,8 @@ def test_an_advertised_name_that_others_cannot_use_is_named() -> None:
 def test_the_address_for_env_hosts_is_checked_by_the_name_that_workers_advertise() -> None:
     config = FleetConfig.model_validate(
         {
-            "sampling": {"env_placement": "remote", "env_hosts_host": "0.0.0.0"},
+            "sampling": {"env_placement": "remote"},
+            "broker": {"host": "0.0.0.0", "allow_insecure": True},
             "worker": {"advertise": "192.0.2.7"},
         }
     )

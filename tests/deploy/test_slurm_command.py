@@ -103,7 +103,7 @@ def test_settings_that_the_user_gives_are_not_replaced(tmp_path: Path) -> None:
 def test_the_head_job_runs_the_workers_of_env_host_jobs(tmp_path: Path) -> None:
     asked = settings(fleet__workers=2, slurm__env_host_tasks=3, sampling__env_placement="remote")
     ready = for_cluster(asked, tmp_path / "run")
-    assert (ready.fleet.workers, ready.sampling.env_hosts_host) == (2, "0.0.0.0")
+    assert (ready.fleet.workers, ready.env_hosts_host) == (2, "0.0.0.0")
     *_, env_hosts = dry_run(asked)
     assert Path(env_hosts[-3]).name == "env_hosts.sbatch"
 

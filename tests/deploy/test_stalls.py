@@ -256,13 +256,13 @@ def test_envs_that_fail_again_and_again_and_one_that_cannot_be_built_again(tmp_p
 
 def test_all_env_hosts_are_gone(tmp_path: Path) -> None:
     env = ("--env", "CartPole-v1", "--workers", "1", "--num-envs", "2")
-    remote = sets("sampling.env_placement=remote", "sampling.env_hosts_lease_s=2")
+    remote = sets("sampling.env_placement=remote", "broker.lease_s=4")
     with stalls_of(tmp_path, *env, *remote) as stalls:
         until_joined(stalls.fleet, 1)
         found = stalls.until(("no_env_hosts", "worker-0"))["no_env_hosts"]
         for _ in range(2):
             assert since(found, 10)
-            assert found["limit"] == "sampling.env_hosts_timeout_s"
+            assert found["limit"] == 'sampling.env_placement = "remote"'
             with running(found["command"]):
                 stalls.until(between={("envs_silent", "worker-0")})  # while the host builds the envs
                 stalls.until_healthy()

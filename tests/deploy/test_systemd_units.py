@@ -87,6 +87,6 @@ def test_the_stop_timeout_of_each_unit_covers_its_drain() -> None:
 
 def test_a_watchdog_waits_longer_than_a_service_may_be_silent() -> None:
     config = FleetConfig()
-    closing = config.sampling.env_hosts_lease_s + ENV_CLOSE_TIMEOUT_S
+    closing = config.broker.lease_s + ENV_CLOSE_TIMEOUT_S
     assert seconds("headrace-env-host@.service", "WatchdogSec") > 2 * closing
     assert all(seconds(name, "WatchdogSec") >= 60 for name in UNITS)

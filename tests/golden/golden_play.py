@@ -70,7 +70,7 @@ class Play:
         given |= self._case.settings | settings
         if self._case.host is not None:
             first = self._hosts.port(self._case.host) - self._case.runner.get("worker_index", 0)
-            given |= {"env_placement": "remote", "env_hosts_port": first, "env_hosts_timeout_s": 60.0}
+            given |= {"env_placement": "remote", "env_hosts_port": first}
         if self._case.events:
             given["callbacks"] = [self.events]
         kind = MultiAgentEnvRunner if self._case.several else SingleAgentEnvRunner

@@ -45,6 +45,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         noting = {"env": "support.envs.remote_faults:Assigned", "callbacks": ["support.envs.remote_faults:Noting"]}
         sections = {
             "sampling": {**noting, **settings, **sampling},
+            "broker": {"lease_s": 60.0},
             "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
         }
         return WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / folder, sections)
@@ -66,7 +67,7 @@ def _run(
     host = hosts.start(
         "support.envs.remote_faults:Assigned", len(cells), f'sampling.env_config={{"cells": {table}}}', *sets
     )
-    remote = {"env_placement": "remote", "env_hosts_port": hosts.port, "env_hosts_lease_s": 60.0}
+    remote = {"env_placement": "remote", "env_hosts_port": hosts.port}
     broker = start_broker(run_dir=tmp_path / "remote")
 
     def are_gone() -> bool:

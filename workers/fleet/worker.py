@@ -24,7 +24,6 @@ from headrace.schemas.errors import (
     EnvError,
     FencedError,
     ModuleError,
-    NoEnvHostError,
     StateError,
 )
 from headrace.schemas.messages import tellable_weights
@@ -108,7 +107,7 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
     except FencedError:
         worker.give_up(Discard.FENCED)
         raise
-    except (EnvError, NoEnvHostError, CallbackError, PolicyMappingError):
+    except (EnvError, CallbackError, PolicyMappingError):
         worker.drain()
         raise
 
@@ -156,7 +155,7 @@ def host_of_ports(config: FleetConfig) -> str:
 
     Raises `ConfigError` for a name that does not resolve, or that no peer can connect to.
     """
-    bound = config.serving.host if config.serving.enabled else config.sampling.env_hosts_host
+    bound = config.serving.host if config.serving.enabled else config.env_hosts_host
     if not config.serving.enabled and config.sampling.env_placement != "remote":
         return ""
     host = host_to_advertise(bound, config.worker.advertise, "worker.advertise")

@@ -119,8 +119,8 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
 
         Returns (observations, rewards float64 (num_envs,), terminated, truncated, infos). The arrays are the caller's.
         Raises `EnvContractError` for actions that do not fit, before any env has stepped; `EnvRestartBudgetError` for
-        an env that kept failing; `NoEnvHostError` after `env_hosts_timeout_s` without any env host; and the env's own
-        error with `restart_failed_sub_environments = false`. After them, `reset` tries again.
+        an env that kept failing; and the env's own error with `restart_failed_sub_environments = false`. After them,
+        `reset` tries again.
         """
         self._check_open()
         if not self._is_begun:

@@ -78,8 +78,7 @@ class RemotePool:
         """Wait until a first host has come and built envs in its places.
 
         `kind_problem` says which envs are of the wrong kind. `on_wait` gets the port's address now and then meanwhile.
-        Raises `EnvError` for an env that cannot be built there, and `NoEnvHostError` as `step_wait` does. The pool owns
-        the router_port.
+        Raises `EnvError` for an env that cannot be built there. The pool owns the router_port.
         """
         self.width = config.num_envs
         self._config = config
@@ -232,10 +231,7 @@ class RemotePool:
     # -- replies ------------------------------------------------------------------------------------------------------
 
     def step_wait(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Replies:
-        """Return all replies, as `EnvBackend` says. A lane that waits for a host counts as awaited.
-
-        Raises `NoEnvHostError` when no host was there for `env_hosts_timeout_s` of repeated calls.
-        """
+        """Return all replies, as `EnvBackend` says. A lane that waits for a host counts as awaited."""
         replies, now = Replies(), time.monotonic()
         until = now + timeout_s
         if now - self._polled_at > self._interval_s:  # no call has listened; read waiting messages before judging
