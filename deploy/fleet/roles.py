@@ -81,13 +81,22 @@ def run_start_check(config: Path | None) -> None:
 
 
 def start_worker(
-    asked: Asked, *, endpoint: str | None, slot: int | None, incarnation: int, count: int | None = None
+    asked: Asked,
+    *,
+    endpoint: str | None,
+    slot: int | None,
+    incarnation: int,
+    count: int | None = None,
+    scratch_dir: Path | None = None,
 ) -> None:
-    """Run a worker until it is told to stop, or a group of `count` workers."""
+    """Run a worker until it is told to stop, or a group of `count` workers.
+
+    The group has recorders and logs in `scratch_dir` while it lives; None: in the run directory.
+    """
     if endpoint is None:
         asked = of_its_broker(asked, slot)
     if count is not None:
-        _start_group(asked, endpoint, count)
+        _start_group(asked, endpoint, count, scratch_dir)
         return
     joined = _join_to_work(asked, endpoint)
     if joined is None:
@@ -124,7 +133,7 @@ def start_worker(
         )
 
 
-def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
+def _start_group(asked: Asked, endpoint: str | None, count: int, scratch_dir: Path | None) -> None:
     """Run a group of workers. They find the fleet as the group does: by a fixed address, or by a rendezvous."""
     from headrace.deploy.fleet.worker_group import FleetElsewhere, run_group
     from headrace.deploy.process.child_environment import child_environment
@@ -144,7 +153,7 @@ def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
         else:
             options = ["--endpoint", joined.endpoint, "--fleet-id", joined.fleet_id]
         fleet = FleetElsewhere(joined.fleet_id, joined.endpoint, options, joined.source)
-        run_group(joined.config, fleet, count, fork_server)
+        run_group(joined.config, fleet, count, fork_server, scratch_dir)
 
 
 def _join_to_work(asked: Asked, endpoint: str | None) -> Joined | None:

@@ -39,9 +39,6 @@ class FleetSection(ConfigSection):
     run_dir: str = ""
     """folder for fleet.json, logs, recorders, checkpoints and Redis data; empty: `up` makes runs/ENV-TIME, and other
     commands take the newest run in runs/"""
-    check_env: bool = True
-    """build, reset and step one env in a process of its own before anything starts; false: only look up what is
-    named"""
     until_return: float | None = None
     """stop when the mean return of the last 100 episodes reaches this"""
     until_steps: int | None = Field(default=None, gt=0)
@@ -54,9 +51,6 @@ class FleetSection(ConfigSection):
     """where the broker publishes its addresses, and peers on other machines find them: a file; for peers also
     http(s)://..., or dns://NAME with the ports of [broker]; empty: rendezvous.json of run_dir; with several brokers
     {broker} in it stands for the index of each"""
-    scratch_dir: str = ""
-    """folder on a disk of this machine for recorders and logs of `headrace worker --count`, which go to the run
-    directory at its end; empty: the run directory itself"""
 
 
 class SamplingSection(SamplingSettings):

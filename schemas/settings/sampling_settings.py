@@ -78,8 +78,6 @@ class SamplingSettings(ConfigSection):
     missing_final_observation: Literal["error", "repeat", "drop"] = "error"
     """several agents: what to do when an agent is truncated without its last observation: fail the env, repeat the
     observation it acted upon, or drop its last step; each is counted"""
-    max_idle_env_steps: int = Field(default=10_000, ge=1)
-    """several agents: env steps in a row in which no agent acts, after which the env has failed"""
     infos: Literal["all", "none"] = "all"
     """whether non-empty infos travel with the chunks"""
     callbacks: list[str] = Field(default=[])
@@ -89,7 +87,8 @@ class SamplingSettings(ConfigSection):
     torch_threads: int = Field(default=1, ge=1)
     """threads torch may use in the sampling process"""
     disable_env_checking: bool = False
-    """skip the check of observations against their bounds; never that of shape and dtype"""
+    """start without building one env and stepping it once, and skip the check of observations against their bounds;
+    never that of shape and dtype"""
     restart_failed_sub_environments: bool = True
     """rebuild an env that failed and go on; False raises its error"""
     env_placement: Literal["inline", "process", "remote"] = "inline"
