@@ -117,10 +117,11 @@ def _check_sizes(config: FleetConfig, spaces: Spaces) -> None:
         raise ConfigError(
             f"{broker.max_held_bytes:,} holds too little for {update}: {batch}; {waits}", key="broker.max_held_bytes"
         )
-    if config.keeps_too_little(max(1, config.worker.window_bytes // max(1, nbytes))):
+    if config.keeps_too_little(max(1, config.window_bytes // max(1, nbytes))):
         raise ConfigError(
-            f"{config.worker.window_bytes:,} keeps too little for {update}: {batch}; {waits}",
-            key="worker.window_bytes",
+            f"{broker.max_held_bytes:,} is too little: a worker keeps a quarter of it, and {update} needs more: "
+            f"{batch}; {waits}",
+            key="broker.max_held_bytes",
         )
 
 

@@ -15,8 +15,6 @@ EVERY_ADDRESS = "0.0.0.0"
 PATIENCE_S = 600.0
 """Seconds for which workers wait for a broker, unless the user says otherwise. A head whose node failed is requeued,
 and waits two minutes; and programs on a shared disk start slowly."""
-WARNING_S = 60.0
-"""Seconds before its time limit at which a task gets SIGTERM: `--signal` in its script."""
 
 
 class FleetPart(StrEnum):
@@ -86,12 +84,6 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
     if config.slurm.env_host_tasks and placement != "remote":
         at = f"{placement!r}; set it to 'remote', or leave out slurm.env_host_tasks"
         raise ConfigError(f"env hosts are for 'remote', and it is {at}", key="sampling.env_placement")
-    if config.worker.drain_timeout_s >= WARNING_S:
-        raise ConfigError(
-            f"{config.worker.drain_timeout_s:g} s is no less than the {WARNING_S:g} s that a task has before its time "
-            "limit; lower it",
-            key="worker.drain_timeout_s",
-        )
     if not keys.dir and not broker.allow_insecure:
         keys = keys.model_copy(update={"dir": str(run_dir / "keys")})
     if is_loopback(broker.host):

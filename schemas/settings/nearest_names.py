@@ -45,7 +45,7 @@ CUT: dict[str, tuple[Any, str]] = {
     "broker.log": (False, _KEPT_BY_WORKERS),
     "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
     "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
-    "fleet.check_env": (True, "set sampling.disable_env_checking = true for false"),
+    "fleet.check_env": (True, "sampling.disable_env_checking leaves the check out"),
     "fleet.scratch_dir": ("", "give `headrace worker --count` the option --scratch-dir"),
     "learner.anneal_to": (0.0, "they fall to 0"),
     "logging.max_file_bytes": (16 << 20, "it is 16 MiB"),
@@ -68,6 +68,8 @@ CUT: dict[str, tuple[Any, str]] = {
     "serving.max_sessions": (1024, "there are 1,024"),
     "supervisor.restart_backoff_max_s": (10.0, "pauses grow to 50 times restart_backoff_s"),
     "supervisor.restart_window_s": (60.0, "it is 60 s"),
+    "worker.drain_timeout_s": (10.0, "it is 10 s"),
+    "worker.window_bytes": (256 << 20, "it is a quarter of broker.max_held_bytes"),
 }
 """A setting that only earlier versions had -> its default, and what takes its place."""
 

@@ -221,7 +221,10 @@ HUGE = f"={1 << 50}"
     ("command", "warning"),
     [
         (("up", "--env", "no_such.module:env", "--set", f"broker.max_held_bytes{HUGE}"), "memory: .* lower broker"),
-        (("worker", "--set", f"worker.window_bytes{HUGE}"), "memory: .* with full buffers; lower worker.window_bytes"),
+        (
+            ("worker", "--set", f"broker.max_held_bytes{HUGE}"),
+            "memory: .* with full buffers; lower broker.max_held_bytes",
+        ),
         (
             ("broker", "--run-dir", "run", "--set", f"broker.max_held_bytes{HUGE}"),
             "memory: .* for a broker, .* lower broker.max_held_bytes",

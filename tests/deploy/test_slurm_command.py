@@ -69,7 +69,6 @@ def test_jobs_use_only_options_that_both_versions_of_slurm_have(tmp_path: Path) 
         ("slurm.worker_options", ["--time=1\n#"], "is no option of sbatch"),
         ("slurm.worker_tasks", 10_001, "less than or equal to 10000"),
         ("broker.transport", "ipc", '"ipc" serves one machine alone; leave it out'),
-        ("worker.drain_timeout_s", 60, "60 s is no less than the 60 s that a task has"),
         ("slurm.env_host_tasks", 2, "env hosts are for 'remote', and it is 'inline'"),
     ],
 )

@@ -329,6 +329,7 @@ def test_the_trial_of_an_env_takes_a_legal_action_and_says_where_there_is_none(i
 
 LONG = {"env": "user:Faulty", "rollout_fragment_length": 8000}
 """A batch of 64,000 steps with 12 bytes of observations each."""
+MANY = {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}}
 
 
 @pytest.mark.usefixtures("user_code")
@@ -337,11 +338,15 @@ LONG = {"env": "user:Faulty", "rollout_fragment_length": 8000}
     [
         ({"sampling": LONG}, "broker.max_batch_bytes", 768_000),
         (
-            {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}, "learner": {"steps_per_update": 200_000}},
+            {**MANY, "fleet": {"workers": 5}, "learner": {"steps_per_update": 20 * 64_000}},
             "broker.max_held_bytes",
-            5 * 768_000,  # four batches, and one for the other worker's share of the room
+            24 * 768_000,  # twenty batches, and one for each other worker's share of the room
         ),
-        ({"sampling": {"env": "user:Faulty"}}, "worker.window_bytes", 2 * 8 * 64 * 12),
+        (
+            {**MANY, "learner": {"steps_per_update": 200_000}},
+            "broker.max_held_bytes",
+            4 * 2 * 768_000,  # four batches of two workers, of which each keeps a quarter
+        ),
     ],
 )
 def test_a_limit_in_bytes_that_is_too_small_for_a_batch_or_an_update_is_refused(

@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
                 **settings,
                 **sampling,
             },
-            "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
+            "worker": {"random_actions_before_weights": True},
         }
         return WorkerThread(monkeypatch, broker.endpoints.worker, recorders, sections)
 

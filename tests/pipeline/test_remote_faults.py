@@ -46,7 +46,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         sections = {
             "sampling": {**noting, **settings, **sampling},
             "broker": {"lease_s": 60.0},
-            "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
+            "worker": {"random_actions_before_weights": True},
         }
         return WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / folder, sections)
 

@@ -105,7 +105,7 @@ def test_a_worker_whose_envs_are_down_does_not_hold_up_the_learner(
     """Its own window makes room for a whole update's steps; one that was set to less makes updates smaller."""
     update = 2 * NUM_ENVS * FRAGMENT
     sections = {"sampling": SAMPLING, "learner": {"steps_per_update": update}}
-    sections["worker"] = {"window_batches": window, "random_actions_before_weights": True, "drain_timeout_s": 1.0}
+    sections["worker"] = {"window_batches": window, "random_actions_before_weights": True}
     with (
         EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream,
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),

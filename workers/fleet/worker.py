@@ -30,7 +30,7 @@ from headrace.schemas.messages import tellable_weights
 from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
-from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
@@ -498,7 +498,7 @@ class Worker:
     def drain(self) -> None:
         """Ship the markers of unfinished episodes, hand everything over to the broker, and send BYE."""
         self._block("")
-        deadline = time.monotonic() + self.config.worker.drain_timeout_s
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
         for delivery in self._acting_channel.end(Discard.SHUTDOWN) if self._acting_channel is not None else ():
             self._take_over(delivery)
         last = self._discard_open(Discard.SHUTDOWN)
@@ -506,9 +506,7 @@ class Worker:
         for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
             self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
         link = self.membership.link
-        link.wait_until(
-            lambda: not self.session.unaccepted() or link.fleet_has_stopped(), self.config.worker.drain_timeout_s
-        )
+        link.wait_until(lambda: not self.session.unaccepted() or link.fleet_has_stopped(), DRAIN_TIMEOUT_S)
         self._shipper.record()
         self.membership.leave(max(1.0, deadline - time.monotonic()))
 

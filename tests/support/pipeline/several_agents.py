@@ -21,7 +21,7 @@ TWO_CARTS: dict[str, Any] = {
 }
 CARTS_AT_RANDOM = {
     "sampling": TWO_CARTS,
-    "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
+    "worker": {"random_actions_before_weights": True},
 }
 
 _AGENTS = ("red", "green", "blue")
