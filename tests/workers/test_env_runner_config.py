@@ -46,6 +46,11 @@ def test_a_setting_named_as_in_another_library_raises_with_our_name(theirs: str,
         EnvRunnerConfig(env="CartPole-v1", **{theirs: 3})
 
 
+def test_a_setting_of_an_earlier_version_raises_with_what_holds_now() -> None:
+    with pytest.raises(ConfigError, match=r"env_construct_timeout_s: no such .* twice env_reset_timeout_s; delete it"):
+        EnvRunnerConfig(env="CartPole-v1", env_construct_timeout_s=3.0)
+
+
 @pytest.mark.parametrize(
     ("env", "advice"),
     [
