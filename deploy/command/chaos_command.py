@@ -44,7 +44,7 @@ a fleet that is killed again and again on a busy machine.
 """
 
 FIXED: Mapping[str, Any] = {
-    "fleet.check_env": False,
+    "sampling.disable_env_checking": True,
     "fleet.until_return": None,
     "fleet.until_steps": None,
     "fleet.timeout_s": None,

@@ -65,9 +65,6 @@ TABLE: Mapping[str, Row] = {
     "shared_run_dir": _row(
         "fleet.run_dir", Path, "--run-dir", "Folder of the run, shared by all nodes; default: runs/ENV-TIME."
     ),
-    "scratch_dir": _row(
-        "fleet.scratch_dir", Path, "--scratch-dir", "With --count: folder of this machine for recorders and logs."
-    ),
     "redis_url": _row(
         "redis.url",
         str,
@@ -86,11 +83,11 @@ TABLE: Mapping[str, Row] = {
         "--timeout-s",
         "End after this many seconds: with exit code 17 where a goal is not reached, or no step made.",
     ),
-    "check_env": _row(
-        "fleet.check_env",
+    "no_check_env": _row(
+        "sampling.disable_env_checking",
         bool,
-        "--check-env/--no-check-env",
-        "Build one env and step it once before anything starts.",
+        "--no-check-env/--check-env",
+        "Start without building one env and stepping it once, and do not check observations against bounds.",
     ),
     "env": _row("sampling.env", str, "--env", "gymnasium id, or package.module:make_env."),
     "num_envs": _row("sampling.num_envs", int, "--num-envs", "Environments in each worker."),

@@ -50,6 +50,10 @@ def worker(
         int | None,
         typer.Option("--count", min=1, max=1000, help="Keep so many workers alive here, until SIGTERM drains them."),
     ] = None,
+    scratch_dir: Annotated[
+        Path | None,
+        typer.Option("--scratch-dir", help="With --count: folder of this machine for recorders and logs."),
+    ] = None,
 ) -> None:
     """Run one sampler worker.
 
@@ -60,7 +64,7 @@ def worker(
     _check_one_place("--endpoint", endpoint, asked)
     if count is not None and (slot is not None or incarnation):
         raise ConfigError("the broker gives slots to a group: leave out --slot and --incarnation", key="--count")
-    start_worker(asked, endpoint=endpoint, slot=slot, incarnation=incarnation, count=count)
+    start_worker(asked, endpoint=endpoint, slot=slot, incarnation=incarnation, count=count, scratch_dir=scratch_dir)
 
 
 @command(

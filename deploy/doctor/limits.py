@@ -55,15 +55,15 @@ class Needs:
             f"{workers} worker{'s' if workers != 1 else ''}" + (" and a learner" if learners else ""),
             workers + config.fleet.env_hosts + learners + 3,
             workers * config.sampling.torch_threads + learners * config.learner.torch_threads,
-            config.broker.max_held_bytes + workers * config.worker.window_bytes,
-            "broker.max_held_bytes or worker.window_bytes",
+            config.broker.max_held_bytes + workers * config.window_bytes,
+            "broker.max_held_bytes",
         )
 
     @classmethod
     def of_worker(cls, config: FleetConfig, count: int = 1) -> Needs:
         """Return the needs of `headrace worker`, or of a group of `count` workers."""
         who, threads = ("a worker" if count == 1 else f"{count} workers"), config.sampling.torch_threads
-        return cls(who, count, count * threads, count * config.worker.window_bytes, "worker.window_bytes")
+        return cls(who, count, count * threads, count * config.window_bytes, "broker.max_held_bytes")
 
     @classmethod
     def of_role(cls, config: FleetConfig, role: str, workers: int = 1) -> Needs:

@@ -36,7 +36,7 @@ def port_checks(config: FleetConfig) -> Iterator[Check]:
         first = sampling.env_hosts_port
         for slot in range(config.fleet.workers if first else 1):
             name = f"env hosts {slot}" if first else "env hosts"
-            yield _port(name, sampling.env_hosts_host, first and first + slot, "sampling.env_hosts_port")
+            yield _port(name, config.env_hosts_host, first and first + slot, "sampling.env_hosts_port")
 
 
 def _port(name: str, host: str, port: int, setting: str) -> Check:
@@ -73,12 +73,12 @@ def advertised_check(what: str, bound: str, advertise: str, setting: str) -> Che
 
 def advertised_checks(config: FleetConfig) -> Iterator[Check]:
     """Check the addresses at which other machines find the broker, and workers that have env hosts."""
-    broker, sampling = config.broker, config.sampling
+    broker = config.broker
     if broker.transport == "tcp":
         yield advertised_check("broker address", broker.host, broker.advertise, "broker.advertise")
-    if sampling.env_placement == "remote":
+    if config.sampling.env_placement == "remote":
         advertise = config.worker.advertise
-        yield advertised_check("envs' address", sampling.env_hosts_host, advertise, "worker.advertise")
+        yield advertised_check("envs' address", config.env_hosts_host, advertise, "worker.advertise")
 
 
 def reachability_check(what: str, endpoint: str) -> Check:

@@ -63,7 +63,7 @@ from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, RunDirError, UnreachableError
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
 log = logging.getLogger("headrace.supervisor")
@@ -399,7 +399,7 @@ class Fleet:
 
     def _env_endpoints(self) -> dict[str, str]:
         """Return each worker's address for env hosts, as other machines reach it."""
-        endpoints, bound = env_endpoints(self.config), self.config.sampling.env_hosts_host
+        endpoints, bound = env_endpoints(self.config), self.config.env_hosts_host
         if not endpoints or is_loopback(bound):
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))
@@ -449,7 +449,7 @@ class Fleet:
         if (sender := self._obituary_sender) is not None:
             self._await_ends(sender)
         if self.config.worker.ends_with_fleet:
-            limit_s = self.config.worker.drain_timeout_s + REPORT_S
+            limit_s = DRAIN_TIMEOUT_S + REPORT_S
             self._turn_until(self._workers_have_left, limit_s, "workers elsewhere to leave")
         if not self.config.learner.enabled:
             self._await_commits()

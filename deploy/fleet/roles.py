@@ -80,13 +80,22 @@ def run_start_check(config: Path | None) -> None:
 
 
 def start_worker(
-    asked: Asked, *, endpoint: str | None, slot: int | None, incarnation: int, count: int | None = None
+    asked: Asked,
+    *,
+    endpoint: str | None,
+    slot: int | None,
+    incarnation: int,
+    count: int | None = None,
+    scratch_dir: Path | None = None,
 ) -> None:
-    """Run a worker until it is told to stop, or a group of `count` workers."""
+    """Run a worker until it is told to stop, or a group of `count` workers.
+
+    The group has recorders and logs in `scratch_dir` while it lives; None: in the run directory.
+    """
     if endpoint is None:
         asked = of_its_broker(asked, slot)
     if count is not None:
-        _start_group(asked, endpoint, count)
+        _start_group(asked, endpoint, count, scratch_dir)
         return
     joined = _join_to_work(asked, endpoint)
     if joined is None:
@@ -123,7 +132,7 @@ def start_worker(
         )
 
 
-def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
+def _start_group(asked: Asked, endpoint: str | None, count: int, scratch_dir: Path | None) -> None:
     """Run a group of workers. They find the fleet as the group does: by a fixed address, or by a rendezvous."""
     from headrace.deploy.fleet.worker_group import FleetElsewhere, run_group
     from headrace.deploy.process.child_environment import child_environment
@@ -143,7 +152,7 @@ def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
         else:
             options = ["--endpoint", joined.endpoint, "--fleet-id", joined.fleet_id]
         fleet = FleetElsewhere(joined.fleet_id, joined.endpoint, options, joined.source)
-        run_group(joined.config, fleet, count, fork_server)
+        run_group(joined.config, fleet, count, fork_server, scratch_dir)
 
 
 def _join_to_work(asked: Asked, endpoint: str | None) -> Joined | None:
@@ -311,7 +320,7 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
 def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> HealthFile:
     """Return the file for `headrace health`, in the run directory."""
     run_dir, sampling = Path(config.fleet.run_dir) if config.fleet.run_dir else None, config.sampling
-    first_env_s = sampling.env_construct_timeout_s if role == ENV_HOST else 0.0
+    first_env_s = sampling.construct_timeout_s if role == ENV_HOST else 0.0
     return HealthFile(
         run_dir,
         role,

@@ -217,7 +217,7 @@ def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any])
         return observe(facts, "no_env_hosts", key, sentence, silent_s, command=_host_command(facts))
     call = one_line(str(told.get("env_call", "")))
     sentence = f"waiting for {name}: {call or f'none of its envs has answered for {silent_s:.0f} s'}"
-    limit = re.search(r"\((env_\w+_timeout_s) = ", call)
+    limit = re.search(r"\((?:2 \* )?(env_\w+_timeout_s) = ", call)
     return observe(facts, "envs_silent", key, sentence, silent_s, limit=f"sampling.{limit[1]}" if limit else "")
 
 

@@ -61,7 +61,7 @@ def check_start(config: FleetConfig, say: Say) -> str:
     _check_http(config)
     policies = _policies(runner)
     _check_names(config, policies)
-    if not envs_are_here or not config.fleet.check_env:
+    if not envs_are_here or config.sampling.disable_env_checking:
         return ""
     say(f"building one env of {config.sampling.env!r}")
     with built_env(runner) as built:
@@ -117,10 +117,11 @@ def _check_sizes(config: FleetConfig, spaces: Spaces) -> None:
         raise ConfigError(
             f"{broker.max_held_bytes:,} holds too little for {update}: {batch}; {waits}", key="broker.max_held_bytes"
         )
-    if config.keeps_too_little(max(1, config.worker.window_bytes // max(1, nbytes))):
+    if config.keeps_too_little(max(1, config.window_bytes // max(1, nbytes))):
         raise ConfigError(
-            f"{config.worker.window_bytes:,} keeps too little for {update}: {batch}; {waits}",
-            key="worker.window_bytes",
+            f"{broker.max_held_bytes:,} is too little: a worker keeps a quarter of it, and {update} needs more: "
+            f"{batch}; {waits}",
+            key="broker.max_held_bytes",
         )
 
 

@@ -50,7 +50,7 @@ def built_env(config: EnvRunnerConfig) -> Iterator[BuiltEnv]:
         try:
             yield _adapted(config, made, context)
         finally:
-            close_envs([made] if hasattr(made, "close") else [], config.env_close_timeout_s)
+            close_envs([made] if hasattr(made, "close") else [])
 
 
 def spaces_of_env(config: EnvRunnerConfig) -> tuple[ByModule, list[Any]]:

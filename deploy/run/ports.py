@@ -44,7 +44,7 @@ def check_ports(config: FleetConfig) -> None:
     for role in _ROLES:
         _check(broker.host, getattr(broker, f"{role}_port"), 1, "broker.host")
     if sampling.env_placement == "remote":
-        _check(sampling.env_hosts_host, sampling.env_hosts_port, workers, "sampling.env_hosts_host")
+        _check(config.env_hosts_host, sampling.env_hosts_port, workers, "broker.host")
     if serving.enabled:
         for port in (serving.port, serving.http_port or 0):
             _check(serving.host, port, workers, "serving.host")
@@ -123,8 +123,7 @@ def with_env_ports(config: FleetConfig) -> FleetConfig:
     sampling = config.sampling
     if sampling.env_placement != "remote" or sampling.env_hosts_port or not config.fleet.workers:
         return config
-    host, workers = sampling.env_hosts_host, config.fleet.workers
-    first = first_of_free(host, workers, "env hosts", "sampling.env_hosts_host")
+    first = first_of_free(config.env_hosts_host, config.fleet.workers, "env hosts", "broker.host")
     return config.model_copy(update={"sampling": sampling.model_copy(update={"env_hosts_port": first})})
 
 
@@ -133,7 +132,7 @@ def env_endpoints(config: FleetConfig) -> dict[str, str]:
     sampling = config.sampling
     if sampling.env_placement != "remote":
         return {}
-    host = in_url(sampling.env_hosts_host)
+    host = in_url(config.env_hosts_host)
     return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in range(config.fleet.workers)}
 
 

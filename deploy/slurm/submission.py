@@ -15,8 +15,6 @@ EVERY_ADDRESS = "0.0.0.0"
 PATIENCE_S = 600.0
 """Seconds for which workers wait for a broker, unless the user says otherwise. A head whose node failed is requeued,
 and waits two minutes; and programs on a shared disk start slowly."""
-WARNING_S = 60.0
-"""Seconds before its time limit at which a task gets SIGTERM: `--signal` in its script."""
 
 
 class FleetPart(StrEnum):
@@ -80,24 +78,16 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
     supervisor stops its processes: Slurm's SIGTERM to all of them at once would end broker and learner before the
     workers. Raises `ConfigError` for settings that cannot work on a cluster.
     """
-    fleet, broker, keys, sampling = config.fleet, config.broker, config.keys, config.sampling
+    fleet, broker, keys, placement = config.fleet, config.broker, config.keys, config.sampling.env_placement
     if broker.transport == "ipc":
         raise ConfigError('"ipc" serves one machine alone; leave it out', key="broker.transport")
-    if config.slurm.env_host_tasks and sampling.env_placement != "remote":
-        at = f"{sampling.env_placement!r}; set it to 'remote', or leave out slurm.env_host_tasks"
+    if config.slurm.env_host_tasks and placement != "remote":
+        at = f"{placement!r}; set it to 'remote', or leave out slurm.env_host_tasks"
         raise ConfigError(f"env hosts are for 'remote', and it is {at}", key="sampling.env_placement")
-    if config.worker.drain_timeout_s >= WARNING_S:
-        raise ConfigError(
-            f"{config.worker.drain_timeout_s:g} s is no less than the {WARNING_S:g} s that a task has before its time "
-            "limit; lower it",
-            key="worker.drain_timeout_s",
-        )
     if not keys.dir and not broker.allow_insecure:
         keys = keys.model_copy(update={"dir": str(run_dir / "keys")})
     if is_loopback(broker.host):
         broker = broker.model_copy(update={"host": EVERY_ADDRESS})
-    if config.slurm.env_host_tasks and is_loopback(sampling.env_hosts_host):
-        sampling = sampling.model_copy(update={"env_hosts_host": EVERY_ADDRESS})
     workers = fleet.workers if config.slurm.env_host_tasks else 0
     here = {"run_dir": str(run_dir), "rendezvous": "", "workers": workers, "env_hosts": 0}
     fleet = fleet.model_copy(update=here)
@@ -107,7 +97,6 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
         "fleet": fleet,
         "broker": broker,
         "keys": keys,
-        "sampling": sampling,
         "worker": config.worker.model_copy(update={"ends_with_fleet": True, "connect_timeout_s": patience_s}),
         "supervisor": config.supervisor.model_copy(update={"stop_signal": "SIGINT"}),
     }

@@ -109,11 +109,10 @@ class EnvRestartBudgetError(EnvError):
         failures: int,
         window_s: float,
         last: str,
-        setting: str = "max_env_restarts_per_window",
         remedy: str = "repair the env",
     ) -> None:
         self.env_index, self.failures, self.window_s = env_index, failures, window_s
         super().__init__(
             f"env {env_index} failed {failures} times within {window_s:g} s and is given up (last: {last}); "
-            f"{remedy}, or raise {setting}"
+            f"{remedy}, or raise env_restart_attempts"
         )

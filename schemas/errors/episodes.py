@@ -50,7 +50,7 @@ class NoFreePlaceError(EpisodeError):
 
     def __init__(self, episode_id: str, capacity: int, waited_s: float | None = None) -> None:
         self.capacity = capacity
-        waited = "" if waited_s is None else f" within external_start_timeout_s = {waited_s:g}"
+        waited = "" if waited_s is None else f" within {waited_s:g} s"
         super().__init__(
             episode_id,
             self.code,
@@ -71,11 +71,11 @@ class EpisodesClosedError(EpisodeError):
 class EpisodeTimeoutError(HeadraceError, TimeoutError):
     """`call` was not answered within `timeout_s` seconds, so its episode was given up."""
 
-    def __init__(self, episode_id: str, call: str, setting: str, timeout_s: float) -> None:
+    def __init__(self, episode_id: str, call: str, timeout_s: float) -> None:
         self.episode_id, self.call, self.timeout_s = episode_id, call, timeout_s
         super().__init__(
             f"{call} of episode {episode_id!r:.80} waited for the sampler, which did not answer within "
-            f"{setting} = {timeout_s:g} s; the episode was given up. Check that a runner samples and a learner trains"
+            f"{timeout_s:g} s; the episode was given up. Check that a runner samples and a learner trains"
         )
 
 

@@ -205,5 +205,5 @@ class WindowStalledError(HeadraceError):
         super().__init__(
             f"the stream holds {uncommitted} uncommitted batches and has waited {waited_s:g} s for another, while "
             "every worker waits for a commit; commit more often, or what you have once stream.starved is true, or "
-            "raise worker.window_batches, worker.window_bytes, broker.max_held_bytes and broker.max_held_batches"
+            "raise worker.window_batches, broker.max_held_bytes and broker.max_held_batches"
         )

@@ -21,6 +21,8 @@ from headrace.schemas.settings.sampling_settings import SamplingSettings
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.schemas.settings.slurm_settings import SlurmSection
 
+DRAIN_TIMEOUT_S = 10.0
+"""Seconds that a worker waits after SIGTERM until its batches are accepted."""
 LEAST_WINDOW = 4
 _HIGHEST_PORT = 65_535
 DEFAULT_WINDOW = 16
@@ -39,9 +41,6 @@ class FleetSection(ConfigSection):
     run_dir: str = ""
     """folder for fleet.json, logs, recorders, checkpoints and Redis data; empty: `up` makes runs/ENV-TIME, and other
     commands take the newest run in runs/"""
-    check_env: bool = True
-    """build, reset and step one env in a process of its own before anything starts; false: only look up what is
-    named"""
     until_return: float | None = None
     """stop when the mean return of the last 100 episodes reaches this"""
     until_steps: int | None = Field(default=None, gt=0)
@@ -54,9 +53,6 @@ class FleetSection(ConfigSection):
     """where the broker publishes its addresses, and peers on other machines find them: a file; for peers also
     http(s)://..., or dns://NAME with the ports of [broker]; empty: rendezvous.json of run_dir; with several brokers
     {broker} in it stands for the index of each"""
-    scratch_dir: str = ""
-    """folder on a disk of this machine for recorders and logs of `headrace worker --count`, which go to the run
-    directory at its end; empty: the run directory itself"""
 
 
 class SamplingSection(SamplingSettings):
@@ -80,15 +76,11 @@ class WorkerSection(ConfigSection):
 
     window_batches: int | None = Field(default=None, ge=1, le=WINDOW - 1)
     """batches a worker keeps until they are settled; absent: the window follows the learner's updates"""
-    window_bytes: int = Field(default=256 << 20, ge=1)
-    """bytes a worker keeps until they are settled; one batch is always allowed"""
     random_actions_before_weights: bool = False
     """sample at random until the first weights arrive"""
     connect_timeout_s: float = Field(default=60.0, gt=0)
     """how long a worker or learner waits for its broker, and an env host for its worker; a supervisor's own ones: for
     the broker's first answer only"""
-    drain_timeout_s: float = Field(default=10.0, gt=0)
-    """how long SIGTERM waits for batches to be accepted"""
     advertise: str = Field(default="", max_length=180, pattern=r"^[^\s/@]*$")
     """name or address by which env hosts and clients reach this worker; empty: the address that it binds for them, or
     this machine's name where that is a wildcard"""
@@ -128,7 +120,8 @@ class BrokerSection(ConfigSection):
     max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16)
     """largest batch accepted"""
     max_held_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """bytes held until committed; beyond that, see overflow"""
+    """bytes held until committed; beyond that, see overflow. A worker keeps a quarter of so many until they are
+    settled; one batch is always allowed"""
     max_held_batches: int | None = Field(default=None, ge=1)
     """batches held until committed; beyond that, see overflow; absent: no bound"""
     max_held_age_s: float | None = Field(default=None, gt=0)
@@ -440,6 +433,11 @@ class FleetConfig(ConfigSection):
             )
         return self
 
+    @property
+    def window_bytes(self) -> int:
+        """Return the bytes that a worker keeps until they are settled; one batch is always allowed."""
+        return self.broker.max_held_bytes // 4
+
     def keeps_too_little(self, window_batches: int) -> bool:
         """Return whether windows of so many batches leave the learner without a whole update."""
         return self.learner.enabled and window_batches < self._batches_for(self.learner.steps_per_update)
@@ -496,6 +494,12 @@ class FleetConfig(ConfigSection):
                 f"sampling.env_hosts_port = {port} leaves no port for each of fleet.workers = {workers}: the slot is "
                 f"added to it, up to {_HIGHEST_PORT}; lower it"
             )
+
+    @property
+    def env_hosts_host(self) -> str:
+        """Return the address where a worker listens for env hosts: on loopback where the broker is, else all."""
+        host = self.broker.host
+        return "127.0.0.1" if is_loopback(host) else "::" if ":" in host else "0.0.0.0"
 
     @property
     def _modules(self) -> int:

@@ -21,7 +21,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.env_prefix import ENV_PREFIX
-from headrace.schemas.settings.nearest_names import CUT, nearest_name
+from headrace.schemas.settings.nearest_names import CUT, instead_of_cut, nearest_name
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +141,8 @@ def known_keys() -> dict[str, Any]:
 
 
 def _nearest(key: str) -> str:
-    if key in CUT:
-        return f", which only earlier versions had: {CUT[key][1]}; delete it"
+    if instead := instead_of_cut(key):
+        return instead
     known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
     elsewhere = [name for name in known if "." in key and name.partition(".")[2] == key.partition(".")[2]]
     near = nearest_name(key, elsewhere or known, cutoff=0.0 if elsewhere else 0.5)

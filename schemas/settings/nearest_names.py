@@ -46,6 +46,8 @@ CUT: dict[str, tuple[Any, str]] = {
     "broker.log": (False, _KEPT_BY_WORKERS),
     "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
     "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
+    "fleet.check_env": (True, "sampling.disable_env_checking leaves the check out"),
+    "fleet.scratch_dir": ("", "give `headrace worker --count` the option --scratch-dir"),
     "learner.algorithm": (
         "ppo",
         "the reference learner trains by PPO, and docs/examples/ of the repository has dqn.py and impala.py",
@@ -59,14 +61,34 @@ CUT: dict[str, tuple[Any, str]] = {
     "learner.n_step": (3, _IN_DQN),
     "learner.target_update_interval": (200, _IN_DQN),
     "logging.max_file_bytes": (16 << 20, "it is 16 MiB"),
-    "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 100 times env_restart_backoff_s"),
+    "sampling.env_close_timeout_s": (5.0, "it is 5 s"),
+    "sampling.env_construct_timeout_s": (120.0, "a construction may take twice env_reset_timeout_s"),
+    "sampling.env_hosts_allow_insecure": (False, "broker.allow_insecure holds for them too"),
+    "sampling.env_hosts_host": ("127.0.0.1", "workers listen on all addresses where broker.host is off loopback"),
+    "sampling.env_hosts_lease_s": (10.0, "it is broker.lease_s"),
+    "sampling.env_hosts_timeout_s": (None, "workers wait for ever"),
+    "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 5 s"),
+    "sampling.env_restart_backoff_s": (0.05, "waits grow from 0.05 s to 5 s"),
     "sampling.env_restart_window_s": (60.0, "it is 60 s"),
+    "sampling.external_action_timeout_s": (300.0, "get_action() waits 300 s for the sampler"),
+    "sampling.external_log_timeout_s": (60.0, "log_action() waits 300 s for the sampler"),
+    "sampling.external_silence_timeout_s": (300.0, "sample() waits 300 s for a call"),
+    "sampling.external_start_timeout_s": (60.0, "start_episode() waits 300 s for a place"),
+    "sampling.max_env_restarts_per_window": (600, "it is 75 times env_restart_attempts in 60 s"),
+    "sampling.max_idle_env_steps": (10_000, "it is 10,000"),
     "serving.http_max_connections": (1024, "there are 1,024"),
     "serving.max_sessions": (1024, "there are 1,024"),
     "supervisor.restart_backoff_max_s": (10.0, "pauses grow to 50 times restart_backoff_s"),
     "supervisor.restart_window_s": (60.0, "it is 60 s"),
+    "worker.drain_timeout_s": (10.0, "it is 10 s"),
+    "worker.window_bytes": (256 << 20, "it is a quarter of broker.max_held_bytes"),
 }
 """A setting that only earlier versions had -> its default, and what takes its place."""
+
+
+def instead_of_cut(key: str) -> str:
+    """Return the end of an error about a setting that only earlier versions had; "" for any other."""
+    return f", which only earlier versions had: {CUT[key][1]}; delete it" if key in CUT else ""
 
 
 def nearest_name(given: str, known: Collection[str], cutoff: float) -> str | None:

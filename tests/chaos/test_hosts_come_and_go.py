@@ -40,7 +40,7 @@ BY_NAME = (
     "sampling.env_hosts_port=5800",
 )
 """Where peers know a name only, the settings of all have the ports."""
-REMOTE = ("sampling.env_placement=remote", "sampling.env_hosts_host=0.0.0.0", "sampling.env_hosts_lease_s=4")
+REMOTE = ("sampling.env_placement=remote", "broker.host=0.0.0.0")
 
 
 @pytest.fixture

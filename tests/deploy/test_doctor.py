@@ -221,7 +221,10 @@ HUGE = f"={1 << 50}"
     ("command", "warning"),
     [
         (("up", "--env", "no_such.module:env", "--set", f"broker.max_held_bytes{HUGE}"), "memory: .* lower broker"),
-        (("worker", "--set", f"worker.window_bytes{HUGE}"), "memory: .* with full buffers; lower worker.window_bytes"),
+        (
+            ("worker", "--set", f"broker.max_held_bytes{HUGE}"),
+            "memory: .* with full buffers; lower broker.max_held_bytes",
+        ),
         (
             ("broker", "--run-dir", "run", "--set", f"broker.max_held_bytes{HUGE}"),
             "memory: .* for a broker, .* lower broker.max_held_bytes",
@@ -278,7 +281,8 @@ def test_an_advertised_name_that_others_cannot_use_is_named() -> None:
 def test_the_address_for_env_hosts_is_checked_by_the_name_that_workers_advertise() -> None:
     config = FleetConfig.model_validate(
         {
-            "sampling": {"env_placement": "remote", "env_hosts_host": "0.0.0.0"},
+            "sampling": {"env_placement": "remote"},
+            "broker": {"host": "0.0.0.0", "allow_insecure": True},
             "worker": {"advertise": "192.0.2.7"},
         }
     )

@@ -68,7 +68,7 @@ def test_a_seed_repeats_its_episodes_with_any_weights_between() -> None:
 
 
 def test_an_env_that_fails_plays_another_episode_instead() -> None:
-    config = config_of("support.envs.counting:Unsound", env_restart_backoff_s=0, num_envs=4)
+    config = config_of("support.envs.counting:Unsound", num_envs=4)
     told = played(config, PlaySettings(episodes=200))
     assert told["episodes"] == 200
     assert told["aborted"] > 0

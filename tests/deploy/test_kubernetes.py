@@ -15,6 +15,7 @@ import yaml
 from headrace.deploy.monitoring.exporter.metrics_text import exposed_name
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, LEARNER_TIME
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S
 from headrace.schemas.settings.config_loading import load_config
 from support.containers.kustomize import Object, build, pod_spec
 
@@ -164,7 +165,7 @@ def test_each_role_has_memory_for_dev_shm(objects: list[Object]) -> None:
 
 def test_the_grace_period_of_a_pod_is_longer_than_its_drain(objects: list[Object], settings: Any) -> None:
     for name, spec in pods(objects).items():
-        drain_s = max(settings.worker.drain_timeout_s, settings.supervisor.stop_timeout_s) if "worker" in name else 0.0
+        drain_s = max(DRAIN_TIMEOUT_S, settings.supervisor.stop_timeout_s) if "worker" in name else 0.0
         assert spec["terminationGracePeriodSeconds"] >= drain_s + FORCED_S, name
 
 

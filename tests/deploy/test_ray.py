@@ -54,7 +54,6 @@ def on_ray(cluster: RayCluster, run_dir: Path, workers: int, *more: str) -> Runn
         f"ray.address={cluster.address}",
         f"ray.workers={workers}",
         "learner.steps_per_update=512",
-        "worker.drain_timeout_s=3",
         "dashboard.enabled=false",
         f'sampling.env_config={{"step_s": {STEP_S}}}',
     ]

@@ -228,7 +228,7 @@ def test_a_worker_of_a_stopped_run_reports_it_and_joins_each_resumed_run(tmp_pat
 
     assert "its run has reached its goal; start it with `headrace up --resume run`" in why_none_joins()
     words = tmp_path / "words"
-    asked = command("worker", "--run-dir", "run", "--set", "worker.drain_timeout_s=1")  # it ends where no broker is
+    asked = command("worker", "--run-dir", "run")
     with words.open("wb") as lines, subprocess.Popen(asked, cwd=tmp_path, stderr=lines) as worker:
         try:
             stopped = "the run in run has stopped: start it with `headrace up --resume run`; waiting for it"

@@ -69,7 +69,6 @@ def test_jobs_use_only_options_that_both_versions_of_slurm_have(tmp_path: Path) 
         ("slurm.worker_options", ["--time=1\n#"], "is no option of sbatch"),
         ("slurm.worker_tasks", 10_001, "less than or equal to 10000"),
         ("broker.transport", "ipc", '"ipc" serves one machine alone; leave it out'),
-        ("worker.drain_timeout_s", 60, "60 s is no less than the 60 s that a task has"),
         ("slurm.env_host_tasks", 2, "env hosts are for 'remote', and it is 'inline'"),
     ],
 )
@@ -103,7 +102,7 @@ def test_settings_that_the_user_gives_are_not_replaced(tmp_path: Path) -> None:
 def test_the_head_job_runs_the_workers_of_env_host_jobs(tmp_path: Path) -> None:
     asked = settings(fleet__workers=2, slurm__env_host_tasks=3, sampling__env_placement="remote")
     ready = for_cluster(asked, tmp_path / "run")
-    assert (ready.fleet.workers, ready.sampling.env_hosts_host) == (2, "0.0.0.0")
+    assert (ready.fleet.workers, ready.env_hosts_host) == (2, "0.0.0.0")
     *_, env_hosts = dry_run(asked)
     assert Path(env_hosts[-3]).name == "env_hosts.sbatch"
 

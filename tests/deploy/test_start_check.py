@@ -234,9 +234,6 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "user", raising=False)
 
 
-DEADLINES = ("env_construct_timeout_s", "env_reset_timeout_s", "env_step_timeout_s")
-
-
 @pytest.mark.usefixtures("user_code")
 @pytest.mark.parametrize("call", ["reset", "step"])
 def test_a_call_that_no_worker_allows_is_refused(call: str) -> None:
@@ -332,6 +329,7 @@ def test_the_trial_of_an_env_takes_a_legal_action_and_says_where_there_is_none(i
 
 LONG = {"env": "user:Faulty", "rollout_fragment_length": 8000}
 """A batch of 64,000 steps with 12 bytes of observations each."""
+MANY = {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}}
 
 
 @pytest.mark.usefixtures("user_code")
@@ -340,11 +338,15 @@ LONG = {"env": "user:Faulty", "rollout_fragment_length": 8000}
     [
         ({"sampling": LONG}, "broker.max_batch_bytes", 768_000),
         (
-            {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}, "learner": {"steps_per_update": 200_000}},
+            {**MANY, "fleet": {"workers": 5}, "learner": {"steps_per_update": 20 * 64_000}},
             "broker.max_held_bytes",
-            5 * 768_000,  # four batches, and one for the other worker's share of the room
+            24 * 768_000,  # twenty batches, and one for each other worker's share of the room
         ),
-        ({"sampling": {"env": "user:Faulty"}}, "worker.window_bytes", 2 * 8 * 64 * 12),
+        (
+            {**MANY, "learner": {"steps_per_update": 200_000}},
+            "broker.max_held_bytes",
+            4 * 2 * 768_000,  # four batches of two workers, of which each keeps a quarter
+        ),
     ],
 )
 def test_a_limit_in_bytes_that_is_too_small_for_a_batch_or_an_update_is_refused(
@@ -401,9 +403,9 @@ def test_the_check_does_not_look_up_envs_of_other_machines() -> None:
     ):
         check_start(config(**sections), lambda step: None)
     steps: list[str] = []
-    check_start(config(fleet={"check_env": False}), steps.append)
+    check_start(config(sampling={"disable_env_checking": True}), steps.append)
     assert steps == ["looking up what the config names"]
-    assert "CartPol-v1" in mistake(fleet={"check_env": False}, sampling={"env": "CartPol-v1"})
+    assert "CartPol-v1" in mistake(sampling={"env": "CartPol-v1", "disable_env_checking": True})
 
 
 @pytest.mark.processes
@@ -413,7 +415,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "SAY_WAITING_S", 0.3)
-    slow = config(sampling={"env": "user:slow", **dict.fromkeys(DEADLINES, 0.1)})
+    slow = config(sampling={"env": "user:slow", "env_reset_timeout_s": 0.05, "env_step_timeout_s": 0.15})
     with (
         RunDir(tmp_path / "run") as run_dir,
         StopSignals() as signals,
@@ -423,7 +425,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
         check_process.check_before_start(slow, run_dir, signals, fork_server)
         assert "still building one env of 'user:slow'" in caplog.text
         monkeypatch.setattr(check_process, "_START_S", 0.0)
-        with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of sampling\.env_con") as caught:
+        with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of 3 \* sampling\.env_reset") as caught:
             check_process.check_before_start(slow, run_dir, signals, fork_server)
     assert caught.value.exit_code == EnvError.exit_code
 
@@ -454,7 +456,8 @@ def test_an_env_whose_first_step_hangs_ends_headrace_up_at_the_deadline_of_the_c
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "_START_S", 0.0)
     limit_s = TIMEOUT_S / 10  # it begins to step within a second, where the machine is idle
-    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, **dict.fromkeys(DEADLINES, limit_s / 3)}
+    deadlines = {"env_reset_timeout_s": limit_s / 6, "env_step_timeout_s": limit_s / 2}
+    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, **deadlines}
     said = rf"resetting and stepping that env of 'user:Faulty' once was not done after {limit_s:g} s"
     with (
         RunDir(tmp_path / "run") as run_dir,

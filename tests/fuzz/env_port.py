@@ -30,8 +30,8 @@ HONEST, LANES = 2, 4
 """Envs of the honest host, which comes first, and of the worker: the others live on hosts that lie."""
 DEADLINE_S = 60.0
 _SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "seed": 3, "rollout_fragment_length": 8}
-_TURNS = {"env_hosts_lease_s": 30.0, "env_restart_backoff_s": 0.0}
-_OWN_PACE = {"remote_env_batch_wait_ms": 0.0, "max_env_restarts_per_window": 1 << 30}
+_TURNS = {"env_hosts_lease_s": 30.0}
+_OWN_PACE = {"remote_env_batch_wait_ms": 0.0, "env_restart_attempts": 1 << 30}
 """No env waits for one on a host that does not answer."""
 
 

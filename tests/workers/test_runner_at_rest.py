@@ -49,7 +49,7 @@ def test_a_runner_refuses_calls_of_a_callback_that_change_it_within_a_step(make:
                 errors.append(error)
                 raise
 
-    with make(num_envs=2, callbacks=[{event: once}], env_restart_backoff_s=0.0) as sampler:
+    with make(num_envs=2, callbacks=[{event: once}]) as sampler:
         assert len(sampler.sample(num_timesteps=20)) > 0
         sampler.assert_healthy()
         _check_books(sampler)

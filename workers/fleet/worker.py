@@ -25,13 +25,12 @@ from headrace.schemas.errors import (
     FencedError,
     ModuleError,
     StateError,
-    UnreachableError,
 )
 from headrace.schemas.messages import tellable_weights
 from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
-from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
 from headrace.workers.fleet.client_port import ActingChannel, ClientPort, Delivery, client_port, config_of_runner
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
@@ -107,7 +106,7 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
     except FencedError:
         worker.give_up(Discard.FENCED)
         raise
-    except (EnvError, UnreachableError, CallbackError, PolicyMappingError):
+    except (EnvError, CallbackError, PolicyMappingError):
         worker.drain()
         raise
 
@@ -155,7 +154,7 @@ def host_of_ports(config: FleetConfig) -> str:
 
     Raises `ConfigError` for a name that does not resolve, or that no peer can connect to.
     """
-    bound = config.serving.host if config.serving.enabled else config.sampling.env_hosts_host
+    bound = config.serving.host if config.serving.enabled else config.env_hosts_host
     if not config.serving.enabled and config.sampling.env_placement != "remote":
         return ""
     host = host_to_advertise(bound, config.worker.advertise, "worker.advertise")
@@ -497,7 +496,7 @@ class Worker:
     def drain(self) -> None:
         """Ship the markers of unfinished episodes, hand everything over to the broker, and send BYE."""
         self._block("")
-        deadline = time.monotonic() + self.config.worker.drain_timeout_s
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
         for delivery in self._acting_channel.end(Discard.SHUTDOWN) if self._acting_channel is not None else ():
             self._take_over(delivery)
         last = self._discard_open(Discard.SHUTDOWN)
@@ -505,9 +504,7 @@ class Worker:
         for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
             self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
         link = self.membership.link
-        link.wait_until(
-            lambda: not self.session.unaccepted() or link.fleet_has_stopped(), self.config.worker.drain_timeout_s
-        )
+        link.wait_until(lambda: not self.session.unaccepted() or link.fleet_has_stopped(), DRAIN_TIMEOUT_S)
         self._shipper.record()
         self.membership.leave(max(1.0, deadline - time.monotonic()))
 

@@ -51,7 +51,7 @@ def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
         return EnvVector(table, _placement(config, on_wait), _pace(config))
     if config.gym_env_vectorize_mode is not None:
         return NativeVector(table)
-    first = _first_env(table, limited_construction(config.env_construct_timeout_s))
+    first = _first_env(table, limited_construction(config.construct_timeout_s))
     driver = own_driver(first)
     _check_batch_wait(config, has_own_driver=driver is not None)
     if driver is not None:

@@ -158,7 +158,7 @@ class ActingClient:
         try:
             answer = answers.get(timeout=self._timeout_s)
         except queue.Empty:
-            raise EpisodeTimeoutError(episode_id, "end_episode()", "timeout_s", self._timeout_s) from None
+            raise EpisodeTimeoutError(episode_id, "end_episode()", self._timeout_s) from None
         if answer.error is not None:
             raise answer.error
 

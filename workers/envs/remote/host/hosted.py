@@ -279,5 +279,5 @@ class HostedEnvs:
         return rows
 
     def stop(self) -> None:
-        """Close all envs, within `env_close_timeout_s`."""
+        """Close all envs, within 5 s."""
         self._pool.close()
