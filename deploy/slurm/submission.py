@@ -52,11 +52,6 @@ def sbatch_line(
     """
     slurm = config.slurm
     name = "%x-%j" if tasks is None else "%x-%A_%a"
-    own = {
-        FleetPart.HEAD: slurm.head_options,
-        FleetPart.WORKERS: slurm.worker_options,
-        FleetPart.ENV_HOSTS: slurm.env_host_options,
-    }
     return [
         *("sbatch", "--parsable", "--export=ALL", f"--job-name={job_prefix(run_dir)}-{part}"),
         f"--output={run_dir}/slurm/{name}.log",
@@ -64,7 +59,7 @@ def sbatch_line(
         *([f"--array=0-{tasks - 1}"] if tasks is not None else []),
         *([f"--dependency=after:{after}"] if after else []),
         *slurm.options,
-        *own[part],
+        *(slurm.head_options if part is FleetPart.HEAD else []),
         str(part.script),
         str(run_dir),
         own_command(),

@@ -74,7 +74,6 @@ class DQN:
         `AbandonedUpdateError`.
         """
         s = self.settings
-        self.optimizer.lr = s.learning_rate * s.annealed(self.stats.steps)
         self.stats.count(batches)
         seed_torch(s.seed, self.stats.updates)
         self._explore()

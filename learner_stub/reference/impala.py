@@ -78,7 +78,6 @@ class Impala:
         batches lack what V-trace needs, and `AbandonedUpdateError`.
         """
         s = self.settings
-        self.optimizer.lr = s.learning_rate * s.annealed(self.stats.steps)
         self.stats.count(batches)
         seed_torch(s.seed, self.stats.updates)
         metrics: Metrics = self.stats.metrics()

@@ -237,8 +237,6 @@ class LearnerSection(ConfigSection):
     """steps of one gradient step"""
     learning_rate: float = Field(default=1e-3, gt=0)
     """learning rate of Adam"""
-    anneal_steps: int | None = Field(default=None, gt=0)
-    """agent steps over which learning_rate and clip fall in a line to 0; absent: they stay"""
     gamma: float = Field(default=0.98, gt=0, le=1)
     """discount of rewards, for each step"""
     gae_lambda: float = Field(default=0.9, ge=0, le=1)
@@ -247,9 +245,6 @@ class LearnerSection(ConfigSection):
     """bound of PPO's ratio: it is clipped to 1 - clip and 1 + clip"""
     value_coefficient: float = Field(default=0.5, ge=0)
     """weight of the value loss"""
-    value_clip: float | None = Field(default=None, gt=0)
-    """how far a value may move in one update before its error is clipped, in standard deviations of the returns, or in
-    units of the return where their deviation is below 1; absent: as far as it likes"""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """weight of the entropy bonus"""
     max_grad_norm: float = Field(default=0.5, gt=0)
@@ -275,8 +270,6 @@ class LearnerSection(ConfigSection):
     evaluate_every_steps: int = Field(default=0, ge=0)
     """agent steps trained on between two evaluations of the newest checkpoint, by a process of its own that `up`
     starts; 0: none"""
-    evaluate_episodes: int = Field(default=10, ge=1)
-    """whole episodes of one such evaluation"""
     seed: int = Field(default=0, ge=0)
     """root of the learner's random numbers"""
     torch_threads: int = Field(default=1, gt=0)
@@ -297,11 +290,6 @@ class LearnerSection(ConfigSection):
                 "one or raise the other"
             )
         return self
-
-    def annealed(self, steps: int) -> float:
-        """Return the share of learning rate and clip that is left after training on `steps`."""
-        passed = min(1.0, steps / self.anneal_steps) if self.anneal_steps else 0.0
-        return 1.0 - passed
 
 
 REDIS_BYTES_PER_HOUR = 2 << 30
@@ -357,8 +345,6 @@ class RaySection(ConfigSection):
     """the cluster: HOST:PORT of its head, or auto: that of RAY_ADDRESS, else the one on this machine"""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS_ON_RAY)
     """workers that `up` keeps there, each in an actor of its own"""
-    cpus_per_worker: float = Field(default=1.0, gt=0)
-    """CPUs that Ray sets aside for a worker, num_cpus"""
 
 
 class SupervisorSection(ConfigSection):
@@ -391,14 +377,9 @@ class LoggingSection(ConfigSection):
 
     interval_s: float = Field(default=5.0, gt=0)
     """time between two rows about the whole fleet"""
-    tensorboard: bool = False
-    """log to TensorBoard files too, in run_dir/tensorboard (extra tensorboard)"""
-    wandb: bool = False
-    """log to Weights & Biases too (extra wandb)"""
-    mlflow: bool = False
-    """log to MLflow too (extra mlflow)"""
     loggers: list[str] = Field(default=[])
-    """loggers of your own, each as "package.module:Class", which is called with a RunInfo"""
+    """further loggers: tensorboard, wandb or mlflow, each with the extra of its name, and loggers of your own, as
+    "package.module:Class", which is called with a RunInfo"""
 
 
 class DashboardSection(ConfigSection):

@@ -33,28 +33,44 @@ _MEANT = {
     "n_epochs": ("epochs",),
     "batch_size": ("minibatch_size",),
     "clip_range": ("clip",),
-    "clip_range_vf": ("value_clip",),
     "vf_coef": ("value_coefficient",),
     "ent_coef": ("entropy_coefficient",),
 }
 """A name that another library has for a setting -> our name, the first that is known."""
 
 _KEPT_BY_WORKERS = "workers keep each batch until the learner has committed it"
+_A_LOGGER = 'logging.loggers names it: loggers = ["{}"]'
 CUT: dict[str, tuple[Any, str]] = {
     "broker.ack": ("learner", _KEPT_BY_WORKERS),
     "broker.log": (False, _KEPT_BY_WORKERS),
     "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
     "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
-    "learner.anneal_to": (0.0, "they fall to 0"),
+    "learner.anneal_steps": (None, "learning_rate and clip stay as they are"),
+    "learner.anneal_to": (0.0, "learning_rate and clip stay as they are"),
+    "learner.evaluate_episodes": (10, "an evaluation has 10"),
+    "learner.value_clip": (None, "values are not clipped"),
     "logging.max_file_bytes": (16 << 20, "it is 16 MiB"),
+    "logging.mlflow": (False, _A_LOGGER.format("mlflow")),
+    "logging.tensorboard": (False, _A_LOGGER.format("tensorboard")),
+    "logging.wandb": (False, _A_LOGGER.format("wandb")),
+    "ray.cpus_per_worker": (1.0, "a worker has 1"),
     "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 100 times env_restart_backoff_s"),
     "sampling.env_restart_window_s": (60.0, "it is 60 s"),
     "serving.http_max_connections": (1024, "there are 1,024"),
     "serving.max_sessions": (1024, "there are 1,024"),
+    "slurm.env_host_options": ([], "slurm.options has those of all jobs, and slurm.head_options those of the head"),
+    "slurm.worker_options": ([], "slurm.options has those of all jobs, and slurm.head_options those of the head"),
     "supervisor.restart_backoff_max_s": (10.0, "pauses grow to 50 times restart_backoff_s"),
     "supervisor.restart_window_s": (60.0, "it is 60 s"),
 }
 """A setting that only earlier versions had -> its default, and what takes its place."""
+
+CARRIED = {
+    "logging.mlflow": "loggers",
+    "logging.tensorboard": "loggers",
+    "logging.wandb": "loggers",
+}
+"""A cut setting of a run -> the setting of the same section that takes over its value; a list takes over its name."""
 
 
 def nearest_name(given: str, known: Collection[str], cutoff: float) -> str | None:

@@ -182,7 +182,7 @@ def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: S
 def test_a_job_that_slurm_refuses_is_reported_and_submitted_jobs_are_cancelled(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    settings = '[slurm]\nworker_options = ["--partition=nowhere"]\nhead_options = ["--hold"]\n'
+    settings = '[slurm]\noptions = ["--partition=nowhere"]\nhead_options = ["--partition=main", "--hold"]\n'
     fleet = SlurmFleet(cluster, tmp_path / "run", tmp_path / "fleet.toml", settings)
     refused = fleet.headrace("slurm", "up", "fleet.toml", "--run-dir", "run")
     assert refused.returncode == ExitCode.UNREACHABLE

@@ -238,6 +238,17 @@ def test_a_run_of_an_earlier_version_is_resumed_without_the_settings_that_are_go
     ]
 
 
+def test_a_run_of_an_earlier_version_goes_on_with_the_settings_that_have_another_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tmp_path / "settings.json"
+    logging = {"tensorboard": True, "wandb": False, "mlflow": True, "loggers": ["mine:Keeps"]}
+    settings.write_bytes(orjson.dumps({"logging": logging}))
+    config, _ = load_config(settings, environ={})
+    assert config.logging.loggers == ["mine:Keeps", "mlflow", "tensorboard"]
+    assert not caplog.records
+
+
 def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:
     with pytest.raises(ConfigError, match=r"worker.window_batch: .* worker.window_batches\? \(from flag\)"):
         load_config(flags={"worker.window_batch": 3}, environ={})
