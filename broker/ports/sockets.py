@@ -155,7 +155,7 @@ def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endp
     """Bind to the configured port, else to the one it had before, else to a free one."""
     endpoint, earlier = "", getattr(before, role, "")
     port_before = int(earlier.rpartition(":")[2]) if earlier.startswith("tcp:") else 0
-    for port in ports_to_try(getattr(config, f"{role}_port") or port_before):
+    for port in ports_to_try(config.ports[role] or port_before):
         endpoint = f"tcp://{in_url(config.host)}:{port}"
         try:
             socket.bind(endpoint)

@@ -116,12 +116,8 @@ class BrokerSection(ConfigSection):
     one learner consumes all"""
     index: int | None = Field(default=None, ge=0, le=63)
     """which broker this one is, or which one workers without a slot join; absent: by their machine"""
-    worker_port: int = Field(default=0, ge=0, le=65535)
-    """port for workers; 0 takes a free one"""
-    learner_port: int = Field(default=0, ge=0, le=65535)
-    """port for learners; 0 takes a free one"""
-    weights_port: int = Field(default=0, ge=0, le=65535)
-    """port that relays weights; 0 takes a free one"""
+    port: int = Field(default=0, ge=0, le=_HIGHEST_PORT - 2)
+    """port for workers; the next one is for learners, and the one after that relays weights; 0 takes free ones"""
     allow_insecure: bool = False
     """serve other machines without keys and unencrypted, and every user of this one without a token; every start
     warns"""
@@ -163,24 +159,23 @@ class BrokerSection(ConfigSection):
             raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")
         if self.max_batch_bytes > self.max_held_bytes:
             raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
-        ports = [port for port in (self.worker_port, self.learner_port, self.weights_port) if port]
         if self.transport == "ipc":
-            self._check_ipc(ports)
-        if len(set(ports)) < len(ports):
-            raise ValueError(
-                f"worker_port = {self.worker_port}, learner_port = {self.learner_port} and weights_port = "
-                f"{self.weights_port} must differ (0 takes a free one)"
-            )
+            self._check_ipc()
         return self
 
-    def _check_ipc(self, ports: list[int]) -> None:
+    @property
+    def ports(self) -> dict[str, int]:
+        """Return the configured port of each role; 0 where the broker takes a free one."""
+        return {role: self.port and self.port + place for place, role in enumerate(("worker", "learner", "weights"))}
+
+    def _check_ipc(self) -> None:
         """Raise ValueError for settings of tcp."""
         if not is_loopback(self.host):
             raise ValueError(
                 f"transport = 'ipc' serves this machine alone, and host = {self.host!r} serves others; leave one out"
             )
-        if ports:
-            raise ValueError(f"transport = 'ipc' has no ports, and {ports} are configured; leave one of them out")
+        if self.port:
+            raise ValueError(f"transport = 'ipc' has no ports, and port = {self.port} is one; leave one of them out")
         if self.allow_insecure:
             raise ValueError(
                 "transport = 'ipc' serves one user alone, and allow_insecure = true lets others in; leave one out"

@@ -42,9 +42,12 @@ _KEPT_BY_WORKERS = "workers keep each batch until the learner has committed it"
 _A_LOGGER = 'logging.loggers names it: loggers = ["{}"]'
 CUT: dict[str, tuple[Any, str]] = {
     "broker.ack": ("learner", _KEPT_BY_WORKERS),
+    "broker.learner_port": (0, "learners have the port after broker.port"),
     "broker.log": (False, _KEPT_BY_WORKERS),
     "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
     "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
+    "broker.weights_port": (0, "weights have the second port after broker.port"),
+    "broker.worker_port": (0, "broker.port has its place, and learners and weights have the two ports after it"),
     "learner.anneal_steps": (None, "learning_rate and clip stay as they are"),
     "learner.anneal_to": (0.0, "learning_rate and clip stay as they are"),
     "learner.evaluate_episodes": (10, "an evaluation has 10"),
@@ -66,6 +69,7 @@ CUT: dict[str, tuple[Any, str]] = {
 """A setting that only earlier versions had -> its default, and what takes its place."""
 
 CARRIED = {
+    "broker.worker_port": "port",
     "logging.mlflow": "loggers",
     "logging.tensorboard": "loggers",
     "logging.wandb": "loggers",

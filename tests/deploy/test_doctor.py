@@ -305,7 +305,7 @@ def test_a_rendezvous_is_checked_with_its_addresses_and_the_key_of_its_broker(tm
     assert gone == [Verdict.OK, Verdict.FAIL, Verdict.FAIL, Verdict.OK]
     assert [check.name for check in meeting_checks(config, str(place), "learner")] == ["rendezvous"], "names no learner"
     (wrong,) = meeting_checks(config, "dns://broker.example")
-    assert "broker.worker_port" in wrong.seen, "a name needs ports"
+    assert "broker.port" in wrong.seen, "a name needs ports"
 
 
 def test_an_env_host_is_told_whether_it_reaches_the_ports_of_workers(tmp_path: Path, free_port: int) -> None:

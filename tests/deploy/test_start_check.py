@@ -208,7 +208,7 @@ def test_the_check_leaves_only_its_log_in_an_existing_directory(tmp_path: Path) 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        taken = up(tmp_path, "--run-dir", ".", "--set", f"broker.worker_port={port}")
+        taken = up(tmp_path, "--run-dir", ".", "--set", f"broker.port={port}")
     misspelt = up(tmp_path, "--run-dir", ".", "--env", "CartPol-v1")
     assert (taken.returncode, misspelt.returncode) == (ExitCode.PORT_IN_USE, ExitCode.ENV)
     assert str(port) in taken.stderr

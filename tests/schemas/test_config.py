@@ -243,8 +243,9 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_settings_that_have_another
 ) -> None:
     settings = tmp_path / "settings.json"
     logging = {"tensorboard": True, "wandb": False, "mlflow": True, "loggers": ["mine:Keeps"]}
-    settings.write_bytes(orjson.dumps({"logging": logging}))
+    settings.write_bytes(orjson.dumps({"logging": logging, "broker": {"worker_port": 5701, "learner_port": 0}}))
     config, _ = load_config(settings, environ={})
+    assert config.broker.ports == {"worker": 5701, "learner": 5702, "weights": 5703}
     assert config.logging.loggers == ["mine:Keeps", "mlflow", "tensorboard"]
     assert not caplog.records
 
