@@ -208,7 +208,6 @@ class Broker:
             max_batch_bytes=config.max_batch_bytes,
             max_held_bytes=config.max_held_bytes,
             max_held_batches=config.max_held_batches,
-            max_held_age_s=config.max_held_age_s,
             overflow=config.overflow,
             max_staleness=config.staleness_bound(),
             lease_s=config.lease_s,

@@ -13,6 +13,7 @@ import zmq
 
 from headrace.broker.files.state_file import Endpoints
 from headrace.broker.ports.zap_auth import ZapAuthenticator
+from headrace.schemas.basics.bounds import BROKER_CONNECTIONS
 from headrace.schemas.credentials.keys import BrokerKeys
 from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import ConfigError, PortInUseError, socket_folder_error
@@ -58,7 +59,7 @@ class BrokerSockets:
         self.auth = ZapAuthenticator(self._own, keys, ask=self._folder is None)
         self.watches: dict[Socket, PortWatch] = {}
         """The watch over the connections of each socket."""
-        places = connection_limit(config.max_connections, ports=3)
+        places = connection_limit(BROKER_CONNECTIONS, ports=3)
         batches = PortBounds(places, config.max_batch_bytes + (1 << 20), config.max_held_bytes)
         versions = PortBounds(places, DEFAULT_LIMITS.payload_bytes + (1 << 20), config.max_held_bytes)
         listeners = PortBounds(places, _SUBSCRIPTION_BYTES, admits_all=True)

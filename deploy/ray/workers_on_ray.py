@@ -71,7 +71,9 @@ class WorkersOnRay:
         while len(self._workers) < count:
             self._made += 1
             name = f"worker-{self._token}-{self._made}"
-            self._workers.append(_KeptWorker(name, RestartPolicy(self._config.supervisor, random.Random())))
+            self._workers.append(
+                _KeptWorker(name, RestartPolicy(self._config.supervisor.restart_attempts, random.Random()))
+            )
         while len(self._workers) > count:
             self._leave(self._workers.pop())
 
@@ -153,7 +155,7 @@ class WorkersOnRay:
             raise FleetError(
                 f"{worker.name} ended {worker.policy.deaths_in_window} times within "
                 f"{WINDOW_S:g} s of running (last: {end.words}) and is given up; "
-                "repair it, or raise supervisor.max_restarts_per_window",
+                "repair it, or raise supervisor.restart_attempts",
                 ExitCode.CRASH_LOOP,
             )
         log.warning("%s ended: %s; it starts again in %.2f s", worker.name, end.words, delay_s)

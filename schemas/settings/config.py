@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.schemas.basics.bounds import MOST_SILENCE_S, WINDOW
+from headrace.schemas.basics.bounds import BROKER_CONNECTIONS, MOST_SILENCE_S, WINDOW
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.credentials.loopback_token import token_path
 from headrace.schemas.settings.config_section import ConfigSection
@@ -119,18 +119,14 @@ class BrokerSection(ConfigSection):
     port: int = Field(default=0, ge=0, le=_HIGHEST_PORT - 2)
     """port for workers; the next one is for learners, and the one after that relays weights; 0 takes free ones"""
     allow_insecure: bool = False
-    """serve other machines without keys and unencrypted, and every user of this one without a token; every start
-    warns"""
+    """serve other machines without keys and unencrypted, and every user of this one without a token, as broker and in
+    [serving]; every start warns"""
     max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16)
     """largest batch accepted"""
     max_held_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """bytes held until committed; beyond that, see overflow"""
     max_held_batches: int | None = Field(default=None, ge=1)
     """batches held until committed; beyond that, see overflow; absent: no bound"""
-    max_held_age_s: float | None = Field(default=None, gt=0)
-    """with overflow drop_oldest: how long a batch may wait for the learner; absent: no bound"""
-    max_connections: int = Field(default=4096, ge=1)
-    """connections at each port; beyond that the one that is silent for longest is closed"""
     overflow: Literal["block", "drop_oldest", "drop_stale"] = "block"
     """what happens beyond max_held_bytes and max_held_batches: workers wait (block), or the oldest batches that no
     learner was given are dropped; drop_stale waits too, with max_staleness = 8"""
@@ -150,11 +146,6 @@ class BrokerSection(ConfigSection):
             raise ValueError(
                 f"lease_s = {self.lease_s} must be at least twice heartbeat_interval_s = {self.heartbeat_interval_s}"
             )
-        if self.max_held_age_s is not None and self.overflow != "drop_oldest":
-            raise ValueError(
-                f"max_held_age_s = {self.max_held_age_s} drops the oldest batches, and overflow = {self.overflow!r} "
-                "does not; set overflow = 'drop_oldest', or leave max_held_age_s out"
-            )
         if self.index is not None and self.index >= self.count:
             raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")
         if self.max_batch_bytes > self.max_held_bytes:
@@ -167,6 +158,11 @@ class BrokerSection(ConfigSection):
     def ports(self) -> dict[str, int]:
         """Return the configured port of each role; 0 where the broker takes a free one."""
         return {role: self.port and self.port + place for place, role in enumerate(("worker", "learner", "weights"))}
+
+    @property
+    def zombie_grace_s(self) -> float:
+        """Return how long a silent worker that was replaced may live on, to find itself fenced."""
+        return 3 * self.lease_s
 
     def _check_ipc(self) -> None:
         """Raise ValueError for settings of tcp."""
@@ -345,14 +341,9 @@ class RaySection(ConfigSection):
 class SupervisorSection(ConfigSection):
     """Settings of the supervisor, by which `up` keeps its processes alive."""
 
-    restart_backoff_s: float = Field(default=0.2, gt=0)
-    """pause before the first restart, if the process lived less than ten times as long; it doubles each time up
-    to fifty times as long, with jitter"""
-    max_restarts_per_window: int = Field(default=10, ge=0)
+    restart_attempts: int = Field(default=10, ge=0)
     """restarts of one process, within 60 s of its running, before it counts as crash-looping; of a worker, also
     restarts in a row at any pace before a step of it was committed"""
-    zombie_grace_s: float = Field(default=30.0, gt=0)
-    """how long a silent worker that was replaced may live on, to find itself fenced"""
     hung_after_s: float = Field(default=300.0, gt=0)
     """how long the learner may take for one minibatch before it counts as hung and is replaced"""
     stop_timeout_s: float = Field(default=20.0, gt=0)
@@ -459,11 +450,10 @@ class FleetConfig(ConfigSection):
                 f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
                 f"{self.learner.steps_per_update}: workers and learner would wait for each other; {remedy}"
             )
-        if self.broker.max_connections < (least := max(2, self._workers)):
+        if self._workers > (most := BROKER_CONNECTIONS * self.broker.count):
             raise ValueError(
-                f"broker.max_connections = {self.broker.max_connections} has no room for fleet.workers = "
-                f"{self.fleet.workers} and the two connections of a learner: they would push each other out; give "
-                f"{least} or more"
+                f"fleet.workers = {self.fleet.workers} and ray.workers = {self.ray.workers} are more than the {most} "
+                f"connections of broker.count = {self.broker.count}: they would push each other out"
             )
         held = self.broker.max_held_batches
         if held is not None and self.holds_too_little(held):

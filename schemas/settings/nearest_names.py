@@ -46,6 +46,8 @@ CUT: dict[str, tuple[Any, str]] = {
     "broker.log": (False, _KEPT_BY_WORKERS),
     "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
     "broker.log_when_full": ("stop", _KEPT_BY_WORKERS),
+    "broker.max_connections": (4096, "each port takes 4,096 connections"),
+    "broker.max_held_age_s": (None, "broker.max_staleness bounds the age of batches, in versions of the weights"),
     "broker.weights_port": (0, "weights have the second port after broker.port"),
     "broker.worker_port": (0, "broker.port has its place, and learners and weights have the two ports after it"),
     "learner.anneal_steps": (None, "learning_rate and clip stay as they are"),
@@ -59,12 +61,18 @@ CUT: dict[str, tuple[Any, str]] = {
     "ray.cpus_per_worker": (1.0, "a worker has 1"),
     "sampling.env_restart_backoff_max_s": (5.0, "waits grow to 100 times env_restart_backoff_s"),
     "sampling.env_restart_window_s": (60.0, "it is 60 s"),
+    "serving.allow_insecure": (False, "broker.allow_insecure counts for serving too"),
+    "serving.http_hosts": ([], "a server with http.token in keys.dir answers by any name"),
     "serving.http_max_connections": (1024, "there are 1,024"),
+    "serving.http_token": ("", "it is http.token of keys.dir"),
     "serving.max_sessions": (1024, "there are 1,024"),
     "slurm.env_host_options": ([], "slurm.options has those of all jobs, and slurm.head_options those of the head"),
     "slurm.worker_options": ([], "slurm.options has those of all jobs, and slurm.head_options those of the head"),
-    "supervisor.restart_backoff_max_s": (10.0, "pauses grow to 50 times restart_backoff_s"),
+    "supervisor.max_restarts_per_window": (10, "supervisor.restart_attempts has its place"),
+    "supervisor.restart_backoff_max_s": (10.0, "pauses grow from 0.2 s to 10 s"),
+    "supervisor.restart_backoff_s": (0.2, "pauses grow from 0.2 s to 10 s"),
     "supervisor.restart_window_s": (60.0, "it is 60 s"),
+    "supervisor.zombie_grace_s": (30.0, "it is three times broker.lease_s"),
 }
 """A setting that only earlier versions had -> its default, and what takes its place."""
 
@@ -73,6 +81,7 @@ CARRIED = {
     "logging.mlflow": "loggers",
     "logging.tensorboard": "loggers",
     "logging.wandb": "loggers",
+    "supervisor.max_restarts_per_window": "restart_attempts",
 }
 """A cut setting of a run -> the setting of the same section that takes over its value; a list takes over its name."""
 

@@ -276,10 +276,8 @@ def test_a_worker_stopped_beyond_its_lease_is_replaced_and_its_late_frames_are_f
     settings = {
         "learner.enabled": "false",
         "worker.random_actions_before_weights": "true",
-        "broker.lease_s": "1.5",
-        "broker.heartbeat_interval_s": "0.3",
+        "broker.lease_s": "10",  # the replacement has three leases to deliver
         "sampling.rollout_fragment_length": "512",
-        "supervisor.zombie_grace_s": "60",
     }
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     with RunningFleet(tmp_path, *SMALL, *sets) as fleet:

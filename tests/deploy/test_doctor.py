@@ -346,7 +346,7 @@ def test_the_files_of_all_peers_that_a_broker_takes_are_compared_with_the_hard_l
     check = open_files_check(0, hard)
     assert check.verdict is Verdict.WARN
     assert f"{3 * hard + 256} for {hard} peers at each port" in check.seen
-    assert "lower broker.max_connections" in check.advice
+    assert f"LimitNOFILE={3 * hard + 256}" in check.advice
 
 
 # Keys and versions.

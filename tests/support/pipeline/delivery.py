@@ -128,9 +128,11 @@ class BrokerThread(LoopThread):
 _BROKER = """
 import sys, orjson, logging
 from pathlib import Path
+from headrace.broker.ports import sockets
 from headrace.broker.process import run_broker
 from headrace.schemas.settings.config_loading import build_config
 logging.basicConfig()
+sockets.BROKER_CONNECTIONS = int(sys.argv[4])
 config, redis_url = build_config(orjson.loads(sys.argv[2])), sys.argv[3] or None
 run_broker(config, fleet_id="fleet", run_dir=Path(sys.argv[1]), redis_url=redis_url)
 """
@@ -165,11 +167,11 @@ def script_process(script: str, *arguments: str, log: Path) -> Process:
         return Process(subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=stderr), log)
 
 
-def broker_process(run_dir: Path, redis_url: str = "", **settings: Any) -> Process:
-    """A broker in a process of its own, serving."""
+def broker_process(run_dir: Path, redis_url: str = "", places: int = 4096, **settings: Any) -> Process:
+    """A broker in a process of its own, serving at most `places` peers at each port."""
     settings = {"heartbeat_interval_s": 0.2, **settings}
     config = orjson.dumps({"broker": settings}).decode()
-    process = script_process(_BROKER, str(run_dir), config, redis_url, log=run_dir / "broker.log")
+    process = script_process(_BROKER, str(run_dir), config, redis_url, str(places), log=run_dir / "broker.log")
     wait_until(lambda: _serves(run_dir, process), "the broker's start")
     return process
 
