@@ -34,7 +34,6 @@ PAUSE_S = 0.0002
 DEFAULTS: Mapping[str, Any] = {
     "fleet.workers": 2,
     "broker.lease_s": 3.0,
-    "broker.heartbeat_interval_s": 0.5,
     "worker.connect_timeout_s": 600.0,
 }
 """Settings of a trial that the user has not chosen. Faults are many, so silence is noticed soon; and a worker waits for

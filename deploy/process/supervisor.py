@@ -14,6 +14,7 @@ that started them. `watchdog.py` notices processes that live and do nothing, and
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import signal
@@ -166,6 +167,8 @@ class Supervisor:
         self._loop = loop
         self._section = section
         self._zombie_grace_s = zombie_grace_s
+        # Slurm's scancel sends SIGTERM to each process of a job. Then only the supervisor takes notice of it.
+        self._stop_signal = signal.SIGINT if "SLURM_JOB_ID" in os.environ else signal.SIGTERM
         self._logs = logs
         self._observer = observer
         self._rng = rng or random.Random()
@@ -240,7 +243,7 @@ class Supervisor:
         self._cancel(service)
         if service.child is not None:
             service.state = ServiceState.STOPPING
-            service.child.send(signal.Signals[self._section.stop_signal])
+            service.child.send(self._stop_signal)
             service.timer = self._loop.call_later(self._section.stop_timeout_s, self._killer(service))
         elif service.state not in OVER:
             service.state = ServiceState.STOPPED
@@ -288,7 +291,7 @@ class Supervisor:
         spec = service.spec
         try:
             incarnation = self._observer.next_incarnation(spec.name)
-            with sigterm_blocked(self._section.blocks_sigterm):
+            with sigterm_blocked(self._stop_signal is signal.SIGINT):
                 child = Child(
                     spec.command(incarnation),
                     self._logs / f"{spec.name}.log",
@@ -386,9 +389,8 @@ class Supervisor:
     def _killer(self, service: Service) -> Callable[[], None]:
         def kill() -> None:
             if service.child is not None:
-                section = self._section
                 ignored = "%s ignored %s for %g s and is killed"
-                log.warning(ignored, service.spec.name, section.stop_signal, section.stop_timeout_s)
+                log.warning(ignored, service.spec.name, self._stop_signal.name, self._section.stop_timeout_s)
                 service.child.send(signal.SIGKILL)
 
         return kill

@@ -71,9 +71,9 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
     """Return the configuration as the fleet's jobs read it.
 
     The broker serves all nodes, with keys: those of the run where the user names none. The head job starts no workers,
-    except where env hosts are asked for. Workers end with the fleet, so that they hold no nodes afterwards. Only a
-    supervisor stops its processes: Slurm's SIGTERM to all of them at once would end broker and learner before the
-    workers. Raises `ConfigError` for settings that cannot work on a cluster.
+    except where env hosts are asked for. Workers end with the fleet, so that they hold no nodes afterwards.
+
+    Raises `ConfigError` for settings that cannot work on a cluster.
     """
     fleet, broker, keys, sampling = config.fleet, config.broker, config.keys, config.sampling
     if broker.transport == "ipc":
@@ -104,6 +104,5 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
         "keys": keys,
         "sampling": sampling,
         "worker": config.worker.model_copy(update={"ends_with_fleet": True, "connect_timeout_s": patience_s}),
-        "supervisor": config.supervisor.model_copy(update={"stop_signal": "SIGINT"}),
     }
     return FleetConfig.model_validate(config.model_copy(update=changed).model_dump())

@@ -47,7 +47,6 @@ class Metric:
 
 
 TOLD_SETTINGS = (
-    "broker.heartbeat_interval_s",
     "broker.lease_s",
     "broker.max_batch_bytes",
     "broker.max_held_batches",

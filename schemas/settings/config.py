@@ -134,18 +134,13 @@ class BrokerSection(ConfigSection):
     """the largest lag in weights versions with which a batch may go to the learner; older ones are dropped as stale, on
     arrival and in the queue; absent: no bound, or 8 with overflow drop_stale"""
     lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
-    """silence after which a worker counts as lost"""
-    heartbeat_interval_s: float = Field(default=1.0, gt=0, le=MOST_SILENCE_S)
-    """time between two heartbeats of a peer; of a worker longer where its broker has more than 200, 3.3 s for 1,000"""
+    """silence after which a worker counts as lost; peers say a heartbeat each second, or each tenth of a lease below
+    10 s; a worker of a broker with more than 200 says fewer, one in 3.3 s for 1,000"""
     report_interval_s: float = Field(default=0.5, gt=0)
     """time between reports of the broker to Redis"""
 
     @model_validator(mode="after")
     def _check(self) -> BrokerSection:
-        if self.lease_s < 2 * self.heartbeat_interval_s:
-            raise ValueError(
-                f"lease_s = {self.lease_s} must be at least twice heartbeat_interval_s = {self.heartbeat_interval_s}"
-            )
         if self.index is not None and self.index >= self.count:
             raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")
         if self.max_batch_bytes > self.max_held_bytes:
@@ -348,14 +343,6 @@ class SupervisorSection(ConfigSection):
     """how long the learner may take for one minibatch before it counts as hung and is replaced"""
     stop_timeout_s: float = Field(default=20.0, gt=0)
     """how long a draining process has before it is killed"""
-    stop_signal: Literal["SIGTERM", "SIGINT"] = "SIGTERM"
-    """what tells a process of the fleet to drain; with SIGINT they take no notice of SIGTERM, for managers that send it
-    to each process of a job, as Slurm's scancel does"""
-
-    @property
-    def blocks_sigterm(self) -> bool:
-        """Return whether the supervisor starts its processes with SIGTERM blocked."""
-        return self.stop_signal != "SIGTERM"
 
 
 class LoggingSection(ConfigSection):

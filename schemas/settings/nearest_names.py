@@ -42,6 +42,7 @@ _KEPT_BY_WORKERS = "workers keep each batch until the learner has committed it"
 _A_LOGGER = 'logging.loggers names it: loggers = ["{}"]'
 CUT: dict[str, tuple[Any, str]] = {
     "broker.ack": ("learner", _KEPT_BY_WORKERS),
+    "broker.heartbeat_interval_s": (1.0, "it is 1 s, or a tenth of broker.lease_s where that is less"),
     "broker.learner_port": (0, "learners have the port after broker.port"),
     "broker.log": (False, _KEPT_BY_WORKERS),
     "broker.log_max_bytes": (4 << 30, _KEPT_BY_WORKERS),
@@ -72,6 +73,7 @@ CUT: dict[str, tuple[Any, str]] = {
     "supervisor.restart_backoff_max_s": (10.0, "pauses grow from 0.2 s to 10 s"),
     "supervisor.restart_backoff_s": (0.2, "pauses grow from 0.2 s to 10 s"),
     "supervisor.restart_window_s": (60.0, "it is 60 s"),
+    "supervisor.stop_signal": ("SIGTERM", "it is SIGINT in a job of Slurm, and SIGTERM elsewhere"),
     "supervisor.zombie_grace_s": (30.0, "it is three times broker.lease_s"),
 }
 """A setting that only earlier versions had -> its default, and what takes its place."""

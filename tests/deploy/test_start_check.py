@@ -250,7 +250,7 @@ def test_a_call_that_no_worker_allows_is_refused(call: str) -> None:
 @pytest.mark.usefixtures("user_code")
 def test_a_poll_of_inline_envs_beyond_the_lease_is_told_with_the_remedy() -> None:
     slow = {"env": "user:Faulty", "num_envs": 16}
-    broker = {"lease_s": 1e-9, "heartbeat_interval_s": 1e-10}
+    broker = {"lease_s": 1e-9}
     said = check_start(config(sampling=slow, broker=broker), lambda step: None)
     assert "with 16 inline envs takes" in said
     assert "--set sampling.env_placement=process --set sampling.envs_per_process=1 runs them side by side" in said
