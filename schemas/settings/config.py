@@ -52,7 +52,7 @@ class FleetSection(ConfigSection):
     """name of the fleet; empty makes one per run directory"""
     rendezvous: str = Field(default="", max_length=4096)
     """where the broker publishes its addresses, and peers on other machines find them: a file; for peers also
-    http(s)://..., or dns://NAME with the ports of [broker]; empty: rendezvous.json of run_dir; with several brokers
+    http(s)://..., or dns://NAME with broker.port; empty: rendezvous.json of run_dir; with several brokers
     {broker} in it stands for the index of each"""
     scratch_dir: str = ""
     """folder on a disk of this machine for recorders and logs of `headrace worker --count`, which go to the run
@@ -104,8 +104,8 @@ class BrokerSection(ConfigSection):
     """The broker's endpoints and limits."""
 
     transport: Literal["tcp", "ipc"] = "tcp"
-    """tcp: the three ports below; ipc: Unix sockets in a folder of mode 0700, for processes of this user on this
-    machine, without a token"""
+    """tcp: three ports; ipc: Unix sockets in a folder of mode 0700, for processes of this user on this machine, without
+    a token"""
     host: str = "127.0.0.1"
     """address to bind; off loopback needs [keys]"""
     advertise: str = Field(default="", max_length=255, pattern=r"^[^\s/@]*$")
