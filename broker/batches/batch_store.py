@@ -294,11 +294,6 @@ class BatchStore:
             for source, held in self.policy.stale(self.weights):
                 self._drop(source, held, Drop.STALE)
 
-    def drop_overdue(self, now: float) -> None:
-        """Drop queued batches that have waited too long for the learner."""
-        while self.is_reconciled and (oldest := self.policy.oldest_overdue(now)) is not None:
-            self._drop(*oldest, Drop.OVERFLOW)
-
     def _make_room(self, source: Source, newest: StoredBatch) -> None:
         """Drop `newest`, just accepted, if it is stale, and the oldest batches if more are held than may be."""
         if self.policy.is_passive:

@@ -34,9 +34,6 @@ PAUSE_S = 0.0002
 DEFAULTS: Mapping[str, Any] = {
     "fleet.workers": 2,
     "broker.lease_s": 3.0,
-    "broker.heartbeat_interval_s": 0.5,
-    "supervisor.restart_backoff_s": 0.02,
-    "supervisor.zombie_grace_s": 5.0,
     "worker.connect_timeout_s": 600.0,
 }
 """Settings of a trial that the user has not chosen. Faults are many, so silence is noticed soon; and a worker waits for
@@ -49,7 +46,7 @@ FIXED: Mapping[str, Any] = {
     "fleet.until_steps": None,
     "fleet.timeout_s": None,
     "learner.enabled": False,
-    "supervisor.max_restarts_per_window": 1_000_000,
+    "supervisor.restart_attempts": 1_000_000,
     "worker.random_actions_before_weights": True,
 }
 """Settings that make a trial: the check of an env would take steps, and the learner records."""

@@ -111,16 +111,16 @@ def watch(asked: Asked, options: EvaluateOptions) -> None:
             "is 0, so there is nothing to wait for; give --set learner.evaluate_every_steps=20000",
             key="learner.evaluate_every_steps",
         )
-    learner = resolved.learner
+    from headrace.deploy.policies.evaluator import EPISODES
+    from headrace.deploy.policies.evaluator import watch as watch_run
+
     log.info(
         "headrace %s evaluator of %s: %d episodes every %s steps; config: %s",
         version("headrace"),
         run_dir,
-        learner.evaluate_episodes,
-        f"{learner.evaluate_every_steps:,}",
+        EPISODES,
+        f"{resolved.learner.evaluate_every_steps:,}",
         origin,
     )
-    from headrace.deploy.policies.evaluator import watch as watch_run
-
     with no_exit_from(EnvError, "the env or the module"), stop_event() as stopping:
         watch_run(resolved, run_dir, options.num_envs, options.seed, stopping)

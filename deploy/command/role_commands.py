@@ -30,7 +30,7 @@ def check_start(config: Path | None) -> None:
     "headrace worker --endpoint tcp://127.0.0.1:5701 --fleet-id demo --env CartPole-v1 --num-envs 16",
     "headrace worker --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
     "headrace worker --rendezvous /shared/runs/a/rendezvous.json --count 16 --scratch-dir /tmp/headrace",
-    "headrace worker --rendezvous dns://broker --env CartPole-v1 --set broker.worker_port=5701 --set keys.dir=keys",
+    "headrace worker --rendezvous dns://broker --env CartPole-v1 --set broker.port=5701 --set keys.dir=keys",
     options="env num_envs seed endpoint rendezvous fleet_id slot incarnation count scratch_dir run_dir config sets"
     " allow",
 )
@@ -69,7 +69,7 @@ def worker(
 
 @command(
     app,
-    "headrace broker --fleet-id demo --run-dir runs/b --set broker.worker_port=5701 --set broker.learner_port=5702",
+    "headrace broker --fleet-id demo --run-dir runs/b --set broker.port=5701",
     "headrace broker --fleet-id demo --run-dir runs/b --redis-url redis://127.0.0.1:6379",
     options="fleet_id redis_url max_env_steps run_dir config sets",
 )

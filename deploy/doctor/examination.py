@@ -18,6 +18,7 @@ from headrace.deploy.doctor.redis_checks import redis_checks
 from headrace.deploy.doctor.software import connected_checks, own_learner_check, software_checks
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.schemas.basics.bounds import BROKER_CONNECTIONS
 from headrace.schemas.credentials.keys import ENV_HOST
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config import FleetConfig
@@ -68,7 +69,7 @@ def examine(
         yield from meeting_checks(config, rendezvous, role)
     yield _disk(Path(config.fleet.run_dir))
     yield from limit_checks(Needs.of_role(config, role if is_elsewhere else "fleet"), read_limits())
-    yield open_files_check(config.fleet.workers, 0 if is_elsewhere else config.broker.max_connections)
+    yield open_files_check(config.fleet.workers, 0 if is_elsewhere else BROKER_CONNECTIONS)
     yield core_dump_check()
     yield _clock()
 

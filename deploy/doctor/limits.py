@@ -167,7 +167,7 @@ def open_files_check(workers: int, connections: int = 0) -> Check:
         return Check("open files", Verdict.WARN, seen, f"ulimit -n {2 * need}")
     if _is_below(hard, most_need):
         seen += f"; at most {hard} for the broker, {most_need} for {connections} peers at each port"
-        advice = f"raise the hard limit, as by LimitNOFILE={most_need} of systemd, or lower broker.max_connections"
+        advice = f"raise the hard limit, as by LimitNOFILE={most_need} of systemd"
         return Check("open files", Verdict.WARN, seen, advice)
     return Check("open files", Verdict.OK, seen)
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from headrace.deploy.doctor.check import Check, Verdict
 from headrace.deploy.doctor.redis_checks import MOST_OFFSET_S
-from headrace.deploy.run.joining import broker_ports, env_host_keys
+from headrace.deploy.run.joining import env_host_keys
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, check_fingerprint, client_keys, expected_key
 from headrace.schemas.errors import ConfigError, KeysError, KeysRefusedError
 from headrace.schemas.peers.advertised import host_to_advertise
@@ -21,7 +21,6 @@ from headrace.schemas.settings.config import FleetConfig, is_loopback
 CONNECT_S = 3.0
 """Seconds that a connection may take."""
 _ANSWER_S, _LOOK_S = 6.0, 0.1
-_ROLES = ("worker", "learner", "weights")
 _WRITTEN_EVERY_S = LIFETIME_S / 4
 _MOST_WORKERS = 8
 """Workers to which an env host's machine tries to connect at most: each may take `CONNECT_S`."""
@@ -30,8 +29,8 @@ _MOST_WORKERS = 8
 def port_checks(config: FleetConfig) -> Iterator[Check]:
     """Check whether each configured port can be bound."""
     broker, sampling = config.broker, config.sampling
-    for role in _ROLES if broker.transport == "tcp" else ():
-        yield _port(f"{role}_port", broker.host, getattr(broker, f"{role}_port"), f"broker.{role}_port")
+    for role, port in broker.ports.items() if broker.transport == "tcp" else ():
+        yield _port(f"{role} port", broker.host, port, "broker.port")
     if sampling.env_placement == "remote":
         first = sampling.env_hosts_port
         for slot in range(config.fleet.workers if first else 1):
@@ -109,7 +108,7 @@ def _advice(error: OSError, server: str) -> str:
 def meeting_checks(config: FleetConfig, where: str, role: str = "worker") -> Iterator[Check]:
     """Check the rendezvous at `where` as a process of `role` uses it: its addresses, its key, and its clock."""
     try:
-        rendezvous = Rendezvous(where, broker_ports(config))
+        rendezvous = Rendezvous(where, config.broker.ports)
     except ConfigError as error:
         yield Check("rendezvous", Verdict.FAIL, str(error))
         return

@@ -112,7 +112,9 @@ class Fleet:
         self.run_dir = run_dir
         self.loop = EventLoop()
         self.record = FleetRecord(run_dir, config.fleet.fleet_id, config_origin)
-        self.supervisor = Supervisor(self.loop, config.supervisor, run_dir.logs, self, fork_server=fork_server)
+        self.supervisor = Supervisor(
+            self.loop, config.supervisor, config.broker.zombie_grace_s, run_dir.logs, self, fork_server=fork_server
+        )
         self.numbers_before = RunNumbers()
         """The numbers in Redis before this run's broker began."""
         self._poller: SnapshotPoller | None = None

@@ -23,7 +23,6 @@ from headrace.deploy.run.health_file import HealthFile
 from headrace.deploy.run.joining import (
     Joined,
     await_place,
-    broker_ports,
     check_port,
     check_published,
     env_host_keys,
@@ -207,8 +206,7 @@ def _start_learner_of_all(asked: Asked) -> None:
     """Run the reference learner of several brokers. It waits for the first of them; the others may come later."""
     config, _ = asked.resolve()
     named = [at_broker(config, index) for index in range(config.broker.count)]
-    ports = broker_ports(config)
-    places = [Rendezvous(str(settings["fleet.rendezvous"]), ports) for settings in named]
+    places = [Rendezvous(str(settings["fleet.rendezvous"]), config.broker.ports) for settings in named]
     if await_place(FirstOf(places), "learner", config, config.fleet.fleet_id) is None:
         return
     endpoints = [place.find("learner") for place in places]

@@ -118,7 +118,9 @@ class WorkerGroup:
         self._obituaries = ObituarySender(
             self.loop, fleet.endpoint, fleet.fleet_id, self.recorders, keys, reads_redis=False
         )
-        self.supervisor = Supervisor(self.loop, config.supervisor, self.logs, self, fork_server=fork_server)
+        self.supervisor = Supervisor(
+            self.loop, config.supervisor, config.broker.zombie_grace_s, self.logs, self, fork_server=fork_server
+        )
         self._watchdog = FleetWatchdog(
             self.loop,
             self.supervisor,

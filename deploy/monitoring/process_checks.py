@@ -14,7 +14,7 @@ from headrace.deploy.process.restarts import WINDOW_S
 from headrace.deploy.report.progress import number
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.printable import one_line
-from headrace.schemas.peers.heartbeat_interval import heartbeat_interval
+from headrace.schemas.peers.heartbeat_interval import heartbeat_interval, least_interval
 
 SILENT_S = 3.0
 """Seconds without a sign of life after which a process is named, if the fleet takes no step."""
@@ -187,8 +187,8 @@ def _why_stuck_elsewhere(facts: Facts, slot: int, told: Mapping[str, Any]) -> Ob
 def _late_s(facts: Facts, told: Mapping[str, Any]) -> float:
     """Return for how long a worker from elsewhere has been silent; 0.0 while its next heartbeats may come."""
     silent_s = (facts.snapshot.reported_unix_s or 0.0) - number(told.get("unix_s"))
-    least_s, lease_s = (number(facts.setting(f"broker.{name}")) for name in ("heartbeat_interval_s", "lease_s"))
-    heartbeat_s = heartbeat_interval(least_s or 1.0, lease_s or 10.0, len(facts.snapshot.workers))
+    lease_s = number(facts.setting("broker.lease_s")) or 10.0
+    heartbeat_s = heartbeat_interval(least_interval(lease_s), lease_s, len(facts.snapshot.workers))
     return silent_s if silent_s > max(SILENT_S, _LATE_HEARTBEATS * heartbeat_s) else 0.0
 
 

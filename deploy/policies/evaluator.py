@@ -25,6 +25,8 @@ log = logging.getLogger("headrace.deploy")
 
 _LOOK_S = 0.5
 _DEFAULT_SEED = 0
+EPISODES = 10
+"""Whole episodes of one evaluation."""
 
 
 def watch(
@@ -36,7 +38,7 @@ def watch(
     by seed. Raises the errors of `Evaluation`.
     """
     seed = next(given for given in (seed, config.sampling.seed, _DEFAULT_SEED) if given is not None)
-    settings = PlaySettings(config.learner.evaluate_episodes, num_envs, seed)
+    settings = PlaySettings(EPISODES, num_envs, seed)
     with envs_apart() as calls, Evaluation(config, settings, calls=calls) as evaluation:
         watcher = _Watcher(run_dir, config.learner.evaluate_every_steps, evaluation)
         while not stopping.wait(_LOOK_S):

@@ -93,7 +93,7 @@ def _find_fleet(asked: Asked, endpoint: str | None) -> _Found:
 def _await_fleet(config: FleetConfig) -> str:
     """Return the id of the fleet at the rendezvous, once it is there. Raises `UnreachableError`, or `ConfigError`."""
     where = config.fleet.rendezvous
-    rendezvous = Rendezvous(where, {"worker": config.broker.worker_port})
+    rendezvous = Rendezvous(where, config.broker.ports)
     await_address(rendezvous, "worker", config.worker.connect_timeout_s)
     published = rendezvous.look()
     if published is None:

@@ -27,6 +27,8 @@ from headrace.schemas.settings.config import FleetConfig
 log = logging.getLogger("headrace.ray")
 
 _SAY_WAITING_S = 10.0
+_CPUS = 1
+"""CPUs that Ray sets aside for a worker."""
 _THREADS = 3
 """Threads of an actor: `run`, `stop` and `where` may be called at once."""
 
@@ -57,7 +59,7 @@ class WorkersOnRay:
         self._made = 0
         self._say_at = time.monotonic() + _SAY_WAITING_S
         self._actors = ray.remote(
-            num_cpus=config.ray.cpus_per_worker,
+            num_cpus=_CPUS,
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=_THREADS,
@@ -69,7 +71,9 @@ class WorkersOnRay:
         while len(self._workers) < count:
             self._made += 1
             name = f"worker-{self._token}-{self._made}"
-            self._workers.append(_KeptWorker(name, RestartPolicy(self._config.supervisor, random.Random())))
+            self._workers.append(
+                _KeptWorker(name, RestartPolicy(self._config.supervisor.restart_attempts, random.Random()))
+            )
         while len(self._workers) > count:
             self._leave(self._workers.pop())
 
@@ -151,7 +155,7 @@ class WorkersOnRay:
             raise FleetError(
                 f"{worker.name} ended {worker.policy.deaths_in_window} times within "
                 f"{WINDOW_S:g} s of running (last: {end.words}) and is given up; "
-                "repair it, or raise supervisor.max_restarts_per_window",
+                "repair it, or raise supervisor.restart_attempts",
                 ExitCode.CRASH_LOOP,
             )
         log.warning("%s ended: %s; it starts again in %.2f s", worker.name, end.words, delay_s)
@@ -163,12 +167,10 @@ class WorkersOnRay:
         self._say_at = time.monotonic() + _SAY_WAITING_S
         waiting = sum(worker.where is not None for worker in self._workers)
         if waiting:
-            cpus = self._config.ray.cpus_per_worker
             log.warning(
-                "%d of %d workers wait for a node with %g free CPUs; `ray status` shows what the cluster has",
+                "%d of %d workers wait for a node with a free CPU; `ray status` shows what the cluster has",
                 waiting,
                 len(self._workers),
-                cpus,
             )
 
 

@@ -110,7 +110,7 @@ def names_in(config: FleetConfig) -> Iterator[Named]:
         yield "sampling.policy_mapping_fn", sampling.policy_mapping_fn
     yield from (("sampling.callbacks", name) for name in sampling.callbacks)
     yield "module.build", config.module.build
-    yield from (("logging.loggers", name) for name in config.logging.loggers)
+    yield from (("logging.loggers", name) for name in config.logging.loggers if ":" in name)
 
 
 def _of_env(key: str, env: str, env_config: Mapping[str, Any]) -> Iterator[Named]:

@@ -53,9 +53,7 @@ TRAINING = frozenset(
 )
 """Keys of [sampling] that change how the policy is trained. All keys of [learner] do, except `_FREE_OF_LEARNER`."""
 
-_FREE_OF_LEARNER = frozenset(
-    ("learner.enabled", "learner.evaluate_episodes", "learner.evaluate_every_steps", "learner.torch_threads")
-)
+_FREE_OF_LEARNER = frozenset(("learner.enabled", "learner.evaluate_every_steps", "learner.torch_threads"))
 _SHOWN = 60
 
 

@@ -50,11 +50,6 @@ def sbatch_line(
     """
     slurm = config.slurm
     name = "%x-%j" if tasks is None else "%x-%A_%a"
-    own = {
-        FleetPart.HEAD: slurm.head_options,
-        FleetPart.WORKERS: slurm.worker_options,
-        FleetPart.ENV_HOSTS: slurm.env_host_options,
-    }
     return [
         *("sbatch", "--parsable", "--export=ALL", f"--job-name={job_prefix(run_dir)}-{part}"),
         f"--output={run_dir}/slurm/{name}.log",
@@ -62,7 +57,7 @@ def sbatch_line(
         *([f"--array=0-{tasks - 1}"] if tasks is not None else []),
         *([f"--dependency=after:{after}"] if after else []),
         *slurm.options,
-        *own[part],
+        *(slurm.head_options if part is FleetPart.HEAD else []),
         str(part.script),
         str(run_dir),
         own_command(),
@@ -74,9 +69,9 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
     """Return the configuration as the fleet's jobs read it.
 
     The broker serves all nodes, with keys: those of the run where the user names none. The head job starts no workers,
-    except where env hosts are asked for. Workers end with the fleet, so that they hold no nodes afterwards. Only a
-    supervisor stops its processes: Slurm's SIGTERM to all of them at once would end broker and learner before the
-    workers. Raises `ConfigError` for settings that cannot work on a cluster.
+    except where env hosts are asked for. Workers end with the fleet, so that they hold no nodes afterwards.
+
+    Raises `ConfigError` for settings that cannot work on a cluster.
     """
     fleet, broker, keys, placement = config.fleet, config.broker, config.keys, config.sampling.env_placement
     if broker.transport == "ipc":
@@ -98,6 +93,5 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
         "broker": broker,
         "keys": keys,
         "worker": config.worker.model_copy(update={"ends_with_fleet": True, "connect_timeout_s": patience_s}),
-        "supervisor": config.supervisor.model_copy(update={"stop_signal": "SIGINT"}),
     }
     return FleetConfig.model_validate(config.model_copy(update=changed).model_dump())

@@ -47,7 +47,6 @@ class Metric:
 
 
 TOLD_SETTINGS = (
-    "broker.heartbeat_interval_s",
     "broker.lease_s",
     "broker.max_batch_bytes",
     "broker.max_held_batches",
@@ -64,8 +63,7 @@ TOLD_SETTINGS = (
     "sampling.synchronous",
     "serving.enabled",
     "supervisor.hung_after_s",
-    "supervisor.max_restarts_per_window",
-    "supervisor.restart_backoff_s",
+    "supervisor.restart_attempts",
     "worker.connect_timeout_s",
     "worker.random_actions_before_weights",
     "worker.window_batches",

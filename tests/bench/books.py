@@ -39,6 +39,7 @@ from headrace.schemas.messages import (
     SourcePosition,
     WorkerHello,
 )
+from headrace.schemas.peers.heartbeat_interval import least_interval
 from headrace.schemas.settings.config import BrokerSection
 
 FLEET = "books"
@@ -226,7 +227,7 @@ class Sessions:
     def idle(self, seconds: float) -> float:
         """Beat and report at the usual intervals; return the share of a core."""
         began, cpu, slot = time.perf_counter(), time.process_time(), 0
-        next_report, per_s = 0.0, self._slots / self.broker.config.heartbeat_interval_s
+        next_report, per_s = 0.0, self._slots / least_interval(self.broker.config.lease_s)
         while (elapsed := time.perf_counter() - began) < seconds:
             while slot < elapsed * per_s:
                 seq, _ = self._settled[slot % self._slots, self._life]

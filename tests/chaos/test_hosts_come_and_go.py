@@ -34,9 +34,7 @@ FIRST_FROM_ELSEWHERE = 1000
 SETTINGS = (*ENVS, "--set", "broker.lease_s=4", "--set", "learner.enabled=false")
 BY_NAME = (
     "fleet.fleet_id=demo",
-    "broker.worker_port=5701",
-    "broker.learner_port=5702",
-    "broker.weights_port=5703",
+    "broker.port=5701",
     "sampling.env_hosts_port=5800",
 )
 """Where peers know a name only, the settings of all have the ports."""

@@ -309,7 +309,7 @@ def test_a_rendezvous_is_checked_with_its_addresses_and_the_key_of_its_broker(tm
     assert gone == [Verdict.OK, Verdict.FAIL, Verdict.FAIL, Verdict.OK]
     assert [check.name for check in meeting_checks(config, str(place), "learner")] == ["rendezvous"], "names no learner"
     (wrong,) = meeting_checks(config, "dns://broker.example")
-    assert "broker.worker_port" in wrong.seen, "a name needs ports"
+    assert "broker.port" in wrong.seen, "a name needs ports"
 
 
 def test_an_env_host_is_told_whether_it_reaches_the_ports_of_workers(tmp_path: Path, free_port: int) -> None:
@@ -350,7 +350,7 @@ def test_the_files_of_all_peers_that_a_broker_takes_are_compared_with_the_hard_l
     check = open_files_check(0, hard)
     assert check.verdict is Verdict.WARN
     assert f"{3 * hard + 256} for {hard} peers at each port" in check.seen
-    assert "lower broker.max_connections" in check.advice
+    assert f"LimitNOFILE={3 * hard + 256}" in check.advice
 
 
 # Keys and versions.

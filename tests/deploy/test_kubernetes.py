@@ -21,7 +21,6 @@ from support.containers.kustomize import Object, build, pod_spec
 
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
 OVERLAYS = ("small", "production")
-PORTS = {"worker": "worker_port", "learner": "learner_port", "weights": "weights_port"}
 FORCED_S = 20.0
 """Seconds that a role may need in addition to its drain, before its pod is killed."""
 
@@ -181,7 +180,7 @@ def test_roles_are_probed_by_their_progress(objects: list[Object]) -> None:
 
 
 def test_services_and_pods_use_the_ports_of_the_settings(objects: list[Object], settings: Any) -> None:
-    wanted = {name: getattr(settings.broker, key) for name, key in PORTS.items()}
+    wanted = dict(settings.broker.ports)
     wanted["envs"] = settings.sampling.env_hosts_port  # of slot 0
     wanted |= {"redis": 6379}
     served: dict[str, int] = {}
@@ -198,7 +197,7 @@ def test_services_and_pods_use_the_ports_of_the_settings(objects: list[Object], 
                 assert port["containerPort"] == wanted[port["name"]], name
         arguments = " ".join(container.get("args", ()))
         for host in re.findall(r"dns://([a-z-]+)", arguments):
-            assert {f"{host}:{one}" for one in PORTS} <= set(served), name
+            assert {f"{host}:{one}" for one in settings.broker.ports} <= set(served), name
         for address in re.findall(r"tcp://([a-z-]+):(\d+)", arguments):
             assert int(address[1]) in [port for at, port in served.items() if at.startswith(f"{address[0]}:")], name
 

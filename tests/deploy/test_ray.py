@@ -124,7 +124,7 @@ def test_the_guides_commands_run_workers_on_ray(
     up, up_there, *lends, scale_up, scale_down = guides_commands(root, given)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     headrace("keys", "init", "--dir", "keys", cwd=tmp_path)
-    sets = ["broker.host=0.0.0.0", f"broker.worker_port={port}", "keys.dir=keys", "fleet.fleet_id=demo"]
+    sets = ["broker.host=0.0.0.0", f"broker.port={port}", "keys.dir=keys", "fleet.fleet_id=demo"]
     more = [word for text in sets for word in ("--set", text)]
     with RunningFleet(tmp_path / "runs" / "a", "--until-return", "501", *more, cwd=tmp_path, up=up) as fleet:
         fleet.wait_until(lambda: len(at_work(fleet)) == 1, "its worker steps")

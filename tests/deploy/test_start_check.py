@@ -208,7 +208,7 @@ def test_the_check_leaves_only_its_log_in_an_existing_directory(tmp_path: Path) 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        taken = up(tmp_path, "--run-dir", ".", "--set", f"broker.worker_port={port}")
+        taken = up(tmp_path, "--run-dir", ".", "--set", f"broker.port={port}")
     misspelt = up(tmp_path, "--run-dir", ".", "--env", "CartPol-v1")
     assert (taken.returncode, misspelt.returncode) == (ExitCode.PORT_IN_USE, ExitCode.ENV)
     assert str(port) in taken.stderr
@@ -247,7 +247,7 @@ def test_a_call_that_no_worker_allows_is_refused(call: str) -> None:
 @pytest.mark.usefixtures("user_code")
 def test_a_poll_of_inline_envs_beyond_the_lease_is_told_with_the_remedy() -> None:
     slow = {"env": "user:Faulty", "num_envs": 16}
-    broker = {"lease_s": 1e-9, "heartbeat_interval_s": 1e-10}
+    broker = {"lease_s": 1e-9}
     said = check_start(config(sampling=slow, broker=broker), lambda step: None)
     assert "with 16 inline envs takes" in said
     assert "--set sampling.env_placement=process --set sampling.envs_per_process=1 runs them side by side" in said

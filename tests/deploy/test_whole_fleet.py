@@ -109,7 +109,7 @@ def test_a_port_in_use_ends_the_fleet_with_the_brokers_sentence(tmp_path: Path) 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        result = up(tmp_path, "--workers", "1", "--set", f"broker.worker_port={port}")
+        result = up(tmp_path, "--workers", "1", "--set", f"broker.port={port}")
     assert result.returncode == ExitCode.PORT_IN_USE, result.stderr
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert str(port) in error

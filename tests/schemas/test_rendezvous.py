@@ -193,7 +193,7 @@ def test_a_dns_rendezvous_gives_the_configured_ports_of_the_broker() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Rendezvous(where, {"worker": 5701})
-    with pytest.raises(ConfigError, match=r"needs broker\.worker_port in the settings"):
+    with pytest.raises(ConfigError, match=r"needs broker\.port in the settings"):
         Rendezvous("dns://broker", {"worker": 0})
 
 

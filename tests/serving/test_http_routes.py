@@ -116,7 +116,7 @@ def test_a_request_with_an_unknown_host_name_is_refused(host: str, status: int) 
         client.say(ask + b"\r\n")
         told = client.hear()
         assert told.status == status, told
-        says = "two Host headers" if "\r" in host else "add the name to serving.http_hosts"
+        says = "two Host headers" if "\r" in host else "http.token in keys.dir"
         assert status == 200 or says in told.body["message"]
     with Served(token="a-token-of-this-test") as server, RawHttp(server.url) as client:
         client.say(ask + b"Authorization: Bearer a-token-of-this-test\r\n\r\n")

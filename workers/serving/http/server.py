@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 0.25
 """Seconds between two checks for connections that take too long."""
 _OTHER_HOST = (
-    "the Host header names another server; use this server's address or localhost, or add the name to "
-    "serving.http_hosts"
+    "the Host header names another server; use this server's address or localhost, or have it ask for a token "
+    "(http.token in keys.dir)"
 )
 _MESSAGES_HELD = 16
 """How many of the largest requests all connections together may hold unfinished."""
