@@ -12,7 +12,7 @@ from headrace.schemas.settings.config import FleetConfig
 from headrace.workers.config import EnvRunnerConfig, runner_config
 
 
-class Delivery(Protocol):
+class ChunksOfClients(Protocol):
     """What clients that act by themselves have cut."""
 
     taken: Any
@@ -22,7 +22,7 @@ class Delivery(Protocol):
         """Tell the client that its chunks are with the worker."""
 
 
-class ActingChannel(Protocol):
+class ClientsChannel(Protocol):
     """The channel to clients that act by themselves."""
 
     @property
@@ -32,20 +32,20 @@ class ActingChannel(Protocol):
     def open(self, spaces: Any, num_envs: int, columns: Any) -> None:
         """Admit clients."""
 
-    def take(self) -> Delivery | None:
+    def take(self) -> ChunksOfClients | None:
         """Return the next chunks of a client."""
 
     def offer(self, version: Any, arrays: Any, digest: Any) -> None:
         """Give clients newer weights."""
 
-    def end(self, reason: Discard) -> Iterable[Delivery]:
+    def end(self, reason: Discard) -> Iterable[ChunksOfClients]:
         """End all episodes, and return what is left of them."""
 
 
 class ClientPort(Protocol):
     """The env of a worker that serves clients."""
 
-    acting_channel: ActingChannel | None
+    acting_channel: ClientsChannel | None
     waiting_for: str
     """The peer or event that the worker waits for while it takes no steps of clients. The worker sets it."""
 

@@ -31,7 +31,13 @@ from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
-from headrace.workers.fleet.client_port import ActingChannel, ClientPort, Delivery, client_port, config_of_runner
+from headrace.workers.fleet.client_port import (
+    ChunksOfClients,
+    ClientPort,
+    ClientsChannel,
+    client_port,
+    config_of_runner,
+)
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
@@ -185,7 +191,7 @@ class Worker:
             membership.compresses,
         )
         self._served: ClientPort | None = client_port(config, runner.config)
-        self._acting_channel: ActingChannel | None = None
+        self._acting_channel: ClientsChannel | None = None
         """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
         self._waited_s: dict[str, float] = {}
@@ -418,7 +424,7 @@ class Worker:
         # Reports that clients wait; otherwise a learner would wait for more steps than the window ever holds.
         self._block("" if has_room or not self._acting_channel.has_waiting else "window")
 
-    def _take_over(self, delivery: Delivery) -> None:
+    def _take_over(self, delivery: ChunksOfClients) -> None:
         self.runner.take_over(delivery.taken)
         if delivery.taken.batch is not None:
             with self._budget.spent_on(SERIALISE):
