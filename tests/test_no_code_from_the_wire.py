@@ -54,14 +54,14 @@ NAMES_BECOME_CODE = {
     "learner_stub/__init__.py": "its own public names, loaded when asked for",
     "deploy/loggers/opening.py": CONFIG,
     "deploy/__init__.py": "its own public names, loaded when asked for",
-    "deploy/chaos/truth.py": CONFIG,
-    "deploy/doctor/software.py": "the names of our dependencies",
-    "deploy/policies/episode_video.py": CONFIG,
+    "deploy/annexes/chaos/truth.py": CONFIG,
+    "deploy/annexes/doctor/software.py": "the names of our dependencies",
+    "deploy/annexes/policies/episode_video.py": CONFIG,
     "deploy/command/cli.py": "the tables of deploy/run/annexes.py",
     "deploy/run/annexes.py": "its own tables",
     "deploy/run/named_code.py": "a name that the user has allowed",
     "deploy/run/policy_spaces.py": CONFIG,
-    "deploy/policies/start_check.py": CONFIG,
+    "deploy/annexes/doctor/start_check.py": CONFIG,
     "learner_stub/reference/policy_builder.py": CONFIG,
     "learner_stub/streaming/connector_merger.py": CONFIG,
     "learner_stub/rollouts/module.py": CONFIG,
@@ -86,7 +86,7 @@ NAMES_BECOME_CODE = {
 """The files in which a name becomes code, by any of `LOADERS`, and where the name is from."""
 
 
-ARRAY_FILES = {"deploy/ray/rllib_policy.py": "a file of arrays that the user's settings name"}
+ARRAY_FILES = {"deploy/annexes/ray/rllib_policy.py": "a file of arrays that the user's settings name"}
 """The files that read .npz files of numpy. Such a file may hold a pickle, which numpy reads only if it is allowed."""
 
 

@@ -11,24 +11,24 @@ from pkgutil import resolve_name
 from typing import Any
 
 COMMANDS: Mapping[str, str] = {
-    "headrace.deploy.command.policy_commands": "",
-    "headrace.deploy.command.watch_commands": "",
-    "headrace.deploy.chaos.commands": "",
-    "headrace.deploy.doctor.commands": "",
-    "headrace.deploy.command.serve_command": "",
-    "headrace.deploy.command.ray_command": "ray",
-    "headrace.deploy.command.slurm_command": "slurm",
+    "headrace.deploy.annexes.policies.commands": "",
+    "headrace.deploy.annexes.watch.commands": "",
+    "headrace.deploy.annexes.chaos.commands": "",
+    "headrace.deploy.annexes.doctor.commands": "",
+    "headrace.deploy.annexes.serving.commands": "",
+    "headrace.deploy.annexes.ray.commands": "ray",
+    "headrace.deploy.annexes.slurm.commands": "slurm",
 }
 """Modules with commands in an `app`, and the word before these commands: "" where they follow `headrace` itself."""
 
 _PARTS: Mapping[str, str] = {
-    "audit_deeply": "headrace.deploy.report.deep_audit",
-    "check_cluster": "headrace.deploy.ray.cluster",
-    "check_start": "headrace.deploy.policies.start_check",
+    "audit_deeply": "headrace.deploy.annexes.chaos.deep_audit",
+    "check_cluster": "headrace.deploy.annexes.ray.cluster",
+    "check_start": "headrace.deploy.annexes.doctor.start_check",
     "run_env_host": "headrace.workers.envs.remote.host.process",
     "run_learner": "headrace.learner_stub.reference.training",
-    "warn_of_limits": "headrace.deploy.doctor.limits",
-    "write_wanted": "headrace.deploy.ray.wanted_workers",
+    "warn_of_limits": "headrace.deploy.annexes.doctor.limits",
+    "write_wanted": "headrace.deploy.annexes.ray.wanted_workers",
 }
 """Functions that the main house calls, and their modules."""
 

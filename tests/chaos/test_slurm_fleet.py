@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from documentation.blocks import blocks_of
 
+from headrace.deploy.annexes.slurm.lifecycle import dry_run, prepare
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.options import Asked
-from headrace.deploy.slurm.lifecycle import dry_run, prepare
 from headrace.schemas.errors import ExitCode
 from support.fleets.slurm_fleet import SlurmFleet
 from support.slurm_cluster import MISSING, SlurmCluster

@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.doctor.cgroup import Limit, Limits, read_limits
-from headrace.deploy.doctor.check import Verdict
-from headrace.deploy.doctor.key_checks import key_checks
-from headrace.deploy.doctor.limits import (
+from headrace.deploy.annexes.doctor.cgroup import Limit, Limits, read_limits
+from headrace.deploy.annexes.doctor.check import Verdict
+from headrace.deploy.annexes.doctor.key_checks import key_checks
+from headrace.deploy.annexes.doctor.limits import (
     Needs,
     core_check,
     limit_checks,
@@ -28,8 +28,13 @@ from headrace.deploy.doctor.limits import (
     shared_memory_check,
     task_check,
 )
-from headrace.deploy.doctor.network import advertised_check, advertised_checks, meeting_checks, reachability_check
-from headrace.deploy.doctor.software import judge_versions
+from headrace.deploy.annexes.doctor.network import (
+    advertised_check,
+    advertised_checks,
+    meeting_checks,
+    reachability_check,
+)
+from headrace.deploy.annexes.doctor.software import judge_versions
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.redis_view import Snapshot, crowded_learner
 from headrace.schemas.credentials.key_files import read_public_key
@@ -54,8 +59,8 @@ def doctor(*arguments: str, before: Callable[[], None] | None = None) -> dict[st
 
 LOOK = """
 import orjson
-from headrace.deploy.doctor.cgroup import read_limits
-from headrace.deploy.doctor.limits import Needs, limit_checks
+from headrace.deploy.annexes.doctor.cgroup import read_limits
+from headrace.deploy.annexes.doctor.limits import Needs, limit_checks
 from headrace.schemas.settings.config import FleetConfig
 print(orjson.dumps(list(limit_checks(Needs.of_fleet(FleetConfig()), read_limits()))).decode())
 """

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace.deploy.doctor.check import Verdict
-from headrace.deploy.doctor.examination import examine
+from headrace.deploy.annexes.doctor.check import Verdict
+from headrace.deploy.annexes.doctor.examination import examine
 from headrace.deploy.run.ports import env_endpoints, own_env_hosts, with_env_ports
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig

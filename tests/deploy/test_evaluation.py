@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace.deploy.policies.episode_video import EpisodeVideo
-from headrace.deploy.policies.evaluation import Evaluation, PlaySettings
+from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
+from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings
 from headrace.schemas.errors import ConfigError, EnvError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.policies.evaluator import watch
+from headrace.deploy.annexes.policies.evaluator import watch
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.goal import Goal

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from headrace.deploy.monitoring.exporter.metrics_text import exposed_name
+from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, LEARNER_TIME
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S

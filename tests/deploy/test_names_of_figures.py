@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
+from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name, metrics_text
+from headrace.deploy.annexes.watch.report.run_report import series_of
+from headrace.deploy.annexes.watch.report.run_series import RunSeries
 from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.opening import open_loggers
-from headrace.deploy.monitoring.exporter.metrics_text import exposed_name, metrics_text
 from headrace.deploy.monitoring.facts import Facts
-from headrace.deploy.monitoring.report.run_report import series_of
-from headrace.deploy.monitoring.report.run_series import RunSeries
 from headrace.deploy.report.run_rows import QUANTILES, fleet_row, history_row, learner_row
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.report.report_command import write_report
-from headrace.deploy.monitoring.report.run_series import MOST_DRAWN, RunSeries
+from headrace.deploy.annexes.watch.report.report_command import write_report
+from headrace.deploy.annexes.watch.report.run_series import MOST_DRAWN, RunSeries
 from headrace.deploy.report.run_rows import fleet_row, history_row
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import labelled

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.report.report_command import write_report
+from headrace.deploy.annexes.watch.report.report_command import write_report
 from support.browser import Browser, needs_chromium
 from support.fleets.running_fleet import RunningFleet
 

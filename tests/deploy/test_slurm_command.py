@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.deploy.annexes.slurm.lifecycle import dry_run, prepare
+from headrace.deploy.annexes.slurm.submission import SCRIPTS, for_cluster
 from headrace.deploy.run.options import Asked
-from headrace.deploy.slurm.lifecycle import dry_run, prepare
-from headrace.deploy.slurm.submission import SCRIPTS, for_cluster
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import load_config

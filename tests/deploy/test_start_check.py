@@ -14,9 +14,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from headrace.deploy.annexes.doctor.env_trial import try_env
+from headrace.deploy.annexes.doctor.start_check import check_start
 from headrace.deploy.fleet import check_process
-from headrace.deploy.policies.env_trial import try_env
-from headrace.deploy.policies.start_check import check_start
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals

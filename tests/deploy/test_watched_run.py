@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.report.report_command import write_report
+from headrace.deploy.annexes.watch.report.report_command import write_report
 from support.fleets.running_fleet import RunningFleet
 from support.html_pages import Page, assert_needs_nothing, charts_of
 from support.terminal_screen import OnTerminal

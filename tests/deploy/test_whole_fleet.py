@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file

@@ -15,12 +15,12 @@ from fuzz.mutations import Mutator, peek
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, decode_header, encode
-from headrace.schemas.messages.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
 from headrace.workers.envs.remote.host.process import EnvHost, learn_spaces
 from support.envs.toy import check_books
 from support.ports import free_port

@@ -22,14 +22,14 @@ from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.sessions.core import BrokerCore
-from headrace.deploy.monitoring import fleet_state as fleet_state_module
-from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.state import fleet_state as fleet_state_module
+from headrace.deploy.annexes.watch.state.fleet_state import SlowFacts, StateReader, cpu_shares, fleet_state, ledger
+from headrace.deploy.annexes.watch.state.series import SeriesReader
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
-from headrace.deploy.monitoring.fleet_state import SlowFacts, StateReader, cpu_shares, fleet_state, ledger
 from headrace.deploy.monitoring.losses import LOSSES
 from headrace.deploy.monitoring.process_reporter import FleetLease, ProcessReporter
-from headrace.deploy.monitoring.series import SeriesReader
 from headrace.deploy.report.run_facts import SUMMARY_FILE
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.redis_view import FleetView, Snapshot
@@ -100,7 +100,7 @@ def test_the_document_has_every_number_of_redis(url: str, client: Any, fleet_id:
 def test_during_a_redis_outage_the_old_numbers_stay_and_are_marked_as_old(
     make_server: Callable[..., Any], fleet_id: str, make_row: MakeRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.deploy.monitoring.fleet_state.STALE_S", -1.0)
+    monkeypatch.setattr("headrace.deploy.annexes.watch.state.fleet_state.STALE_S", -1.0)
     server = make_server().start()
     MergeScript(server.client(), fleet_id)(Part(Report(rows=[make_row()], gauges={"held_batches": 3.0})), [], 0)
     with FactsReader(redis_url=server.url, fleet_id=fleet_id) as reader:

@@ -21,9 +21,10 @@ from headrace.schemas.errors.serving import (
     ServingError,
     error_of,
 )
-from headrace.schemas.frames.single_frame import split_frame
 from headrace.schemas.frames.wire import decode, encode
-from headrace.schemas.messages.serving_messages import (
+from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.serving_messages import (
     ANSWERS,
     ClientHello,
     ClientReject,
@@ -31,8 +32,7 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
-from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.single_frame import split_frame
 from headrace.workers.serving.space_codec import read_each
 from support.refusals import refused
 from support.serving.plain_episodes import SPACES, rule

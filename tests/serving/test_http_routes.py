@@ -7,17 +7,17 @@ import logging
 import orjson
 import pytest
 
-from headrace.schemas.messages.serving_messages import (
+from headrace.workers.serving.http import server as http_server
+from headrace.workers.serving.http.connection import HttpRequest
+from headrace.workers.serving.http.responses import HttpAnswer
+from headrace.workers.serving.http.routes import Query, Routed, route
+from headrace.workers.serving.serving_messages import (
     ClientBye,
     ClientHeartbeat,
     ClientHello,
     EpisodeAbort,
     EpisodeStart,
 )
-from headrace.workers.serving.http import server as http_server
-from headrace.workers.serving.http.connection import HttpRequest
-from headrace.workers.serving.http.responses import HttpAnswer
-from headrace.workers.serving.http.routes import Query, Routed, route
 from support.serving.raw_http import HEALTH, RawHttp, put
 from support.serving.served import Served
 

@@ -10,9 +10,9 @@ import pytest
 
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import WireMessage, decode
-from headrace.schemas.messages.env_messages import NO_SEED, EnvHostWelcome, EnvOrders
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.remote.env_messages import NO_SEED, EnvHostWelcome, EnvOrders
 from headrace.workers.envs.remote.host.hosted import HostedEnvs
 from headrace.workers.envs.remote.host.process import learn_spaces
 from support.runners.closing import close_within

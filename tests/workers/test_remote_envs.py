@@ -23,9 +23,9 @@ from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
 from headrace.schemas.frames.wire import MessageKind, decode, encode
-from headrace.schemas.messages.env_messages import EnvHeartbeat, EnvHostHello
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote import pool as remote_pool
+from headrace.workers.envs.remote.env_messages import EnvHeartbeat, EnvHostHello
 from headrace.workers.envs.remote.spaces_check import problem_of
 from support.envs.toy import check_books
 from support.fleets.env_hosts import EnvHosts, cable_to

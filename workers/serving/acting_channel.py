@@ -22,10 +22,10 @@ from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode_header, frames_of
-from headrace.schemas.messages.serving_messages import ChunkShipment
 from headrace.schemas.messages.weights import Arrays, encode_weights
 from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.runner.client_chunks import ClientChunks
+from headrace.workers.serving.serving_messages import ChunkShipment
 from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 
 

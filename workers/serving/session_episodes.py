@@ -18,9 +18,9 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError
 from headrace.schemas.errors.serving import ServingError, code_of
 from headrace.schemas.frames.wire import MessageKind
-from headrace.schemas.messages.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.external.calls import Answer
 from headrace.workers.serving.served_episodes import ServedEpisodes
+from headrace.workers.serving.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,

@@ -17,9 +17,9 @@ from headrace.schemas.errors.episodes import (
 from headrace.schemas.errors.serving import code_of, facts_of
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
-from headrace.schemas.messages.serving_messages import MOST_WAITING_FOR, ClientReject
 from headrace.schemas.peers.message_budget import MessageBudget
 from headrace.schemas.peers.peer_account import idle_messages
+from headrace.workers.serving.serving_messages import MOST_WAITING_FOR, ClientReject
 
 
 class Address(Protocol):

@@ -21,14 +21,6 @@ from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, lea
 from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Message, Reject, read
-from headrace.schemas.messages.env_messages import (
-    NO_SEED,
-    EnvAnswers,
-    EnvHeartbeat,
-    EnvHostBye,
-    EnvHostHello,
-    EnvHostWelcome,
-)
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, Replies
@@ -36,6 +28,14 @@ from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command, order_seed
 from headrace.workers.envs.process.job_settings import answer_limits
 from headrace.workers.envs.process.lane_homes import SeedFor
+from headrace.workers.envs.remote.env_messages import (
+    NO_SEED,
+    EnvAnswers,
+    EnvHeartbeat,
+    EnvHostBye,
+    EnvHostHello,
+    EnvHostWelcome,
+)
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.host_wait import HostWait
 from headrace.workers.envs.remote.order_frames import RemoteColumns, encode_orders, take_replies

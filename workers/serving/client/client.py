@@ -27,8 +27,13 @@ from headrace.schemas.errors.episodes import (
     NoFreePlaceError,
 )
 from headrace.schemas.errors.serving import UnknownSessionError, code_of
-from headrace.schemas.messages.serving_agents import served_spaces_from_json
-from headrace.schemas.messages.serving_messages import (
+from headrace.schemas.peers.sockets import OwnSockets
+from headrace.workers.serving.client.connection import Connection, request_of
+from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
+from headrace.workers.serving.client.server_place import ServerPlace, find_server
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.serving_agents import served_spaces_from_json
+from headrace.workers.serving.serving_messages import (
     ClientBye,
     ClientHeartbeat,
     ClientHello,
@@ -38,11 +43,6 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeAnswer,
     EpisodeStart,
 )
-from headrace.schemas.peers.sockets import OwnSockets
-from headrace.workers.serving.client.connection import Connection, request_of
-from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
-from headrace.workers.serving.client.server_place import ServerPlace, find_server
-from headrace.workers.serving.episode_codec import EpisodeCodec
 
 _BEFORE_WELCOME_BYTES = 4096
 log = logging.getLogger(__name__)

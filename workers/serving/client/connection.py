@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from headrace.schemas.credentials.keys import CLIENT, PeerKeys
 from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, UnreachableError
 from headrace.schemas.errors.serving import MessageTooLargeError, ServingError, error_of
-from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, decode, encode
 from headrace.schemas.messages import Message, read
-from headrace.schemas.messages.serving_messages import (
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
+from headrace.workers.serving.client.server_place import SERVER, ServerPlace
+from headrace.workers.serving.serving_messages import (
     ANSWERS,
     AnyStep,
     ChunkShipment,
@@ -27,9 +29,7 @@ from headrace.schemas.messages.serving_messages import (
     ClientReject,
     ClientRequest,
 )
-from headrace.schemas.peers import sockets
-from headrace.schemas.peers.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
-from headrace.workers.serving.client.server_place import SERVER, ServerPlace
+from headrace.workers.serving.single_frame import join_frames, split_frame
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
 _LOOK_S = 0.5

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.serving import ServingError
-from headrace.schemas.messages.serving_messages import AnyStep
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
 from headrace.workers.serving.episode_codec import EpisodeCodec
@@ -28,6 +27,7 @@ from headrace.workers.serving.http.connection import HttpConnection, HttpLimits,
 from headrace.workers.serving.http.requests import asks_for_health, knows_token, names_host, step_of, step_path
 from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, json_answer, refused
 from headrace.workers.serving.http.routes import Query, route
+from headrace.workers.serving.serving_messages import AnyStep
 from headrace.workers.serving.session_records import Reply, ServingLimits
 from headrace.workers.serving.space_codec import read_each
 
