@@ -90,7 +90,7 @@ def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, pro
         "recipes/*.toml",
         "prometheus/*.yml",
         "grafana/*.json",
-        "monitoring/page/assets/*",
+        "annexes/watch/page/assets/*",
         "monitoring/report/*.js",
         *own,
     ):

@@ -19,7 +19,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-_PARENT_DEATH = str(Path(__file__).resolve().parents[1] / "process" / "parent_death.py")
+_PARENT_DEATH = str(Path(__file__).resolve().parents[2] / "process" / "parent_death.py")
 
 
 def main(arguments: list[str]) -> None:

@@ -10,7 +10,7 @@ from headrace.deploy.run.run_dir import file_name_of
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 
-SCRIPTS = Path(__file__).resolve().parent
+SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 EVERY_ADDRESS = "0.0.0.0"
 PATIENCE_S = 600.0
 """Seconds for which workers wait for a broker, unless the user says otherwise. A head whose node failed is requeued,

@@ -8,7 +8,7 @@ from pathlib import Path
 DEFAULT_LISTEN = "127.0.0.1:9747"
 """Address of `headrace exporter`; the scrape config names it too."""
 
-_DEPLOY = Path(__file__).parents[2]
+_DEPLOY = Path(__file__).parents[3]
 
 
 class MonitoringFile(StrEnum):
