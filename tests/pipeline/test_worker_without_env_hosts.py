@@ -62,7 +62,7 @@ def test_a_worker_leaves_on_a_stop_request_after_its_last_env_host_is_killed(
     with ExitStack() as stack:
         stream = stack.enter_context(EpisodeStream(broker.endpoints.learner))
         host = stack.enter_context(env_host(free_port, tmp_path / "host.log"))
-        sections = placed(free_port, **ready) | {"broker": {"lease_s": lease_s, "heartbeat_interval_s": 0.2}}
+        sections = placed(free_port, **ready) | {"broker": {"lease_s": lease_s}}
         worker = stack.enter_context(WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections))
         wait_until(lambda: stream.next(0.1), "a first batch")
         host.signal(signal.SIGKILL)
