@@ -91,7 +91,7 @@ def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, pro
         "prometheus/*.yml",
         "grafana/*.json",
         "annexes/watch/page/assets/*",
-        "monitoring/report/*.js",
+        "annexes/watch/report/*.js",
         *own,
     ):
         files = [path for path in (root / "deploy").glob(pattern) if path.is_file()]
