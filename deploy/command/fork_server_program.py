@@ -54,6 +54,8 @@ def _import_all() -> None:
     import setproctitle  # noqa: F401
     import torch  # noqa: F401
 
+    part("check_start")
+    part("run_learner")
     import headrace.broker.process
     import headrace.deploy.command.cli
     import headrace.deploy.fleet.check_process
@@ -62,8 +64,6 @@ def _import_all() -> None:
     import headrace.workers.fleet.memory
     import headrace.workers.fleet.worker
 
-    part("check_start")
-    part("run_learner")
     headrace.deploy.command.cli.command_line()
 
 
