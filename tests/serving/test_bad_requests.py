@@ -8,6 +8,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,7 +125,7 @@ class ByHttp:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    with Served() as served:
+    with Served(replace(LIMITS, max_sessions=500)) as served:  # each test leaves sessions behind, for a lease
         yield served
 
 
