@@ -110,7 +110,7 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
     "headrace up --env CartPole-v1 --set sampling.env_placement=remote --env-hosts 2 --until-steps 50000",
     "headrace up --env CartPole-v1 --workers 1 --serve --set serving.port=5900 --until-return 475",
     "headrace up --workers 4 --print-config",
-    options="env workers num_envs env_hosts serve seed until_return until_steps timeout_s no_check_env new_run_dir"
+    options="env workers num_envs env_hosts serve seed until_return until_steps timeout_s check_env new_run_dir"
     " resume config redis_url loggers dashboard sets allow print_config as_json",
 )
 def up(

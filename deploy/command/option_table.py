@@ -83,11 +83,11 @@ TABLE: Mapping[str, Row] = {
         "--timeout-s",
         "End after this many seconds: with exit code 17 where a goal is not reached, or no step made.",
     ),
-    "no_check_env": _row(
-        "sampling.disable_env_checking",
+    "check_env": _row(
+        "fleet.check_env",
         bool,
-        "--no-check-env/--check-env",
-        "Start without building one env and stepping it once, and do not check observations against bounds.",
+        "--check-env/--no-check-env",
+        "Build one env and step it once before anything starts.",
     ),
     "env": _row("sampling.env", str, "--env", "gymnasium id, or package.module:make_env."),
     "num_envs": _row("sampling.num_envs", int, "--num-envs", "Environments in each worker."),

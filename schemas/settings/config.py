@@ -41,6 +41,9 @@ class FleetSection(ConfigSection):
     run_dir: str = ""
     """folder for fleet.json, logs, recorders, checkpoints and Redis data; empty: `up` makes runs/ENV-TIME, and other
     commands take the newest run in runs/"""
+    check_env: bool = True
+    """build, reset and step one env in a process of its own before anything starts; false: only look up what is
+    named"""
     until_return: float | None = None
     """stop when the mean return of the last 100 episodes reaches this"""
     until_steps: int | None = Field(default=None, gt=0)

@@ -52,7 +52,6 @@ CUT: dict[str, tuple[Any, str]] = {
     "broker.max_held_age_s": (None, "broker.max_staleness bounds the age of batches, in versions of the weights"),
     "broker.weights_port": (0, "weights have the second port after broker.port"),
     "broker.worker_port": (0, "broker.port has its place, and learners and weights have the two ports after it"),
-    "fleet.check_env": (True, "sampling.disable_env_checking leaves the check out"),
     "fleet.scratch_dir": ("", "give `headrace worker --count` the option --scratch-dir"),
     "learner.algorithm": (
         "ppo",

@@ -87,8 +87,7 @@ class SamplingSettings(ConfigSection):
     torch_threads: int = Field(default=1, ge=1)
     """threads torch may use in the sampling process"""
     disable_env_checking: bool = False
-    """start without building one env and stepping it once, and skip the check of observations against their bounds;
-    never that of shape and dtype"""
+    """skip the check of observations against their bounds; never that of shape and dtype"""
     restart_failed_sub_environments: bool = True
     """rebuild an env that failed and go on; False raises its error"""
     env_placement: Literal["inline", "process", "remote"] = "inline"

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 
-NOT_CHECKED = "disable_env_checking = true"
+NOT_CHECKED = "check_env = false"
 QUICK_LEARNER = """
 [learner]
 steps_per_update = 512
@@ -32,7 +32,6 @@ epochs = 2
 QUICK = f"""{QUICK_LEARNER}
 [sampling]
 num_envs = 4
-{NOT_CHECKED}
 """
 LEARNT = 40
 """Mean return that no untrained policy has: about twice that of random actions."""
@@ -55,9 +54,7 @@ def test_the_guides_commands_and_faults_of_jobs_leave_the_books_exact(
 ) -> None:
     blocks = blocks_of(root / "docs" / "guides" / "deploy" / "slurm.md")
     toml = next(block.text for block in blocks if block.language == "toml")
-    settings = (
-        toml.replace("until_return = 475.0", "").replace("[sampling]", f"[sampling]\n{NOT_CHECKED}") + QUICK_LEARNER
-    )
+    settings = toml.replace("until_return = 475.0", NOT_CHECKED) + QUICK_LEARNER
     fleet = SlurmFleet(cluster, tmp_path / "runs" / "cartpole", tmp_path / "fleet.toml", settings)
     start, look, scale, move, stop = (
         block.text for block in blocks if ON_A_CLUSTER in block.marks.get("shown only", "")
@@ -113,7 +110,7 @@ def test_two_fleets_that_start_together_on_a_node_reach_their_goals(
     cluster: SlurmCluster, tmp_path: Path, start: int
 ) -> None:
     shared = '[slurm]\noptions = ["--nodelist=node2"]\nworker_tasks = 1\n'
-    goal = "[fleet]\nuntil_steps = 2000\n"
+    goal = f"[fleet]\n{NOT_CHECKED}\nuntil_steps = 2000\n"
     fleets = [
         SlurmFleet(cluster, tmp_path / name, tmp_path / f"{name}.toml", f"{goal}{QUICK}{shared}")
         for name in (f"one-{start}", f"two-{start}")
@@ -133,7 +130,7 @@ def test_two_fleets_that_start_together_on_a_node_reach_their_goals(
 def test_nodes_are_free_soon_after_a_part_of_the_head_has_failed_for_good(
     cluster: SlurmCluster, tmp_path: Path, part: str, record_property: Callable[[str, object], None]
 ) -> None:
-    fails = "[supervisor]\nrestart_attempts = 0\n"
+    fails = f"[fleet]\n{NOT_CHECKED}\n[supervisor]\nrestart_attempts = 0\n"
     fleet = SlurmFleet(cluster, tmp_path / part, tmp_path / "fleet.toml", f"{fails}{QUICK}")
     fleet.up()
     fleet.wait_until(lambda: fleet.working() == 2, "two workers take steps")
@@ -148,8 +145,8 @@ def test_nodes_are_free_soon_after_a_part_of_the_head_has_failed_for_good(
 def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: SlurmCluster, tmp_path: Path) -> None:
     shared = f'{QUICK}[slurm]\noptions = ["--nodelist=node2"]\nhead_options = ["--cpus-per-task=1"]\n'
     fails = "[supervisor]\nrestart_attempts = 0\n"
-    late = f"{fails}{shared}worker_tasks = 1\nworkers_per_task = 2\n"
-    hosted = f"[fleet]\nworkers = 1\n{shared}worker_tasks = 1\nenv_host_tasks = 2\n"
+    late = f"[fleet]\n{NOT_CHECKED}\n{fails}{shared}worker_tasks = 1\nworkers_per_task = 2\n"
+    hosted = f"[fleet]\n{NOT_CHECKED}\nworkers = 1\n{shared}worker_tasks = 1\nenv_host_tasks = 2\n"
     hosted = hosted.replace("[sampling]", '[sampling]\nenv_placement = "remote"')
     one = SlurmFleet(cluster, tmp_path / "one", tmp_path / "one.toml", late)
     two = SlurmFleet(cluster, tmp_path / "two", tmp_path / "two.toml", hosted)

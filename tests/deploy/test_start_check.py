@@ -403,9 +403,9 @@ def test_the_check_does_not_look_up_envs_of_other_machines() -> None:
     ):
         check_start(config(**sections), lambda step: None)
     steps: list[str] = []
-    check_start(config(sampling={"disable_env_checking": True}), steps.append)
+    check_start(config(fleet={"check_env": False}), steps.append)
     assert steps == ["looking up what the config names"]
-    assert "CartPol-v1" in mistake(sampling={"env": "CartPol-v1", "disable_env_checking": True})
+    assert "CartPol-v1" in mistake(fleet={"check_env": False}, sampling={"env": "CartPol-v1"})
 
 
 @pytest.mark.processes

@@ -41,7 +41,7 @@ a fleet that is killed again and again on a busy machine.
 """
 
 FIXED: Mapping[str, Any] = {
-    "sampling.disable_env_checking": True,
+    "fleet.check_env": False,
     "fleet.until_return": None,
     "fleet.until_steps": None,
     "fleet.timeout_s": None,

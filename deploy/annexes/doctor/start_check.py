@@ -61,7 +61,7 @@ def check_start(config: FleetConfig, say: Say) -> str:
     _check_http(config)
     policies = _policies(runner)
     _check_names(config, policies)
-    if not envs_are_here or config.sampling.disable_env_checking:
+    if not envs_are_here or not config.fleet.check_env:
         return ""
     say(f"building one env of {config.sampling.env!r}")
     with built_env(runner) as built:
