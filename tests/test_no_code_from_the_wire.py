@@ -49,7 +49,7 @@ CONFIG = "a name from the user's config or a flag"
 NAMES_BECOME_CODE = {
     "schemas/settings/plugins.py": CONFIG,
     "workers/envs/creators.py": CONFIG,
-    "workers/modules/protocol.py": CONFIG,
+    "workers/policy/module_protocol.py": CONFIG,
     "workers/__init__.py": "its own public names, loaded when asked for",
     "learner_stub/__init__.py": "its own public names, loaded when asked for",
     "deploy/loggers/opening.py": CONFIG,

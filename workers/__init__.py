@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace import __version__ as __version__
+    from headrace.workers.adapters.gym_vector_env import GymVectorEnv as GymVectorEnv
     from headrace.workers.agents.env import MultiAgentEnv as MultiAgentEnv
+    from headrace.workers.agents.multi_agent_env_runner import MultiAgentEnvRunner as MultiAgentEnvRunner
     from headrace.workers.callbacks import RunnerCallback as RunnerCallback
     from headrace.workers.config import EnvRunnerConfig as EnvRunnerConfig
     from headrace.workers.envs.context import EnvContext as EnvContext
@@ -20,18 +22,16 @@ if TYPE_CHECKING:
     from headrace.workers.metrics.logger import merge_metrics as merge_metrics
     from headrace.workers.policy.spec import PolicySpec as PolicySpec
     from headrace.workers.runner.env_runner import EnvRunner as EnvRunner
-    from headrace.workers.runner.gym_vector_env import GymVectorEnv as GymVectorEnv
-    from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner as MultiAgentEnvRunner
     from headrace.workers.runner.single_agent_env_runner import SingleAgentEnvRunner as SingleAgentEnvRunner
 
 _HOMES = {
     "EnvContext": "headrace.workers.envs.context",
     "EnvRunner": "headrace.workers.runner.env_runner",
     "EnvRunnerConfig": "headrace.workers.config",
-    "GymVectorEnv": "headrace.workers.runner.gym_vector_env",
+    "GymVectorEnv": "headrace.workers.adapters.gym_vector_env",
     "RunnerCallback": "headrace.workers.callbacks",
     "MultiAgentEnv": "headrace.workers.agents.env",
-    "MultiAgentEnvRunner": "headrace.workers.runner.multi_agent_env_runner",
+    "MultiAgentEnvRunner": "headrace.workers.agents.multi_agent_env_runner",
     "PolicySpec": "headrace.workers.policy.spec",
     "SingleAgentEnvRunner": "headrace.workers.runner.single_agent_env_runner",
     "StepFailedRecreateEnv": "headrace.workers.envs.context",

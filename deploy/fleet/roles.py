@@ -286,8 +286,8 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
         connect,
         origin,
     )
-    from headrace.workers.agents.env_process import AGENTS_CHILD
     from headrace.workers.config import EnvRunnerConfig
+    from headrace.workers.envs.process.child import AGENTS_CHILD
     from headrace.workers.fleet.link import StoppedError
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}

@@ -52,7 +52,7 @@ def _load(name: str) -> Callable[[RunInfo], Logger]:
         raise ConfigError(
             f"the package {name} cannot be imported ({error}); {advice}", key="logging.loggers"
         ) from error
-    module = importlib.import_module(f"headrace.deploy.loggers.{name}_logger")
+    module = importlib.import_module(f"headrace.deploy.annexes.loggers.{name}_logger")
     found = getattr(module, BUILT_IN[name])
     return found
 

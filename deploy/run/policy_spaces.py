@@ -12,8 +12,7 @@ import gymnasium as gym
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError
-from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
-from headrace.workers.agents.env_building import build_multi_agent_env
+from headrace.workers.annex_parts import part
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import build_env, find_creator, naming_what_failed
@@ -66,9 +65,7 @@ def _adapted(config: EnvRunnerConfig, made: Any, context: EnvContext) -> BuiltEn
     """Return the env that a creator made, wrapped as workers use it."""
     env: Any = made
     if config.is_multi_agent:
-        if own_driver(made, several_agents=True) is None:
-            env = build_multi_agent_env(lambda _: made, context)
-        by_agent = spaces_by_agent(gym_spaces_of(env))
+        env, by_agent = part("adapted_agents")(made, context)
         return BuiltEnv(env, Policies.of(config).spaces(by_agent), by_agent)
     if isinstance(made, gym.vector.VectorEnv):
         return BuiltEnv(made, {DEFAULT_MODULE_ID: spaces_of_vector(made)}, {})

@@ -107,7 +107,9 @@ def test_tensorboard_reads_the_logged_values(tmp_path: Path) -> None:
 
 
 def test_a_row_is_in_tensorboards_file_at_once(tmp_path: Path) -> None:
-    module = pytest.importorskip("headrace.deploy.loggers.tensorboard_logger", reason="tensorboard is not installed")
+    module = pytest.importorskip(
+        "headrace.deploy.annexes.loggers.tensorboard_logger", reason="tensorboard is not installed"
+    )
     logger = module.TensorBoardLogger(info(tmp_path))
     for number, row in enumerate((LEARNER_ROW, {**LEARNER_ROW, "learner/second": 1.0})):
         logger.log(row, number)

@@ -173,7 +173,7 @@ def test_tensorboard_groups_all_figures_and_the_report_has_the_names_of_the_colu
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logged(tmp_path, "tensorboard")
-    from headrace.deploy.loggers.tensorboard_logger import tag_of
+    from headrace.deploy.annexes.loggers.tensorboard_logger import tag_of
 
     tags = set(EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"])
     assert tags == {tag_of(name) for name in figures()} - {tag_of(name) for name in AXES}

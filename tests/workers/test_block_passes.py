@@ -11,8 +11,8 @@ import torch
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.spaces import convert
-from headrace.workers.modules.protocol import build_module
 from headrace.workers.policy.acting import Actor, BlockActor
+from headrace.workers.policy.module_protocol import build_module
 from support.runners.recurrent import LSTM
 
 SPACES = Spaces(

@@ -17,8 +17,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from headrace.schemas.errors import ConfigError, EnvContractError, UnknownEnvError
 from headrace.workers import EnvContext, EnvRunnerConfig, register_env
-from headrace.workers.agents.env_process import AGENTS_CHILD
-from headrace.workers.envs.process.child import SOLO_CHILD
+from headrace.workers.envs.process.child import AGENTS_CHILD, SOLO_CHILD
 from headrace.workers.envs.process.job_settings import name_env
 from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.pool import EnvProcessPool

@@ -23,8 +23,8 @@ from headrace.schemas.errors import (
     UnknownEnvError,
 )
 from headrace.workers import EnvRunnerConfig, GymVectorEnv, VectorEnv
+from headrace.workers.adapters import gym_vector_env
 from headrace.workers.envs import restarts
-from headrace.workers.runner import gym_vector_env
 from support.envs.counting import Counted
 from support.envs.native_vectors import vector_of
 from support.envs.walks import SpaceWalk

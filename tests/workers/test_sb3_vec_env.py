@@ -12,7 +12,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
 from headrace.schemas.errors import ConfigError
 from headrace.workers import EnvRunnerConfig
-from headrace.workers.runner.sb3_vec_env import SB3VecEnv
+from headrace.workers.adapters.sb3_vec_env import SB3VecEnv
 from support.envs.walks import SpaceWalk
 
 

@@ -13,8 +13,5 @@ if __name__ == "__main__":
 from headrace.workers.agents.packed_env import build_any_env
 from headrace.workers.envs.process.child import main
 
-AGENTS_CHILD = "headrace.workers.agents.env_process"
-"""The module that a process of envs of several agents runs."""
-
 if __name__ == "__main__":
     main(build_any_env)

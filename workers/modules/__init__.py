@@ -2,8 +2,8 @@
 
 from headrace.workers.modules.actor_critic import ActorCritic, actor_critic
 from headrace.workers.modules.lstm_actor_critic import LstmActorCritic, lstm_actor_critic
-from headrace.workers.modules.protocol import PolicyModule, RecurrentModule
-from headrace.workers.modules.recurrent import sequences
+from headrace.workers.policy.module_protocol import PolicyModule, RecurrentModule
+from headrace.workers.policy.recurrent import sequences
 
 __all__ = [
     "ActorCritic",

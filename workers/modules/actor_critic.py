@@ -21,7 +21,7 @@ from headrace.workers.modules.encoders import Encoder, is_flat, is_plain_vector
 from headrace.workers.modules.gaussian_act import GaussianAct
 from headrace.workers.modules.kept_layers import KeptLayers
 from headrace.workers.modules.layers import linear
-from headrace.workers.modules.protocol import NumpyAct
+from headrace.workers.policy.module_protocol import NumpyAct
 
 _REPLACEABLE = {"forward_train", "logp", "entropy"}
 """Methods that a module's owner may have replaced."""

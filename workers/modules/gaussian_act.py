@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.workers.modules.distributions import Gaussian, normal_logp
 from headrace.workers.modules.kept_layers import KeptLayers
-from headrace.workers.modules.protocol import OUTPUTS, NumpyAct
+from headrace.workers.policy.module_protocol import OUTPUTS, NumpyAct
 
 Array = NDArray[Any]
 

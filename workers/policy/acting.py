@@ -18,8 +18,8 @@ from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, col
 from headrace.schemas.errors import ModuleError, NotFiniteError, words_of
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
-from headrace.workers.modules.protocol import OUTPUTS, SplitAct, has_newest
-from headrace.workers.modules.recurrent import Memory
+from headrace.workers.policy.module_protocol import OUTPUTS, SplitAct, has_newest
+from headrace.workers.policy.recurrent import Memory
 
 Columns = dict[str, NDArray[Any]]
 

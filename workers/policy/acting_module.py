@@ -16,12 +16,12 @@ from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import ActionMask, choices_of, find_mask
 from headrace.workers.envs.actions import action_root
-from headrace.workers.modules.protocol import SplitAct
-from headrace.workers.modules.recurrent import Memory
 from headrace.workers.policy.acting import Actor, BlockActor, Columns
 from headrace.workers.policy.masks import LegalRandomActions
+from headrace.workers.policy.module_protocol import SplitAct
 from headrace.workers.policy.module_weights import check_weights, read_weights, write_weights
 from headrace.workers.policy.noise import ActionNoise
+from headrace.workers.policy.recurrent import Memory
 
 
 class ActingModule:

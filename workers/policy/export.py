@@ -24,8 +24,8 @@ from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaf_sha
 from headrace.schemas.errors import ModuleError, export_error
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions
-from headrace.workers.modules.protocol import has_newest
 from headrace.workers.policy.acting import flatten_actions
+from headrace.workers.policy.module_protocol import has_newest
 
 Run = Callable[..., Any]
 """The written program: leaves of a batch of observations in, leaves of its actions out."""

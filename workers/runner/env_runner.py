@@ -26,9 +26,9 @@ from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.time_budget import ENV, SAMPLING, SERIALISE, WAIT
 from headrace.workers.metrics.totals import RunnerTotals
-from headrace.workers.modules.protocol import build_module
 from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.policy.batch_columns import PolicyColumns
+from headrace.workers.policy.module_protocol import build_module
 from headrace.workers.randomness.seeds import SeedTree, episode_id_high
 from headrace.workers.runner.client_chunks import ClientChunks, take_over
 from headrace.workers.runner.policy_names import PolicyNames

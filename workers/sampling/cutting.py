@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,9 @@ from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
-from headrace.workers.agents.episodes import AgentEpisode
 from headrace.workers.envs.lane import Episode
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.lookback import look_back
-from headrace.workers.sampling.seat_fragment import SeatFragment
 
 REASONS = ("", *(reason.value for reason in Discard))
 
@@ -151,28 +149,3 @@ def _fill_episodes(table: NDArray[np.void], episodes: Sequence[Episode]) -> None
     table["chunk_index"] = [episode.chunks for episode in episodes]
     table["t_start"] = table["episode_length"] = [episode.steps for episode in episodes]
     table["episode_return"] = [episode.episode_return for episode in episodes]
-
-
-def cut_seats(
-    fragment: SeatFragment,
-    chunks: Sequence[OpenChunk],
-    markers: Sequence[Marker],
-    spaces: Spaces,
-    stamp: Stamp,
-    module_id: str,
-) -> ChunkBatch:
-    """Return the batch as `cutting.cut` does, with the agent of each chunk.
-
-    A chunk's `t_start` is the env step of its first row. Its length counts the agent's own steps.
-    """
-    batch = cut(fragment, chunks, markers, spaces, stamp)
-    parts: list[OpenChunk | Marker] = [*chunks, *markers]
-    episodes = [cast(AgentEpisode, part.episode) for part in parts]
-    names = {name: i for i, name in enumerate(dict.fromkeys(episode.agent for episode in episodes))}
-    batch.table["agent"] = [names[episode.agent] for episode in episodes]
-    env_t, offsets = batch.columns["env_t"], batch.offsets
-    first, last = env_t[offsets[: len(chunks)]], env_t[offsets[1 : len(chunks) + 1] - 1]
-    batch.table["t_start"] = [*first.tolist(), *(episode.t_end for episode in episodes[len(chunks) :])]
-    for episode, t in zip(episodes, last.tolist(), strict=False):
-        episode.t_end = t + 1
-    return replace(batch, agents=list(names), modules=(module_id,))

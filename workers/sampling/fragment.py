@@ -26,7 +26,7 @@ from headrace.schemas.chunks.batch import is_obs_column
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.lane import Episode
-from headrace.workers.modules.protocol import OUTPUTS, SplitAct
+from headrace.workers.policy.module_protocol import OUTPUTS, SplitAct
 
 ChunkInfos = dict[int, dict[str, Any]]
 Rows = NDArray[np.intp]

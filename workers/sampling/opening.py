@@ -1,41 +1,28 @@
-"""Creation of the envs that a config asks for, in every placement, with one agent or several."""
+"""Creation of the envs that a config asks for, in every placement."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import gymnasium as gym
 
 from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.errors import ConfigError
-from headrace.workers.agents.env_process import AGENTS_CHILD
-from headrace.workers.agents.inline import InlineAgents
-from headrace.workers.agents.packed import PackedAgents
-from headrace.workers.agents.packing import problem_of_kind
-from headrace.workers.agents.seating import Seating
-from headrace.workers.agents.vector import MultiAgentVector
-from headrace.workers.callbacks import CallbackList
+from headrace.workers.annex_parts import part
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
 from headrace.workers.envs.driver import EnvDriver, own_driver
 from headrace.workers.envs.inline import CreatedEnvs, InlinePlacement
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.native.partial import PartialNativeVector, is_partial
-from headrace.workers.envs.native.processes import limited_construction
-from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.pace import Pace
-from headrace.workers.envs.process.child import SOLO_CHILD
+from headrace.workers.envs.process.child import AGENTS_CHILD, SOLO_CHILD
 from headrace.workers.envs.process.placement import ProcessPlacement
 from headrace.workers.envs.user_vector import UserVectorEnvs
 from headrace.workers.envs.vector import EnvPlacement, EnvVector
 from headrace.workers.envs.vector_env import VectorEnv
-from headrace.workers.metrics.totals import RunnerTotals
-from headrace.workers.policy.policies import Policies
-from headrace.workers.randomness.seeds import SeedTree
 
 OnWait = Callable[[str], None] | None
 
@@ -48,63 +35,44 @@ def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
     """
     config = table.config
     if config.env_placement != "inline":
-        return EnvVector(table, _placement(config, on_wait), _pace(config))
+        return EnvVector(table, placement_of(config, on_wait), pace_of(config))
+    opened: EnvDriver
     if config.gym_env_vectorize_mode is not None:
-        return NativeVector(table)
-    first = _first_env(table, limited_construction(config.construct_timeout_s))
+        opened = part("open_native")(table)
+        return opened
+    first = first_env(table, part("limited_construction")(config.construct_timeout_s))
     driver = own_driver(first)
-    _check_batch_wait(config, has_own_driver=driver is not None)
+    check_batch_wait(config, has_own_driver=driver is not None)
     if driver is not None:
-        opened: EnvDriver = driver(table, first)
+        opened = driver(table, first)
         return opened
     if isinstance(first, gym.vector.VectorEnv):
-        return PartialNativeVector(table, first) if is_partial(first) else NativeVector(table, first)
+        opened = part("open_native")(table, first)
+        return opened
     source = UserVectorEnvs() if isinstance(first, VectorEnv) else CreatedEnvs()
     return EnvVector(table, InlinePlacement(source, first), Pace.LOCK_STEP)
 
 
-def open_agents(
-    config: EnvRunnerConfig,
-    worker_index: int,
-    seeds: SeedTree,
-    totals: RunnerTotals,
-    policies: Policies,
-    id_high: int,
-    callbacks: CallbackList,
-    on_wait: OnWait = None,
-) -> MultiAgentVector:
-    """Build the envs of several agents for `config`. See `open_envs` for `on_wait` and errors."""
-    table = LaneTable(config, worker_index, seeds, totals, callbacks)
-    seating = Seating(policies, config.num_envs, seeds, id_high)
-    if config.env_placement != "inline":
-        packed = PackedAgents(table, _placement(config, on_wait), _pace(config), seating)
-        return MultiAgentVector(packed, seating, table)
-    first = _first_env(table)
-    driver = own_driver(first, several_agents=True)
-    _check_batch_wait(config, has_own_driver=driver is not None)
-    if driver is not None:
-        return MultiAgentVector(driver(table, seating, first), seating, table)
-    return MultiAgentVector(InlineAgents(table, seating, first), seating, table)
-
-
-def _placement(config: EnvRunnerConfig, on_wait: OnWait) -> EnvPlacement:
+def placement_of(config: EnvRunnerConfig, on_wait: OnWait) -> EnvPlacement:
+    """Return the placement of envs outside this process."""
     several = config.is_multi_agent
     match config.env_placement:
         case "process":
             return ProcessPlacement(AGENTS_CHILD if several else SOLO_CHILD)
         case "remote":
-            placement = resolve_name("headrace.workers.envs.remote.placement:RemotePlacement")
-            opened: EnvPlacement = placement(partial(problem_of_kind, several_agents=several), on_wait)
+            kind_problem = partial(part("problem_of_kind"), several_agents=several)
+            opened: EnvPlacement = part("RemotePlacement")(kind_problem, on_wait)
             return opened
         case "inline":
             raise ConfigError("has a source of envs of its own, see open_envs", key="env_placement")
 
 
-def _pace(config: EnvRunnerConfig) -> Pace:
+def pace_of(config: EnvRunnerConfig) -> Pace:
+    """Return the pace of envs outside this process."""
     return Pace.READY if config.steps_the_ready else Pace.LOCK_STEP
 
 
-def _first_env(table: LaneTable, limit: AbstractContextManager[None] | None = None) -> Any:
+def first_env(table: LaneTable, limit: AbstractContextManager[None] | None = None) -> Any:
     """Return the creator's result for env 0, built within `limit`. Stores the context in the table."""
     creator, context = find_creator(table.config.env), table.new_context(0)
     calls = table.totals.calls
@@ -112,7 +80,7 @@ def _first_env(table: LaneTable, limit: AbstractContextManager[None] | None = No
         return creator(context)
 
 
-def _check_batch_wait(config: EnvRunnerConfig, *, has_own_driver: bool) -> None:
+def check_batch_wait(config: EnvRunnerConfig, *, has_own_driver: bool) -> None:
     """Raise `ConfigError` if a batch wait is set for envs of this process: these step one after the other."""
     if config.remote_env_batch_wait_ms is not None and not has_own_driver:
         message = "is for envs in processes and external ones; leave it out, or take env_placement = 'process'"

@@ -1,7 +1,7 @@
 """The protocol between a sampler and the steps that it has not cut yet.
 
-One agent's steps are kept by lane (`lane_steps.py`), those of several agents by seat (`seat_steps.py`). For both kinds,
-the sampler decides when episodes begin and end, and tells callbacks.
+One agent's steps are kept by lane (`lane_steps.py`), those of several agents by seat (`agents/seat_steps.py`). For both
+kinds, the sampler decides when episodes begin and end, and tells callbacks.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ def _check_modules(
 ) -> None:
     """Build each module as workers do, let it act once, and build it as the learner does. Raises `ModuleError`."""
     from headrace.learner_stub.reference.policy_builder import build_policies
-    from headrace.workers.modules.protocol import build_module
     from headrace.workers.policy.batch_columns import PolicyColumns
+    from headrace.workers.policy.module_protocol import build_module
 
     trained = config.learner.policies_to_train
     for module_id, policy in policies.items():

@@ -23,9 +23,11 @@ from headrace.workers.envs.checks import own_info
 from headrace.workers.envs.error_text import brief
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
+from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.native.infos import lanes_of_rows
 from headrace.workers.envs.native.kinds import Seeding, seeding_of
 from headrace.workers.envs.native.lanes import NativeLanes
+from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.native.vector_step import VectorStep, bad_rewards, read_step
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.pace import Pace
@@ -37,6 +39,11 @@ def is_partial(env: Any) -> bool:
     """Return whether `env` is an EnvPool, without a wrapper, that answers for a part of its envs at a time."""
     is_pool = seeding_of(env) is Seeding.NONE and env is env.unwrapped
     return is_pool and env.config["batch_size"] < env.num_envs
+
+
+def open_native(table: LaneTable, first: Any = None) -> NativeLanes:
+    """Return the driver of a native vector: of `first`, which its creator has built, or of one to build later."""
+    return PartialNativeVector(table, first) if first is not None and is_partial(first) else NativeVector(table, first)
 
 
 class PartialNativeVector(NativeLanes):

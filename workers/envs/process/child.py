@@ -36,6 +36,8 @@ _RSS_EVERY_S = 0.05
 
 SOLO_CHILD = "headrace.workers.envs.process.child"
 """The module that a process of envs of one agent runs."""
+AGENTS_CHILD = "headrace.workers.agents.env_process"
+"""The module that a process of envs of several agents runs."""
 
 
 def main(build_env: BuildEnv) -> NoReturn:

@@ -1,16 +1,21 @@
-"""The buffers of one module's seats. An action's step is complete when its agent observes again."""
+"""The buffers of one module's seats, and their cut. An action's step is complete when its agent observes again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.spaces import Spaces
+from headrace.workers.agents.episodes import AgentEpisode
 from headrace.workers.envs.lane import Episode
+from headrace.workers.sampling.cutting import Marker, Stamp, cut
 from headrace.workers.sampling.episode_view import OpenRows
-from headrace.workers.sampling.fragment import Fragment, Rows
+from headrace.workers.sampling.fragment import Fragment, OpenChunk, Rows
 
 
 class SeatFragment(Fragment):
@@ -51,3 +56,28 @@ class SeatFragment(Fragment):
             return None
         stop = self._stop(chunk)
         return OpenRows(self.columns, self._observations, chunk.infos, row, chunk.start, stop, pending)
+
+
+def cut_seats(
+    fragment: SeatFragment,
+    chunks: Sequence[OpenChunk],
+    markers: Sequence[Marker],
+    spaces: Spaces,
+    stamp: Stamp,
+    module_id: str,
+) -> ChunkBatch:
+    """Return the batch as `cutting.cut` does, with the agent of each chunk.
+
+    A chunk's `t_start` is the env step of its first row. Its length counts the agent's own steps.
+    """
+    batch = cut(fragment, chunks, markers, spaces, stamp)
+    parts: list[OpenChunk | Marker] = [*chunks, *markers]
+    episodes = [cast(AgentEpisode, part.episode) for part in parts]
+    names = {name: i for i, name in enumerate(dict.fromkeys(episode.agent for episode in episodes))}
+    batch.table["agent"] = [names[episode.agent] for episode in episodes]
+    env_t, offsets = batch.columns["env_t"], batch.offsets
+    first, last = env_t[offsets[: len(chunks)]], env_t[offsets[1 : len(chunks) + 1] - 1]
+    batch.table["t_start"] = [*first.tolist(), *(episode.t_end for episode in episodes[len(chunks) :])]
+    for episode, t in zip(episodes, last.tolist(), strict=False):
+        episode.t_end = t + 1
+    return replace(batch, agents=list(names), modules=(module_id,))

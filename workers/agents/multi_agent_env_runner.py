@@ -9,20 +9,20 @@ import gymnasium as gym
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import missing_env_error
+from headrace.workers.agents.agent_views import MultiAgentEpisodeView
 from headrace.workers.agents.episodes import MultiAgentEpisode
+from headrace.workers.agents.opening_agents import open_agents
+from headrace.workers.agents.seat_steps import SeatSteps
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import external
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import ModuleIdNames
-from headrace.workers.sampling.agent_views import MultiAgentEpisodeView
 from headrace.workers.sampling.cutting import Stamp
 from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.module_batches import ModuleBatches
-from headrace.workers.sampling.opening import open_agents
 from headrace.workers.sampling.sampler import Sampler
-from headrace.workers.sampling.seat_steps import SeatSteps
 
 
 class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from headrace.schemas.accounts.ledger import Discard
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.agents.seat_fragment import SeatFragment
 from headrace.workers.sampling.cutting import Marker
 from headrace.workers.sampling.fragment import OpenChunk
-from headrace.workers.sampling.seat_fragment import SeatFragment
 
 
 @dataclass(slots=True)

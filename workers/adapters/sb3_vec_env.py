@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from headrace.schemas.errors import ConfigError
+from headrace.workers.adapters.gym_vector_env import GymVectorEnv
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.runner.gym_vector_env import GymVectorEnv
 
 
 class SB3VecEnv(VecEnv):

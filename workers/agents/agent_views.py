@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
+from headrace.workers.agents.seat_fragment import SeatFragment
 from headrace.workers.sampling.episode_view import AnyEpisodeView, EpisodeView
-from headrace.workers.sampling.seat_fragment import SeatFragment
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Loggers of services: TensorBoard, Weights & Biases, MLflow."""

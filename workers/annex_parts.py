@@ -1,0 +1,22 @@
+"""The parts of annexes that sampling finds by name, each when it needs the part. The main house imports no annex."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+_PARTS: Mapping[str, str] = {
+    "MultiAgentEnvRunner": "headrace.workers.agents.multi_agent_env_runner",
+    "RemotePlacement": "headrace.workers.envs.remote.placement",
+    "adapted_agents": "headrace.workers.agents.opening_agents",
+    "limited_construction": "headrace.workers.envs.native.processes",
+    "open_native": "headrace.workers.envs.native.partial",
+    "problem_of_kind": "headrace.workers.agents.packing",
+}
+"""Functions and classes, and their modules."""
+
+
+def part(name: str) -> Any:
+    """Import and return the function or class of an annex. Its docstring says what it takes."""
+    return resolve_name(f"{_PARTS[name]}:{name}")
