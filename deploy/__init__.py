@@ -11,12 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.deploy.run.saved_policy import load_policy as load_policy
-    from headrace.workers.policy.trained_policy import TrainedPolicy as TrainedPolicy
+    from headrace.deploy.trained.saved_policy import load_policy as load_policy
+    from headrace.workers.trained.trained_policy import TrainedPolicy as TrainedPolicy
 
 _HOMES = {
-    "TrainedPolicy": "headrace.workers.policy.trained_policy",
-    "load_policy": "headrace.deploy.run.saved_policy",
+    "TrainedPolicy": "headrace.workers.trained.trained_policy",
+    "load_policy": "headrace.deploy.trained.saved_policy",
 }
 
 __all__ = ["TrainedPolicy", "load_policy"]

@@ -60,7 +60,7 @@ NAMES_BECOME_CODE = {
     "deploy/command/cli.py": "the tables of deploy/run/annexes.py",
     "deploy/run/annexes.py": "its own tables",
     "deploy/run/named_code.py": "a name that the user has allowed",
-    "deploy/run/policy_spaces.py": CONFIG,
+    "deploy/trained/policy_spaces.py": CONFIG,
     "deploy/annexes/doctor/start_check.py": CONFIG,
     "learner_stub/reference/policy_builder.py": CONFIG,
     "learner_stub/streaming/connector_merger.py": CONFIG,
@@ -78,9 +78,9 @@ NAMES_BECOME_CODE = {
     "workers/external/lanes.py": CONFIG,
     "workers/envs/video.py": "`env` in the user's env_config",
     "workers/policy/policies.py": CONFIG,
-    "workers/policy/trained_policy.py": CONFIG,
+    "workers/trained/trained_policy.py": CONFIG,
     "workers/runner/env_runner.py": CONFIG,
-    "workers/sampling/opening.py": CONFIG,
+    "workers/annex_parts.py": "its own table",
     "workers/serving/served_env.py": CONFIG,
 }
 """The files in which a name becomes code, by any of `LOADERS`, and where the name is from."""

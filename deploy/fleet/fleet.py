@@ -38,6 +38,7 @@ from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
 from headrace.deploy.report.progress import STALE_S
 from headrace.deploy.run.annexes import part
+from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.goal import RunNumbers, steps_at_start
 from headrace.deploy.run.ports import (
@@ -53,7 +54,6 @@ from headrace.deploy.run.redis_server import check_url, prepare_redis, told_of_c
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.deploy.run.resume import write_settings
 from headrace.deploy.run.run_dir import RunDir
-from headrace.deploy.run.saved_policy import NEWEST_FILE
 from headrace.deploy.run.seal import write_sealed
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES

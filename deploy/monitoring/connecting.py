@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from headrace.deploy.report.progress import number
-from headrace.deploy.run.saved_policy import NEWEST_FILE
+from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.config_loading import known_keys

@@ -19,9 +19,9 @@ from headrace.broker.files.books_file import BooksFile
 from headrace.broker.files.lifetime_file import Lifetime, LifetimeFile
 from headrace.deploy.process.recorders import Life, covers, is_written_to, recorders_in
 from headrace.deploy.report.run_facts import keepers_that_failed
+from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import read_told
-from headrace.deploy.run.saved_policy import NEWEST_FILE
 from headrace.deploy.run.several_brokers import learner_dir
 from headrace.learner_stub.checkpoints.checkpoint import decode_checkpoint
 from headrace.schemas.accounts.folded_lives import FoldedLives

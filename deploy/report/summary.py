@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.deploy.report.progress import name_restarts
+from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.goal import RunNumbers
-from headrace.deploy.run.saved_policy import NEWEST_FILE
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.settings.config import FleetConfig

@@ -16,9 +16,9 @@ from typing import Any
 
 import orjson
 
+from headrace.deploy.run.checkpoint_facts import NEWEST_FILE, counts_of
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import RUNS, RunDir
-from headrace.deploy.run.saved_policy import NEWEST_FILE, counts_of
 from headrace.schemas.basics.run_files import read_regular, regular
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.frames.safetensors import LONGEST_HEADER

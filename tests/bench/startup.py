@@ -23,10 +23,10 @@ from pathlib import Path
 
 from bench.table import Row
 from headrace.deploy.process.recorders import recorder_path
+from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.fleet_file import ProcessEntry, read_fleet_file
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.deploy.run.resume import read_told
-from headrace.deploy.run.saved_policy import NEWEST_FILE
 from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.errors import RedisUnavailableError, RunDirError
 

@@ -20,8 +20,8 @@ from headrace.deploy.fleet import check_process
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
-from headrace.deploy.run.policy_spaces import built_env
 from headrace.deploy.run.run_dir import RunDir
+from headrace.deploy.trained.policy_spaces import built_env
 from headrace.schemas.errors import EnvError, ExitCode, HeadraceError, UnknownEnvError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config

@@ -36,7 +36,7 @@ from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.goal import Goal
 from headrace.deploy.run.redis_server import prepare_redis, wait_ready
 from headrace.deploy.run.redis_view import FleetView
-from headrace.deploy.run.saved_policy import find_policy
+from headrace.deploy.trained.saved_policy import find_policy
 from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, Checkpoint, save_checkpoint
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.folded_lives import fold

@@ -40,7 +40,7 @@ from headrace.deploy.run.fleet_file import FleetFile, continue_fleet, read_addre
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import EarlierRun, read_facts, write_settings
 from headrace.deploy.run.run_dir import RunDir
-from headrace.deploy.run.saved_policy import find_policy
+from headrace.deploy.trained.saved_policy import find_policy
 from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.checkpoints.learner_state import LearnerState
 from headrace.learner_stub.link.fleet_place import keys_folder

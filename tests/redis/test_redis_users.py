@@ -27,7 +27,7 @@ from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.redis_users import apply, make_users
 from headrace.deploy.run.redis_view import FleetView
-from headrace.deploy.run.saved_policy import find_policy
+from headrace.deploy.trained.saved_policy import find_policy
 from headrace.schemas.accounts.redis_keys import TOTALS, WORKERS, key_name
 from headrace.schemas.errors import ConfigError, KeysError, RedisUnavailableError
 from headrace.schemas.settings.config import RedisSection

@@ -28,7 +28,7 @@ from headrace.workers.connectors import (
 )
 from headrace.workers.connectors.vector_connectors import join_states
 from headrace.workers.envs.spaces import convert
-from headrace.workers.policy.trained_policy import TrainedPolicy
+from headrace.workers.trained.trained_policy import TrainedPolicy
 from support.raw_zmtp import memory_of
 from support.runners.recurrent import LSTM, REMEMBERING
 

@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from headrace.deploy.run.policy_spaces import BuiltEnv
+from headrace.deploy.trained.policy_spaces import BuiltEnv
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvError, words_of

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace.deploy.annexes.doctor.env_trial import try_env
-from headrace.deploy.run.policy_spaces import built_env
+from headrace.deploy.trained.policy_spaces import built_env
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces, leaf_size, leaves
 from headrace.schemas.errors import ConfigError, ModuleError

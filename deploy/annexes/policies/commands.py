@@ -110,9 +110,9 @@ def export(
     The file is tried with random observations before it is kept.
     """
     from headrace.deploy.fleet.roles import no_exit_from
-    from headrace.deploy.run.saved_policy import build_policy, resolve_policy
     from headrace.deploy.terminal.logs import Identity, set_up_logging
     from headrace.deploy.terminal.std_streams import ignore_closed_reader
+    from headrace.deploy.trained.saved_policy import build_policy, resolve_policy
     from headrace.schemas.errors import EnvError
 
     set_up_logging(Identity("", "export"))

@@ -16,9 +16,9 @@ import typer
 
 from headrace.deploy.fleet.roles import no_exit_from
 from headrace.deploy.run.options import Asked
-from headrace.deploy.run.saved_policy import ResolvedPolicy, Which, resolve_policy, resolve_settings
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
+from headrace.deploy.trained.saved_policy import ResolvedPolicy, Which, resolve_policy, resolve_settings
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConfigError, ConnectorError, EnvError, ExitCode, ModuleError, RunDirError
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings
+from headrace.deploy.run.checkpoint_facts import BEST_FILE, NEWEST_FILE, counts_of
 from headrace.deploy.run.evaluation_log import EvaluationLog, describe
-from headrace.deploy.run.saved_policy import BEST_FILE, NEWEST_FILE, counts_of
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, hold_checkpoint, keep_best, published_arrays
 from headrace.schemas.errors import CheckpointError, writing
 from headrace.schemas.settings.config import FleetConfig

@@ -11,9 +11,9 @@ import orjson
 from headrace.deploy.fleet.roles import no_exit_from
 from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.run.options import Asked, chosen_run
-from headrace.deploy.run.saved_policy import ResolvedPolicy, resolve_policy
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
+from headrace.deploy.trained.saved_policy import ResolvedPolicy, resolve_policy
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.errors import ConnectorError, EnvError, ModuleError
 

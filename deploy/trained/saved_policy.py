@@ -2,13 +2,12 @@
 
 The settings name code that is built: env, module, connectors. Only `resolve_settings` decides which settings to trust:
 the file beside the checkpoint, or another file that the caller names, overridden by the caller's single settings.
-`named_code.py` decides which code a file beside the checkpoint may name.
+`run/named_code.py` decides which code a file beside the checkpoint may name.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +17,11 @@ from numpy.typing import NDArray
 
 from headrace.broker.redis.blob import weights_in
 from headrace.broker.redis.client import REDIS_FAILURES, connect, unusable
+from headrace.deploy.run.checkpoint_facts import BEST_FILE, NEWEST_FILE, counts_of, mean_return_of
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.named_code import resolve_found
 from headrace.deploy.run.options import Asked, describe_origin, named_redis
-from headrace.schemas.basics.bounds import MOST_COUNT, Version
+from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import (
     CheckpointError,
@@ -38,14 +38,13 @@ from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.redis_url import without_password
 
 if TYPE_CHECKING:  # torch takes a second or two
-    from headrace.workers.policy.trained_policy import TrainedPolicy
+    from headrace.workers.trained.trained_policy import TrainedPolicy
 
 log = logging.getLogger("headrace.deploy")
 
 Which = Literal["newest", "best"]
 """Name of a checkpoint in a run directory: the newest, or the best so far."""
 
-NEWEST_FILE, BEST_FILE = "learner.checkpoint", "best.checkpoint"
 _FILES: dict[Which, str] = {"newest": NEWEST_FILE, "best": BEST_FILE}
 _READ_TIMEOUT_S = 10.0
 _ADVICE = "name a run directory, a learner.checkpoint, or redis://HOST:PORT with --fleet-id"
@@ -121,9 +120,9 @@ def load_policy(
 
 def build_policy(found: ResolvedPolicy, spaces: Any = None, seed: int | None = None) -> TrainedPolicy:
     """Build a policy that was found; see `load_policy`."""
-    from headrace.deploy.run.policy_spaces import given_spaces, spaces_of_env
+    from headrace.deploy.trained.policy_spaces import given_spaces, spaces_of_env
     from headrace.workers.config import runner_config
-    from headrace.workers.policy.trained_policy import TrainedPolicy
+    from headrace.workers.trained.trained_policy import TrainedPolicy
 
     own = runner_config(found.config)
     by_module, agents = spaces_of_env(own) if spaces is None else given_spaces(own, spaces)
@@ -237,37 +236,6 @@ def _of_file(path: Path) -> SavedPolicy:
         facts.append(f"mean return {mean:.2f}")
     source = f"{path} ({', '.join(facts)})"
     return SavedPolicy(published_arrays(saved.arrays), (saved.epoch, counts.updates), source)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingCounts:
-    """The progress of a checkpoint's training; steps are agent steps."""
-
-    updates: int = 0
-    steps: int = 0
-
-
-def counts_of(state: Mapping[str, Any]) -> TrainingCounts:
-    """Return the counts of a learner of one policy, or of several, which update together and share the steps.
-
-    A number that is no count is left out.
-    """
-    modules = state.get("modules")
-    own = [one for one in (modules.values() if isinstance(modules, dict) else [state]) if isinstance(one, dict)]
-    updates, steps = (
-        [count for one in own if type(count := one.get(name)) is int and 0 <= count <= MOST_COUNT]
-        for name in ("updates", "steps")
-    )
-    return TrainingCounts(max(updates, default=0), sum(steps))
-
-
-def mean_return_of(state: Mapping[str, Any]) -> float | None:
-    """Return the mean of the newest returns in a checkpoint of the reference learner, of one policy; else None."""
-    returns = state.get("recent_returns")
-    if not isinstance(returns, list) or not returns or not all(isinstance(one, int | float) for one in returns):
-        return None
-    mean = sum(returns) / len(returns)
-    return mean if math.isfinite(mean) else None
 
 
 def _of_run_dir(folder: Path) -> SavedPolicy:

@@ -20,11 +20,11 @@ from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.bounds import holds, whole_array
 from headrace.workers.envs.observations import Observations
 from headrace.workers.policy.acting_module import ActingModule
-from headrace.workers.policy.export import ExportedFile, export_policy
 from headrace.workers.policy.module_protocol import build_module, weights_bounded
 from headrace.workers.policy.module_weights import weights_by_module, write_weights
 from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.policy.policies import NO_EPISODE, Policies
+from headrace.workers.trained.export import ExportedFile, export_policy
 
 Columns = Mapping[str, NDArray[Any]]
 _Key = tuple[Any, str]

@@ -1,0 +1,1 @@
+"""Trained policies of runs: found, checked against the settings, and built."""

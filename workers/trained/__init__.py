@@ -1,0 +1,1 @@
+"""A trained policy for use in other programs, and its export."""
