@@ -51,6 +51,7 @@ class InlineAgents:
     on_failure: Callable[[Lane, Failure], None] | None = None
     on_wait: Callable[[], None] | None = None
     replies_at_once = True
+    has_processes = False
     env_hosts = None
 
     def __init__(self, table: LaneTable, seating: Seating, first: Any = None) -> None:

@@ -65,6 +65,10 @@ class LaneDriver(Protocol):
         """Return whether `poll` steps envs in this process, and does not wait for others."""
 
     @property
+    def has_processes(self) -> bool:
+        """Return whether envs are in other processes, or on other hosts."""
+
+    @property
     def env_hosts(self) -> EnvHostsHere | None:
         """Return how many env hosts are connected, and how many all lanes need; None for envs elsewhere."""
 

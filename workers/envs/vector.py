@@ -139,6 +139,11 @@ class EnvVector:
         return not self._recovery.are_all_up
 
     @property
+    def has_processes(self) -> bool:
+        """Return whether envs are in other processes, or on other hosts."""
+        return not self.replies_at_once
+
+    @property
     def env_hosts(self) -> EnvHostsHere | None:
         """Return how many env hosts are connected, and how many all lanes need; None for envs elsewhere."""
         return self._backend.env_hosts if self._backend is not None else None

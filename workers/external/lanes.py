@@ -50,6 +50,7 @@ class ExternalLanes(ABC):
     on_failure: Callable[[Lane, Failure], None] | None = None
     on_wait: Callable[[], None] | None = None
     replies_at_once = False
+    has_processes = False
     env_hosts = None
     episodes: Any
     """The table of the episodes."""

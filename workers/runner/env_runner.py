@@ -357,6 +357,8 @@ class EnvRunner(ABC, Generic[Batch]):
             raise HeadraceError("this runner was stopped and has closed its envs; make_env() rebuilds them")
         if not mode.random_actions:
             self._check_can_act()
+        if sampler.needs_rebuild:
+            self.make_env()
         self.totals.timers.begin_sample()
         with self.totals.timers.budget.spent_on(SAMPLING):
             sampler.begin(mode, capacity, force_reset=force_reset, on_wait=on_wait)

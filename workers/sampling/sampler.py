@@ -10,6 +10,7 @@ from typing import Any, Generic
 
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.errors import HeadraceError
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.driver import LaneDriver
@@ -50,6 +51,10 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         self.envs = envs
         self.steps = steps
         self.needs_reset = True
+        self.needs_rebuild = False
+        """True once a signal's handler has raised while envs in processes were called: their answers may be lost."""
+        self._is_taking = False
+        """True while a poll's outcome is taken: some lanes may have steps that are recorded nowhere yet."""
         if external_wait is not None:
             totals.timers.budget.env_part = OTHER
         self._external_wait = external_wait
@@ -157,11 +162,17 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         return self.envs.env_hosts is not None and not self.envs.env_hosts.connected
 
     def _clear_up(self, error: BaseException) -> None:
-        """Discard the open steps that `error` spoilt, because only some lanes were stepped before it."""
+        """Discard the open steps that `error` spoilt, because only some lanes were stepped before it.
+
+        A signal's handler may raise anywhere, as Ctrl-C does in a notebook.
+        """
+        taking, self._is_taking = self._is_taking, False
+        cut_off = not isinstance(error, Exception) or (taking and not isinstance(error, HeadraceError))
         if isinstance(error, PolicyMappingError):
             self.abandon(Discard.RESET)
-        elif self.steps.is_spoilt_by(error):
+        elif self.steps.is_spoilt_by(error) or cut_off:
             self._drop_steps()
+        self.needs_rebuild = self.needs_rebuild or (cut_off and self.envs.has_processes)
 
     def _prepare(self, on_wait: Callable[[], None] | None) -> None:
         """Rebuild the failed envs that are due, and fail those that cannot act, until there are none."""
@@ -182,8 +193,10 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
 
     def _take(self, stop_at_episodes: int | None) -> None:
         steps, events = self.steps, self._events
+        self._is_taking = True
         outcome = steps.take()
         if outcome is None:
+            self._is_taking = False
             return
         steps.count(outcome)
         for failure in outcome.failures:
@@ -196,6 +209,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         steps.end(outcome)
         if over:
             self._end_episodes(over, stop_at_episodes)
+        self._is_taking = False
         if over or outcome.failures or outcome.begun:
             self._start_episodes(self._try_restart)
 
@@ -291,6 +305,7 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
         """Rebuild all envs. Open steps are lost, because the spaces may differ."""
         self._drop_steps()
         self.steps.rebuild(config)
+        self.needs_rebuild = False
 
     def close(self) -> None:
         """Close all envs."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -138,3 +142,24 @@ class NestedCounting(Counting):
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, _ = super().step(action)
         return observation, reward, terminated, truncated, {"t": self.t} if self.t % 3 == 0 else {}
+
+
+class Interrupting(Counting):
+    """Env 1 sends SIGINT to process `config["pid"]` in its fourth step, once: the file `config["once"]` says that."""
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        if self.index == 1 and self.t == 3 and not Path(self.config["once"]).exists():
+            Path(self.config["once"]).touch()
+            os.kill(self.config["pid"], signal.SIGINT)
+        return super().step(action)
+
+
+def interrupting_vector(kind: Any, config: Any) -> Any:
+    """A vector of gymnasium's, with four `Interrupting`."""
+
+    def build(index: int) -> Interrupting:
+        env = Interrupting(dict(config))
+        env.index = index
+        return env
+
+    return kind([partial(build, index) for index in range(4)])

@@ -177,6 +177,11 @@ class NativeLanes(ABC):
         return set()
 
     @property
+    def has_processes(self) -> bool:
+        """Return whether the vector has processes."""
+        return self._watchdog is not None
+
+    @property
     def repairing(self) -> bool:
         """Return whether the vector waits to be built again."""
         return self._env is None
