@@ -164,9 +164,9 @@ def test_a_learner_that_is_gone_slow_or_commits_nothing_and_a_full_window(tmp_pa
             assert since(stalls.until(("learner_slow", "learner"))["learner_slow"], 10)
             assert since(stalls.until(("no_commits", "learner"))["no_commits"], 60)
             learner.tell("take")
-            learner.tell("commit")
+            learner.tell("train")  # it commits again and again, so no finding comes while the commands look
             stalls.until()
-        slow = frozenset((("learner_slow", "learner"),))  # before its end is reported: it took nothing since the commit
+        slow = frozenset((("learner_slow", "learner"),))  # before its end is reported: it takes nothing any more
         found = stalls.until(("no_learner", "learner"), between=slow)["no_learner"]
         assert since(found, 10)
         assert found["command"] == "python -m support.fleets.told_learner"
