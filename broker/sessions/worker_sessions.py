@@ -11,11 +11,10 @@ from typing import Any
 
 from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import OTHER_GROUP, SlotOwners, of_group
+from headrace.broker.batches.slot_owners import OTHER_GROUP, NewLives, SlotOwners, of_group
 from headrace.broker.batches.source import Peer, Source, StoredBatch
 from headrace.broker.sessions.acknowledgements import Acknowledgements
 from headrace.broker.sessions.claims import flat_counters
-from headrace.broker.sessions.new_lives import NewLives
 from headrace.broker.sessions.outbox import Outbox
 from headrace.broker.sessions.waiting_ends import Life, WaitingEnds
 from headrace.schemas.accounts.ledger import Discard, Drop
