@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.limits import BrokerLimits
-from headrace.broker.batches.source import Source, StoredBatch
+from headrace.broker.batches.source import Source
 from headrace.broker.sessions.outbox import Outbox
 from headrace.schemas.basics.bounds import MOST_COUNT, WINDOW
 from headrace.schemas.messages import Ack
@@ -104,41 +104,12 @@ class Acknowledgements:
         """
         if source.ended:
             return source.accepted
-        if self._makes_room:
+        if self._store.makes_room:
             batches = _MOST_CREDIT
         else:
             limits, share = self._limits, max(1, workers)
-            batches = max(0, self._room) // share // (source.batch_bytes or limits.max_batch_bytes)
+            batches = max(0, self._store.room) // share // (source.batch_bytes or limits.max_batch_bytes)
             if limits.max_held_batches is not None:
                 batches = min(batches, max(0, limits.max_held_batches - self._store.batches) // share)
-            batches = max(min(batches, _MOST_CREDIT), 0 if source.held or not self._takes_one else 1)
+            batches = max(min(batches, _MOST_CREDIT), 0 if source.held or not self._store.takes_one else 1)
         return max(source.accepted, min(source.accepted + batches, source.settled.seq + WINDOW))
-
-    def excess(self, source: Source, held: StoredBatch) -> tuple[str, str] | None:
-        """Return code and sentence of a refusal if the next batch of a worker is more than the broker takes; else None.
-
-        Credit counts batches, and is told to all workers before their batches come and their size is known. So the
-        broker also takes none once it is full (`no_room`): it holds one batch more than `max_held_bytes` at most. That
-        happens to honest workers, which send the batch again once there is room. No honest one is `beyond_credit`.
-        """
-        most = min(source.credit, source.settled.seq + WINDOW)
-        if held.seq > most:
-            return "beyond_credit", f"batch {held.seq}, where credit allows batch {most}"
-        if not held.nbytes or self._room > 0 or self._makes_room or (self._takes_one and not source.held):
-            return None
-        source.batch_bytes = max(source.batch_bytes, held.nbytes)
-        return "no_room", f"a batch of {held.nbytes} bytes, where as many are held as max_held_bytes allows"
-
-    @property
-    def _room(self) -> int:
-        return self._limits.max_held_bytes - self._store.nbytes
-
-    @property
-    def _takes_one(self) -> bool:
-        """True if a worker of which no batch is held may send one. Rounds must go on: learners take slots in order."""
-        return self._room > 0 or self._store.rounds.active
-
-    @property
-    def _makes_room(self) -> bool:
-        """True if the broker drops the oldest batch where one does not fit."""
-        return self._limits.overflow == "drop_oldest" and self._store.is_reconciled

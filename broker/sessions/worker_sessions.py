@@ -369,11 +369,10 @@ class WorkerSessions:
         if held.seq != source.accepted + 1:
             return False
         self._hear(source, now)
-        if excess := self._acks.excess(source, held):
+        if excess := self._store.excess(source, held):
             self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", *excess)
             return False
-        self._store.accept(source, held, told.totals)
-        source.figures.stepped(source.steps, now)
+        self._store.accept(source, held, told)
         return True
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
@@ -517,10 +516,6 @@ class WorkerSessions:
             final=True,
         )
         self._outbox.send(peer, ack)
-
-    def name_of(self, peer: Peer) -> str:
-        """Return the name of a peer that is a supervisor; "" for any other."""
-        return "a supervisor" if peer in self.supervisors else ""
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
