@@ -69,6 +69,12 @@ def measure(annexes: dict[str, list[str]]) -> Figures:
         "rooms": {room(path) for path in sources},
         "arrows between rooms": {f"{a} -> {b}" for a, b in arrows if a != b},
         "pairs of rooms that import each other": {f"{a} <-> {b}" for a, b in arrows if a < b and (b, a) in arrows},
+        "imports of annexes by the main house": {
+            f"{path} -> {other}"
+            for path, others in imports.items()
+            for other in others
+            if not path.endswith("__init__.py") and not annex(path, annexes) and annex(other, annexes)
+        },
         "circles of imports": {" <-> ".join(sorted(group)) for group in circles(imports)},
         "class names that stand twice": repeated(node.name for node in classes if not node.name.startswith("_")),
         "file names that stand twice": repeated(Path(path).name for path in sources if not path.endswith("__.py")),
@@ -95,9 +101,14 @@ def lines_of_parts(sources: dict[str, str], annexes: dict[str, list[str]]) -> di
     """Return the lines of the main house and of each annex."""
     found = dict.fromkeys(("main house", *annexes), 0)
     for path, text in sources.items():
-        homes = (name for name, folders in annexes.items() if path.startswith(tuple(f"{each}/" for each in folders)))
-        found[next(homes, "main house")] += lines(text)
+        found[annex(path, annexes) or "main house"] += lines(text)
     return found
+
+
+def annex(path: str, annexes: dict[str, list[str]]) -> str:
+    """Return the annex of a file; "" for the main house."""
+    homes = (name for name, folders in annexes.items() if path.startswith(tuple(f"{each}/" for each in folders)))
+    return next(homes, "")
 
 
 def room(path: str) -> str:

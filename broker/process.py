@@ -76,6 +76,7 @@ from headrace.schemas.peers import sockets
 from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.descriptors import source_of
+from headrace.schemas.peers.heartbeat_interval import least_interval
 from headrace.schemas.peers.port_watch import PortWatch
 from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import BrokerSection, FleetConfig
@@ -179,11 +180,10 @@ def _limits_of(fleet: FleetConfig, max_env_steps: int | None) -> BrokerLimits:
         max_batch_bytes=config.max_batch_bytes,
         max_held_bytes=config.max_held_bytes,
         max_held_batches=config.max_held_batches,
-        max_held_age_s=config.max_held_age_s,
         overflow=config.overflow,
         max_staleness=config.staleness_bound(),
         lease_s=config.lease_s,
-        heartbeat_interval_s=config.heartbeat_interval_s,
+        heartbeat_interval_s=least_interval(config.lease_s),
         synchronous=fleet.sampling.synchronous,
         workers=fleet.fleet.workers,
         max_env_steps=max_env_steps,

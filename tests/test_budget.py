@@ -14,18 +14,20 @@ from support.waiting import TIMEOUT_S
 PRODUCT = {
     "schemas/errors.py": "class FleetError(Exception): ...\nclass LostError(FleetError): ...\n",
     "broker/store/held.py": "from headrace.broker.ports.sockets import Sockets\nclass Batch: ...\n",
-    "broker/ports/sockets.py": "class Sockets: ...\ndef held():\n    from headrace.broker.store import held\n",
+    "broker/ports/sockets.py": "class Sockets: ...\ndef held():\n    from headrace.broker.store import held\n"
+    "    import headrace.deploy.watch.page\n",
     "deploy/watch/page.py": "import headrace.schemas.errors\n\nclass Batch: ...\n",
     "README.md": "Six words are in this page.\n<!-- generated: commands -->\nmany more\n<!-- end of generated -->\n",
     "pyproject.toml": '[project]\ndependencies = ["numpy", "pyzmq"]\n',
     ".ci/budget.toml": "[most]\n{most}\n[lines]\n[annexes]\nwatch = ['deploy/watch']\n",
 }
 COUNTED = {
-    "lines of main house": 7,
+    "lines of main house": 8,
     "lines of watch": 3,
     "rooms": 4,
-    "arrows between rooms": 3,
+    "arrows between rooms": 4,
     "pairs of rooms that import each other": 1,
+    "imports of annexes by the main house": 1,
     "circles of imports": 1,
     "class names that stand twice": 1,
     "error classes": 2,

@@ -33,7 +33,15 @@ CALLS = {
     *("pandas.read_pickle", "multiprocessing.Pipe", "multiprocessing.Queue", "os.system", "os.popen"),
 }
 LOADERS = {
-    *("import_module", "run_module", "run_path", "find_loader", "exec_module", "spec_from_file_location"),
+    *(
+        "import_module",
+        "resolve_name",
+        "run_module",
+        "run_path",
+        "find_loader",
+        "exec_module",
+        "spec_from_file_location",
+    ),
     *("load_object", "load_factory", "build_piece", "build_connector", "find_creator", "gym_spec", "build_module"),
 }
 """Functions that return code for a name: those of the standard library, and our own, which call them."""
@@ -46,18 +54,22 @@ NAMES_BECOME_CODE = {
     "learner_stub/__init__.py": "its own public names, loaded when asked for",
     "deploy/loggers/opening.py": CONFIG,
     "deploy/__init__.py": "its own public names, loaded when asked for",
-    "deploy/chaos/truth.py": CONFIG,
-    "deploy/doctor/software.py": "the names of our dependencies",
-    "deploy/policies/episode_video.py": CONFIG,
+    "deploy/annexes/chaos/truth.py": CONFIG,
+    "deploy/annexes/doctor/software.py": "the names of our dependencies",
+    "deploy/annexes/policies/episode_video.py": CONFIG,
+    "deploy/command/cli.py": "the tables of deploy/run/annexes.py",
+    "deploy/run/annexes.py": "its own tables",
     "deploy/run/named_code.py": "a name that the user has allowed",
     "deploy/run/policy_spaces.py": CONFIG,
-    "deploy/policies/start_check.py": CONFIG,
+    "deploy/annexes/doctor/start_check.py": CONFIG,
     "learner_stub/reference/policy_builder.py": CONFIG,
     "learner_stub/streaming/connector_merger.py": CONFIG,
     "learner_stub/rollouts/module.py": CONFIG,
     "workers/callbacks.py": CONFIG,
     "workers/connectors/connector.py": CONFIG,
     "workers/connectors/pipeline.py": CONFIG,
+    "workers/envs/driver.py": "the driver that the class of a user's env names",
+    "workers/fleet/client_port.py": "its own name of the policy server",
     "workers/envs/inline.py": CONFIG,
     "workers/envs/mujoco_warnings.py": "MuJoCo, as whoever imports it would get it",
     "workers/envs/native/creators.py": CONFIG,
@@ -74,7 +86,7 @@ NAMES_BECOME_CODE = {
 """The files in which a name becomes code, by any of `LOADERS`, and where the name is from."""
 
 
-ARRAY_FILES = {"deploy/ray/rllib_policy.py": "a file of arrays that the user's settings name"}
+ARRAY_FILES = {"deploy/annexes/ray/rllib_policy.py": "a file of arrays that the user's settings name"}
 """The files that read .npz files of numpy. Such a file may hold a pickle, which numpy reads only if it is allowed."""
 
 

@@ -86,7 +86,14 @@ def test_the_wheel_holds_every_module_and_data_file(root: Path, wheel: Path, pro
     wanted |= {"py.typed", "deploy/clients/http_client.c", "deploy/clients/http_client.mjs"}
     own = ("ssh/*", "systemd/*.service", "systemd/*/*.conf", "skypilot/*.yaml", "slurm/*.sbatch", "slurm/*.sh")
     own += ("container/*", "kubernetes/*/*")
-    for pattern in ("recipes/*.toml", "prometheus/*.yml", "grafana/*.json", "monitoring/page/assets/*", *own):
+    for pattern in (
+        "recipes/*.toml",
+        "prometheus/*.yml",
+        "grafana/*.json",
+        "annexes/watch/page/assets/*",
+        "annexes/watch/report/*.js",
+        *own,
+    ):
         files = [path for path in (root / "deploy").glob(pattern) if path.is_file()]
         wanted |= {path.relative_to(root).as_posix() for path in files}
     wanted = {path.removeprefix("deploy/root_package/") for path in wanted}

@@ -18,7 +18,7 @@ All arguments are passed by keyword. Each event also has the common ones: `env_r
 first, in the order of the config, then functions.
 
 Every callback may read and set the runner's metrics, state and weights. Only on_sample_end and on_chunk_sent may move
-its envs (`sample`, `make_env`, `stop` and similar calls). In other events such calls raise `RunnerBusyError`.
+its envs (`sample`, `make_env`, `stop` and similar calls). In other events such calls raise `HeadraceError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.schemas.basics.stop_event import raise_stop
-from headrace.schemas.errors import CallbackError, ConfigError, RunnerBusyError
+from headrace.schemas.errors import CallbackError, ConfigError, HeadraceError
 from headrace.schemas.settings.plugins import load_object
 
 logger = logging.getLogger(__name__)
@@ -157,9 +157,12 @@ class CallbackList:
         self._telling = outer
 
     def check_at_rest(self, call: str) -> None:
-        """Raise `RunnerBusyError` if `call`, which moves envs, comes from a callback during a step."""
+        """Raise `HeadraceError` if `call`, which moves envs, comes from a callback during a step."""
         if self._telling not in _AT_REST:
-            raise RunnerBusyError(call, str(self._telling))
+            raise HeadraceError(
+                f"{call} cannot be called in {self._telling}, in the midst of what the runner does; call it in "
+                "on_sample_end, or after sample()"
+            )
 
     def _add_object(self, spec: Any) -> None:
         name = spec.__qualname__ if inspect.isclass(spec) else type(spec).__qualname__

@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
+from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.nearest_names import nearest_name
+from headrace.schemas.settings.nearest_names import instead_of_cut, nearest_name
 from headrace.schemas.settings.sampling_settings import SamplingSettings
 
 DEFAULT_MODULE = "headrace.workers.modules:actor_critic"
@@ -28,6 +29,12 @@ class EnvRunnerConfig(SamplingSettings):
     it creates one env, or all of them as one `gymnasium.vector.VectorEnv` or as one `VectorEnv` of Headrace"""
     num_envs: int = Field(default=1, ge=1, le=65_536)
     """environments stepped together by one runner"""
+    env_hosts_host: str = "127.0.0.1"
+    """remote envs: address where the runner listens for their hosts; off loopback needs keys"""
+    env_hosts_allow_insecure: bool = False
+    """remote envs: listen for other machines without keys, or for every user of this one; every start warns"""
+    env_hosts_lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
+    """silence after which an env host counts as lost, and its episodes with it"""
     env_hosts_keys: str | None = None
     """folder of the keys for the port of env hosts, or the run directory for whose token it asks; None: the folder of
     HEADRACE_KEYS__DIR; '': no keys"""
@@ -59,8 +66,9 @@ class EnvRunnerConfig(SamplingSettings):
         if isinstance(data, Mapping):
             for key in data:
                 if key not in cls.model_fields:
-                    near = nearest_name(str(key), cls.model_fields, cutoff=0.0)
-                    raise ConfigError(f"no such setting of EnvRunnerConfig; the nearest is {near!r}", key=str(key))
+                    near = f"; the nearest is {nearest_name(str(key), cls.model_fields, cutoff=0.0)!r}"
+                    near = instead_of_cut(f"sampling.{key}") or near
+                    raise ConfigError(f"no such setting of EnvRunnerConfig{near}", key=str(key))
             _refuse_built(data.get("env"))
         try:
             config = handler(data)
@@ -76,6 +84,9 @@ def runner_config(config: FleetConfig) -> EnvRunnerConfig:
     return EnvRunnerConfig(
         **config.sampling.model_dump(),
         num_workers=config.fleet.workers,
+        env_hosts_host=config.env_hosts_host,
+        env_hosts_allow_insecure=config.broker.allow_insecure,
+        env_hosts_lease_s=config.broker.lease_s,
         env_hosts_keys=config.keys.dir or config.token_dir(),
         env_hosts_keys_group=config.keys.group,
         module=config.module.build,

@@ -16,7 +16,7 @@ from headrace.broker.batches.brought_counts import BroughtCounts
 from headrace.broker.batches.delivery_queue import DeliveryQueue
 from headrace.broker.batches.drop_policy import DropPolicy, may_be_dropped
 from headrace.broker.batches.limits import BrokerLimits
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.refusals import Refusals
 from headrace.broker.batches.rounds import Rounds
 from headrace.broker.batches.source import Source, StoredBatch
@@ -64,7 +64,7 @@ class BatchStore:
         self.policy = DropPolicy(limits)
         self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s, limits.max_env_steps)
         self.queue = DeliveryQueue(self.rounds)
-        self.observers: list[Observer] = [self.rounds, self.queue]
+        self.observers: list[BrokerObserver] = [self.rounds, self.queue]
         """They hear in this order, then the features of `open_broker`."""
         self._arrivals = 0
         self._claimed: dict[tuple[int, int], _Claimed] = {}
@@ -331,11 +331,6 @@ class BatchStore:
         if self.is_reconciled:
             for source, held in self.policy.stale(self.weights):
                 self._drop(source, held, Drop.STALE)
-
-    def drop_overdue(self, now: float) -> None:
-        """Drop queued batches that have waited too long for the learner."""
-        while self.is_reconciled and (oldest := self.policy.oldest_overdue(now)) is not None:
-            self._drop(*oldest, Drop.OVERFLOW)
 
     def _make_room(self, source: Source, newest: StoredBatch) -> None:
         """Drop `newest`, just accepted, if it is stale, and the oldest batches if more are held than may be."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.rounds import Rounds
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.schemas.accounts.ledger import Settled
@@ -42,7 +42,7 @@ class _Lane:
         return len(self.news) < before
 
 
-class DeliveryQueue(Observer):
+class DeliveryQueue(BrokerObserver):
     """News in order. `rounds` says which batches are of the present round, and whose turn it is."""
 
     def __init__(self, rounds: Rounds) -> None:

@@ -80,7 +80,7 @@ class DropPolicy:
         limits = self._limits
         if reason is Drop.STALE:
             return f"weights {version} are more than max_staleness = {limits.max_staleness} behind the newest, {newest}"
-        bounds = {name: getattr(limits, name) for name in ("max_held_bytes", "max_held_batches", "max_held_age_s")}
+        bounds = {name: getattr(limits, name) for name in ("max_held_bytes", "max_held_batches")}
         said = ", ".join(f"{name} = {bound}" for name, bound in bounds.items() if bound is not None)
         return f"the learner is slower than the workers, and overflow = 'drop_oldest' keeps no more than {said}"
 
@@ -93,12 +93,6 @@ class DropPolicy:
             return None
         oldest = self._oldest()
         return oldest if oldest is not None and oldest[1] is not newest else None
-
-    def oldest_overdue(self, now: float) -> tuple[Source, StoredBatch] | None:
-        """Return the oldest batch if it has waited for the learner longer than `max_held_age_s`."""
-        most = self._limits.max_held_age_s
-        oldest = self._oldest() if most is not None and self._drops_oldest else None
-        return oldest if oldest is not None and most is not None and now - oldest[1].at > most else None
 
     def _oldest(self) -> tuple[Source, StoredBatch] | None:
         while self.candidates:

@@ -23,7 +23,6 @@ class BrokerLimits:
     max_batch_bytes: int = 128 << 20
     max_held_bytes: int = 1 << 30
     max_held_batches: int | None = None
-    max_held_age_s: float | None = None
     overflow: Overflow = "block"
     max_staleness: int | None = None
     lease_s: float = 10.0

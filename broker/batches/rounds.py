@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.bounds import MOST_COUNT, Version
@@ -49,7 +49,7 @@ class _Share:
         return max(0, self.steps - sum(self.shipped.values()))
 
 
-class Rounds(Observer):
+class Rounds(BrokerObserver):
     """The present round of synchronous sampling.
 
     - configured: True if the config asks for synchronous sampling; else a learner may ask for it.

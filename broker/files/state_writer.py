@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.broker.batches.limits import BrokerState
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.files.state_file import Endpoints, write_broker_file
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.errors import HeadraceError
@@ -15,7 +15,7 @@ from headrace.schemas.errors import HeadraceError
 log = logging.getLogger(__name__)
 
 
-class StateWriter(Observer):
+class StateWriter(BrokerObserver):
     """Writes the file of one broker: its state when asked, and whether a learner is connected, every `interval_s`."""
 
     def __init__(self, core: BrokerCore, run_dir: Path, fleet_id: str, endpoints: Endpoints, interval_s: float) -> None:

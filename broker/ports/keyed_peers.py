@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.slot_owners import revocation
 from headrace.broker.batches.source import Peer
 from headrace.broker.ports.sockets import BrokerSockets, Socket
@@ -37,7 +37,7 @@ class _Connection:
             self.watch.end(self.fd, self.address, "its key is revoked")
 
 
-class KeyedPeers(Observer):
+class KeyedPeers(BrokerObserver):
     """The connections of a broker with keys; without keys none. For the thread that owns its sockets."""
 
     def __init__(self, core: BrokerCore, sockets: BrokerSockets, keys: BrokerKeys | ServerToken | None) -> None:

@@ -13,6 +13,7 @@ import zmq
 
 from headrace.broker.files.state_file import Endpoints
 from headrace.broker.ports.zap_auth import ZapAuthenticator
+from headrace.schemas.basics.bounds import BROKER_CONNECTIONS
 from headrace.schemas.credentials.keys import BrokerKeys
 from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import ConfigError, PortInUseError, socket_folder_error
@@ -58,7 +59,7 @@ class BrokerSockets:
         self.auth = ZapAuthenticator(self._own, keys, ask=self._folder is None)
         self.watches: dict[Socket, PortWatch] = {}
         """The watch over the connections of each socket."""
-        places = connection_limit(config.max_connections, ports=3)
+        places = connection_limit(BROKER_CONNECTIONS, ports=3)
         batches = PortBounds(places, config.max_batch_bytes + (1 << 20), config.max_held_bytes)
         versions = PortBounds(places, DEFAULT_LIMITS.payload_bytes + (1 << 20), config.max_held_bytes)
         listeners = PortBounds(places, _SUBSCRIPTION_BYTES, admits_all=True)
@@ -155,7 +156,7 @@ def _bind_to_port(socket: Socket, config: BrokerSection, role: str, before: Endp
     """Bind to the configured port, else to the one it had before, else to a free one."""
     endpoint, earlier = "", getattr(before, role, "")
     port_before = int(earlier.rpartition(":")[2]) if earlier.startswith("tcp:") else 0
-    for port in ports_to_try(getattr(config, f"{role}_port") or port_before):
+    for port in ports_to_try(config.ports[role] or port_before):
         endpoint = f"tcp://{in_url(config.host)}:{port}"
         try:
             socket.bind(endpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.source import Source
 from headrace.broker.files.rendezvous_file import RendezvousFile
 from headrace.broker.sessions.core import BrokerCore
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 
 
-class WorkerPorts(Observer):
+class WorkerPorts(BrokerObserver):
     """The ports that workers tell in heartbeats, by "KIND-SLOT".
 
     A port is published until the worker leaves, or the lease of the life that told it ends. So peers wait for a worker

@@ -7,6 +7,7 @@ its writes are harmless to repeat, and decides (see `scripts.py`).
 from __future__ import annotations
 
 import inspect
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +28,13 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from headrace.broker.redis.tls import tls_problem
 from headrace.schemas.errors import RedisUnavailableError
 from headrace.schemas.settings.redis_url import NOT_A_URL, without_password
 
 TIMEOUT_S = 0.25
 START_IT = "start it, correct --redis-url, or leave it out"
+USE_TLS = "start it, or write rediss:// where the port speaks TLS"
+CHECK_TLS = "check the host and the ssl_ files in the URL, or write redis:// where the port speaks no TLS"
 MAKE_USERS = "make users with the rights that a fleet needs: headrace keys redis --fleet-id ID"
 
 # redis-py sends its own name on each connection. A user with least rights is not allowed to do that.
@@ -93,7 +95,7 @@ def _tls_options(query: str) -> dict[str, Any]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return one line that says why a call to Redis failed."""
+    """Return one line that says why a call to Redis failed. Of TLS it has the words of OpenSSL."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     if isinstance(error, ODD_ANSWERS):
         text = f"it answers what no Redis would: {text}"
@@ -101,16 +103,35 @@ def in_words(error: BaseException) -> str:
 
 
 def unusable(url: str, error: BaseException, timeout_s: float, advice: str = START_IT) -> RedisUnavailableError:
-    """Return the error that says why the Redis at `url`, whose call has raised `error`, cannot be used.
-
-    If no connection was made, try the steps of TLS to find the reason, which may take `timeout_s` a few times.
-    """
-    reason = in_words(error)
+    """Return the error that says why the Redis at `url`, whose call has raised `error`, cannot be used."""
     if isinstance(error, NoPermissionError):
         advice = MAKE_USERS
     elif isinstance(error, _NO_CONNECTION) and not isinstance(error, AuthenticationError | BusyLoadingError):
-        reason, advice = tls_problem(url, timeout_s) or (reason, advice)
-    return RedisUnavailableError(without_password(url), reason, timeout_s, advice)
+        cause = error.__context__
+        if url.startswith("rediss:") and not isinstance(cause, ConnectionRefusedError):
+            advice = CHECK_TLS
+            if isinstance(cause, TimeoutError):
+                error = cause  # the library's text does not say whether the connection or the handshake took too long
+            elif not isinstance(cause, ssl.SSLError) or isinstance(cause, ssl.SSLEOFError):
+                error = _alert(url, timeout_s) or error
+        elif isinstance(cause, ConnectionResetError):
+            advice = USE_TLS
+    return RedisUnavailableError(without_password(url), in_words(error), timeout_s, advice)
+
+
+def _alert(url: str, timeout_s: float) -> OSError | None:
+    """Return the error of a TLS connection on which nothing is sent.
+
+    By TLS 1.3 a server refuses a client's certificate after the handshake. A client that has sent a command by then may
+    get a reset, and not the reason.
+    """
+    pool: Any = connect(url, timeout_s).connection_pool
+    try:
+        with pool.connection_class(**pool.connection_kwargs)._connect() as secured:
+            secured.recv(1)
+    except OSError as error:
+        return error
+    return None
 
 
 @contextmanager

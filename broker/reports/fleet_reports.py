@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.files.books_file import EndedLives
 from headrace.broker.files.lifetime_file import Lifetime
 from headrace.broker.redis.rows import ReceivedRow
@@ -27,7 +27,7 @@ _SAVED_WAIT_S = 1.0
 """Seconds that a new broker waits for Redis before it serves. It restores later what Redis tells later."""
 
 
-class FleetReports(Observer):
+class FleetReports(BrokerObserver):
     """Goes on from what earlier brokers left, folds finished lives, and reports.
 
     - reporter: None without Redis.

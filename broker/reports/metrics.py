@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.broker.batches.life_figures import RecentUsage
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.broker.reports.env_error_totals import EnvErrors
 from headrace.broker.reports.report import Report
@@ -37,7 +37,7 @@ EPISODE_WINDOW = 100
 RATE_WINDOW_S = 5.0
 
 
-class FleetMetrics(Observer):
+class FleetMetrics(BrokerObserver):
     """Collects metrics from the header of each accepted batch, and makes the report."""
 
     def __init__(self, core: BrokerCore) -> None:

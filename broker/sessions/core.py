@@ -168,7 +168,6 @@ class BrokerCore:
         if now > self._started + RECONCILE_WAIT_S and not self.store.is_reconciled:
             self.store.is_reconciled = True
             self.store.drop_stale()
-        self.store.drop_overdue(now)
         self.workers.tick(now)
         self._advance_round(now)
         self.learners.deliver()

@@ -49,7 +49,7 @@ on.
 UNHEARD_S = 60.0
 """Seconds after the lease of a superseded life during which its supervisor may still report its end.
 
-A supervisor kills a silent worker after `supervisor.zombie_grace_s`, and then reports the end.
+A supervisor kills a silent worker after three leases, and then reports the end.
 """
 
 _LOOK_S = 1.0

@@ -12,8 +12,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from enum import StrEnum
+from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,26 +21,19 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from headrace.deploy.command import (
-    keys_command,
-    monitoring_commands,
-    policy_commands,
-    ray_command,
-    redis_command,
-    role_commands,
-    slurm_command,
-)
+from headrace.deploy.command import keys_command, monitoring_commands, redis_command, role_commands
 from headrace.deploy.command.entry import lacks_memory
 from headrace.deploy.command.option_table import command
 from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.process.service_manager import service_manager
+from headrace.deploy.run.annexes import COMMANDS, part
 from headrace.deploy.run.named_code import resolve_found
 from headrace.deploy.run.options import Asked, chosen_run, describe_origin, named_fleet, resolve_each
 from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.output import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
 from headrace.schemas.basics.printable import printable
-from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, LedgerError, machine_error
+from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError, machine_error
 
 if TYPE_CHECKING:
     from headrace.deploy.report.summary import Summary
@@ -55,11 +48,10 @@ app = typer.Typer(
 )
 app.add_typer(keys_command.app, name="keys")
 app.add_typer(redis_command.app, name="redis")
-app.add_typer(ray_command.app, name="ray")
-app.add_typer(slurm_command.app, name="slurm")
 app.add_typer(role_commands.app)
-app.add_typer(policy_commands.app)
 app.add_typer(monitoring_commands.app)
+for _module, _word in COMMANDS.items():
+    app.add_typer(import_module(_module).app, name=_word or None)
 
 
 def main() -> None:
@@ -118,8 +110,8 @@ def _root(show_version: Annotated[bool, typer.Option("--version", help="Show the
     "headrace up --env CartPole-v1 --set sampling.env_placement=remote --env-hosts 2 --until-steps 50000",
     "headrace up --env CartPole-v1 --workers 1 --serve --set serving.port=5900 --until-return 475",
     "headrace up --workers 4 --print-config",
-    options="env workers num_envs env_hosts serve seed until_return until_steps timeout_s check_env new_run_dir resume"
-    " config redis_url tensorboard wandb mlflow dashboard sets allow print_config as_json",
+    options="env workers num_envs env_hosts serve seed until_return until_steps timeout_s check_env new_run_dir"
+    " resume config redis_url loggers dashboard sets allow print_config as_json",
 )
 def up(
     asked: Asked,
@@ -236,101 +228,15 @@ def audit(
     Shows the steps of a running or stopped fleet, and what became of them. A fleet that `headrace up` did not start is
     that of the Redis and the name in --config. Several brokers have books of their own: all are checked.
     """
-    from headrace.deploy.report.audit_command import audit_deeply, audit_run
+    from headrace.deploy.report.audit_command import audit_run
 
     if deep:
-        audit_deeply(asked.run_dir(), as_json=as_json, stream=sys.stdout)
+        part("audit_deeply")(asked.run_dir(), as_json=as_json, stream=sys.stdout)
         return
     problems = []
     for resolved in resolve_each(asked):
         named = named_fleet(resolved)
         folder = whole_run_dir(resolved) if named is not None else chosen_run(resolved)
-        try:
-            audit_run(folder, strict=strict, as_json=as_json, stream=sys.stdout, named=named)
-        except LedgerError as error:
-            problems.append(error)
-    if problems:
-        raise problems[0] if len(problems) == 1 else LedgerError("; ".join(map(str, problems)))
-
-
-@command(
-    app,
-    "headrace chaos --minutes 3 --seed 7",
-    "headrace chaos --minutes 10 --seed 7 --env my_package.envs:make_env --run-dir runs/chaos-7 --json",
-    "headrace chaos --config cartpole --workers 4 --minutes 10",
-    "headrace chaos --minutes 10 --seed 7 --print-plan > plan.json",
-    "headrace chaos --plan plan.json",
-    options="minutes seed plan print_plan env workers num_envs run_dir config sets as_json",
-)
-def chaos(
-    asked: Asked,
-    *,
-    minutes: Annotated[float, typer.Option("--minutes", help="How long the faults go on.", min=0.1)] = 3.0,
-    seed: Annotated[int, typer.Option("--seed", help="The schedule of faults is made from it alone.")] = 0,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="This schedule, JSON or TOML.")] = None,
-    print_plan: Annotated[bool, typer.Option("--print-plan", help="Show the schedule, and start nothing.")] = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="New folder for fleet, evidence and report; default: runs/chaos-TIME."),
-    ] = None,
-    as_json: bool,
-) -> None:
-    """Try a real fleet: kill, stop, cut and disturb it by a schedule, and check what it promises.
-
-    Compares the books with two sources of its own: an env that writes a byte a step, and a learner that records what
-    it gets. Exit code 20 when a promise was broken.
-    """
-    from headrace.deploy.command.chaos_command import chaos as run_chaos
-
-    run_chaos(
-        asked, minutes=minutes, seed=seed, plan_path=plan, print_plan=print_plan, run_dir=run_dir, as_json=as_json
-    )
-
-
-class JoiningRole(StrEnum):
-    """A role that joins a fleet on another machine."""
-
-    WORKER = "worker"
-    LEARNER = "learner"
-    ENV_HOST = "env-host"
-
-
-@command(
-    app,
-    "headrace doctor",
-    "headrace doctor --set fleet.workers=16 --json",
-    "headrace doctor --endpoint tcp://127.0.0.1:5701   # on a worker's machine",
-    "headrace doctor --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
-    "headrace doctor --rendezvous /shared/runs/a/rendezvous.json --role env-host --set keys.dir=keys",
-    options="endpoint rendezvous role run_dir config redis_url sets as_json",
-)
-def doctor(
-    asked: Asked,
-    *,
-    endpoint: str | None,
-    rendezvous: str | None,
-    role: Annotated[
-        JoiningRole, typer.Option("--role", help="The role that is to run here, with --endpoint or --rendezvous.")
-    ] = JoiningRole.WORKER,
-    as_json: bool,
-) -> None:
-    """Check whether this machine can run a fleet, or a role of one elsewhere, by --endpoint or --rendezvous.
-
-    Exit code 1 when it cannot. Starts nothing and leaves nothing behind.
-    """
-    from headrace.deploy.doctor.check import Verdict
-    from headrace.deploy.doctor.examination import examine
-
-    resolved, _ = asked.resolve()
-    checks = list(examine(resolved, endpoint, rendezvous, role))
-    fit = all(check.verdict is not Verdict.FAIL for check in checks)
-    if as_json:
-        typer.echo(orjson.dumps({"fit": fit, "checks": [asdict(check) for check in checks]}).decode())
-    else:
-        for check in checks:
-            advice = f"; {check.advice}" if check.advice else ""
-            typer.echo(f"{check.verdict:<5} {check.name:<14} {check.seen}{advice}")
-        typer.echo(
-            "\nThis machine can run a fleet." if fit else "\nThis machine cannot run a fleet: repair what failed."
-        )
-    raise typer.Exit(0 if fit else 1)
+        problems += audit_run(folder, as_json=as_json, stream=sys.stdout, named=named)
+    if strict and problems:
+        raise HeadraceError("the books do not balance: " + "; ".join(problems))

@@ -22,6 +22,7 @@ import orjson
 from headrace.deploy.command.entry import end_process
 from headrace.deploy.process.fork_server import HEADRACE, READY
 from headrace.deploy.process.parent_death import CANNOT_RUN, PR_SET_PDEATHSIG
+from headrace.deploy.run.annexes import part
 
 _ADOPTION_S = 5.0
 """Seconds until a new process must have become the supervisor's child."""
@@ -53,13 +54,13 @@ def _import_all() -> None:
     import setproctitle  # noqa: F401
     import torch  # noqa: F401
 
+    part("check_start")
+    part("run_learner")
     import headrace.broker.process
     import headrace.deploy.command.cli
     import headrace.deploy.fleet.check_process
     import headrace.deploy.fleet.checkpoint_copy
     import headrace.deploy.fleet.roles
-    import headrace.deploy.policies.start_check
-    import headrace.learner_stub.reference.training
     import headrace.workers.fleet.memory
     import headrace.workers.fleet.worker
 

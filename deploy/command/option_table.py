@@ -65,9 +65,6 @@ TABLE: Mapping[str, Row] = {
     "shared_run_dir": _row(
         "fleet.run_dir", Path, "--run-dir", "Folder of the run, shared by all nodes; default: runs/ENV-TIME."
     ),
-    "scratch_dir": _row(
-        "fleet.scratch_dir", Path, "--scratch-dir", "With --count: folder of this machine for recorders and logs."
-    ),
     "redis_url": _row(
         "redis.url",
         str,
@@ -104,11 +101,13 @@ TABLE: Mapping[str, Row] = {
     "http": _row("serving.http_port", int, "--http", "Port for HTTP; 0: a free one. Without it, no HTTP."),
     "port": _row("serving.port", int, "--port", "Port for ZeroMQ; default: as configured, or a free one."),
     "host": _row("serving.host", str, "--host", "Address to bind; off loopback needs keys."),
-    "tensorboard": _row(
-        "logging.tensorboard", bool, "--tensorboard", "Log to RUN_DIR/tensorboard too (extra tensorboard)."
+    "loggers": _row(
+        "logging.loggers",
+        list[str],
+        "--logger",
+        "Log there too: tensorboard, wandb, mlflow (each an extra), or package.module:Class; may be repeated.",
+        metavar="NAME",
     ),
-    "wandb": _row("logging.wandb", bool, "--wandb", "Log to Weights & Biases too (extra wandb)."),
-    "mlflow": _row("logging.mlflow", bool, "--mlflow", "Log to MLflow too (extra mlflow)."),
     "dashboard": _row(
         "dashboard.enabled", bool, "--dashboard/--no-dashboard", "Serve a live page to browsers on this machine."
     ),

@@ -30,7 +30,7 @@ def check_start(config: Path | None) -> None:
     "headrace worker --endpoint tcp://127.0.0.1:5701 --fleet-id demo --env CartPole-v1 --num-envs 16",
     "headrace worker --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
     "headrace worker --rendezvous /shared/runs/a/rendezvous.json --count 16 --scratch-dir /tmp/headrace",
-    "headrace worker --rendezvous dns://broker --env CartPole-v1 --set broker.worker_port=5701 --set keys.dir=keys",
+    "headrace worker --rendezvous dns://broker --env CartPole-v1 --set broker.port=5701 --set keys.dir=keys",
     options="env num_envs seed endpoint rendezvous fleet_id slot incarnation count scratch_dir run_dir config sets"
     " allow",
 )
@@ -50,6 +50,10 @@ def worker(
         int | None,
         typer.Option("--count", min=1, max=1000, help="Keep so many workers alive here, until SIGTERM drains them."),
     ] = None,
+    scratch_dir: Annotated[
+        Path | None,
+        typer.Option("--scratch-dir", help="With --count: folder of this machine for recorders and logs."),
+    ] = None,
 ) -> None:
     """Run one sampler worker.
 
@@ -60,12 +64,12 @@ def worker(
     _check_one_place("--endpoint", endpoint, asked)
     if count is not None and (slot is not None or incarnation):
         raise ConfigError("the broker gives slots to a group: leave out --slot and --incarnation", key="--count")
-    start_worker(asked, endpoint=endpoint, slot=slot, incarnation=incarnation, count=count)
+    start_worker(asked, endpoint=endpoint, slot=slot, incarnation=incarnation, count=count, scratch_dir=scratch_dir)
 
 
 @command(
     app,
-    "headrace broker --fleet-id demo --run-dir runs/b --set broker.worker_port=5701 --set broker.learner_port=5702",
+    "headrace broker --fleet-id demo --run-dir runs/b --set broker.port=5701",
     "headrace broker --fleet-id demo --run-dir runs/b --redis-url redis://127.0.0.1:6379",
     options="fleet_id redis_url max_env_steps run_dir config sets",
 )
@@ -139,35 +143,6 @@ def env_host(
 
     _check_one_place("--connect", connect, asked)
     start_env_host(asked, connect=connect, slot=slot)
-
-
-@command(
-    app,
-    "headrace serve --http 8080",
-    "headrace serve --checkpoint runs/a --port 5900 --num-envs 64 --json",
-    "headrace serve --checkpoint runs/a/learner.checkpoint --set serving.lease_s=10 --http 8080",
-    "headrace serve --checkpoint redis://127.0.0.1:6379 --fleet-id demo --env CartPole-v1 --explore",
-    options="checkpoint http port host env open_episodes explore fleet_id config sets allow as_json",
-)
-def serve(
-    asked: Asked,
-    *,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--checkpoint",
-            help="A run directory, a learner.checkpoint, or redis://HOST:PORT; default: the newest run in runs/.",
-        ),
-    ] = None,
-    as_json: bool,
-) -> None:
-    """Serve a trained policy to clients.
-
-    For evaluation and deployment tests: no broker, no learner. Episodes are counted, then dropped. SIGTERM drains.
-    """
-    from headrace.deploy.fleet.serve import serve as serve_policy
-
-    serve_policy(asked, checkpoint=checkpoint, as_json=as_json)
 
 
 def _check_one_place(option: str, address: str | None, asked: Asked) -> None:

@@ -16,7 +16,7 @@ from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
-from headrace.deploy.ray.cluster import check_cluster
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.ports import check_ports
 from headrace.deploy.run.redis_server import check_url, find_server
@@ -46,7 +46,7 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     """
     check_ports(config)
     if config.ray.workers:
-        check_cluster(config.ray.address)
+        part("check_cluster")(config.ray.address)
     if config.redis.url:
         known = read_fleet_file(run_dir.fleet_json).fleet_id if run_dir.fleet_json.exists() else ""
         check_url(config.redis.url, config.fleet.fleet_id or known)
@@ -61,7 +61,7 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
         check_start(config_json), run_dir.logs / "check.log", env=child_environment(1), fork_server=fork_server
     )
     sampling = config.sampling
-    of_env_s = sampling.env_construct_timeout_s + sampling.env_reset_timeout_s + sampling.env_step_timeout_s
+    of_env_s = sampling.construct_timeout_s + sampling.env_reset_timeout_s + sampling.env_step_timeout_s
     limit_s = of_env_s + _START_S
     took_s = _await_end(child, limit_s, signals)
     returncode = child.reap()
@@ -80,8 +80,8 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
         return
     if took_s > limit_s:
         raise FleetError(
-            f"{_step(child)} was not done after {limit_s:g} s: {of_env_s:g} s of sampling.env_construct_timeout_s, "
-            f"env_reset_timeout_s and env_step_timeout_s, and {_START_S:g} s for the rest; raise them, or start "
+            f"{_step(child)} was not done after {limit_s:g} s: {of_env_s:g} s of 3 * sampling.env_reset_timeout_s "
+            f"and env_step_timeout_s, and {_START_S:g} s for the rest; raise them, or start "
             "without: --no-check-env",
             ExitCode.ENV,
         )

@@ -31,13 +31,13 @@ from headrace.deploy.monitoring.processes import free_bytes, last_write, process
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
-from headrace.deploy.process.fleet_errors import DrainCutShortError, FleetError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.recorders import has_delivered, recorder_path, recorders_in
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, ServiceState, Supervisor
-from headrace.deploy.ray.wanted_workers import write_wanted
 from headrace.deploy.report.progress import STALE_S
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.goal import RunNumbers, steps_at_start
 from headrace.deploy.run.ports import (
@@ -63,7 +63,7 @@ from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, RunDirError, UnreachableError
 from headrace.schemas.messages.shared_weights import remove_unused_weights
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig, is_loopback
 from headrace.schemas.settings.redis_url import without_password
 
 log = logging.getLogger("headrace.supervisor")
@@ -112,7 +112,9 @@ class Fleet:
         self.run_dir = run_dir
         self.loop = EventLoop()
         self.record = FleetRecord(run_dir, config.fleet.fleet_id, config_origin)
-        self.supervisor = Supervisor(self.loop, config.supervisor, run_dir.logs, self, fork_server=fork_server)
+        self.supervisor = Supervisor(
+            self.loop, config.supervisor, config.broker.zombie_grace_s, run_dir.logs, self, fork_server=fork_server
+        )
         self.numbers_before = RunNumbers()
         """The numbers in Redis before this run's broker began."""
         self._poller: SnapshotPoller | None = None
@@ -244,7 +246,7 @@ class Fleet:
         for slot in range(config.fleet.workers):
             self._start_worker(slot)
         if config.ray.workers:
-            write_wanted(where, config.ray.workers)
+            part("write_wanted")(where, config.ray.workers)
             self.supervisor.start(child_commands.ray_workers(path, where, self.endpoints["worker"], self.fleet_id))
         for number, (address, num_envs) in enumerate(own_env_hosts(config)):
             self.supervisor.start(child_commands.env_host(path, address, num_envs, self.fleet_id, number))
@@ -399,7 +401,7 @@ class Fleet:
 
     def _env_endpoints(self) -> dict[str, str]:
         """Return each worker's address for env hosts, as other machines reach it."""
-        endpoints, bound = env_endpoints(self.config), self.config.sampling.env_hosts_host
+        endpoints, bound = env_endpoints(self.config), self.config.env_hosts_host
         if not endpoints or is_loopback(bound):
             return endpoints
         return advertised(endpoints, host_to_advertise(bound, self.config.worker.advertise, "worker.advertise"))
@@ -432,7 +434,7 @@ class Fleet:
 
         Workers that this fleet did not start pause. The fleet's own workers ship what they have, the learner commits
         what the broker holds, the broker reports to Redis, and Redis saves. Each wait has its deadline. Steps that are
-        left after it stay queued in the ledger. Raises `DrainCutShortError` at the second signal.
+        left after it stay queued in the ledger. Raises `FleetError` at the second signal.
         """
         self.record.note(state="draining", at_goal=at_goal)
         if self.supervisor.gone(Role.BROKER):  # it failed for good, so workers need not wait for its acknowledgement
@@ -449,7 +451,7 @@ class Fleet:
         if (sender := self._obituary_sender) is not None:
             self._await_ends(sender)
         if self.config.worker.ends_with_fleet:
-            limit_s = self.config.worker.drain_timeout_s + REPORT_S
+            limit_s = DRAIN_TIMEOUT_S + REPORT_S
             self._turn_until(self._workers_have_left, limit_s, "workers elsewhere to leave")
         if not self.config.learner.enabled:
             self._await_commits()
@@ -556,7 +558,10 @@ class Fleet:
     def _turn_until(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
         self._turn(lambda: done() or self._signals.count > 1, deadline_s, what)
         if self._signals.count > 1:
-            raise DrainCutShortError
+            raise FleetError(
+                "stopped at the second signal; what was still queued is lost, and the next `headrace up` in this run "
+                "directory counts it"
+            )
 
     # Methods of `Observer`, which the supervisor calls.
 

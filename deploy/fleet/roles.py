@@ -16,14 +16,13 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from headrace.deploy.doctor.limits import Needs, warn_of_limits
 from headrace.deploy.fleet.silence_limits import silence_limits
 from headrace.deploy.process.liveness_file import FIRST_SIGN_S, LivenessFile
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.health_file import HealthFile
 from headrace.deploy.run.joining import (
     Joined,
     await_place,
-    broker_ports,
     check_port,
     check_published,
     env_host_keys,
@@ -62,7 +61,6 @@ _SAYS_ENOUGH = (ImportError, AttributeError, HeadraceError)
 def run_start_check(config: Path | None) -> None:
     """Check what `config` names, in this process."""
     from headrace.deploy.fleet.check_process import NOTE, STEP
-    from headrace.deploy.policies.start_check import check_start
 
     resolved, _ = Asked(config).resolve()
 
@@ -71,7 +69,7 @@ def run_start_check(config: Path | None) -> None:
 
     with no_exit_from(EnvError, "the env or a module"):
         try:
-            if note := check_start(resolved, say):
+            if note := part("check_start")(resolved, say):
                 print(NOTE + note, flush=True)  # noqa: T201
         except HeadraceError as error:
             own_words = isinstance(error, UnknownEnvError) or isinstance(error.__cause__, _SAYS_ENOUGH)
@@ -81,13 +79,22 @@ def run_start_check(config: Path | None) -> None:
 
 
 def start_worker(
-    asked: Asked, *, endpoint: str | None, slot: int | None, incarnation: int, count: int | None = None
+    asked: Asked,
+    *,
+    endpoint: str | None,
+    slot: int | None,
+    incarnation: int,
+    count: int | None = None,
+    scratch_dir: Path | None = None,
 ) -> None:
-    """Run a worker until it is told to stop, or a group of `count` workers."""
+    """Run a worker until it is told to stop, or a group of `count` workers.
+
+    The group has recorders and logs in `scratch_dir` while it lives; None: in the run directory.
+    """
     if endpoint is None:
         asked = of_its_broker(asked, slot)
     if count is not None:
-        _start_group(asked, endpoint, count)
+        _start_group(asked, endpoint, count, scratch_dir)
         return
     joined = _join_to_work(asked, endpoint)
     if joined is None:
@@ -124,7 +131,7 @@ def start_worker(
         )
 
 
-def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
+def _start_group(asked: Asked, endpoint: str | None, count: int, scratch_dir: Path | None) -> None:
     """Run a group of workers. They find the fleet as the group does: by a fixed address, or by a rendezvous."""
     from headrace.deploy.fleet.worker_group import FleetElsewhere, run_group
     from headrace.deploy.process.child_environment import child_environment
@@ -136,7 +143,7 @@ def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
         if joined is None:
             return
         set_up_logging(Identity(joined.fleet_id, "supervisor"))
-        warn_of_limits(Needs.of_worker(joined.config, count))
+        part("warn_of_limits")(joined.config, "worker", count)
         if isinstance(joined.source, Rendezvous):
             options = ["--rendezvous", joined.source.where]
         elif isinstance(joined.source, RunDirAddresses) and (joined.source.path / RENDEZVOUS_FILE).exists():
@@ -144,7 +151,7 @@ def _start_group(asked: Asked, endpoint: str | None, count: int) -> None:
         else:
             options = ["--endpoint", joined.endpoint, "--fleet-id", joined.fleet_id]
         fleet = FleetElsewhere(joined.fleet_id, joined.endpoint, options, joined.source)
-        run_group(joined.config, fleet, count, fork_server)
+        run_group(joined.config, fleet, count, fork_server, scratch_dir)
 
 
 def _join_to_work(asked: Asked, endpoint: str | None) -> Joined | None:
@@ -199,8 +206,7 @@ def _start_learner_of_all(asked: Asked) -> None:
     """Run the reference learner of several brokers. It waits for the first of them; the others may come later."""
     config, _ = asked.resolve()
     named = [at_broker(config, index) for index in range(config.broker.count)]
-    ports = broker_ports(config)
-    places = [Rendezvous(str(settings["fleet.rendezvous"]), ports) for settings in named]
+    places = [Rendezvous(str(settings["fleet.rendezvous"]), config.broker.ports) for settings in named]
     if await_place(FirstOf(places), "learner", config, config.fleet.fleet_id) is None:
         return
     endpoints = [place.find("learner") for place in places]
@@ -226,13 +232,12 @@ def _learn(
     at = where if isinstance(where, str) else ", ".join(address or "(not known yet)" for address in where)
     log.info("headrace %s learner at %s; config: %s", version("headrace"), at, origin)
     from headrace.deploy.fleet.checkpoint_copy import copied_to_redis
-    from headrace.learner_stub.reference.training import run_learner
 
     watched = LivenessFile.from_environment()
     _warn_of_limits(resolved, "learner", watched)
     health = _health_file(resolved, "learner", watched)
     with no_exit_from(ModuleError, "the module"), health, copied_to_redis(run_dir, resolved.redis, fleet_id):
-        run_learner(
+        part("run_learner")(
             resolved,
             endpoint=where,
             run_dir=run_dir,
@@ -283,7 +288,6 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
     )
     from headrace.workers.agents.env_process import AGENTS_CHILD
     from headrace.workers.config import EnvRunnerConfig
-    from headrace.workers.envs.remote.host.process import run_env_host
     from headrace.workers.fleet.link import StoppedError
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
@@ -299,7 +303,7 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
                 log.info("the fleet has stopped; this env host leaves, as worker.ends_with_fleet says")
                 raise StoppedError("the fleet has stopped")
 
-        run_env_host(
+        part("run_env_host")(
             EnvRunnerConfig(**settings),
             connect,
             keys,
@@ -314,7 +318,7 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
 def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> HealthFile:
     """Return the file for `headrace health`, in the run directory."""
     run_dir, sampling = Path(config.fleet.run_dir) if config.fleet.run_dir else None, config.sampling
-    first_env_s = sampling.env_construct_timeout_s if role == ENV_HOST else 0.0
+    first_env_s = sampling.construct_timeout_s if role == ENV_HOST else 0.0
     return HealthFile(
         run_dir,
         role,
@@ -328,7 +332,7 @@ def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> Healt
 def _warn_of_limits(config: FleetConfig, role: str, watched: LivenessFile) -> None:
     """Log each limit that is below the role's needs. A supervisor has already checked the whole fleet's needs."""
     if not watched.is_watched:
-        warn_of_limits(Needs.of_role(config, role))
+        part("warn_of_limits")(config, role)
 
 
 def _patience_s(config: FleetConfig, alive: LivenessFile) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.deploy.process.liveness_file import FIRST_SIGN_S
 from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 
 
 def silence_limits(config: FleetConfig) -> dict[str, float]:
@@ -13,7 +14,7 @@ def silence_limits(config: FleetConfig) -> dict[str, float]:
         "broker": config.broker.lease_s,
         "learner": config.supervisor.hung_after_s,
         # A host is silent while it closes its envs. Its worker may already count it as lost by then.
-        "env-host": config.sampling.env_hosts_lease_s + config.sampling.env_close_timeout_s,
+        "env-host": config.broker.lease_s + ENV_CLOSE_TIMEOUT_S,
     }
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from headrace.deploy.doctor.limits import Needs, warn_of_limits
 from headrace.deploy.fleet.check_process import check_before_start
 from headrace.deploy.fleet.fleet import Fleet
 from headrace.deploy.monitoring.bottleneck import Bottlenecks, find_bottleneck
@@ -18,7 +17,7 @@ from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.monitoring.findings import awaited, find
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.event_loop import StandstillWatch
-from headrace.deploy.process.fleet_errors import DrainCutShortError, FleetError
+from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.fork_server import early_or_new
 from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.process.stop_signals import StopSignals
@@ -28,6 +27,7 @@ from headrace.deploy.report.progress import STALE_S, ProgressDisplay, ProgressVi
 from headrace.deploy.report.run_facts import RunFacts
 from headrace.deploy.report.run_log import HURRIED_CLOSE_S, RunLog, run_info
 from headrace.deploy.report.summary import Summary, summarise
+from headrace.deploy.run.annexes import part
 from headrace.deploy.run.fleet_file import told_as_starting
 from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
@@ -75,8 +75,8 @@ class RunOutcome:
 def up(config: FleetConfig, options: UpOptions) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
 
-    Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `OtherSettingsError`,
-    `KeysError`); later errors are in the summary.
+    Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `KeysError`); later
+    errors are in the summary.
     """
     check_one_broker(config, "headrace up")
     path = Path(config.fleet.run_dir) if config.fleet.run_dir else new_run_dir(config.sampling.env)
@@ -84,7 +84,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
         earlier = EarlierRun.of(run_dir)
         changes = earlier.check(config, resume=options.resume) if earlier is not None else []
         set_up_logging(Identity(config.fleet.fleet_id, "supervisor"))
-        warn_of_limits(Needs.of_fleet(config))
+        part("warn_of_limits")(config, "fleet")
         log.info("checking env, modules and ports before anything starts")
         outcome = RunOutcome(began=time.monotonic())
         try:
@@ -236,7 +236,7 @@ def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
     service_manager().stopping()
     try:
         fleet.drain(at_goal=outcome.at_goal is not None)
-    except DrainCutShortError as error:
+    except FleetError as error:
         outcome.failure = outcome.failure or error
         run_log.close_s = HURRIED_CLOSE_S
     except (OSError, RunDirError) as error:

@@ -68,13 +68,15 @@ class FleetElsewhere:
     source: AddressSource | None = None
 
 
-def run_group(config: FleetConfig, fleet: FleetElsewhere, count: int, fork_server: ForkServer) -> None:
+def run_group(
+    config: FleetConfig, fleet: FleetElsewhere, count: int, fork_server: ForkServer, scratch_dir: Path | None
+) -> None:
     """Keep `count` workers alive until a stop signal, then drain them. `fork_server` has their environment.
 
     Raises the error that ended the group, `RunDirError` where its folder cannot be made, or `KeysError`.
     """
     with StopSignals() as signals:
-        group = WorkerGroup(config, fleet, signals, fork_server)
+        group = WorkerGroup(config, fleet, signals, fork_server, scratch_dir)
         with LogRotation(group.logs), StandstillWatch(group.loop, group.folder):
             try:
                 group.start(count)
@@ -95,11 +97,11 @@ class WorkerGroup:
         fleet: FleetElsewhere,
         signals: StopSignals,
         fork_server: ForkServer | None = None,
+        scratch_dir: Path | None = None,
     ) -> None:
         self._config, self._fleet, self._signals = config, fleet, signals
         self._run_dir = Path(config.fleet.run_dir)
-        scratch = config.fleet.scratch_dir
-        self.folder = (Path(scratch) / file_name_of(fleet.fleet_id) if scratch else self._run_dir).absolute()
+        self.folder = (scratch_dir / file_name_of(fleet.fleet_id) if scratch_dir else self._run_dir).absolute()
         self.recorders, self.logs = self.folder / "recorders", self.folder / "logs"
         self._name = f"{file_name_of(platform.node())}-{os.getpid()}"
         self._config_json = self.folder / f".workers-{self._name}.json"
@@ -116,7 +118,9 @@ class WorkerGroup:
         self._obituaries = ObituarySender(
             self.loop, fleet.endpoint, fleet.fleet_id, self.recorders, keys, reads_redis=False
         )
-        self.supervisor = Supervisor(self.loop, config.supervisor, self.logs, self, fork_server=fork_server)
+        self.supervisor = Supervisor(
+            self.loop, config.supervisor, config.broker.zombie_grace_s, self.logs, self, fork_server=fork_server
+        )
         self._watchdog = FleetWatchdog(
             self.loop,
             self.supervisor,

@@ -18,7 +18,7 @@ from headrace.schemas.settings.plugins import load_object
 log = logging.getLogger("headrace.supervisor")
 
 BUILT_IN = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MlflowLogger"}
-"""Setting, which is also the name of the extra and of the package -> class in `{setting}_logger.py`."""
+"""Name in `logging.loggers`, which is also that of the extra and of the package -> class in `{name}_logger.py`."""
 
 
 def open_loggers(section: LoggingSection, run: RunInfo) -> list[LoggerThread]:
@@ -26,8 +26,7 @@ def open_loggers(section: LoggingSection, run: RunInfo) -> list[LoggerThread]:
 
     Raises `ConfigError` for a logger that cannot be built.
     """
-    builders = [(name, _load_built_in(name)) for name in BUILT_IN if getattr(section, name)]
-    builders += [(path, load_object(path, "logging.loggers")) for path in section.loggers]
+    builders = [(name, _load(name)) for name in section.loggers]
     built: list[tuple[str, Logger]] = []
     try:
         for name, build in builders:
@@ -41,16 +40,20 @@ def open_loggers(section: LoggingSection, run: RunInfo) -> list[LoggerThread]:
     return [LoggerThread(name, logger) for name, logger in ((file.path.name, FileLogger(file)), *built)]
 
 
-def _load_built_in(name: str) -> Callable[[RunInfo], Logger]:
+def _load(name: str) -> Callable[[RunInfo], Logger]:
+    found: Callable[[RunInfo], Logger]
+    if name not in BUILT_IN:
+        found = load_object(name, "logging.loggers")
+        return found
     try:
         importlib.import_module(name)
     except ImportError as error:
-        advice = f"install it (pip install 'headrace[{name}]'), or leave --{name} out"
+        advice = f"install it (pip install 'headrace[{name}]'), or leave {name} out"
         raise ConfigError(
-            f"the package {name} cannot be imported ({error}); {advice}", key=f"logging.{name}"
+            f"the package {name} cannot be imported ({error}); {advice}", key="logging.loggers"
         ) from error
     module = importlib.import_module(f"headrace.deploy.loggers.{name}_logger")
-    found: Callable[[RunInfo], Logger] = getattr(module, BUILT_IN[name])
+    found = getattr(module, BUILT_IN[name])
     return found
 
 

@@ -1,6 +1,6 @@
 """One HTML page that needs nothing else: frame, style, tables and escaped text, for the reports of Headrace.
 
-The page has no script and loads nothing. Its content security policy forbids both, and allows only its own style.
+The page loads nothing. Its content security policy forbids that, and allows only its own style and scripts.
 Functions take text and return HTML; names that end in `html` are HTML already.
 """
 
@@ -16,10 +16,10 @@ Rows = Sequence[Sequence[str]]
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --dim: #5b6675; --paper: #ffffff; --card: #f5f7fa; --line: #d5dbe3;
 --bad: #b00020; --warn: #8a5300; --good: #17692c; --c0: #1f6feb; --c1: #c2570c; --c2: #17803d; --c3: #8a3ffc;
---c4: #b3123f; --c5: #0b7285; --c6: #6b5b00; --c7: #5b6675 }
+--c4: #b3123f; --c5: #0b7285; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e9f0; --dim: #9aa6b5; --paper: #10151c; --card: #19212b;
 --line: #323d4b; --bad: #ff8a92; --warn: #f2b24c; --good: #6cd58a; --c0: #6ab0ff; --c1: #ff9d5c; --c2: #5fd38a;
---c3: #c19bff; --c4: #ff86a3; --c5: #5cc8dc; --c6: #d8c44a; --c7: #9aa6b5 } }
+--c3: #c19bff; --c4: #ff86a3; --c5: #5cc8dc; } }
 * { box-sizing: border-box }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1rem; color: var(--ink);
 background: var(--paper) }
@@ -39,40 +39,33 @@ details { margin: .4rem 0 } summary { cursor: pointer; color: var(--dim) }
 ul.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); gap: .6rem; padding: 0;
 list-style: none } ul.tiles li { background: var(--card); border-radius: 6px; padding: .5rem .8rem; min-width: 0 }
 ul.tiles b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem }
-figure { margin: 0; background: var(--card); border-radius: 6px; padding: .7rem .8rem; min-width: 0 }
-.charts figure { break-inside: avoid } .key { font-size: .85rem; margin-right: .8rem;
-display: inline-block; max-width: 100%; overflow-wrap: anywhere }
-svg.chart { width: 100%; height: auto; display: block } svg.swatch { width: 1.2em; height: .7em }
-svg text { fill: var(--dim); font: 11px system-ui, sans-serif } .grid { stroke: var(--line); stroke-width: 1 }
-.mark { stroke: var(--dim); stroke-width: 1; stroke-dasharray: 3 3 } .hover rect { fill: transparent }
-.hover rect:hover { fill: var(--ink); fill-opacity: .12 } polyline { fill: none; stroke-width: 1.6;
-stroke-linejoin: round } polygon { fill-opacity: .16; stroke: none } circle { stroke: none }
-.lines.c0 { stroke: var(--c0) } .lines.c1 { stroke: var(--c1) } .lines.c2 { stroke: var(--c2) }
-.lines.c3 { stroke: var(--c3) } .lines.c4 { stroke: var(--c4) } .lines.c5 { stroke: var(--c5) }
-.lines.c6 { stroke: var(--c6) } .lines.c7 { stroke: var(--c7) }
-.areas.c0 { fill: var(--c0) } .areas.c1 { fill: var(--c1) } .areas.c2 { fill: var(--c2) } .areas.c3 { fill: var(--c3) }
-.areas.c4 { fill: var(--c4) } .areas.c5 { fill: var(--c5) } .areas.c6 { fill: var(--c6) } .areas.c7 { fill: var(--c7) }
 @media (max-width: 40rem) { body { padding: .6rem } table { font-size: .85rem } td, th { padding-right: .5rem } }
-@media print { body { max-width: none } figure, ul.tiles li { border: 1px solid var(--line) } }
+@media print { body { max-width: none } ul.tiles li { border: 1px solid var(--line) } }
 """
 
-_POLICY = "default-src 'none'; style-src 'sha256-{}'; base-uri 'none'; form-action 'none'"
+_POLICY = "default-src 'none'; style-src {}; script-src {}; base-uri 'none'; form-action 'none'"
 
 
-def page(title: str, parts_html: Iterable[str]) -> str:
-    """Return a whole page: its title, and the parts in their order."""
-    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+def page(title: str, parts_html: Iterable[str], style: str = "", scripts: Iterable[str] = ()) -> str:
+    """Return a whole page: its title, the parts in their order, then the scripts. `style` is added to the own style."""
+    style, scripts = STYLE + style, list(scripts)
+    allowed = " ".join(map(_digest, scripts)) or "'none'"
     return "\n".join(
         (
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(digest)}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(_digest(style), allowed)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{text(title)}</title><style>{STYLE}</style></head><body><main>",
+            f"<title>{text(title)}</title><style>{style}</style></head><body><main>",
             *parts_html,
-            "</main></body></html>\n",
+            "</main>",
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>\n",
         )
     )
+
+
+def _digest(source: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
 
 
 def text(value: object) -> str:

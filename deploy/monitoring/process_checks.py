@@ -14,7 +14,7 @@ from headrace.deploy.process.restarts import WINDOW_S
 from headrace.deploy.report.progress import number
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.printable import one_line
-from headrace.schemas.peers.heartbeat_interval import heartbeat_interval
+from headrace.schemas.peers.heartbeat_interval import heartbeat_interval, least_interval
 
 SILENT_S = 3.0
 """Seconds without a sign of life after which a process is named, if the fleet takes no step."""
@@ -187,8 +187,8 @@ def _why_stuck_elsewhere(facts: Facts, slot: int, told: Mapping[str, Any]) -> Ob
 def _late_s(facts: Facts, told: Mapping[str, Any]) -> float:
     """Return for how long a worker from elsewhere has been silent; 0.0 while its next heartbeats may come."""
     silent_s = (facts.snapshot.reported_unix_s or 0.0) - number(told.get("unix_s"))
-    least_s, lease_s = (number(facts.setting(f"broker.{name}")) for name in ("heartbeat_interval_s", "lease_s"))
-    heartbeat_s = heartbeat_interval(least_s or 1.0, lease_s or 10.0, len(facts.snapshot.workers))
+    lease_s = number(facts.setting("broker.lease_s")) or 10.0
+    heartbeat_s = heartbeat_interval(least_interval(lease_s), lease_s, len(facts.snapshot.workers))
     return silent_s if silent_s > max(SILENT_S, _LATE_HEARTBEATS * heartbeat_s) else 0.0
 
 
@@ -217,7 +217,7 @@ def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any])
         return observe(facts, "no_env_hosts", key, sentence, silent_s, command=_host_command(facts))
     call = one_line(str(told.get("env_call", "")))
     sentence = f"waiting for {name}: {call or f'none of its envs has answered for {silent_s:.0f} s'}"
-    limit = re.search(r"\((env_\w+_timeout_s) = ", call)
+    limit = re.search(r"\((?:2 \* )?(env_\w+_timeout_s) = ", call)
     return observe(facts, "envs_silent", key, sentence, silent_s, limit=f"sampling.{limit[1]}" if limit else "")
 
 

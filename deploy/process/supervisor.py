@@ -14,6 +14,7 @@ that started them. `watchdog.py` notices processes that live and do nothing, and
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import signal
@@ -155,6 +156,7 @@ class Supervisor:
         self,
         loop: EventLoop,
         section: SupervisorSection,
+        zombie_grace_s: float,
         logs: Path,
         observer: Observer,
         rng: random.Random | None = None,
@@ -164,6 +166,9 @@ class Supervisor:
         self.failure: HeadraceError | None = None
         self._loop = loop
         self._section = section
+        self._zombie_grace_s = zombie_grace_s
+        # Slurm's scancel sends SIGTERM to each process of a job. Then only the supervisor takes notice of it.
+        self._stop_signal = signal.SIGINT if "SLURM_JOB_ID" in os.environ else signal.SIGTERM
         self._logs = logs
         self._observer = observer
         self._rng = rng or random.Random()
@@ -196,7 +201,7 @@ class Supervisor:
 
     def start(self, spec: ProcessSpec) -> Service:
         """Start a process and keep it alive from now on."""
-        service = Service(spec, RestartPolicy(self._section, self._rng))
+        service = Service(spec, RestartPolicy(self._section.restart_attempts, self._rng))
         self.services[spec.name] = service
         self._spawn(service)
         return service
@@ -204,7 +209,7 @@ class Supervisor:
     def replace(self, service: Service, why: str) -> None:
         """Replace a silent process by a new one.
 
-        A silent worker is killed only after `zombie_grace_s`, so that it may wake, find itself fenced and stop in
+        A silent worker is killed only after a grace, so that it may wake, find itself fenced and stop in
         order. It is killed immediately if the new worker needs its port.
         """
         zombie = service.child
@@ -215,7 +220,7 @@ class Supervisor:
         self._note_delivery(service, zombie)
         service.zombies.append(zombie)
         may_wake = service.spec.role is Role.WORKER and not service.spec.has_port
-        grace_s = self._section.zombie_grace_s if may_wake else 0.0
+        grace_s = self._zombie_grace_s if may_wake else 0.0
         self._loop.call_later(grace_s, lambda: zombie.send(signal.SIGKILL))
         service.child = None
         self._restart(service, time.monotonic() - zombie.started, end=service.last_words)
@@ -238,7 +243,7 @@ class Supervisor:
         self._cancel(service)
         if service.child is not None:
             service.state = ServiceState.STOPPING
-            service.child.send(signal.Signals[self._section.stop_signal])
+            service.child.send(self._stop_signal)
             service.timer = self._loop.call_later(self._section.stop_timeout_s, self._killer(service))
         elif service.state not in OVER:
             service.state = ServiceState.STOPPED
@@ -286,7 +291,7 @@ class Supervisor:
         spec = service.spec
         try:
             incarnation = self._observer.next_incarnation(spec.name)
-            with sigterm_blocked(self._section.blocks_sigterm):
+            with sigterm_blocked(self._stop_signal is signal.SIGINT):
                 child = Child(
                     spec.command(incarnation),
                     self._logs / f"{spec.name}.log",
@@ -367,11 +372,11 @@ class Supervisor:
         tail = "\n  ".join(["; its last log lines:", *lines]) if lines else "; it wrote no log"
         deaths, window_s = service.policy.deaths_in_window, WINDOW_S
         often = f"died {deaths} times within {window_s:g} s of running"
-        if service.policy.fruitless > self._section.max_restarts_per_window:
+        if service.policy.fruitless > self._section.restart_attempts:
             often = f"died {service.policy.fruitless} times in a row before any step of it was committed"
         return FleetError(
             f"{service.spec.name} {often} (last: {end}) and is given up; "
-            f"repair it, or raise supervisor.max_restarts_per_window{tail}",
+            f"repair it, or raise supervisor.restart_attempts{tail}",
             ExitCode.CRASH_LOOP,
         )
 
@@ -384,9 +389,8 @@ class Supervisor:
     def _killer(self, service: Service) -> Callable[[], None]:
         def kill() -> None:
             if service.child is not None:
-                section = self._section
                 ignored = "%s ignored %s for %g s and is killed"
-                log.warning(ignored, service.spec.name, section.stop_signal, section.stop_timeout_s)
+                log.warning(ignored, service.spec.name, self._stop_signal.name, self._section.stop_timeout_s)
                 service.child.send(signal.SIGKILL)
 
         return kill

@@ -11,19 +11,9 @@ import orjson
 from rich.console import Console
 
 from headrace.deploy.report.audit import audit, find_books, render, warnings
-from headrace.deploy.report.deep_audit import (
-    Sources,
-    as_facts,
-    disagreements,
-    known_losses,
-    read_files,
-    table,
-    with_ledger,
-)
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
-from headrace.schemas.errors import LedgerError
 
 T = TypeVar("T")
 
@@ -33,13 +23,10 @@ CATCH_UP_S = 5.0
 PAUSE_S = 0.25
 
 
-def audit_run(
-    run_dir: Path, *, strict: bool, as_json: bool, stream: TextIO, named: tuple[str, str] | None = None
-) -> None:
-    """Print the rows and the problems. `named` is as in `find_books`.
+def audit_run(run_dir: Path, *, as_json: bool, stream: TextIO, named: tuple[str, str] | None = None) -> list[str]:
+    """Print the rows and the problems. Return the problems. `named` is as in `find_books`.
 
-    Raises `LedgerError` naming the problems when `strict`, `RunDirError` without a fleet, and `RedisUnavailableError`
-    when its Redis cannot be read.
+    Raises `RunDirError` without a fleet, and `RedisUnavailableError` when its Redis cannot be read.
     """
     snapshot, problems = read_and_audit(run_dir, named)
     warned = warnings(snapshot)
@@ -47,8 +34,7 @@ def audit_run(
         print(orjson.dumps(_as_json(snapshot, problems, warned)).decode(), file=stream)
     else:
         Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(render(snapshot, problems, warned))
-    if strict and problems:
-        raise LedgerError("the books do not balance: " + "; ".join(problems))
+    return problems
 
 
 def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple[Snapshot, list[str]]:
@@ -64,38 +50,10 @@ def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple
             now = view.read()
             return now, audit(now, evidence), now.reported_unix_s or 0.0
 
-        return _once_caught_up(look)
+        return once_caught_up(look)
 
 
-def audit_deeply(run_dir: Path, *, as_json: bool, stream: TextIO) -> None:
-    """Print the numbers of each source for every life, and the differences.
-
-    Raises `LedgerError` naming the differences, `RunDirError` without a fleet, and `RedisUnavailableError`.
-    """
-    url, fleet_id = find_books(run_dir)
-    files = read_files(run_dir, fleet_id)
-    with serving(run_dir, url):
-
-        def look() -> tuple[Sources, list[str], float]:
-            now = with_ledger(files, run_dir, url, fleet_id)
-            return now, disagreements(now), now.reported_unix_s
-
-        sources, found = _once_caught_up(look)
-    losses = [*known_losses(sources)]
-    if as_json:
-        lives = [as_facts(sources, life) for life in sources.lives]
-        told = {"fleet_id": fleet_id, "lives": lives, "known_losses": losses, "disagreements": found}
-        print(orjson.dumps(told).decode(), file=stream)
-    else:
-        console = Console(file=stream, width=None if stream.isatty() else FILE_WIDTH)
-        known = [f"! {sentence}" for sentence in losses]
-        verdict = [f"✗ {sentence}" for sentence in found] or ["✓ the sources agree"]
-        console.print(table(sources), *known, *verdict, sep="\n")
-    if found:
-        raise LedgerError("the sources differ: " + "; ".join(found))
-
-
-def _once_caught_up(look: Callable[[], tuple[T, list[str], float]]) -> tuple[T, list[str]]:
+def once_caught_up(look: Callable[[], tuple[T, list[str], float]]) -> tuple[T, list[str]]:
     """Return the result of `look`. While a broker reports, retry problems for some seconds: its counts lag behind."""
     deadline = time.monotonic() + CATCH_UP_S
     while True:

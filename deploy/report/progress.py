@@ -245,6 +245,20 @@ def duration(seconds: float) -> str:
     raise AssertionError(whole)
 
 
+def short_number(value: float) -> str:
+    """Return a number in few characters: 1.2M, 41.2k, 475, 0.0123."""
+    size = abs(value)
+    for unit, one in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if size >= 0.9995 * one and size >= 1e4:
+            return f"{value / one:.3g}{unit}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if 0 < size < 1e-3:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    return f"{value:.3g}"
+
+
 def number(value: Any) -> float:
     """Return a number from a peer or from Redis; 0.0 for any other value, since any program may have written it."""
     return float(value) if isinstance(value, int | float) else 0.0

@@ -27,7 +27,7 @@ class _Entry(BaseModel):
     last_words: str = ""
     """Text on how its last life ended."""
     recent_deaths: int = 0
-    """Deaths that count towards `supervisor.max_restarts_per_window`, as of the last one."""
+    """Deaths that count towards `supervisor.restart_attempts`, as of the last one."""
 
 
 class ProcessEntry(_Entry):

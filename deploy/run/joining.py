@@ -76,7 +76,7 @@ def _meet(where: str, asked: Asked, role: str) -> Joined | None:
     """
     config, _ = asked.resolve()
     wanted = config.fleet.fleet_id
-    rendezvous = Rendezvous(where, broker_ports(config))
+    rendezvous = Rendezvous(where, config.broker.ports)
     endpoint = await_place(rendezvous, role, config, wanted)
     if endpoint is None:
         return None
@@ -89,11 +89,6 @@ def _meet(where: str, asked: Asked, role: str) -> Joined | None:
     rendezvous.fleet_id = fleet_id
     source = None if where.startswith("dns://") else rendezvous
     return Joined(resolved, f"{origin}; rendezvous: {where}", fleet_id, endpoint, source)
-
-
-def broker_ports(config: FleetConfig) -> dict[str, int]:
-    """Return the configured ports of a broker by role, for `dns://`."""
-    return {name: int(getattr(config.broker, f"{name}_port")) for name in ("worker", "learner", "weights")}
 
 
 def check_published(published: Published, where: str, config: FleetConfig, wanted: str, role: str) -> None:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.deploy.process.fleet_errors import ForeignCodeError
 from headrace.deploy.run.options import Asked, parse_sets
 from headrace.deploy.run.seal import is_sealed
 from headrace.schemas.errors import ConfigError
@@ -53,6 +52,9 @@ _OF_ANOTHER_ENV = ("GymV21Environment-", "GymV26Environment-")
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w./-]*", re.ASCII)
 _ALLOWED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w./-]*)?", re.ASCII)
 
+_SHOWN = 5
+_FLAGS, _LONGEST = 20, 200
+"""Most `--allow` options that an error proposes, and their longest name."""
 Named = tuple[str, str]
 """A setting's key, and a name in it."""
 
@@ -60,8 +62,8 @@ Named = tuple[str, str]
 def resolve_found(asked: Asked, *, with_loggers: bool = False) -> tuple[FleetConfig, Origins]:
     """Resolve the configuration with a file that the user did not name, or without a file.
 
-    `with_loggers`: the caller also builds the run's loggers. Raises `ForeignCodeError` for names that are not to be
-    built, and `ConfigError`.
+    `with_loggers`: the caller also builds the run's loggers. Raises `ConfigError`, also for names that are not to be
+    built.
     """
     allow = asked.allow or ()
     _check_form(allow)
@@ -71,8 +73,25 @@ def resolve_found(asked: Asked, *, with_loggers: bool = False) -> tuple[FleetCon
         named = [one for one in names_in(config) if with_loggers or one[0] != "logging.loggers"]
         foreign = [(key, name) for key, name in named if not (name in typed or _may_be_built(key, name, allow))]
         if foreign:
-            raise ForeignCodeError(str(asked.config), foreign, [name for _, name in foreign if _NAME.fullmatch(name)])
+            raise _foreign_code_error(str(asked.config), foreign)
     return config, origins
+
+
+def _foreign_code_error(file: str, named: Sequence[Named]) -> ConfigError:
+    """Return the error for a settings file, which a command found by itself, with names that nobody has allowed."""
+    shown = ", ".join(f"{key} = {name!a:.100}" for key, name in named[:_SHOWN])
+    more = len(named) - _SHOWN
+    shown += f" and {more} more" if more > 0 else ""
+    allowable = list(dict.fromkeys(name for _, name in named if _NAME.fullmatch(name)))
+    short = [name for name in allowable if len(name) <= _LONGEST][:_FLAGS]
+    others = f" and {rest} more" if (rest := len(allowable) - len(short)) else ""
+    flags = " ".join(f"--allow {name}" for name in short) + others
+    in_program = ", ".join(f'"{name}"' for name in short) + others
+    advice = f"add {flags} (in a program allow=[{in_program}]), or give" if allowable else "give"
+    return ConfigError(
+        f"{file} names code that is not Headrace's own: {shown}; this user's `headrace up` did not write that file. If "
+        f"you trust the code, {advice} your own settings with --config"
+    )
 
 
 def names_in(config: FleetConfig) -> Iterator[Named]:
@@ -91,7 +110,7 @@ def names_in(config: FleetConfig) -> Iterator[Named]:
         yield "sampling.policy_mapping_fn", sampling.policy_mapping_fn
     yield from (("sampling.callbacks", name) for name in sampling.callbacks)
     yield "module.build", config.module.build
-    yield from (("logging.loggers", name) for name in config.logging.loggers)
+    yield from (("logging.loggers", name) for name in config.logging.loggers if ":" in name)
 
 
 def _of_env(key: str, env: str, env_config: Mapping[str, Any]) -> Iterator[Named]:

@@ -17,11 +17,10 @@ from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import build_env, find_creator, naming_what_failed
+from headrace.workers.envs.driver import own_driver
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.spaces import convert, spaces_of, spaces_of_vector
 from headrace.workers.envs.vector_env import VectorEnv
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
-from headrace.workers.external.env import ExternalEnv
 from headrace.workers.policy.policies import Policies
 
 ByModule = dict[str, Spaces]
@@ -51,7 +50,7 @@ def built_env(config: EnvRunnerConfig) -> Iterator[BuiltEnv]:
         try:
             yield _adapted(config, made, context)
         finally:
-            close_envs([made] if hasattr(made, "close") else [], config.env_close_timeout_s)
+            close_envs([made] if hasattr(made, "close") else [])
 
 
 def spaces_of_env(config: EnvRunnerConfig) -> tuple[ByModule, list[Any]]:
@@ -67,13 +66,13 @@ def _adapted(config: EnvRunnerConfig, made: Any, context: EnvContext) -> BuiltEn
     """Return the env that a creator made, wrapped as workers use it."""
     env: Any = made
     if config.is_multi_agent:
-        if not isinstance(made, ExternalMultiAgentEnv):
+        if own_driver(made, several_agents=True) is None:
             env = build_multi_agent_env(lambda _: made, context)
         by_agent = spaces_by_agent(gym_spaces_of(env))
         return BuiltEnv(env, Policies.of(config).spaces(by_agent), by_agent)
     if isinstance(made, gym.vector.VectorEnv):
         return BuiltEnv(made, {DEFAULT_MODULE_ID: spaces_of_vector(made)}, {})
-    if not isinstance(made, ExternalEnv | VectorEnv):
+    if own_driver(made) is None and not isinstance(made, VectorEnv):
         env = build_env(lambda _: made, context)
     return BuiltEnv(env, {DEFAULT_MODULE_ID: spaces_of(env)}, {})
 

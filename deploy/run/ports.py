@@ -20,7 +20,6 @@ _ROOM = 2000
 """Ports kept above the first, for workers that are started alone: the broker gives them slots from 1000 on."""
 _TRIES = 64
 _MOST_HELD = 32
-_ROLES = ("worker", "learner", "weights")
 """The broker serves each of these at a port of its own."""
 
 
@@ -41,10 +40,9 @@ def first_of_free(host: str, workers: int, who: str, key: str, *, never: int = 0
 def check_ports(config: FleetConfig) -> None:
     """Check the ports that the config fixes. Raises `PortInUseError`, or `ConfigError` for a host that is not ours."""
     broker, sampling, serving, workers = config.broker, config.sampling, config.serving, config.fleet.workers
-    for role in _ROLES:
-        _check(broker.host, getattr(broker, f"{role}_port"), 1, "broker.host")
+    _check(broker.host, broker.port, len(broker.ports), "broker.host")
     if sampling.env_placement == "remote":
-        _check(sampling.env_hosts_host, sampling.env_hosts_port, workers, "sampling.env_hosts_host")
+        _check(config.env_hosts_host, sampling.env_hosts_port, workers, "broker.host")
     if serving.enabled:
         for port in (serving.port, serving.http_port or 0):
             _check(serving.host, port, workers, "serving.host")
@@ -98,21 +96,18 @@ def _bind(host: str, port: int, key: str, probes: ExitStack, *, shares: bool) ->
 
 
 def first_endpoints(broker: BrokerSection, run_dir: Path) -> Endpoints:
-    """Return the endpoints of a broker that starts now: configured ports, and free ones in place of 0.
+    """Return the endpoints of a broker that starts now: configured ports, or free ones.
 
-    Off loopback a port that is not configured stays 0, and the broker takes a free one. For Unix sockets, make their
+    Off loopback ports that are not configured stay 0, and the broker takes free ones. For Unix sockets, make their
     folder. Raises `RunDirError`.
     """
     if broker.transport == "ipc":
         folder = make_socket_folder(run_dir)
-        return Endpoints(**{role: endpoint_of(folder, role) for role in _ROLES})
-    ports = {role: getattr(broker, f"{role}_port") for role in _ROLES}
-    configured = {port for port in ports.values() if port}
-    while is_loopback(broker.host) and not all(ports.values()):
-        first = first_of_free(broker.host, len(_ROLES), "the broker", "broker.host")
-        if configured.isdisjoint(range(first, first + len(_ROLES))):
-            ports = {role: port or first + place for place, (role, port) in enumerate(ports.items())}
-    return Endpoints(**{role: f"tcp://{in_url(broker.host)}:{port}" for role, port in ports.items()})
+        return Endpoints(**{role: endpoint_of(folder, role) for role in broker.ports})
+    if not broker.port and is_loopback(broker.host):
+        free = first_of_free(broker.host, len(broker.ports), "the broker", "broker.host")
+        broker = broker.model_copy(update={"port": free})
+    return Endpoints(**{role: f"tcp://{in_url(broker.host)}:{port}" for role, port in broker.ports.items()})
 
 
 def with_env_ports(config: FleetConfig) -> FleetConfig:
@@ -123,8 +118,7 @@ def with_env_ports(config: FleetConfig) -> FleetConfig:
     sampling = config.sampling
     if sampling.env_placement != "remote" or sampling.env_hosts_port or not config.fleet.workers:
         return config
-    host, workers = sampling.env_hosts_host, config.fleet.workers
-    first = first_of_free(host, workers, "env hosts", "sampling.env_hosts_host")
+    first = first_of_free(config.env_hosts_host, config.fleet.workers, "env hosts", "broker.host")
     return config.model_copy(update={"sampling": sampling.model_copy(update={"env_hosts_port": first})})
 
 
@@ -133,7 +127,7 @@ def env_endpoints(config: FleetConfig) -> dict[str, str]:
     sampling = config.sampling
     if sampling.env_placement != "remote":
         return {}
-    host = in_url(sampling.env_hosts_host)
+    host = in_url(config.env_hosts_host)
     return {f"envs-{slot}": f"tcp://{host}:{sampling.env_hosts_port + slot}" for slot in range(config.fleet.workers)}
 
 

@@ -9,14 +9,13 @@ Every key of the configuration is of one of three kinds:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from headrace.deploy.process.fleet_errors import OtherSettingsError
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.run_dir import RUNS, RunDir
 from headrace.deploy.run.saved_policy import NEWEST_FILE, counts_of
@@ -54,9 +53,7 @@ TRAINING = frozenset(
 )
 """Keys of [sampling] that change how the policy is trained. All keys of [learner] do, except `_FREE_OF_LEARNER`."""
 
-_FREE_OF_LEARNER = frozenset(
-    ("learner.enabled", "learner.evaluate_episodes", "learner.evaluate_every_steps", "learner.torch_threads")
-)
+_FREE_OF_LEARNER = frozenset(("learner.enabled", "learner.evaluate_every_steps", "learner.torch_threads"))
 _SHOWN = 60
 
 
@@ -81,22 +78,31 @@ class EarlierRun:
             return None
         return EarlierRun(run_dir, page, _read_settings(run_dir))
 
-    def check(self, config: FleetConfig, *, resume: bool) -> list[str]:
+    def check(self, config: FleetConfig, *, resume: bool, advice: str = "") -> list[str]:
         """Return the settings of training that differ, as "key: was -> is".
 
-        Raises `OtherSettingsError` for a difference that is not allowed.
+        Raises `RunDirError` for a difference that is not allowed, and for a run that was trained by an algorithm which
+        the reference learner no longer has. `advice` replaces its advice about differences.
         """
+        algorithm = self.settings.get("learner", {}).get("algorithm")  # of an earlier version
+        if algorithm in ("dqn", "impala") and config.learner.enabled:
+            reason = f"learner.algorithm = {algorithm!r} trained it, and the reference learner has only PPO now"
+            train = f"train a new run by docs/examples/{algorithm}.py of the repository"
+            raise RunDirError(str(self.run_dir.path), reason, train)
         changed = dict(_changed(self.settings, config))
-        where = str(self.run_dir.path)
         if fixed := [changed[key] for key in changed if key in FIXED]:
-            raise OtherSettingsError(
-                where, fixed, "these cannot change within a run: leave out --run-dir for a new run, or name another"
-            )
+            kept = "these cannot change within a run: leave out --run-dir for a new run, or name another"
+            raise self._other_settings(fixed, advice or kept)
         training = [changed[key] for key in changed if _is_of_training(key)]
         if training and not resume:
-            advice = f"go on with the new ones by --resume {where}, or leave out --run-dir for a new run"
-            raise OtherSettingsError(where, training, advice)
+            again = f"go on with the new ones by --resume {self.run_dir.path}, or leave out --run-dir for a new run"
+            raise self._other_settings(training, advice or again)
         return training
+
+    def _other_settings(self, differences: Sequence[str], advice: str) -> RunDirError:
+        path = str(self.run_dir.path)
+        reason = f"has a run with other settings ({'; '.join(differences)})"
+        return RunDirError(path, reason, sentence=f"{path} {reason}; {advice}")
 
     def in_words(self, steps: int, episodes: int, redis: str) -> str:
         """Return a sentence on where this run goes on from: the checkpoint, Redis and fleet.json."""

@@ -150,7 +150,7 @@ def resolve_policy(where: str, asked: Asked, fleet_id: str = "", which: Which = 
 def resolve_settings(where: str, asked: Asked) -> tuple[FleetConfig, str]:
     """Return the settings for the policy at `where`, and their origin in words.
 
-    Raises `ConfigError`, and `ForeignCodeError` for code that a file beside the policy names and `allow` does not.
+    Raises `ConfigError`, also for code that a file beside the policy names and `allow` does not.
     """
     if asked.config is None:
         asked = replace(asked, config=_config_beside(where))

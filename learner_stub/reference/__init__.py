@@ -1,1 +1,1 @@
-"""The reference learner: its process, and the algorithms."""
+"""The reference learner: its process, and PPO."""

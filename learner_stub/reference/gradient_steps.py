@@ -2,15 +2,10 @@
 
 Both are of the same loss: the clipped objective of Schulman et al. (2017), equation 9, negated, and the mean squared
 error of the values. Minibatches of the same seed hold the same steps.
-
-With `learner.value_clip` the error of a value is the larger of two squares: of its own error, and of the error it would
-have had if it had moved by the bound at most since the update began. This is the value loss of OpenAI's baselines,
-`ppo2/model.py`. A value that has moved further towards its return has no gradient.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,13 +26,12 @@ class Targets:
 
     - advantages: of mean 0 and deviation 1.
     - returns: what values should have been.
-    - logp, values: of the module before the update.
+    - logp: of the module before the update.
     """
 
     advantages: Tensor
     returns: Tensor
     logp: Tensor
-    values: Tensor
     value_scale: float
     explained_variance: float
 
@@ -60,18 +54,11 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss of one update. `clip` is the bound of the ratio, which may have fallen below that of the settings."""
+    """The loss of one update."""
 
     settings: LearnerSection
-    clip: float
     rollout: Rollout
     targets: Targets
-
-    @property
-    def value_bound(self) -> float:
-        """Return how far a value may move in the update before its error is clipped, in units of the return."""
-        clip = self.settings.value_clip
-        return math.inf if clip is None else clip / math.sqrt(self.targets.value_scale)
 
 
 class AutogradSteps:
@@ -96,16 +83,15 @@ class AutogradSteps:
 
     def _terms(self, minibatch: Minibatch) -> LossTerms:
         """Return the parts of the loss on one minibatch. The entropy has a gradient only where the loss counts it."""
-        s, clip, steps = self._objective.settings, self._objective.clip, minibatch.steps
+        s, steps = self._objective.settings, minibatch.steps
         rollout, targets = self._objective.rollout, self._objective.targets
         answer = self._module.forward_train(minibatch.batch)
         dist_inputs, values = (answer[name][minibatch.answers] for name in ("action_dist_inputs", "values"))
         logp = self._module.logp(dist_inputs, take(rollout.actions, steps))
         ratio = torch.exp(logp - rollout.logp[steps])
         advantage = targets.advantages[steps]
-        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).mean()
-        errors = value_errors(values, targets.returns[steps], targets.values[steps], self._objective.value_bound)
-        value_loss = errors.mean() * targets.value_scale
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - s.clip, 1 + s.clip) * advantage).mean()
+        value_loss = (values - targets.returns[steps]).square().mean() * targets.value_scale
         entropy = self._module.entropy(dist_inputs if s.entropy_coefficient else dist_inputs.detach()).mean()
         return LossTerms(-gain, value_loss, entropy, ratio.detach(), logp.detach() - targets.logp[steps])
 
@@ -117,7 +103,7 @@ class ClosedFormSteps:
         self._form, self._objective = form, objective
         rollout, targets = objective.rollout, objective.targets
         obs = rollout.obs[torch.from_numpy(rollout.step_rows)]
-        steps = torch.stack((rollout.logp, targets.logp, targets.advantages, targets.returns, targets.values), 1)
+        steps = torch.stack((rollout.logp, targets.logp, targets.advantages, targets.returns), 1)
         self._columns = (*form.rows(obs, rollout.actions), steps)
 
     def epoch(self, random: np.random.Generator) -> Iterator[LossTerms]:
@@ -135,37 +121,26 @@ class ClosedFormSteps:
 
         With r the ratio and A the advantage, the objective is min(r A, clip(r) A), and dr/d(logp) = r. So its
         derivative by logp is r A, and 0 where the clip holds: where r A is above clip(r) A. The derivative of a squared
-        error e is 2 e, and 0 where the bound of values holds.
+        error e is 2 e.
         """
-        s, clip, rows = self._objective.settings, self._objective.clip, len(features)
-        value_scale, bound_of_values = self._objective.targets.value_scale, self._objective.value_bound
-        behaviour_logp, first_logp, advantage, returns, first_values = steps.unbind(1)
+        s, value_scale, rows = self._objective.settings, self._objective.targets.value_scale, len(features)
+        behaviour_logp, first_logp, advantage, returns = steps.unbind(1)
         logp, entropy, values = self._form.forward(features, chosen)
         ratio = torch.exp(logp - behaviour_logp)
-        gain, bound = ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage
+        gain, bound = ratio * advantage, ratio.clamp(1 - s.clip, 1 + s.clip) * advantage
         error = values - returns
-        squares = value_errors(values, returns, first_values, bound_of_values)
-        held = ((values - first_values).abs() > bound_of_values) & (squares > error.square())
         self._form.backward(
             torch.where(gain > bound, 0.0, gain) * (-1.0 / rows),
             -s.entropy_coefficient / rows,
-            torch.where(held, 0.0, error) * (2.0 * s.value_coefficient * value_scale / rows),
+            error * (2.0 * s.value_coefficient * value_scale / rows),
         )
         policy_loss = -torch.minimum(gain, bound).mean()
-        value_loss = squares.mean() * value_scale
+        value_loss = error.square().mean() * value_scale
         return LossTerms(policy_loss, value_loss, entropy.mean(), ratio, logp - first_logp)
 
 
 GradientSteps = AutogradSteps | ClosedFormSteps
 """Writes the gradients of one update's minibatches."""
-
-
-def value_errors(values: Tensor, returns: Tensor, first: Tensor, bound: float) -> Tensor:
-    """Return the squared errors (n,) of values that were `first` before the update; the module says how they clip."""
-    squares = (values - returns).square()
-    if bound == math.inf:
-        return squares
-    return torch.maximum(squares, (first + (values - first).clamp(-bound, bound) - returns).square())
 
 
 def _clip_norm(gradient: Tensor, max_norm: float) -> None:

@@ -9,11 +9,12 @@ everything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from headrace.learner_stub.reference.ppo import PPO
 from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
 from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
@@ -26,24 +27,6 @@ DEFAULT_MODULE = "default_policy"
 
 Arrays = dict[str, NDArray[Any]]
 StateDict = dict[str, Tensor | NDArray[Any]]
-
-
-class LearnerPolicy(Protocol):
-    """One module's share of the learner: `PPO`, `Impala`, `DQN`, or `FrozenPolicy`."""
-
-    stats: TrainingStats
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to publish."""
-
-    def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
-        """Take the batches of one update; return its metrics. May end early, or raise `AbandonedUpdateError`."""
-
-    def get_state(self) -> tuple[dict[str, Any], Arrays]:
-        """Return (plain JSON values, arrays by name) for a checkpoint."""
-
-    def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from the result of `get_state`."""
 
 
 class FrozenPolicy:
@@ -73,6 +56,10 @@ class FrozenPolicy:
         """Go on from the result of `get_state`. The optimizer's state of a module once in training is dropped."""
         self.module.load_state_dict(training_tensors(arrays)[0])
         self.stats.set_state(state)
+
+
+LearnerPolicy = PPO | FrozenPolicy
+"""One module's share of the learner."""
 
 
 class LearnerPolicies:

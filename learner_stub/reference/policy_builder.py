@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.learner_stub.reference.dqn import DQN
-from headrace.learner_stub.reference.impala import Impala
 from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, LearnerPolicy
 from headrace.learner_stub.reference.ppo import PPO
-from headrace.learner_stub.rollouts.module import build_frozen_module, build_module, build_q_module
+from headrace.learner_stub.rollouts.module import build_frozen_module, build_module
 from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ModuleError
-from headrace.schemas.settings.config import FleetConfig, LearnerSection, ModuleSection
+from headrace.schemas.settings.config import FleetConfig, ModuleSection
 from headrace.schemas.settings.sampling_settings import PolicySettings, SamplingSettings
 
 
@@ -33,21 +31,11 @@ def build_policies(config: FleetConfig, spaces: Mapping[str, Spaces]) -> Learner
     for module_id, policy in named.items():
         section, where = _section(policy, config.module), _where(module_id, policy)
         if trained is None or module_id in trained:
-            by_id[module_id] = _trained(config.learner, section, spaces[module_id], where)
+            by_id[module_id] = PPO(build_module(section, spaces[module_id], where), config.learner)
         else:
             by_id[module_id] = FrozenPolicy(build_frozen_module(section, spaces[module_id], where))
         connectors[module_id] = _merger(policy, config.sampling)
     return LearnerPolicies(by_id, connectors)
-
-
-def _trained(learner: LearnerSection, section: ModuleSection, spaces: Spaces, where: str) -> LearnerPolicy:
-    """Return a new module and the algorithm that trains it."""
-    match learner.algorithm:
-        case "dqn":
-            return DQN(build_q_module(section, spaces, where), learner, spaces)
-        case "impala":
-            return Impala(build_module(section, spaces, where), learner)
-    return PPO(build_module(section, spaces, where), learner)
 
 
 def _section(policy: PolicySettings, default: ModuleSection) -> ModuleSection:

@@ -38,7 +38,7 @@ from headrace.learner_stub.reference.gradient_steps import (
     Objective,
     Targets,
 )
-from headrace.learner_stub.reference.training_arrays import load_training_state, training_state
+from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
 from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
 from headrace.learner_stub.rollouts.minibatches import Minibatches, forward_all, minibatches_for, seed_torch
@@ -59,7 +59,6 @@ class PPO:
         self._closed_form = make_closed_form(module)
         self.optimizer = Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5, vectors=self._closed_form)
         self.stats = TrainingStats()
-        self._clip = settings.clip
 
     def weights(self) -> dict[str, Tensor]:
         """Return the module's state dict; its tensors are the live ones."""
@@ -71,7 +70,6 @@ class PPO:
         `interruption` is asked between minibatches, and may end the update early. Raises `ModuleError` when module or
         batches lack what PPO needs, and `AbandonedUpdateError`.
         """
-        self._anneal()
         self.stats.count(batches)
         seed_torch(self.settings.seed, self.stats.updates)
         metrics: Metrics = self.stats.metrics()
@@ -79,16 +77,11 @@ class PPO:
         if rollout is not None:
             feed = minibatches_for(self.module, rollout)
             targets = self._targets(rollout, feed, interruption)
-            metrics["learning_rate"] = self.optimizer.lr
+            metrics["learning_rate"] = self.settings.learning_rate
             metrics["explained_variance"] = targets.explained_variance
             metrics["behaviour_kl"] = float((rollout.logp - targets.logp).mean())
             metrics |= self._optimize(self._gradient_steps(rollout, targets, feed), interruption)
         return metrics
-
-    def _anneal(self) -> None:
-        """Set the learning rate and the clip for the steps trained on so far."""
-        s, left = self.settings, self.settings.annealed(self.stats.steps)
-        self.optimizer.lr, self._clip = s.learning_rate * left, s.clip * left
 
     def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
         dist_inputs, all_values = forward_all(self.module, feed, interruption)
@@ -105,7 +98,6 @@ class PPO:
             advantages=_float32((advantage - advantage.mean()) / (advantage.std() + 1e-8)),
             returns=_float32(returns),
             logp=logp.detach(),
-            values=_float32(all_values[rollout.step_rows]),
             value_scale=1.0 / max(variance, 1.0),
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )
@@ -127,7 +119,7 @@ class PPO:
         return self._measure(seen) | {"epochs": epoch}
 
     def _gradient_steps(self, rollout: Rollout, targets: Targets, feed: Minibatches) -> GradientSteps:
-        objective = Objective(self.settings, self._clip, rollout, targets)
+        objective = Objective(self.settings, rollout, targets)
         if self._closed_form is None:
             return AutogradSteps(self.module, self.optimizer, feed, objective)
         return ClosedFormSteps(self._closed_form, objective)
@@ -145,19 +137,22 @@ class PPO:
             "value_loss": value_loss,
             "entropy": entropy,
             "kl": _divergence(seen),
-            "clip_fraction": ((ratio - 1).abs() > self._clip).float().mean().item(),
+            "clip_fraction": ((ratio - 1).abs() > self.settings.clip).float().mean().item(),
         }
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return (plain JSON values, arrays by name) for a checkpoint. The arrays are live: write them at once."""
-        return training_state(self.module, self.optimizer, self.stats)
+        return self.stats.get_state(), training_arrays(self.module.state_dict(), self.optimizer.state_dict())
 
     def set_state(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Go on from the result of `get_state`; settings stay those of the config.
 
         Raises `KeyError` or `RuntimeError` when the state is that of another module.
         """
-        load_training_state(state, arrays, self.module, self.optimizer, self.stats)
+        tensors, moments = training_tensors(arrays)
+        self.module.load_state_dict(tensors)
+        self.optimizer.load_state_dict({"state": moments})
+        self.stats.set_state(state)
 
 
 def _divergence(seen: Sequence[LossTerms]) -> float:

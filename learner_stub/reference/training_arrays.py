@@ -10,9 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.learner_stub.checkpoints.checkpoint import MODULE
-from headrace.learner_stub.reference.adam import Adam
-from headrace.learner_stub.reference.training_stats import TrainingStats
-from headrace.learner_stub.rollouts.module import Weights
 
 
 def training_arrays(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -39,27 +36,3 @@ def training_tensors(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, Tens
             index, _, moment = rest.partition("/")
             optimizer.setdefault(int(index), {})[moment] = tensor
     return module, optimizer
-
-
-def training_state(
-    module: Weights, optimizer: Adam, stats: TrainingStats
-) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Return (plain JSON values, arrays by name) for a checkpoint. The arrays are live: write them at once."""
-    return stats.get_state(), training_arrays(module.state_dict(), optimizer.state_dict())
-
-
-def load_training_state(
-    state: Mapping[str, Any],
-    arrays: Mapping[str, NDArray[Any]],
-    module: Weights,
-    optimizer: Adam,
-    stats: TrainingStats,
-) -> None:
-    """Give all three the result of `training_state`; settings stay those of the config.
-
-    Raises `KeyError` or `RuntimeError` when the state is that of another module.
-    """
-    tensors, moments = training_tensors(arrays)
-    module.load_state_dict(tensors)
-    optimizer.load_state_dict({"state": moments})
-    stats.set_state(state)

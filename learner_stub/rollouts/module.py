@@ -36,8 +36,15 @@ class ClosedFormGradients(Protocol):
         """
 
 
-class Weights(Protocol):
-    """The part of `torch.nn.Module` that training needs."""
+class TrainableModule(Protocol):
+    """A torch module with three more methods. Observations and actions are tensors, in the nesting of their space.
+
+    A module that also has `initial_state()` is recurrent: its `forward_train` gets whole chunks, as
+    `minibatches.ChunkMinibatches` describes.
+
+    A module may have `make_closed_form()`. It returns None, or a `ClosedFormGradients` that gives the same gradients in
+    less time, and then puts the parameters into one vector.
+    """
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the trainable parameters."""
@@ -48,17 +55,6 @@ class Weights(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> Any:
         """Load all tensors by name."""
 
-
-class TrainableModule(Weights, Protocol):
-    """A torch module with three more methods. Observations and actions are tensors, in the nesting of their space.
-
-    A module that also has `initial_state()` is recurrent: its `forward_train` gets whole chunks, as
-    `minibatches.ChunkMinibatches` describes.
-
-    A module may have `make_closed_form()`. It returns None, or a `ClosedFormGradients` that gives the same gradients in
-    less time, and then puts the parameters into one vector.
-    """
-
     def forward_train(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Map {"obs": ...} to {"action_dist_inputs": (rows, ...), "values": (rows,)}, with gradients."""
 
@@ -67,26 +63,6 @@ class TrainableModule(Weights, Protocol):
 
     def entropy(self, dist_inputs: Tensor) -> Tensor:
         """Return the entropy (rows,) in nats."""
-
-
-class QModule(Weights, Protocol):
-    """A torch module with a value for each action. It explores with `exploration_rate`, a tensor of its state dict."""
-
-    exploration_rate: Tensor
-
-    def q_values(self, obs: Any) -> Tensor:
-        """Return the value of each action (rows, actions), with gradients."""
-
-
-def build_q_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> QModule:
-    """Build the module that workers build by the same name, for DQN. Raises as `build_module` does."""
-    module = build_frozen_module(section, spaces, where)
-    if not hasattr(module, "q_values") or "exploration_rate" not in module.state_dict():
-        raise ModuleError(
-            f"module {section.build!r} has no q_values(obs) and no buffer exploration_rate, which DQN needs; leave "
-            f"{where}.build out, or write one like headrace.workers.modules:q_network"
-        )
-    return cast(QModule, module)
 
 
 def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") -> TrainableModule:

@@ -47,7 +47,6 @@ class Metric:
 
 
 TOLD_SETTINGS = (
-    "broker.heartbeat_interval_s",
     "broker.lease_s",
     "broker.max_batch_bytes",
     "broker.max_held_batches",
@@ -56,18 +55,15 @@ TOLD_SETTINGS = (
     "fleet.env_hosts",
     "fleet.run_dir",
     "fleet.workers",
-    "sampling.env_construct_timeout_s",
-    "sampling.env_hosts_lease_s",
-    "sampling.env_hosts_timeout_s",
     "sampling.env_placement",
+    "sampling.env_reset_timeout_s",
     "sampling.env_restart_attempts",
     "sampling.env_step_timeout_s",
     "sampling.num_envs",
     "sampling.synchronous",
     "serving.enabled",
     "supervisor.hung_after_s",
-    "supervisor.max_restarts_per_window",
-    "supervisor.restart_backoff_s",
+    "supervisor.restart_attempts",
     "worker.connect_timeout_s",
     "worker.random_actions_before_weights",
     "worker.window_batches",

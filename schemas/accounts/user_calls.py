@@ -25,12 +25,12 @@ class UserCall(IntEnum):
 
 
 SETTINGS = {
-    UserCall.CONSTRUCTION: "env_construct_timeout_s",
+    UserCall.CONSTRUCTION: "2 * env_reset_timeout_s",
     UserCall.RESET: "env_reset_timeout_s",
     UserCall.STEP: "env_step_timeout_s",
     UserCall.RENDER: "env_step_timeout_s",
 }
-"""The setting that limits each kind of call of an env."""
+"""What limits each kind of call of an env, in terms of settings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
     HeadraceError
     ├── ConfigError             a setting is unknown, malformed or clashes with another
-    │   └── MissingEnvError         an env is needed and none is configured
     ├── KeysError               a key file is missing, damaged, or a secret that others may read
     ├── EnvError                an environment could not be built or broke its contract
     │   ├── UnknownEnvError         no such environment id, import path or callable
@@ -13,36 +12,30 @@
     │   ├── EnvNeighbourError       another env of the same process took it down
     │   ├── EnvHostLostError        the host of remote envs fell silent, left, or was refused
     │   ├── EnvRestartBudgetError   an env kept failing until its rebuild budget was spent
-    │   └── (external ones)         ClientLostError and ExternalSilenceError of episodes.py
+    │   └── ClientLostError         the client that drove an external episode is gone
     ├── EpisodeError            a call about an external episode cannot be done; kinds are in episodes.py
     ├── EpisodeTimeoutError     a call about an external episode was not answered within its deadline
     ├── ModuleError             a policy module could not be built, or returned the wrong arrays
     │   ├── WeightsMismatchError    weights have other names or shapes than the workers' module
     │   └── RefusedWeightsError     a worker could not load a version of the weights
     ├── PolicyCallError         a trained policy was given an observation or an agent that is not its own
-    ├── ExportError             a policy cannot be written to a file for other programs
     ├── CallbackError           a user's callback raised
-    ├── RunnerBusyError         a callback called its own runner at a moment when the runner cannot do it
     ├── ChunkError              chunks that are not parts of one episode, or a cut that leaves no step
     ├── StateError              a runner's state that does not fit the runner it is given to
     ├── ConnectorError          a connector raised, or returned the wrong arrays
-    ├── WireError               bytes or messages that break the protocol
-    │   ├── DecodeError             a message that is not a valid Headrace message
-    │   └── EncodeError             something that must not or cannot go on the wire
-    │       └── InfosTooLargeError      the infos of one batch
+    ├── DecodeError             a message that is not a valid Headrace message
+    ├── EncodeError             something that must not or cannot go on the wire
+    │   └── InfosTooLargeError      the infos of one batch
     ├── RefusedError            the broker refused this peer
     │   ├── FencedError             a newer incarnation or a newer learner has taken this one's place
     │   ├── KeysRefusedError        the broker did not let this peer in: their keys do not match
     ├── UnreachableError        a server did not answer within its deadline
-    │   ├── RedisUnavailableError   Redis did not answer, or refuses writes
-    │   │   └── RedisContractError      it has the fleet's keys by another version of the contract
-    │   ├── WorkerWaitsError        a policy server lives, but its worker took no step in time
-    │   └── NoEnvHostError          no env host was at a worker's port for too long
+    │   └── RedisUnavailableError   Redis did not answer, or refuses writes
+    │       └── RedisContractError      it has the fleet's keys by another version of the contract
     ├── PortInUseError          an endpoint is taken
     ├── RunDirError             the run directory cannot be used
     ├── CheckpointError         a learner's checkpoint is torn or corrupt
-    ├── WindowStalledError      the learner holds every batch uncommitted and waits for more
-    └── LedgerError             the books do not balance
+    └── WindowStalledError      the learner holds every batch uncommitted and waits for more
 
 Each error carries its facts as attributes and builds its sentence from them: what happened, to what, the numbers, what
 to do. `exit_code` is the exit code of a Headrace process that ends with the error. Each family has a file of its own;
@@ -58,22 +51,19 @@ from headrace.schemas.errors.envs import (
     EnvNeighbourError as EnvNeighbourError,
     EnvRaisedError as EnvRaisedError,
     EnvRestartBudgetError as EnvRestartBudgetError,
-    MissingEnvError as MissingEnvError,
     UnknownEnvError as UnknownEnvError,
+    missing_env_error as missing_env_error,
 )
 from headrace.schemas.errors.fleet import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
     KeysError as KeysError,
-    LedgerError as LedgerError,
-    NoEnvHostError as NoEnvHostError,
     PortInUseError as PortInUseError,
     RedisContractError as RedisContractError,
     RedisUnavailableError as RedisUnavailableError,
     RunDirError as RunDirError,
     UnreachableError as UnreachableError,
     WindowStalledError as WindowStalledError,
-    WorkerWaitsError as WorkerWaitsError,
     machine_error as machine_error,
     reading as reading,
     disk_full_error as disk_full_error,
@@ -93,14 +83,13 @@ from headrace.schemas.errors.runners import (
     CallbackError as CallbackError,
     ChunkError as ChunkError,
     ConnectorError as ConnectorError,
-    ExportError as ExportError,
     ModuleError as ModuleError,
     NotFiniteError as NotFiniteError,
     PolicyCallError as PolicyCallError,
     RefusedWeightsError as RefusedWeightsError,
-    RunnerBusyError as RunnerBusyError,
     StateError as StateError,
     WeightsMismatchError as WeightsMismatchError,
+    export_error as export_error,
     which_module_error as which_module_error,
 )
 from headrace.schemas.errors.wire import (
@@ -110,6 +99,5 @@ from headrace.schemas.errors.wire import (
     InfosTooLargeError as InfosTooLargeError,
     KeysRefusedError as KeysRefusedError,
     RefusedError as RefusedError,
-    WireError as WireError,
     refusal as refusal,
 )

@@ -12,15 +12,13 @@ class EnvError(HeadraceError):
     exit_code = ExitCode.ENV
 
 
-class MissingEnvError(ConfigError, ValueError):
-    """An env is needed and the config names none."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "no environment is configured; give EnvRunnerConfig(env=...) a gymnasium id, a registered name, "
-            "'package.module:make_env', a class, or a callable that takes an EnvContext",
-            key="env",
-        )
+def missing_env_error() -> ConfigError:
+    """Return the error for a config that names no env where one is needed."""
+    return ConfigError(
+        "no environment is configured; give EnvRunnerConfig(env=...) a gymnasium id, a registered name, "
+        "'package.module:make_env', a class, or a callable that takes an EnvContext",
+        key="env",
+    )
 
 
 class UnknownEnvError(EnvError):
@@ -111,11 +109,10 @@ class EnvRestartBudgetError(EnvError):
         failures: int,
         window_s: float,
         last: str,
-        setting: str = "max_env_restarts_per_window",
         remedy: str = "repair the env",
     ) -> None:
         self.env_index, self.failures, self.window_s = env_index, failures, window_s
         super().__init__(
             f"env {env_index} failed {failures} times within {window_s:g} s and is given up (last: {last}); "
-            f"{remedy}, or raise {setting}"
+            f"{remedy}, or raise env_restart_attempts"
         )

@@ -1,13 +1,10 @@
 """Errors of calls about external episodes, and the errors that stop an external env or a client of one.
 
     EpisodeError            `code` is its word on the wire (`PROBLEMS` has some), `episode_id` names the episode
-    ├── UnknownEpisodeError     no such episode is open
-    ├── EpisodeCompletedError   the episode has ended
     ├── EpisodeAbortedError     the episode was given up, for `reason`
     ├── NoFreePlaceError        as many episodes are open as there may be
     └── EpisodesClosedError     the env is over, and with it all its episodes
     EpisodeTimeoutError     a call was not answered within its deadline
-    ExternalSilenceError    `sample()` got no call from external episodes within its deadline
     ClientLostError         the client that drove an episode is gone
 
 Each `EpisodeError` is a ValueError, as in RLlib's `ExternalEnv`.
@@ -18,6 +15,8 @@ from __future__ import annotations
 from headrace.schemas.errors import EnvError, HeadraceError
 
 PROBLEMS = {
+    "unknown_episode": "was not found: it was never started here, or ended long ago; start it first",
+    "already_completed": "has already completed; start another one",
     "already_started": "is already started; give each episode an id of its own, or none",
     "busy": "waits for the answer to an earlier call; make one call after the other",
     "no_action": "has no action yet that a reward could be for; get or log an action first",
@@ -32,26 +31,6 @@ class EpisodeError(HeadraceError, ValueError):
     def __init__(self, episode_id: str, code: str, problem: str = "") -> None:
         self.episode_id, self.code = episode_id, code
         super().__init__(f"episode {episode_id!r:.80} {problem or PROBLEMS[code]}")
-
-
-class UnknownEpisodeError(EpisodeError, LookupError):
-    """No such episode is open."""
-
-    code = "unknown_episode"
-
-    def __init__(self, episode_id: str) -> None:
-        super().__init__(
-            episode_id, self.code, "was not found: it was never started here, or ended long ago; start it first"
-        )
-
-
-class EpisodeCompletedError(EpisodeError):
-    """The episode has ended."""
-
-    code = "already_completed"
-
-    def __init__(self, episode_id: str) -> None:
-        super().__init__(episode_id, self.code, "has already completed; start another one")
 
 
 class EpisodeAbortedError(EpisodeError):
@@ -71,7 +50,7 @@ class NoFreePlaceError(EpisodeError):
 
     def __init__(self, episode_id: str, capacity: int, waited_s: float | None = None) -> None:
         self.capacity = capacity
-        waited = "" if waited_s is None else f" within external_start_timeout_s = {waited_s:g}"
+        waited = "" if waited_s is None else f" within {waited_s:g} s"
         super().__init__(
             episode_id,
             self.code,
@@ -92,22 +71,11 @@ class EpisodesClosedError(EpisodeError):
 class EpisodeTimeoutError(HeadraceError, TimeoutError):
     """`call` was not answered within `timeout_s` seconds, so its episode was given up."""
 
-    def __init__(self, episode_id: str, call: str, setting: str, timeout_s: float) -> None:
+    def __init__(self, episode_id: str, call: str, timeout_s: float) -> None:
         self.episode_id, self.call, self.timeout_s = episode_id, call, timeout_s
         super().__init__(
             f"{call} of episode {episode_id!r:.80} waited for the sampler, which did not answer within "
-            f"{setting} = {timeout_s:g} s; the episode was given up. Check that a runner samples and a learner trains"
-        )
-
-
-class ExternalSilenceError(EnvError, TimeoutError):
-    """`sample()` waited for external episodes and got no call for `timeout_s` seconds."""
-
-    def __init__(self, timeout_s: float, open_episodes: int) -> None:
-        self.timeout_s, self.open_episodes = timeout_s, open_episodes
-        super().__init__(
-            f"sample() got no call about an external episode for external_silence_timeout_s = {timeout_s:g} s "
-            f"({open_episodes} are open); what was sampled is kept for the next call"
+            f"{timeout_s:g} s; the episode was given up. Check that a runner samples and a learner trains"
         )
 
 

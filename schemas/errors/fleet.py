@@ -95,30 +95,6 @@ class RedisContractError(RedisUnavailableError):
         super().__init__(url, reason, advice=advice)
 
 
-class WorkerWaitsError(UnreachableError):
-    """The policy server at `endpoint` lives, but its worker took no step within `deadline_s` seconds.
-
-    `waiting_for` says what the worker waits for; "" while it is only busy. The same call may be repeated.
-    """
-
-    def __init__(self, endpoint: str, deadline_s: float, waiting_for: str) -> None:
-        self.endpoint, self.deadline_s, self.waiting_for = endpoint, deadline_s, waiting_for
-        why = f"its worker waits for {waiting_for}" if waiting_for else "it is alive, and its worker is busy"
-        what = f"the policy server at {endpoint} gave no answer within {deadline_s:g} s"
-        HeadraceError.__init__(self, f"{what}: {why}; repeat the call")
-
-
-class NoEnvHostError(UnreachableError):
-    """No env host was at `endpoint`, the port of a worker or runner, for `deadline_s` seconds. `remedy` starts one."""
-
-    def __init__(self, endpoint: str, deadline_s: float, remedy: str) -> None:
-        self.endpoint, self.deadline_s, self.remedy = endpoint, deadline_s, remedy
-        HeadraceError.__init__(
-            self,
-            f"no env host was at {endpoint} for env_hosts_timeout_s = {deadline_s:g} s; start one: {remedy}",
-        )
-
-
 class PortInUseError(HeadraceError):
     """An endpoint is taken by another process."""
 
@@ -229,11 +205,5 @@ class WindowStalledError(HeadraceError):
         super().__init__(
             f"the stream holds {uncommitted} uncommitted batches and has waited {waited_s:g} s for another, while "
             "every worker waits for a commit; commit more often, or what you have once stream.starved is true, or "
-            "raise worker.window_batches, worker.window_bytes, broker.max_held_bytes and broker.max_held_batches"
+            "raise worker.window_batches, broker.max_held_bytes and broker.max_held_batches"
         )
-
-
-class LedgerError(HeadraceError):
-    """The books do not balance; the message names each row and what is wrong with it."""
-
-    exit_code = ExitCode.LEDGER

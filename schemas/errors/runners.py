@@ -102,19 +102,6 @@ class CallbackError(HeadraceError):
         )
 
 
-class RunnerBusyError(HeadraceError):
-    """A callback called `call` of its own runner in `event`, where the runner cannot do it."""
-
-    exit_code = ExitCode.CALLBACK
-
-    def __init__(self, call: str, event: str) -> None:
-        self.call, self.event = call, event
-        super().__init__(
-            f"{call} cannot be called in {event}, in the midst of what the runner does; call it in on_sample_end, or "
-            "after sample()"
-        )
-
-
 class ChunkError(HeadraceError, ValueError):
     """Chunks that are not neighbouring parts of one agent's episode, or a cut that leaves no step."""
 
@@ -139,11 +126,6 @@ class PolicyCallError(HeadraceError, ValueError):
     """A call of a trained policy does not fit the policy, such as an observation of another shape."""
 
 
-class ExportError(HeadraceError):
-    """A policy cannot be written to the file at `path`. `reason` names the part that does not allow it."""
-
-    exit_code = ExitCode.MODULE
-
-    def __init__(self, path: str, reason: str) -> None:
-        self.path, self.reason = path, reason
-        super().__init__(f"the policy cannot be exported to {path}: {reason}")
+def export_error(path: str, reason: str) -> ModuleError:
+    """Return the error for a policy that cannot be written to `path`. `reason` names the part that forbids it."""
+    return ModuleError(f"the policy cannot be exported to {path}: {reason}")

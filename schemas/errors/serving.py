@@ -2,10 +2,10 @@
 
     ServingError
     ├── UnknownSessionError     the session was never opened, has ended, or was silent for too long
-    ├── MessageTooLargeError    more bytes than the server takes
-    └── NotYetError             no answer so far: the same request may be repeated
+    └── MessageTooLargeError    more bytes than the server takes
 
 On the wire an error is its `code`, its sentence and its facts, and a client in Python raises the same class again.
+After "not_yet" the client may repeat the same request, which takes no second step.
 """
 
 from __future__ import annotations
@@ -41,12 +41,6 @@ class MessageTooLargeError(ServingError):
     """A message has more bytes than the server takes."""
 
     code = "too_large"
-
-
-class NotYetError(ServingError):
-    """There is no answer so far. The client may repeat the same request, which takes no second step."""
-
-    code = "not_yet"
 
 
 HTTP_STATUS: Mapping[str, int] = {

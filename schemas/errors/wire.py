@@ -5,22 +5,20 @@ from __future__ import annotations
 from headrace.schemas.errors.root import ExitCode, HeadraceError
 
 
-class WireError(HeadraceError):
-    """Bytes or messages break the protocol."""
+class DecodeError(HeadraceError):
+    """A message is not a valid Headrace message. `reason` is a stable word, `detail` says what was seen."""
 
     exit_code = ExitCode.PROTOCOL
-
-
-class DecodeError(WireError):
-    """A message is not a valid Headrace message. `reason` is a stable word, `detail` says what was seen."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail
         super().__init__(f"{reason}: {detail}")
 
 
-class EncodeError(WireError):
+class EncodeError(HeadraceError):
     """Something must not or cannot go on the wire."""
+
+    exit_code = ExitCode.PROTOCOL
 
 
 class InfosTooLargeError(EncodeError):

@@ -2,7 +2,7 @@
 
     PATH              a file in a folder that the machines share; the broker writes it
     http(s)://...     the same content, from a web server
-    dns://NAME        no content: the broker's machine, at the ports of [broker] in the settings
+    dns://NAME        no content: the broker's machine, at broker.port in the settings and the ports after it
 
 The content is JSON, and is replaced in one step:
 
@@ -114,13 +114,13 @@ class Published(BaseModel):
 class Rendezvous:
     """The rendezvous at `where`, as peers read it.
 
-    `ports` are by role, for `dns://`; `setting` is the one that names them, by default those of `[broker]`. What
+    `ports` are by role, for `dns://`; `setting` is the one that names them. What
     another fleet than `fleet_id` publishes does not count; "": that of any fleet does. Raises `ConfigError` for another
     form of address.
     """
 
     def __init__(
-        self, where: str, ports: Mapping[str, int] | None = None, setting: str = "", *, fleet_id: str = ""
+        self, where: str, ports: Mapping[str, int] | None = None, setting: str = "broker.port", *, fleet_id: str = ""
     ) -> None:
         self.where = where
         self.fleet_id = fleet_id
@@ -228,9 +228,8 @@ def _by_name(where: str, ports: Mapping[str, int], setting: str) -> Published:
     name = urlsplit(where).netloc
     if not name or any(letter in name for letter in "@:/?#") or urlsplit(where).path not in ("", "/"):
         _refuse(where, "should be dns://NAME, without a port")
-    if missing := [role for role, port in ports.items() if not port]:
-        needed = setting or f"broker.{missing[0]}_port"
-        _refuse(where, f"needs {needed} in the settings: a name says no port")
+    if not all(ports.values()):
+        _refuse(where, f"needs {setting} in the settings: a name says no port")
     return Published(fleet_id="", endpoints={role: f"tcp://{name}:{port}" for role, port in ports.items()})
 
 

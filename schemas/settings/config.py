@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.schemas.basics.bounds import MOST_SILENCE_S, WINDOW
+from headrace.schemas.basics.bounds import BROKER_CONNECTIONS, MOST_SILENCE_S, WINDOW
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.credentials.loopback_token import token_path
 from headrace.schemas.settings.config_section import ConfigSection
@@ -21,6 +21,8 @@ from headrace.schemas.settings.sampling_settings import SamplingSettings
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.schemas.settings.slurm_settings import SlurmSection
 
+DRAIN_TIMEOUT_S = 10.0
+"""Seconds that a worker waits after SIGTERM until its batches are accepted."""
 LEAST_WINDOW = 4
 _HIGHEST_PORT = 65_535
 DEFAULT_WINDOW = 16
@@ -52,11 +54,8 @@ class FleetSection(ConfigSection):
     """name of the fleet; empty makes one per run directory"""
     rendezvous: str = Field(default="", max_length=4096)
     """where the broker publishes its addresses, and peers on other machines find them: a file; for peers also
-    http(s)://..., or dns://NAME with the ports of [broker]; empty: rendezvous.json of run_dir; with several brokers
+    http(s)://..., or dns://NAME with broker.port; empty: rendezvous.json of run_dir; with several brokers
     {broker} in it stands for the index of each"""
-    scratch_dir: str = ""
-    """folder on a disk of this machine for recorders and logs of `headrace worker --count`, which go to the run
-    directory at its end; empty: the run directory itself"""
 
 
 class SamplingSection(SamplingSettings):
@@ -80,15 +79,11 @@ class WorkerSection(ConfigSection):
 
     window_batches: int | None = Field(default=None, ge=1, le=WINDOW - 1)
     """batches a worker keeps until they are settled; absent: the window follows the learner's updates"""
-    window_bytes: int = Field(default=256 << 20, ge=1)
-    """bytes a worker keeps until they are settled; one batch is always allowed"""
     random_actions_before_weights: bool = False
     """sample at random until the first weights arrive"""
     connect_timeout_s: float = Field(default=60.0, gt=0)
     """how long a worker or learner waits for its broker, and an env host for its worker; a supervisor's own ones: for
     the broker's first answer only"""
-    drain_timeout_s: float = Field(default=10.0, gt=0)
-    """how long SIGTERM waits for batches to be accepted"""
     advertise: str = Field(default="", max_length=180, pattern=r"^[^\s/@]*$")
     """name or address by which env hosts and clients reach this worker; empty: the address that it binds for them, or
     this machine's name where that is a wildcard"""
@@ -104,8 +99,8 @@ class BrokerSection(ConfigSection):
     """The broker's endpoints and limits."""
 
     transport: Literal["tcp", "ipc"] = "tcp"
-    """tcp: the three ports below; ipc: Unix sockets in a folder of mode 0700, for processes of this user on this
-    machine, without a token"""
+    """tcp: three ports; ipc: Unix sockets in a folder of mode 0700, for processes of this user on this machine, without
+    a token"""
     host: str = "127.0.0.1"
     """address to bind; off loopback needs [keys]"""
     advertise: str = Field(default="", max_length=255, pattern=r"^[^\s/@]*$")
@@ -116,25 +111,18 @@ class BrokerSection(ConfigSection):
     one learner consumes all"""
     index: int | None = Field(default=None, ge=0, le=63)
     """which broker this one is, or which one workers without a slot join; absent: by their machine"""
-    worker_port: int = Field(default=0, ge=0, le=65535)
-    """port for workers; 0 takes a free one"""
-    learner_port: int = Field(default=0, ge=0, le=65535)
-    """port for learners; 0 takes a free one"""
-    weights_port: int = Field(default=0, ge=0, le=65535)
-    """port that relays weights; 0 takes a free one"""
+    port: int = Field(default=0, ge=0, le=_HIGHEST_PORT - 2)
+    """port for workers; the next one is for learners, and the one after that relays weights; 0 takes free ones"""
     allow_insecure: bool = False
-    """serve other machines without keys and unencrypted, and every user of this one without a token; every start
-    warns"""
+    """serve other machines without keys and unencrypted, and every user of this one without a token, as broker and in
+    [serving]; every start warns"""
     max_batch_bytes: int = Field(default=128 << 20, ge=1 << 16)
     """largest batch accepted"""
     max_held_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """bytes held until committed; beyond that, see overflow"""
+    """bytes held until committed; beyond that, see overflow. A worker keeps a quarter of so many until they are
+    settled; one batch is always allowed"""
     max_held_batches: int | None = Field(default=None, ge=1)
     """batches held until committed; beyond that, see overflow; absent: no bound"""
-    max_held_age_s: float | None = Field(default=None, gt=0)
-    """with overflow drop_oldest: how long a batch may wait for the learner; absent: no bound"""
-    max_connections: int = Field(default=4096, ge=1)
-    """connections at each port; beyond that the one that is silent for longest is closed"""
     overflow: Literal["block", "drop_oldest", "drop_stale"] = "block"
     """what happens beyond max_held_bytes and max_held_batches: workers wait (block), or the oldest batches that no
     learner was given are dropped; drop_stale waits too, with max_staleness = 8"""
@@ -142,45 +130,39 @@ class BrokerSection(ConfigSection):
     """the largest lag in weights versions with which a batch may go to the learner; older ones are dropped as stale, on
     arrival and in the queue; absent: no bound, or 8 with overflow drop_stale"""
     lease_s: float = Field(default=10.0, gt=0, le=MOST_SILENCE_S)
-    """silence after which a worker counts as lost"""
-    heartbeat_interval_s: float = Field(default=1.0, gt=0, le=MOST_SILENCE_S)
-    """time between two heartbeats of a peer; of a worker longer where its broker has more than 200, 3.3 s for 1,000"""
+    """silence after which a worker counts as lost; peers say a heartbeat each second, or each tenth of a lease below
+    10 s; a worker of a broker with more than 200 says fewer, one in 3.3 s for 1,000"""
     report_interval_s: float = Field(default=0.5, gt=0)
     """time between reports of the broker to Redis"""
 
     @model_validator(mode="after")
     def _check(self) -> BrokerSection:
-        if self.lease_s < 2 * self.heartbeat_interval_s:
-            raise ValueError(
-                f"lease_s = {self.lease_s} must be at least twice heartbeat_interval_s = {self.heartbeat_interval_s}"
-            )
-        if self.max_held_age_s is not None and self.overflow != "drop_oldest":
-            raise ValueError(
-                f"max_held_age_s = {self.max_held_age_s} drops the oldest batches, and overflow = {self.overflow!r} "
-                "does not; set overflow = 'drop_oldest', or leave max_held_age_s out"
-            )
         if self.index is not None and self.index >= self.count:
             raise ValueError(f"index = {self.index} is none of count = {self.count} brokers, which begin at 0")
         if self.max_batch_bytes > self.max_held_bytes:
             raise ValueError(f"max_batch_bytes = {self.max_batch_bytes} exceeds max_held_bytes = {self.max_held_bytes}")
-        ports = [port for port in (self.worker_port, self.learner_port, self.weights_port) if port]
         if self.transport == "ipc":
-            self._check_ipc(ports)
-        if len(set(ports)) < len(ports):
-            raise ValueError(
-                f"worker_port = {self.worker_port}, learner_port = {self.learner_port} and weights_port = "
-                f"{self.weights_port} must differ (0 takes a free one)"
-            )
+            self._check_ipc()
         return self
 
-    def _check_ipc(self, ports: list[int]) -> None:
+    @property
+    def ports(self) -> dict[str, int]:
+        """Return the configured port of each role; 0 where the broker takes a free one."""
+        return {role: self.port and self.port + place for place, role in enumerate(("worker", "learner", "weights"))}
+
+    @property
+    def zombie_grace_s(self) -> float:
+        """Return how long a silent worker that was replaced may live on, to find itself fenced."""
+        return 3 * self.lease_s
+
+    def _check_ipc(self) -> None:
         """Raise ValueError for settings of tcp."""
         if not is_loopback(self.host):
             raise ValueError(
                 f"transport = 'ipc' serves this machine alone, and host = {self.host!r} serves others; leave one out"
             )
-        if ports:
-            raise ValueError(f"transport = 'ipc' has no ports, and {ports} are configured; leave one of them out")
+        if self.port:
+            raise ValueError(f"transport = 'ipc' has no ports, and port = {self.port} is one; leave one of them out")
         if self.allow_insecure:
             raise ValueError(
                 "transport = 'ipc' serves one user alone, and allow_insecure = true lets others in; leave one out"
@@ -201,34 +183,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-Q_NETWORK = "headrace.workers.modules:q_network"
-"""Builder of DQN's module."""
-
-DEFAULTS_OF_ALGORITHM: dict[str, dict[str, Any]] = {
-    "dqn": {
-        "steps_per_update": 256,
-        "minibatch_size": 64,
-        "max_grad_norm": 10.0,
-        "gamma": 0.99,
-    },
-    "impala": {"steps_per_update": 512, "epochs": 1, "minibatch_size": 128, "entropy_coefficient": 0.01},
-}
-"""By `learner.algorithm`: the defaults of [learner] that are not those of PPO."""
-
-
 class LearnerSection(ConfigSection):
     """Settings of the reference learner.
 
-    The defaults are those of PPO, and take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
+    The defaults take CartPole-v1 to a sampled return of 475 in some 100,000 steps.
     """
 
     enabled: bool = True
     """false: `up` starts no learner; connect your own EpisodeStream"""
-    algorithm: Literal["ppo", "impala", "dqn"] = "ppo"
-    """ppo: several passes over large updates; impala: one pass over small ones, corrected by V-trace; dqn: gradient
-    steps on a replay buffer. The defaults of dqn are steps_per_update = 256, minibatch_size = 64, gamma = 0.99,
-    max_grad_norm = 10, and those of impala are steps_per_update = 512, epochs = 1, minibatch_size = 128,
-    entropy_coefficient = 0.01"""
     steps_per_update: int = Field(default=2048, gt=0)
     """agent steps gathered for one update"""
     epochs: int = Field(default=10, gt=0)
@@ -237,8 +199,6 @@ class LearnerSection(ConfigSection):
     """steps of one gradient step"""
     learning_rate: float = Field(default=1e-3, gt=0)
     """learning rate of Adam"""
-    anneal_steps: int | None = Field(default=None, gt=0)
-    """agent steps over which learning_rate and clip fall in a line to 0; absent: they stay"""
     gamma: float = Field(default=0.98, gt=0, le=1)
     """discount of rewards, for each step"""
     gae_lambda: float = Field(default=0.9, ge=0, le=1)
@@ -247,61 +207,21 @@ class LearnerSection(ConfigSection):
     """bound of PPO's ratio: it is clipped to 1 - clip and 1 + clip"""
     value_coefficient: float = Field(default=0.5, ge=0)
     """weight of the value loss"""
-    value_clip: float | None = Field(default=None, gt=0)
-    """how far a value may move in one update before its error is clipped, in standard deviations of the returns, or in
-    units of the return where their deviation is below 1; absent: as far as it likes"""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """weight of the entropy bonus"""
     max_grad_norm: float = Field(default=0.5, gt=0)
     """norm to which the gradient is clipped"""
     target_kl: float = Field(default=0.03, gt=0)
     """divergence at which an update stops after its current epoch; 1e9: never"""
-    buffer_size: int = Field(default=100_000, gt=0)
-    """DQN: newest steps of each module that the replay buffer keeps, each with two observations"""
-    learning_starts: int = Field(default=1_000, ge=0)
-    """DQN: steps in the replay buffer before the first gradient step, also after a restart"""
-    gradient_steps_per_step: float = Field(default=0.25, gt=0)
-    """DQN: gradient steps for each agent step that comes"""
-    n_step: int = Field(default=3, gt=0, le=1_000)
-    """DQN: rewards that a target adds up before the value of a later observation stands for the rest"""
-    target_update_interval: int = Field(default=200, gt=0)
-    """DQN: gradient steps from one copy of the weights into the target network to the next"""
-    exploration_steps: int = Field(default=10_000, gt=0)
-    """DQN: agent steps over which the rate of random actions falls in a line from 1 to exploration_final"""
-    exploration_final: float = Field(default=0.02, ge=0, le=1)
-    """DQN: rate of random actions that is left"""
     policies_to_train: list[str] | None = None
     """module ids to train; absent: all. The others stay frozen as they were built"""
     evaluate_every_steps: int = Field(default=0, ge=0)
     """agent steps trained on between two evaluations of the newest checkpoint, by a process of its own that `up`
     starts; 0: none"""
-    evaluate_episodes: int = Field(default=10, ge=1)
-    """whole episodes of one such evaluation"""
     seed: int = Field(default=0, ge=0)
     """root of the learner's random numbers"""
     torch_threads: int = Field(default=1, gt=0)
     """threads that torch may use in the learner"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_algorithm(cls, values: Any) -> Any:
-        """Fill in the defaults of an algorithm that has its own."""
-        algorithm = values.get("algorithm") if isinstance(values, dict) else None
-        return {**DEFAULTS_OF_ALGORITHM[algorithm], **values} if algorithm in [*DEFAULTS_OF_ALGORITHM] else values
-
-    @model_validator(mode="after")
-    def _fills_the_buffer(self) -> LearnerSection:
-        if self.learning_starts > self.buffer_size:
-            raise ValueError(
-                f"learning_starts = {self.learning_starts} steps never fit buffer_size = {self.buffer_size}; lower the "
-                "one or raise the other"
-            )
-        return self
-
-    def annealed(self, steps: int) -> float:
-        """Return the share of learning rate and clip that is left after training on `steps`."""
-        passed = min(1.0, steps / self.anneal_steps) if self.anneal_steps else 0.0
-        return 1.0 - passed
 
 
 REDIS_BYTES_PER_HOUR = 2 << 30
@@ -357,33 +277,18 @@ class RaySection(ConfigSection):
     """the cluster: HOST:PORT of its head, or auto: that of RAY_ADDRESS, else the one on this machine"""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS_ON_RAY)
     """workers that `up` keeps there, each in an actor of its own"""
-    cpus_per_worker: float = Field(default=1.0, gt=0)
-    """CPUs that Ray sets aside for a worker, num_cpus"""
 
 
 class SupervisorSection(ConfigSection):
     """Settings of the supervisor, by which `up` keeps its processes alive."""
 
-    restart_backoff_s: float = Field(default=0.2, gt=0)
-    """pause before the first restart, if the process lived less than ten times as long; it doubles each time up
-    to fifty times as long, with jitter"""
-    max_restarts_per_window: int = Field(default=10, ge=0)
+    restart_attempts: int = Field(default=10, ge=0)
     """restarts of one process, within 60 s of its running, before it counts as crash-looping; of a worker, also
     restarts in a row at any pace before a step of it was committed"""
-    zombie_grace_s: float = Field(default=30.0, gt=0)
-    """how long a silent worker that was replaced may live on, to find itself fenced"""
     hung_after_s: float = Field(default=300.0, gt=0)
     """how long the learner may take for one minibatch before it counts as hung and is replaced"""
     stop_timeout_s: float = Field(default=20.0, gt=0)
     """how long a draining process has before it is killed"""
-    stop_signal: Literal["SIGTERM", "SIGINT"] = "SIGTERM"
-    """what tells a process of the fleet to drain; with SIGINT they take no notice of SIGTERM, for managers that send it
-    to each process of a job, as Slurm's scancel does"""
-
-    @property
-    def blocks_sigterm(self) -> bool:
-        """Return whether the supervisor starts its processes with SIGTERM blocked."""
-        return self.stop_signal != "SIGTERM"
 
 
 class LoggingSection(ConfigSection):
@@ -391,14 +296,9 @@ class LoggingSection(ConfigSection):
 
     interval_s: float = Field(default=5.0, gt=0)
     """time between two rows about the whole fleet"""
-    tensorboard: bool = False
-    """log to TensorBoard files too, in run_dir/tensorboard (extra tensorboard)"""
-    wandb: bool = False
-    """log to Weights & Biases too (extra wandb)"""
-    mlflow: bool = False
-    """log to MLflow too (extra mlflow)"""
     loggers: list[str] = Field(default=[])
-    """loggers of your own, each as "package.module:Class", which is called with a RunInfo"""
+    """further loggers: tensorboard, wandb or mlflow, each with the extra of its name, and loggers of your own, as
+    "package.module:Class", which is called with a RunInfo"""
 
 
 class DashboardSection(ConfigSection):
@@ -437,15 +337,6 @@ class FleetConfig(ConfigSection):
         run_dir = self.fleet.run_dir
         return run_dir if run_dir and self.asks_token() and token_path(Path(run_dir)).exists() else ""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _module_of_algorithm(cls, values: Any) -> Any:
-        """Let DQN have a Q-network where no module is named."""
-        learner = values.get("learner") if isinstance(values, dict) else None
-        algorithm = learner.get("algorithm") if isinstance(learner, dict) else getattr(learner, "algorithm", None)
-        module = values.get("module", {}) if algorithm == "dqn" else None
-        return {**values, "module": {"build": Q_NETWORK, **module}} if isinstance(module, dict) else values
-
     @model_validator(mode="after")
     def _check(self) -> FleetConfig:
         host = self.broker.host
@@ -483,11 +374,10 @@ class FleetConfig(ConfigSection):
                 f"worker.window_batches = {window} keeps too little for one update of learner.steps_per_update = "
                 f"{self.learner.steps_per_update}: workers and learner would wait for each other; {remedy}"
             )
-        if self.broker.max_connections < (least := max(2, self._workers)):
+        if self._workers > (most := BROKER_CONNECTIONS * self.broker.count):
             raise ValueError(
-                f"broker.max_connections = {self.broker.max_connections} has no room for fleet.workers = "
-                f"{self.fleet.workers} and the two connections of a learner: they would push each other out; give "
-                f"{least} or more"
+                f"fleet.workers = {self.fleet.workers} and ray.workers = {self.ray.workers} are more than the {most} "
+                f"connections of broker.count = {self.broker.count}: they would push each other out"
             )
         held = self.broker.max_held_batches
         if held is not None and self.holds_too_little(held):
@@ -498,6 +388,11 @@ class FleetConfig(ConfigSection):
                 f"{self._update_batches + self._workers - 1} or more"
             )
         return self
+
+    @property
+    def window_bytes(self) -> int:
+        """Return the bytes that a worker keeps until they are settled; one batch is always allowed."""
+        return self.broker.max_held_bytes // 4
 
     def keeps_too_little(self, window_batches: int) -> bool:
         """Return whether windows of so many batches leave the learner without a whole update."""
@@ -555,6 +450,12 @@ class FleetConfig(ConfigSection):
                 f"sampling.env_hosts_port = {port} leaves no port for each of fleet.workers = {workers}: the slot is "
                 f"added to it, up to {_HIGHEST_PORT}; lower it"
             )
+
+    @property
+    def env_hosts_host(self) -> str:
+        """Return the address where a worker listens for env hosts: on loopback where the broker is, else all."""
+        host = self.broker.host
+        return "127.0.0.1" if is_loopback(host) else "::" if ":" in host else "0.0.0.0"
 
     @property
     def _modules(self) -> int:

@@ -21,7 +21,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.env_prefix import ENV_PREFIX
-from headrace.schemas.settings.nearest_names import CUT, nearest_name
+from headrace.schemas.settings.nearest_names import CARRIED, CUT, instead_of_cut, nearest_name
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +141,8 @@ def known_keys() -> dict[str, Any]:
 
 
 def _nearest(key: str) -> str:
-    if key in CUT:
-        return f", which only earlier versions had: {CUT[key][1]}; delete it"
+    if instead := instead_of_cut(key):
+        return instead
     known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
     elsewhere = [name for name in known if "." in key and name.partition(".")[2] == key.partition(".")[2]]
     near = nearest_name(key, elsewhere or known, cutoff=0.0 if elsewhere else 0.5)
@@ -176,12 +176,17 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _leave_out_cut(tree: Mapping[str, Any], path: Path) -> None:
-    """Remove from a run's own file the settings that only earlier versions had, so that the run can be resumed."""
+    """Carry over or remove what only earlier versions had in a run's own file, so that the run can be resumed."""
     for key, (default, instead) in CUT.items():
         section, _, name = key.partition(".")
         content = tree.get(section)
-        if isinstance(content, dict) and content.pop(name, default) != default:
+        if not isinstance(content, dict) or (given := content.pop(name, default)) == default:
+            continue
+        if (new := CARRIED.get(key)) is None:
             log.warning("%s: %s of an earlier version has no effect any more: %s", path, key, instead)
+        else:
+            known = content.get(new)
+            content[new] = [*(known if isinstance(known, list) else []), name] if given is True else given
 
 
 def _check_sizes(tree: Mapping[str, Any], source: str) -> None:

@@ -6,12 +6,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.schemas.basics.bounds import MOST_SILENCE_S
+from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.chunks.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.settings.config_section import ConfigSection
 
 LONGEST_S = 1_000_000.0
 """Limit in seconds of any wait, eleven days. The kernel's own calls can sleep for no more than twice that."""
+ENV_CLOSE_TIMEOUT_S = 5.0
+"""Seconds that an env's close() may take before it is abandoned with a warning."""
+EXTERNAL_PATIENCE_S = 300.0
+"""Seconds that a call about an external episode waits for the sampler, and the sampler for such a call."""
 Seconds = Annotated[float, Field(le=LONGEST_S)]
 
 Piece = str | dict[str, Any]
@@ -74,8 +78,6 @@ class SamplingSettings(ConfigSection):
     missing_final_observation: Literal["error", "repeat", "drop"] = "error"
     """several agents: what to do when an agent is truncated without its last observation: fail the env, repeat the
     observation it acted upon, or drop its last step; each is counted"""
-    max_idle_env_steps: int = Field(default=10_000, ge=1)
-    """several agents: env steps in a row in which no agent acts, after which the env has failed"""
     infos: Literal["all", "none"] = "all"
     """whether non-empty infos travel with the chunks"""
     callbacks: list[str] = Field(default=[])
@@ -91,16 +93,9 @@ class SamplingSettings(ConfigSection):
     env_placement: Literal["inline", "process", "remote"] = "inline"
     """where envs live: in the runner's own process; in others, where one may hang, crash or leak; or with `headrace
     env-host`s on any machines, which connect to this worker"""
-    env_hosts_host: str = "127.0.0.1"
-    """remote envs: address where a worker listens for their hosts; off loopback needs [keys]"""
     env_hosts_port: int = Field(default=0, ge=0, le=65_535)
-    """remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one"""
-    env_hosts_allow_insecure: bool = False
-    """remote envs: listen for other machines without keys, or for every user of this one; every start warns"""
-    env_hosts_lease_s: Seconds = Field(default=10.0, ge=1, le=MOST_SILENCE_S)
-    """silence after which an env host counts as lost, and its episodes with it"""
-    env_hosts_timeout_s: Seconds | None = Field(default=None, gt=0)
-    """remote envs: how long to wait while there is no env host at all; absent: forever"""
+    """remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one. A worker listens on
+    loopback where broker.host is, and else on all addresses, with broker.allow_insecure and broker.lease_s"""
     envs_per_process: int = Field(default=4, ge=1)
     """envs that share a process, and its death; cheap ones share the cost of a message"""
     remote_env_batch_wait_ms: float | None = Field(default=None, ge=0, le=LONGEST_S * 1000)
@@ -108,39 +103,40 @@ class SamplingSettings(ConfigSection):
     the last is ready, which cuts the same chunks every time. External envs always act when ready"""
     double_buffering: bool = False
     """envs elsewhere: act for one half while the other half is stepped; each half waits for its slowest"""
-    env_construct_timeout_s: Seconds = Field(default=120.0, gt=0)
-    """how long an env's construction may take, and before that the start of its process, which has at least 60 s"""
     env_reset_timeout_s: Seconds = Field(default=60.0, gt=0)
-    """how long reset() may take where envs have processes; then the process is killed"""
+    """how long reset() may take where envs have processes; then the process is killed. A construction may take twice as
+    long, and before it the start of the process, which has at least 60 s"""
     env_step_timeout_s: Seconds = Field(default=60.0, gt=0)
     """how long step() may take where envs have processes; then the process is killed"""
     env_process_max_rss_mb: int | None = Field(default=None, ge=1)
     """memory at which a process of envs is replaced as its episodes end; a quarter above it is killed"""
     env_process_max_episodes: int | None = Field(default=None, ge=1)
     """episodes after which a process of envs is replaced as its episodes end"""
-    external_start_timeout_s: Seconds = Field(default=60.0, gt=0)
-    """external envs: how long start_episode() may wait for one of num_envs places"""
-    external_action_timeout_s: Seconds = Field(default=300.0, gt=0)
-    """external envs: how long get_action() may wait for the sampler"""
-    external_log_timeout_s: Seconds = Field(default=60.0, gt=0)
-    """external envs: how long log_action() may wait for the sampler"""
-    external_fragment_max_age_s: Seconds = Field(default=5.0, gt=0)
+    external_fragment_max_age_s: float = Field(default=5.0, gt=0, lt=EXTERNAL_PATIENCE_S)
     """external envs: time after which a worker ships what it has, however little"""
-    external_silence_timeout_s: Seconds = Field(default=300.0, gt=0)
-    """external envs: how long sample() waits while none says anything"""
-    env_close_timeout_s: Seconds = Field(default=5.0, gt=0)
-    """how long an env's close() may take before it is abandoned with a warning"""
     env_restart_attempts: int = Field(default=8, ge=1)
-    """failures of one env in a row, without a delivery between them, that are tolerated"""
-    env_restart_backoff_s: Seconds = Field(default=0.05, ge=0)
-    """wait before the second rebuild in a row; doubles with each further one, up to a hundred times as long"""
-    max_env_restarts_per_window: int = Field(default=600, ge=1)
-    """rebuilds of one env that are tolerated in 60 s"""
+    """failures of one env in a row, without a delivery between them, that are tolerated; and 75 times as many
+    in 60 s"""
 
     @property
     def is_multi_agent(self) -> bool:
         """Return whether envs are multi-agent ones: `policies` or a mapping to them is given."""
         return self.policies is not None or self.policy_mapping_fn is not None
+
+    @property
+    def construct_timeout_s(self) -> float:
+        """Return the seconds that an env's construction may take."""
+        return 2 * self.env_reset_timeout_s
+
+    def call_limits(self) -> dict[UserCall, float]:
+        """Return the seconds that each kind of call of an env may take."""
+        step_s = self.env_step_timeout_s
+        return {
+            UserCall.CONSTRUCTION: self.construct_timeout_s,
+            UserCall.RESET: self.env_reset_timeout_s,
+            UserCall.STEP: step_s,
+            UserCall.RENDER: step_s,
+        }
 
     @property
     def steps_the_ready(self) -> bool:
@@ -168,12 +164,6 @@ class SamplingSettings(ConfigSection):
             raise ValueError(
                 f"remote_env_batch_wait_ms = {self.remote_env_batch_wait_ms:g} acts for each env that is ready, and "
                 "double_buffering = true waits for one half of the envs; leave one of them out"
-            )
-        if self.external_fragment_max_age_s >= self.external_silence_timeout_s:
-            raise ValueError(
-                f"external_fragment_max_age_s = {self.external_fragment_max_age_s:g} is no less than "
-                f"external_silence_timeout_s = {self.external_silence_timeout_s:g}, after which a worker "
-                "whose clients only pause would end; lower it or raise the other"
             )
         if self.gym_env_vectorize_mode is not None and self.is_multi_agent:
             raise ValueError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.settings.config_section import ConfigSection
@@ -21,18 +19,12 @@ class ServingSection(ConfigSection):
     enabled: bool = False
     """clients elsewhere drive the episodes, at most sampling.num_envs at once in each worker"""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """address to bind; off loopback needs [keys]"""
+    """address to bind; off loopback needs [keys], or broker.allow_insecure"""
     port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
     """port for ZeroMQ, to which the worker's slot is added; 0 takes a free one"""
     http_port: int | None = Field(default=None, ge=0, le=HIGHEST_PORT)
-    """port for HTTP, to which the worker's slot is added; 0 takes a free one; absent: no HTTP"""
-    http_token: str = ""
-    """file, readable by its owner only, with the token HTTP clients show; empty: http.token of keys.dir"""
-    http_hosts: list[str] = Field(default=[])
-    """names by which HTTP clients may call a server that wants no token, as in the URL; addresses, localhost and
-    serving.host always count"""
-    allow_insecure: bool = False
-    """serve other machines without keys or token, or all users of this one; every start warns"""
+    """port for HTTP, to which the worker's slot is added; 0 takes a free one; absent: no HTTP; clients show
+    http.token of keys.dir, if the folder has it"""
     lease_s: float = Field(default=30.0, ge=0.2, le=MOST_SILENCE_S)
     """silence after which a client's episodes are aborted"""
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 12, le=1 << 28)
@@ -41,18 +33,10 @@ class ServingSection(ConfigSection):
     client_inference: bool = False
     """clients may pull the weights, act by themselves and ship chunks"""
 
-    @field_validator("http_token")
-    @classmethod
-    def _absolute(cls, file: str) -> str:
-        """Make the file's path absolute, so that it is the same for every process of the fleet."""
-        return str(Path(file).expanduser().absolute()) if file else ""
-
     @model_validator(mode="after")
     def _check(self) -> ServingSection:
         if self.port and self.port == self.http_port:
             raise ValueError(f"port = {self.port} and http_port = {self.http_port} must differ")
-        if self.http_token and self.http_port is None:
-            raise ValueError("http_token is for HTTP, and http_port is absent; give a port (0: a free one)")
         return self
 
     def check_slots(self, workers: int) -> None:

@@ -30,7 +30,7 @@ Options = list[Annotated[str, AfterValidator(_checked)]]
 
 
 class SlurmSection(ConfigSection):
-    """Settings of the jobs that `headrace slurm up` submits. Later options of sbatch win over earlier ones."""
+    """Settings of the jobs that `headrace slurm up` submits."""
 
     worker_tasks: int = Field(default=2, ge=0, le=_MOST_TASKS)
     """array tasks of workers; `headrace slurm scale` changes it"""
@@ -41,8 +41,4 @@ class SlurmSection(ConfigSection):
     options: Options = Field(default=[])
     """options of sbatch, as "--partition=cpu", for every job"""
     head_options: Options = Field(default=[])
-    """further options for the job of broker, Redis and learner"""
-    worker_options: Options = Field(default=[])
-    """further options for tasks of workers"""
-    env_host_options: Options = Field(default=[])
-    """further options for tasks of env hosts"""
+    """further options for the job of broker, Redis and learner, as "--partition=gpu"; they win over options"""

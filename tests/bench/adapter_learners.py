@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.deploy.ray import rllib_policy
+from headrace.deploy.annexes.ray import rllib_policy
 from headrace.workers.envs.spaces import spaces_of
 
 

@@ -173,7 +173,7 @@ def rllib_on_a_fleet(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "policy.npz"
         learner = adapter_learners.RLlibLearner(settings, env, file)
-        layers = ("--set", "module.build=headrace.deploy.ray.rllib_policy:build")
+        layers = ("--set", "module.build=headrace.deploy.annexes.ray.rllib_policy:build")
         layers += ("--set", f"module.config.weights={file}")
         return on_a_fleet(env, (*options, *layers), partial(rllib, learner), 10_000, seed, mark)
 

@@ -40,6 +40,7 @@ from headrace.schemas.messages import (
     SourcePosition,
     WorkerHello,
 )
+from headrace.schemas.peers.heartbeat_interval import least_interval
 from headrace.schemas.settings.config import FleetConfig
 
 FLEET = "books"
@@ -227,7 +228,7 @@ class Sessions:
     def idle(self, seconds: float) -> float:
         """Beat and tick at the usual intervals, and report with that; return the share of a core."""
         began, cpu, slot = time.perf_counter(), time.process_time(), 0
-        per_s = self._slots / self.broker.config.heartbeat_interval_s
+        per_s = self._slots / least_interval(self.broker.config.lease_s)
         while (elapsed := time.perf_counter() - began) < seconds:
             while slot < elapsed * per_s:
                 seq, _ = self._settled[slot % self._slots, self._life]

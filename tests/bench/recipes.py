@@ -1,9 +1,10 @@
-"""Train by each shipped recipe, once, and draw the curve of each.
+"""Train once by each shipped recipe and each learner of `docs/examples/`, and draw the curve of each.
 
 PYTHONPATH=tests python -m bench.recipes [NAME ...] [--seed 1] [--until-steps N] [--folder docs/curves]
 
 Each run writes FOLDER/NAME.json: env steps, mean return and seconds since the first step, from the run's metrics.jsonl.
-Then FOLDER/recipes.svg is drawn from all files there. The mean is that of the newest 100 episodes of the fleet.
+Then FOLDER/recipes.svg and FOLDER/examples.svg are drawn from all files there. The mean is that of the newest 100
+episodes of the fleet.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import math
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+from documentation.examples import EXAMPLES, EXAMPLES_FOLDER, learner_of, words_of
 
 from headrace.deploy.run.options import recipes
 
@@ -37,13 +41,20 @@ class Curve:
 
 
 def train(recipe: str, seed: int, until_steps: int | None) -> Curve:
-    """Run `headrace up` with a recipe to its own goal, or to so many env steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["up", "--config", recipe, "--seed", str(seed), "--run-dir", folder]
+    """Run `headrace up` with a recipe or an example to its own goal, or to so many env steps."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        given = words_of(recipe) if recipe in EXAMPLES else ["--config", recipe]
+        command = ["up", *given, "--seed", str(seed), "--run-dir", folder]
         command += ["--until-steps", str(until_steps)] if until_steps else []
         command += ["--timeout-s", str(LIMIT_S), "--set", "logging.interval_s=0.25", "-q", "--json"]
+        if recipe in EXAMPLES:
+            ends.enter_context(learner_of(recipe, Path(folder)))
         ended = subprocess.run(
-            [sys.executable, "-m", "headrace.deploy", *command], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "headrace.deploy", *command],
+            cwd=EXAMPLES_FOLDER,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if ended.returncode:
             raise SystemExit(f"{recipe} ended with exit code {ended.returncode}: {ended.stderr[-2000:]}")
@@ -90,19 +101,21 @@ def _plot(curve: Curve) -> str:
 def main() -> None:
     """Train, write the curves, and draw them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", choices=[*recipes(), []], help="default: all")
+    parser.add_argument("recipes", nargs="*", choices=[*recipes(), *EXAMPLES, []], help="default: all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--until-steps", type=int, help="stop here; default: where the recipe stops")
     parser.add_argument("--folder", type=Path, default=Path("docs/curves"))
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for recipe in args.recipes or recipes():
+    for recipe in args.recipes or (*recipes(), *EXAMPLES):
         curve = train(recipe, args.seed, args.until_steps)
         steps, mean, _ = curve.points[-1]
         print(f"{recipe}: {mean:,.1f} after {steps:,} env steps and {curve.seconds:.0f} s", flush=True)
         (args.folder / f"{recipe}.json").write_text(json.dumps(asdict(curve)) + "\n")
-    found = [Curve(**json.loads(path.read_text())) for path in sorted(args.folder.glob("*.json"))]
-    (args.folder / "recipes.svg").write_text(svg(found))
+    for picture, names in (("recipes", recipes()), ("examples", EXAMPLES)):
+        paths = (path for path in sorted(args.folder.glob("*.json")) if path.stem in names)
+        if found := [Curve(**json.loads(path.read_text())) for path in paths]:
+            (args.folder / f"{picture}.svg").write_text(svg(found))
 
 
 if __name__ == "__main__":

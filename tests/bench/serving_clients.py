@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import zmq
 
-from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import MessageKind, decode, encode
-from headrace.schemas.messages.serving_messages import ClientHello, EpisodeStart, EpisodeStep
+from headrace.workers.serving.serving_messages import ClientHello, EpisodeStart, EpisodeStep
+from headrace.workers.serving.single_frame import join_frames, split_frame
 
 OBSERVATION = np.full(4, 0.01, np.float32)
 AHEAD, MOST_AHEAD = 40_000, 10_000

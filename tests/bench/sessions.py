@@ -46,6 +46,7 @@ from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.messages import Heartbeat, WorkerHello
 from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.heartbeat_interval import least_interval
 from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.session import SessionState, WorkerSession
@@ -123,7 +124,7 @@ def _figures(processes: Processes, url: str, workers: int, seconds: float) -> Fi
         figures["session, resident"] = 1024 * joined.resident_mib / workers, "KiB"
         figures["session, descriptors"] = joined.descriptors / workers, ""
         idle = broker.over(seconds)
-        beats = workers * idle.wall_s / config.broker.heartbeat_interval_s
+        beats = workers * idle.wall_s / least_interval(config.broker.lease_s)
         figures["heartbeat"] = 1e6 * (idle.cpu_s - alone.share(idle)) / beats, "us"
         figures["heartbeat, bytes"] = float(sum(map(len, _beat().frames()))), ""
         figures |= _redis_figures(idle, "heartbeats alone")

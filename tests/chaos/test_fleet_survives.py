@@ -70,7 +70,7 @@ def test_a_fleet_survives_a_kill_of_any_role_and_counts_the_restart(tmp_path: Pa
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("role", ["redis", "broker", "learner"])
 def test_a_role_that_is_stopped_is_replaced(tmp_path: Path, role: str) -> None:
-    arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
+    arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5")
     with RunningFleet(tmp_path, *SMALL, *arguments) as fleet:
         fleet.wait_until(lambda: fleet.steps() > 3_000, "training has begun")
         stopped = fleet.send(signal.SIGSTOP, role)
@@ -110,7 +110,6 @@ def processes_can_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_role_that_hangs_is_replaced(tmp_path: Path, role: str) -> None:
     settings = {
         "broker.lease_s": 2 * PATIENCE,
-        "broker.heartbeat_interval_s": "0.3",
         "supervisor.hung_after_s": 5 * PATIENCE,
     }
     arguments = ("--until-steps", "20000", *(part for key in settings for part in ("--set", f"{key}={settings[key]}")))
@@ -141,7 +140,7 @@ def test_a_broker_that_hangs_before_its_first_sign_of_life_is_replaced(
 @pytest.mark.thorough
 @pytest.mark.parametrize("redis_answers", [True, False])
 def test_the_fleets_own_learner_is_back_after_another_came_and_left(tmp_path: Path, redis_answers: bool) -> None:
-    arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5", "--set", "broker.heartbeat_interval_s=0.3")
+    arguments = ("--until-steps", "40000", "--set", "broker.lease_s=1.5")
     with (
         redis_in(tmp_path / "elsewhere") as (url, server),
         RunningFleet(tmp_path / "run", *SMALL, *arguments, "--redis-url", url) as fleet,
@@ -180,7 +179,7 @@ def fleet_of_a_broker(folder: Path) -> Iterator[tuple[Fleet, subprocess.Popen[by
                 "learner": {"enabled": False},
                 "dashboard": {"enabled": False},
                 "redis": {"url": url},
-                "broker": {"lease_s": PATIENCE, "heartbeat_interval_s": 0.3},
+                "broker": {"lease_s": PATIENCE},
             }
         )
         with Fleet(config, run_dir, signals, None) as fleet:
@@ -276,10 +275,8 @@ def test_a_worker_stopped_beyond_its_lease_is_replaced_and_its_late_frames_are_f
     settings = {
         "learner.enabled": "false",
         "worker.random_actions_before_weights": "true",
-        "broker.lease_s": "1.5",
-        "broker.heartbeat_interval_s": "0.3",
+        "broker.lease_s": "10",  # the replacement has three leases to deliver
         "sampling.rollout_fragment_length": "512",
-        "supervisor.zombie_grace_s": "60",
     }
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     with RunningFleet(tmp_path, *SMALL, *sets) as fleet:

@@ -19,7 +19,7 @@ def test_a_killed_env_host_and_a_killed_worker_are_restarted_and_reconnect(tmp_p
     make_keys(tmp_path / "keys")
     settings = {
         "sampling.env_placement": "remote",
-        "sampling.env_hosts_lease_s": "2",
+        "broker.lease_s": "4",
         "sampling.remote_env_batch_wait_ms": "1",
         "keys.dir": tmp_path / "keys",
     }

@@ -17,7 +17,7 @@ from support.fleets.running_fleet import RunningFleet, redis_in
 
 pytestmark = pytest.mark.chaos
 
-SETTINGS = ("broker.lease_s=1.5", "broker.heartbeat_interval_s=0.3", "learner.epochs=1")
+SETTINGS = ("broker.lease_s=1.5", "learner.epochs=1")
 SMALL = ("--workers", "2", "--num-envs", "8", *(word for setting in SETTINGS for word in ("--set", setting)))
 HANG_S = 1.0
 """Less than a lease. A process that stands still for longer is replaced."""

@@ -13,11 +13,11 @@ import orjson
 import pytest
 
 from headrace.broker.redis.client import connect
-from headrace.deploy.chaos.checks import judge
-from headrace.deploy.chaos.processes import Folders
-from headrace.deploy.chaos.recorder import RECORD
-from headrace.deploy.chaos.schedule import ELSEWHERE, Event, Kind, Plan, read_plan
-from headrace.deploy.chaos.trial import TrialResult
+from headrace.deploy.annexes.chaos.checks import judge
+from headrace.deploy.annexes.chaos.processes import Folders
+from headrace.deploy.annexes.chaos.recorder import RECORD
+from headrace.deploy.annexes.chaos.schedule import ELSEWHERE, Event, Kind, Plan, read_plan
+from headrace.deploy.annexes.chaos.trial import TrialResult
 from headrace.deploy.report.audit import find_books
 from headrace.deploy.run.redis_server import serving
 from headrace.schemas.errors import ExitCode

@@ -34,13 +34,11 @@ FIRST_FROM_ELSEWHERE = 1000
 SETTINGS = (*ENVS, "--set", "broker.lease_s=4", "--set", "learner.enabled=false")
 BY_NAME = (
     "fleet.fleet_id=demo",
-    "broker.worker_port=5701",
-    "broker.learner_port=5702",
-    "broker.weights_port=5703",
+    "broker.port=5701",
     "sampling.env_hosts_port=5800",
 )
 """Where peers know a name only, the settings of all have the ports."""
-REMOTE = ("sampling.env_placement=remote", "sampling.env_hosts_host=0.0.0.0", "sampling.env_hosts_lease_s=4")
+REMOTE = ("sampling.env_placement=remote", "broker.host=0.0.0.0")
 
 
 @pytest.fixture

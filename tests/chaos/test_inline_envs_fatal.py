@@ -33,7 +33,6 @@ def test_workers_killed_by_inline_envs_are_replaced_and_lost_steps_are_counted(
         "sampling.env_config": env_config,
         "sampling.env_step_timeout_s": "1.0",
         "broker.lease_s": "2.0",
-        "supervisor.zombie_grace_s": "0.5",
     }
     settings = [word for key, value in config.items() for word in ("--set", f"{key}={value}")]
     arguments = ("--env", "support.envs.fleet:fatal_once", "--workers", str(len(kinds)), "--num-envs", "2")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from documentation.blocks import blocks_of
 
+from headrace.deploy.annexes.slurm.lifecycle import dry_run, prepare
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.options import Asked
-from headrace.deploy.slurm.lifecycle import dry_run, prepare
 from headrace.schemas.errors import ExitCode
 from support.fleets.slurm_fleet import SlurmFleet
 from support.slurm_cluster import MISSING, SlurmCluster
@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 
+NOT_CHECKED = "check_env = false"
 QUICK_LEARNER = """
 [learner]
 steps_per_update = 512
@@ -32,7 +33,6 @@ QUICK = f"""{QUICK_LEARNER}
 [sampling]
 num_envs = 4
 """
-NOT_CHECKED = "check_env = false"
 LEARNT = 40
 """Mean return that no untrained policy has: about twice that of random actions."""
 FREE_S = 12.0 * PATIENCE
@@ -130,7 +130,7 @@ def test_two_fleets_that_start_together_on_a_node_reach_their_goals(
 def test_nodes_are_free_soon_after_a_part_of_the_head_has_failed_for_good(
     cluster: SlurmCluster, tmp_path: Path, part: str, record_property: Callable[[str, object], None]
 ) -> None:
-    fails = f"[fleet]\n{NOT_CHECKED}\n[supervisor]\nmax_restarts_per_window = 0\n"
+    fails = f"[fleet]\n{NOT_CHECKED}\n[supervisor]\nrestart_attempts = 0\n"
     fleet = SlurmFleet(cluster, tmp_path / part, tmp_path / "fleet.toml", f"{fails}{QUICK}")
     fleet.up()
     fleet.wait_until(lambda: fleet.working() == 2, "two workers take steps")
@@ -144,7 +144,7 @@ def test_nodes_are_free_soon_after_a_part_of_the_head_has_failed_for_good(
 
 def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: SlurmCluster, tmp_path: Path) -> None:
     shared = f'{QUICK}[slurm]\noptions = ["--nodelist=node2"]\nhead_options = ["--cpus-per-task=1"]\n'
-    fails = "[supervisor]\nmax_restarts_per_window = 0\n"
+    fails = "[supervisor]\nrestart_attempts = 0\n"
     late = f"[fleet]\n{NOT_CHECKED}\n{fails}{shared}worker_tasks = 1\nworkers_per_task = 2\n"
     hosted = f"[fleet]\n{NOT_CHECKED}\nworkers = 1\n{shared}worker_tasks = 1\nenv_host_tasks = 2\n"
     hosted = hosted.replace("[sampling]", '[sampling]\nenv_placement = "remote"')
@@ -182,7 +182,7 @@ def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: S
 def test_a_job_that_slurm_refuses_is_reported_and_submitted_jobs_are_cancelled(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    settings = '[slurm]\nworker_options = ["--partition=nowhere"]\nhead_options = ["--hold"]\n'
+    settings = '[slurm]\noptions = ["--partition=nowhere"]\nhead_options = ["--partition=main", "--hold"]\n'
     fleet = SlurmFleet(cluster, tmp_path / "run", tmp_path / "fleet.toml", settings)
     refused = fleet.headrace("slurm", "up", "fleet.toml", "--run-dir", "run")
     assert refused.returncode == ExitCode.UNREACHABLE

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.deploy.process import restarts
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.supervisor import ProcessSpec, Role, Service, Supervisor
@@ -17,9 +18,7 @@ from headrace.schemas.settings.config import SupervisorSection
 from support.waiting import TIMEOUT_S
 
 SECTION = SupervisorSection(
-    restart_backoff_s=0.01,
-    max_restarts_per_window=3,
-    zombie_grace_s=0.2,
+    restart_attempts=3,
     stop_timeout_s=0.3,
 )
 
@@ -77,11 +76,12 @@ class Nursery:
 
 def nursery_in(logs: Path, section: SupervisorSection = SECTION) -> Nursery:
     loop, notes = EventLoop(), Notes()
-    return Nursery(loop, Supervisor(loop, section, logs, notes, random.Random(0)), notes, logs)
+    return Nursery(loop, Supervisor(loop, section, 0.2, logs, notes, random.Random(0)), notes, logs)
 
 
 @pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
+def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.01)
     made = nursery_in(tmp_path)
     yield made
     made.supervisor.kill()

@@ -125,8 +125,9 @@ def test_the_command_reports_a_bad_value_in_one_sentence() -> None:
     [
         ("[sampling]\nenv_config = {x = nan}", ("sampling.env_config", "finite", "bad.toml")),
         ("[sampling]\nenv_config = {day = 2026-01-01}", ("sampling.env_config", "got a date", "bad.toml")),
-        ("[broker]\nworker_port = 5701\nlearner_port = 5701", ("worker_port = 5701", "must differ")),
-        ('[broker]\ntransport = "ipc"\nworker_port = 5701', ("has no ports, and [5701] are configured",)),
+        ("[broker]\nport = 65534", ("broker.port", "65533")),
+        ("[broker]\nworker_port = 5701", ("broker.worker_port", "broker.port has its place")),
+        ('[broker]\ntransport = "ipc"\nport = 5701', ("has no ports, and port = 5701 is one",)),
         ('[broker]\ntransport = "ipc"\nhost = "10.0.0.1"', ("serves this machine alone", "'10.0.0.1'")),
         ('[broker]\ntransport = "ipc"\nallow_insecure = true', ("lets others in",)),
         ("[fleet", ("is not TOML", "bad.toml")),
@@ -194,7 +195,7 @@ def test_a_broker_refuses_a_port_in_use(tmp_path: Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        result = headrace("broker", "--run-dir", str(tmp_path), "--set", f"broker.worker_port={port}")
+        result = headrace("broker", "--run-dir", str(tmp_path), "--set", f"broker.port={port}")
     assert_one_sentence(result, ExitCode.PORT_IN_USE, str(port), "already in use", "choose another port")
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
+from headrace.deploy.annexes.watch.top.top_view import plain
 from headrace.deploy.monitoring.bottleneck import Bottlenecks, find_bottleneck
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.findings import find
-from headrace.deploy.monitoring.fleet_state import fleet_state
-from headrace.deploy.monitoring.top.top_view import plain
 from headrace.deploy.monitoring.why import why
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.report.summary import print_summary, summarise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.deploy.chaos.history import History, Line
+from headrace.deploy.annexes.chaos.history import History, Line
 
 LINES = [
     Line(1.0, 0, 1, 1, 5, [("a", 0, 0, 3, 0), ("b", 0, 0, 2, 1)]),

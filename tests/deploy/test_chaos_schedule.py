@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.deploy.chaos.schedule import Event, Kind, Plan, make_plan, read_plan
+from headrace.deploy.annexes.chaos.schedule import Event, Kind, Plan, make_plan, read_plan
 from headrace.schemas.errors import ConfigError, ExitCode
 from support.waiting import TIMEOUT_S
 

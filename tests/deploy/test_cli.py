@@ -331,11 +331,11 @@ def test_doctor_passes_this_machine_and_fails_a_taken_port(tmp_path: Path) -> No
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        sick = headrace("doctor", "--run-dir", str(tmp_path), "--set", f"broker.worker_port={port}")
+        sick = headrace("doctor", "--run-dir", str(tmp_path), "--set", f"broker.port={port}")
     assert sick.returncode == 1
     (line,) = [line for line in sick.stdout.splitlines() if line.startswith("fail")]
-    assert "worker_port" in line
-    assert "choose another broker.worker_port" in line
+    assert "worker port" in line
+    assert "choose another broker.port" in line
 
 
 def test_doctor_says_when_redis_does_not_answer(tmp_path: Path, free_port: int) -> None:

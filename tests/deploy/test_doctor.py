@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.doctor.cgroup import Limit, Limits, read_limits
-from headrace.deploy.doctor.check import Verdict
-from headrace.deploy.doctor.key_checks import key_checks
-from headrace.deploy.doctor.limits import (
+from headrace.deploy.annexes.doctor.cgroup import Limit, Limits, read_limits
+from headrace.deploy.annexes.doctor.check import Verdict
+from headrace.deploy.annexes.doctor.key_checks import key_checks
+from headrace.deploy.annexes.doctor.limits import (
     Needs,
     core_check,
     limit_checks,
@@ -28,8 +28,13 @@ from headrace.deploy.doctor.limits import (
     shared_memory_check,
     task_check,
 )
-from headrace.deploy.doctor.network import advertised_check, advertised_checks, meeting_checks, reachability_check
-from headrace.deploy.doctor.software import judge_versions
+from headrace.deploy.annexes.doctor.network import (
+    advertised_check,
+    advertised_checks,
+    meeting_checks,
+    reachability_check,
+)
+from headrace.deploy.annexes.doctor.software import judge_versions
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.redis_view import Snapshot, crowded_learner
 from headrace.schemas.credentials.key_files import read_public_key
@@ -54,8 +59,8 @@ def doctor(*arguments: str, before: Callable[[], None] | None = None) -> dict[st
 
 LOOK = """
 import orjson
-from headrace.deploy.doctor.cgroup import read_limits
-from headrace.deploy.doctor.limits import Needs, limit_checks
+from headrace.deploy.annexes.doctor.cgroup import read_limits
+from headrace.deploy.annexes.doctor.limits import Needs, limit_checks
 from headrace.schemas.settings.config import FleetConfig
 print(orjson.dumps(list(limit_checks(Needs.of_fleet(FleetConfig()), read_limits()))).decode())
 """
@@ -221,7 +226,10 @@ HUGE = f"={1 << 50}"
     ("command", "warning"),
     [
         (("up", "--env", "no_such.module:env", "--set", f"broker.max_held_bytes{HUGE}"), "memory: .* lower broker"),
-        (("worker", "--set", f"worker.window_bytes{HUGE}"), "memory: .* with full buffers; lower worker.window_bytes"),
+        (
+            ("worker", "--set", f"broker.max_held_bytes{HUGE}"),
+            "memory: .* with full buffers; lower broker.max_held_bytes",
+        ),
         (
             ("broker", "--run-dir", "run", "--set", f"broker.max_held_bytes{HUGE}"),
             "memory: .* for a broker, .* lower broker.max_held_bytes",
@@ -278,7 +286,8 @@ def test_an_advertised_name_that_others_cannot_use_is_named() -> None:
 def test_the_address_for_env_hosts_is_checked_by_the_name_that_workers_advertise() -> None:
     config = FleetConfig.model_validate(
         {
-            "sampling": {"env_placement": "remote", "env_hosts_host": "0.0.0.0"},
+            "sampling": {"env_placement": "remote"},
+            "broker": {"host": "0.0.0.0", "allow_insecure": True},
             "worker": {"advertise": "192.0.2.7"},
         }
     )
@@ -305,7 +314,7 @@ def test_a_rendezvous_is_checked_with_its_addresses_and_the_key_of_its_broker(tm
     assert gone == [Verdict.OK, Verdict.FAIL, Verdict.FAIL, Verdict.OK]
     assert [check.name for check in meeting_checks(config, str(place), "learner")] == ["rendezvous"], "names no learner"
     (wrong,) = meeting_checks(config, "dns://broker.example")
-    assert "broker.worker_port" in wrong.seen, "a name needs ports"
+    assert "broker.port" in wrong.seen, "a name needs ports"
 
 
 def test_an_env_host_is_told_whether_it_reaches_the_ports_of_workers(tmp_path: Path, free_port: int) -> None:
@@ -346,7 +355,7 @@ def test_the_files_of_all_peers_that_a_broker_takes_are_compared_with_the_hard_l
     check = open_files_check(0, hard)
     assert check.verdict is Verdict.WARN
     assert f"{3 * hard + 256} for {hard} peers at each port" in check.seen
-    assert "lower broker.max_connections" in check.advice
+    assert f"LimitNOFILE={3 * hard + 256}" in check.advice
 
 
 # Keys and versions.

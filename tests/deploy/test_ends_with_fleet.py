@@ -63,7 +63,7 @@ def test_workers_end_after_a_failed_broker_and_the_next_start_closes_the_books(
     """Scratch and run directory are one here, so that the next start finds the recorders."""
     run = tmp_path / "run"
     with (
-        RunningFleet(run, "--workers", "1", *ENDS, "--set", "supervisor.max_restarts_per_window=0") as fleet,
+        RunningFleet(run, "--workers", "1", *ENDS, "--set", "supervisor.restart_attempts=0") as fleet,
         workers_for(str(run / "rendezvous.json"), run) as workers,
     ):
         fleet.wait_until(lambda: len(open_lives(run)) == 3, "three workers step")

@@ -18,8 +18,8 @@ import zmq
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.frames.wire import MessageKind, decode
-from headrace.schemas.messages.env_messages import EnvHostWelcome
 from headrace.schemas.peers.rendezvous import Port, Published
+from headrace.workers.envs.remote.env_messages import EnvHostWelcome
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from headrace.deploy.doctor.check import Verdict
-from headrace.deploy.doctor.examination import examine
+from headrace.deploy.annexes.doctor.check import Verdict
+from headrace.deploy.annexes.doctor.examination import examine
 from headrace.deploy.run.ports import env_endpoints, own_env_hosts, with_env_ports
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
+from headrace.workers.config import runner_config
 
 
 def config(workers: int, env_hosts: int = 0, num_envs: int = 8, **sampling: Any) -> FleetConfig:
@@ -34,9 +35,20 @@ def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch, fre
         assert with_env_ports(config(2)).sampling.env_hosts_port not in (free_port - 1, free_port)
 
 
-def test_an_address_of_another_machine_cannot_be_bound() -> None:
-    with pytest.raises(ConfigError, match=r"sampling.env_hosts_host: '192.0.2.1' cannot be bound"):
-        with_env_ports(config(1, env_hosts_host="192.0.2.1"))
+@pytest.mark.parametrize(
+    ("broker", "worker"),
+    [
+        ("localhost", "127.0.0.1"),
+        ("::1", "127.0.0.1"),
+        ("192.0.2.1", "0.0.0.0"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("[::]", "::"),
+    ],
+)
+def test_a_worker_serves_env_hosts_of_other_machines_where_the_broker_serves_them(broker: str, worker: str) -> None:
+    chosen = build_config({"broker": {"host": broker, "allow_insecure": True, "lease_s": 7.0}})
+    runner = runner_config(chosen)
+    assert (runner.env_hosts_host, runner.env_hosts_allow_insecure, runner.env_hosts_lease_s) == (worker, True, 7.0)
 
 
 def test_envs_inline_have_no_ports() -> None:
@@ -44,7 +56,7 @@ def test_envs_inline_have_no_ports() -> None:
 
 
 def test_hosts_are_shared_out_among_workers_and_envs_among_hosts() -> None:
-    settings = {"env_hosts_port": 5800, "env_hosts_host": "0.0.0.0", "env_hosts_allow_insecure": True}
+    settings = {"env_hosts_port": 5800}
     first, second = "tcp://127.0.0.1:5800", "tcp://127.0.0.1:5801"
     assert list(own_env_hosts(config(2, 2, **settings))) == [(first, 8), (second, 8)]
     assert list(own_env_hosts(config(2, 5, **settings))) == [

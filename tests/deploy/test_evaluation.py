@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace.deploy.policies.episode_video import EpisodeVideo
-from headrace.deploy.policies.evaluation import Evaluation, PlaySettings
+from headrace.deploy.annexes.policies.episode_video import EpisodeVideo
+from headrace.deploy.annexes.policies.evaluation import Evaluation, PlaySettings
 from headrace.schemas.errors import ConfigError, EnvError, ExitCode
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
@@ -68,7 +68,7 @@ def test_a_seed_repeats_its_episodes_with_any_weights_between() -> None:
 
 
 def test_an_env_that_fails_plays_another_episode_instead() -> None:
-    config = config_of("support.envs.counting:Unsound", env_restart_backoff_s=0, num_envs=4)
+    config = config_of("support.envs.counting:Unsound", num_envs=4)
     told = played(config, PlaySettings(episodes=200))
     assert told["episodes"] == 200
     assert told["aborted"] > 0

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.policies.evaluator import watch
+from headrace.deploy.annexes.policies.evaluator import watch
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.goal import Goal
@@ -27,7 +27,7 @@ from support.waiting import wait_until
 @contextmanager
 def watched(run: Path, **learner: Any) -> Iterator[None]:
     """Watch the run as `headrace evaluate --watch` does; raise what that raises."""
-    settings = {"evaluate_every_steps": 4096, "evaluate_episodes": 3, **learner}
+    settings = {"evaluate_every_steps": 4096, **learner}
     flags = {f"learner.{key}": value for key, value in settings.items()}
     config, _ = load_config(run / "config.json", flags, {})
     stopping, failures = threading.Event(), list[BaseException]()

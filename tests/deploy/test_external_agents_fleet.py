@@ -37,7 +37,7 @@ def test_two_policies_learn_and_books_balance_though_the_run_ends_mid_episode(tm
     command = [
         *(sys.executable, "-m", "headrace.deploy", "up", "--run-dir", str(tmp_path / "run"), "--json"),
         *("--timeout-s", "180", "--workers", "1", "--num-envs", "8", "--seed", "0", *POLICIES),
-        *("--env", "breaking_carts:Breaking", "--set", "sampling.env_restart_backoff_s=0", "--until-return", "120"),
+        *("--env", "breaking_carts:Breaking", "--until-return", "120"),
     ]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert result.returncode == 0, result.stderr

@@ -14,6 +14,7 @@ from headrace.deploy.monitoring.findings import awaited, find, verdict
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import TOLD_SETTINGS
+from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection
 from headrace.schemas.settings.config import SamplingSection as Sampling
 from headrace.schemas.settings.config_loading import known_keys
@@ -432,6 +433,14 @@ def test_refused_messages_are_named_by_peer_and_reason_and_the_limit_only_for_si
     )
     assert found.sentence.endswith(named)
     assert found.limit == (f"broker.max_batch_bytes = {1 << 27}" if kind == "payload_too_large" else "")
+
+
+@pytest.mark.parametrize("kind", [UserCall.CONSTRUCTION, UserCall.RESET, UserCall.STEP])
+def test_the_limit_of_a_call_in_a_process_of_envs_is_that_of_its_setting(kind: UserCall) -> None:
+    call = CallInProgress(kind, 3, 60.0).in_words(8.0)
+    (found,) = find(told(workers={0: {**WORKER, "env_silence_s": 8.0, "env_call": call}, 1: WORKER}))
+    setting = "env_step_timeout_s" if kind is UserCall.STEP else "env_reset_timeout_s"
+    assert (found.kind, found.limit) == ("envs_silent", f"sampling.{setting} = 60")
 
 
 def test_a_fleet_that_tells_no_settings_is_judged_as_before() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.doctor.examination import examine
+from headrace.deploy.annexes.doctor.examination import examine
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.report.ps import table
 from headrace.deploy.run import key_pairs

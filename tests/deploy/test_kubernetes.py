@@ -12,15 +12,15 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from headrace.deploy.monitoring.exporter.metrics_text import exposed_name
+from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, LEARNER_TIME
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S
 from headrace.schemas.settings.config_loading import load_config
 from support.containers.kustomize import Object, build, pod_spec
 
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
 OVERLAYS = ("small", "production")
-PORTS = {"worker": "worker_port", "learner": "learner_port", "weights": "weights_port"}
 FORCED_S = 20.0
 """Seconds that a role may need in addition to its drain, before its pod is killed."""
 
@@ -164,7 +164,7 @@ def test_each_role_has_memory_for_dev_shm(objects: list[Object]) -> None:
 
 def test_the_grace_period_of_a_pod_is_longer_than_its_drain(objects: list[Object], settings: Any) -> None:
     for name, spec in pods(objects).items():
-        drain_s = max(settings.worker.drain_timeout_s, settings.supervisor.stop_timeout_s) if "worker" in name else 0.0
+        drain_s = max(DRAIN_TIMEOUT_S, settings.supervisor.stop_timeout_s) if "worker" in name else 0.0
         assert spec["terminationGracePeriodSeconds"] >= drain_s + FORCED_S, name
 
 
@@ -180,7 +180,7 @@ def test_roles_are_probed_by_their_progress(objects: list[Object]) -> None:
 
 
 def test_services_and_pods_use_the_ports_of_the_settings(objects: list[Object], settings: Any) -> None:
-    wanted = {name: getattr(settings.broker, key) for name, key in PORTS.items()}
+    wanted = dict(settings.broker.ports)
     wanted["envs"] = settings.sampling.env_hosts_port  # of slot 0
     wanted |= {"redis": 6379}
     served: dict[str, int] = {}
@@ -197,7 +197,7 @@ def test_services_and_pods_use_the_ports_of_the_settings(objects: list[Object], 
                 assert port["containerPort"] == wanted[port["name"]], name
         arguments = " ".join(container.get("args", ()))
         for host in re.findall(r"dns://([a-z-]+)", arguments):
-            assert {f"{host}:{one}" for one in PORTS} <= set(served), name
+            assert {f"{host}:{one}" for one in settings.broker.ports} <= set(served), name
         for address in re.findall(r"tcp://([a-z-]+):(\d+)", arguments):
             assert int(address[1]) in [port for at, port in served.items() if at.startswith(f"{address[0]}:")], name
 

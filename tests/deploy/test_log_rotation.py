@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.deploy.annexes.chaos.deep_audit import read_files
 from headrace.deploy.process.child import Child
-from headrace.deploy.report.deep_audit import read_files
 from headrace.deploy.terminal import log_rotation
 from headrace.deploy.terminal.log_rotation import LogRotation, rotate, rotated_path
 from support.waiting import wait_until

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -89,8 +88,8 @@ def info(run_dir: Path) -> RunInfo:
     return RunInfo("fleet-1", run_dir, {"sampling": {"env": "CartPole-v1"}})
 
 
-def log_once(run_dir: Path, **settings: Any) -> None:
-    threads = open_loggers(LoggingSection(**settings), info(run_dir))
+def log_once(run_dir: Path, name: str) -> None:
+    threads = open_loggers(LoggingSection(loggers=[name]), info(run_dir))
     for thread in threads:
         thread.offer(LEARNER_ROW, 64)
     end(*threads)
@@ -100,7 +99,7 @@ def test_tensorboard_reads_the_logged_values(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'headrace[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log_once(tmp_path, tensorboard=True)
+    log_once(tmp_path, "tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["learner/policy (loss)"]
     (scalar,) = events.Scalars("learner/policy (loss)")
@@ -121,7 +120,7 @@ def test_a_row_is_in_tensorboards_file_at_once(tmp_path: Path) -> None:
 def test_wandb_writes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed; pip install 'headrace[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    log_once(tmp_path, wandb=True)
+    log_once(tmp_path, "wandb")
     (written,) = tmp_path.glob("wandb/offline-run-*/run-fleet-1.wandb")
     assert b"learner/policy (loss)" in written.read_bytes()
 
@@ -131,7 +130,7 @@ def test_mlflow_goes_on_with_the_run_of_the_fleet(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a store that needs no database package
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     for _ in range(2):
-        log_once(tmp_path, mlflow=True)
+        log_once(tmp_path, "mlflow")
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("headrace").experiment_id])
     assert (run.info.status, run.data.params) == ("FINISHED", {"sampling.env": "CartPole-v1"})
@@ -144,10 +143,10 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as Python remembers a package that is not there
-    with pytest.raises(ConfigError, match=f"logging.{name}: the package {name} cannot be imported") as caught:
-        open_loggers(LoggingSection(**{name: True}), info(tmp_path))
+    with pytest.raises(ConfigError, match=f"logging.loggers: the package {name} cannot be imported") as caught:
+        open_loggers(LoggingSection(loggers=[name]), info(tmp_path))
     assert f"pip install 'headrace[{name}]'" in str(caught.value)
-    assert f"leave --{name} out" in str(caught.value)
+    assert f"leave {name} out" in str(caught.value)
 
 
 class Unbuildable:

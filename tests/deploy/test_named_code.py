@@ -13,7 +13,6 @@ import orjson
 import pytest
 
 from headrace.deploy import load_policy
-from headrace.deploy.process.fleet_errors import ForeignCodeError
 from headrace.deploy.run.named_code import OWN, names_in, resolve_found
 from headrace.deploy.run.options import Asked
 from headrace.deploy.run.seal import is_sealed, seal_of, write_sealed
@@ -108,7 +107,7 @@ def test_load_policy_refuses_each_way_to_name_foreign_code(
     (tmp_path / "evil.py").write_text(EVIL)
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ForeignCodeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_policy(tmp_path, allow=["mine:", "evi:", "os:"])
     assert not (tmp_path / "ran").exists()
     assert str(tmp_path / "config.json") in str(caught.value)
@@ -116,7 +115,7 @@ def test_load_policy_refuses_each_way_to_name_foreign_code(
 
 def test_an_error_offers_no_allow_option_for_unsafe_names(tmp_path: Path) -> None:
     craft(tmp_path, {"callbacks": ["x; touch ran:y\x1b[2J"], "env": "a\nb:c"})
-    with pytest.raises(ForeignCodeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_policy(tmp_path)
     assert "--allow" not in str(caught.value)
     assert str(caught.value).isprintable()
@@ -126,7 +125,7 @@ def test_an_error_offers_no_allow_option_for_unsafe_names(tmp_path: Path) -> Non
 
 def test_an_error_stays_short_whatever_a_file_names(tmp_path: Path) -> None:
     craft(tmp_path, {"callbacks": [f"m:f{number}" for number in range(5000)], "env": f"m:{'f' * 5000}"})
-    with pytest.raises(ForeignCodeError, match="--allow m:f19 and 4981 more") as caught:
+    with pytest.raises(ConfigError, match="--allow m:f19 and 4981 more") as caught:
         load_policy(tmp_path)
     assert len(str(caught.value)) < 2000
 
@@ -147,9 +146,7 @@ def test_code_that_the_user_names_or_allows_is_accepted(tmp_path: Path, monkeypa
     craft(tmp_path, {"env": "mine_too:make_env"})
     (tmp_path / "mine_too.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ForeignCodeError, match=r"--allow mine_too:make_env \(in a program allow=\[\"mine_too:make_env\""
-    ):
+    with pytest.raises(ConfigError, match=r"--allow mine_too:make_env \(in a program allow=\[\"mine_too:make_env\""):
         resolve_found(Asked(tmp_path / "config.json"))
     for allowed in ("mine_too:", "mine_too:make_env"):
         assert resolve_found(Asked(tmp_path / "config.json", allow=[allowed]))[0].sampling.env == "mine_too:make_env"

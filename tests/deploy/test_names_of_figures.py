@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
+from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name, metrics_text
+from headrace.deploy.annexes.watch.report.run_report import series_of
+from headrace.deploy.annexes.watch.report.run_series import RunSeries
 from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.opening import open_loggers
-from headrace.deploy.monitoring.exporter.metrics_text import exposed_name, metrics_text
 from headrace.deploy.monitoring.facts import Facts
-from headrace.deploy.monitoring.report.run_report import series_of
-from headrace.deploy.monitoring.report.run_series import RunSeries
 from headrace.deploy.report.run_rows import QUANTILES, fleet_row, history_row, learner_row
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
 from headrace.schemas.accounts.ledger import FleetLedger
@@ -154,8 +154,8 @@ def test_rows_made_from_the_history_in_redis_have_the_same_names_and_values() ->
     }
 
 
-def logged(tmp_path: Path, **settings: bool) -> None:
-    threads = open_loggers(LoggingSection(**settings), RunInfo("fleet-1", tmp_path, {}))  # type: ignore[arg-type]
+def logged(tmp_path: Path, name: str) -> None:
+    threads = open_loggers(LoggingSection(loggers=[name]), RunInfo("fleet-1", tmp_path, {}))
     for thread in threads:
         for row in rows():
             thread.offer(row, int(row["env_steps"]))
@@ -172,7 +172,7 @@ def test_tensorboard_groups_all_figures_and_the_report_has_the_names_of_the_colu
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'headrace[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logged(tmp_path, tensorboard=True)
+    logged(tmp_path, "tensorboard")
     from headrace.deploy.loggers.tensorboard_logger import tag_of
 
     tags = set(EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"])
@@ -186,7 +186,7 @@ def test_tensorboard_groups_all_figures_and_the_report_has_the_names_of_the_colu
 def test_wandb_gets_all_figures_under_the_names_of_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed; pip install 'headrace[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    logged(tmp_path, wandb=True)
+    logged(tmp_path, "wandb")
     (written,) = tmp_path.glob("wandb/offline-run-*/run-fleet-1.wandb")
     content = written.read_bytes()
     assert [name for name in figures() if name.encode() not in content] == []
@@ -198,7 +198,7 @@ def test_mlflow_gets_all_figures_under_the_names_of_the_columns(
     mlflow: Any = pytest.importorskip("mlflow", reason="mlflow is not installed; pip install 'headrace[mlflow]'")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a store that needs no database package
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
-    logged(tmp_path, mlflow=True)
+    logged(tmp_path, "mlflow")
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("headrace").experiment_id])
     allowed = {re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name) for name in figures()} | {"time", "elapsed_s"}

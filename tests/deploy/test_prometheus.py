@@ -22,8 +22,8 @@ import pytest
 import typer
 from command_reference import commands
 
+from headrace.deploy.annexes.watch.exporter.files import DEFAULT_LISTEN, MonitoringFile
 from headrace.deploy.command.cli import app
-from headrace.deploy.monitoring.exporter.files import DEFAULT_LISTEN, MonitoringFile
 from headrace.schemas.settings.config import FleetConfig
 from support.fleets.running_fleet import RunningFleet
 from support.ports import free_port

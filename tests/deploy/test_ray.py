@@ -54,7 +54,6 @@ def on_ray(cluster: RayCluster, run_dir: Path, workers: int, *more: str) -> Runn
         f"ray.address={cluster.address}",
         f"ray.workers={workers}",
         "learner.steps_per_update=512",
-        "worker.drain_timeout_s=3",
         "dashboard.enabled=false",
         f'sampling.env_config={{"step_s": {STEP_S}}}',
     ]
@@ -125,7 +124,7 @@ def test_the_guides_commands_run_workers_on_ray(
     up, up_there, *lends, scale_up, scale_down = guides_commands(root, given)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     headrace("keys", "init", "--dir", "keys", cwd=tmp_path)
-    sets = ["broker.host=0.0.0.0", f"broker.worker_port={port}", "keys.dir=keys", "fleet.fleet_id=demo"]
+    sets = ["broker.host=0.0.0.0", f"broker.port={port}", "keys.dir=keys", "fleet.fleet_id=demo"]
     more = [word for text in sets for word in ("--set", text)]
     with RunningFleet(tmp_path / "runs" / "a", "--until-return", "501", *more, cwd=tmp_path, up=up) as fleet:
         fleet.wait_until(lambda: len(at_work(fleet)) == 1, "its worker steps")

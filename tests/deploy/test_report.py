@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.report.line_chart import MOST_DRAWN_MARKS, MOST_POINTS, Chart, Curve, chart_html
-from headrace.deploy.monitoring.report.report_command import write_report
-from headrace.deploy.monitoring.report.run_series import RunSeries
+from headrace.deploy.annexes.watch.report.report_command import write_report
+from headrace.deploy.annexes.watch.report.run_series import MOST_DRAWN, RunSeries
 from headrace.deploy.report.run_rows import fleet_row, history_row
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import RunDirError
-from support.html_pages import Page, assert_needs_nothing
+from support.html_pages import Page, assert_needs_nothing, charts_of
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -129,53 +127,33 @@ def test_row_values_that_are_no_numbers_are_no_points() -> None:
     assert len(series.columns) == 1000
 
 
-def test_a_chart_of_many_points_is_small_and_keeps_its_range() -> None:
-    points = [(float(n), float(n % 7)) for n in range(100_000)]
-    html = chart_html(Chart(f"{HOSTILE} chart", "", [Curve(HOSTILE, points)], [(5.0, HOSTILE)], 100_000.0))
-    page = Page(html)
-    assert len(html) < 100_000
-    assert page.open == []
-    assert "script" not in {tag for tag, _ in page.elements}
-    places = [tuple(map(float, one.split(","))) for one in str(page.named("polyline")[0]["points"]).split()]
-    assert len(places) <= MOST_POINTS
-    assert places == sorted(places)
-    assert "from 0 to 6" in str(page.named("svg")[0]["aria-label"])
+def test_of_many_rows_the_means_of_neighbours_are_drawn() -> None:
+    rows = [row(1000.0 + n, float(n), x=n % 7, **({"y": 2.5} if n % 1000 == 0 else {})) for n in range(10_000)]
+    times, curves = RunSeries(rows).drawn(["x", "y"])
+    assert len(times) == MOST_DRAWN
+    assert times == sorted(times)
+    assert all(value is not None and 2.5 < value < 3.5 for value in curves["x"])
+    assert {value for value in curves["y"] if value is not None} == {2.5}
+    assert sum(value is not None for value in curves["y"]) == 10, "no value where the column has none"
 
 
-@pytest.mark.parametrize("value", [0.3, -7.5, 475.0, 1e-5, 0.0])
-def test_a_curve_that_is_constant_but_for_rounding_has_an_axis_of_its_size(value: float) -> None:
-    points = [(float(n), value * (1 + n % 3 * 1e-16)) for n in range(9)]
-    html = chart_html(Chart("x", "", [Curve("x", points)], end_s=9.0))
-    page = Page(html)
-    heights = {float(point.split(",")[1]) for point in str(page.named("polyline")[0]["points"]).split()}
-    assert max(heights) - min(heights) <= 0.1, "the line is flat"
-    ticks = re.findall(r'text-anchor="end">([-0-9.e]+)<', html)
-    assert len(ticks) == len(set(ticks)) >= 3, ticks
-    assert max(abs(float(tick)) for tick in ticks) <= 2 * abs(value) or value == 0.0
+def test_few_rows_are_drawn_as_they_are() -> None:
+    learned = {"kind": "learner", "time": 1002.5, "elapsed_s": 2.5, "loss": 0.1}
+    series = RunSeries([row(1002.0, 2.0, x=None), learned, row(1003.0, 3.0, x=4.0)])
+    assert series.drawn(["x", "loss"]) == ([2.5, 3.0], {"x": [None, 4.0], "loss": [0.1, None]})
+    assert RunSeries([row(1000.0, 7.0, x=0.0)]).drawn(["x"]) == ([7.0], {"x": [0.0]})
 
 
-def test_a_curve_that_varies_by_a_percent_keeps_its_shape() -> None:
-    page = Page(chart_html(Chart("x", "", [Curve("x", [(0.0, 495.0), (9.0, 500.0)])], end_s=9.0)))
-    low, high = (float(point.split(",")[1]) for point in str(page.named("polyline")[0]["points"]).split())
-    assert abs(low - high) > 100
-
-
-def test_a_chart_tells_env_steps_along_its_time() -> None:
-    steps = [(0.5, 0.0), (3.0, 1500.0), (9.0, 45_000.0)]
-    page = Page(chart_html(Chart("x", "", [Curve("x", [(0.0, 1.0), (6.0, 2.0), (9.0, 4.0)])], end_s=9.0, steps=steps)))
-    along = [said for said in page.texts if said in ("1,500", "45k env steps")]
-    assert along == ["1,500", "1,500", "45k env steps"], "none is known at 0 s"
-    assert "6 s (1,500 env steps): 2" in page.texts
-    assert "9 s (45k env steps)" in page.texts, "the table"
-
-
-def test_many_marks_of_a_chart_are_few_lines_which_name_the_first_of_each() -> None:
-    marks = [(float(at), f"change {at}") for at in range(1000)]
-    page = Page(chart_html(Chart("x", "", [Curve("x", [(0.0, 1.0), (999.0, 2.0)])], marks, 1000.0)))
-    drawn = [line for line in page.named("line") if line["class"] == "mark"]
-    assert len(drawn) == MOST_DRAWN_MARKS
-    titles = [said for said in page.texts if ": change " in said]
-    assert titles[:2] == ["0 s: change 0, and 24 more", "25 s: change 25, and 24 more"]
+def test_names_of_columns_cannot_end_the_json_of_a_report(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><!--"
+    lines = [row(1000.0 + n, float(n), **{f"learner/{evil}": n, f"policies/{evil}/return_mean": n}) for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    files(tmp_path, summary={"state": "ended"})
+    page, _ = reported(tmp_path)
+    drawn = charts_of(page)
+    assert drawn["charts"][1]["title"] == f"learner: {evil}"
+    assert drawn["curves"][f"learner/{evil}"] == [1.0, 2.0]
+    assert drawn["curves"]["env_steps_total"] == [10.0, 10.0]
 
 
 def test_the_report_of_a_long_run_with_all_figures_it_may_have_is_smaller_than_2_mb(tmp_path: Path) -> None:
@@ -198,7 +176,7 @@ def test_the_report_of_a_long_run_with_all_figures_it_may_have_is_smaller_than_2
     ledger = {"stepped": 1, "committed": [1, 1], "queued": 0, "dropped": {}, "discarded": {}}
     files(tmp_path, summary={"state": "ended", "ledger": ledger, "balanced": True, "errors": groups})
     page, facts = reported(tmp_path)
-    assert len(page.named("figure")) > 55
+    assert len(charts_of(page)["charts"]) > 55
     assert len(facts["marks"]) > 200
     assert len(facts["errors"]) == 101
     assert (tmp_path / "a.html").stat().st_size < 2_000_000

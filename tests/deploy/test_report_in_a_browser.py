@@ -1,4 +1,4 @@
-"""The report of a run in a real browser: it asks for nothing, fits a phone, and has the numbers of the ledger."""
+"""The report of a run in a real browser: it asks for nothing, fits a phone, and has curves and the ledger's numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.report.report_command import write_report
+from headrace.deploy.annexes.watch.report.report_command import write_report
 from support.browser import Browser, needs_chromium
 from support.fleets.running_fleet import RunningFleet
 
@@ -25,10 +25,20 @@ Object.fromEntries([...document.querySelectorAll('table')].map((one) => [one.cap
 TILES = "Object.fromEntries([...document.querySelectorAll('.tiles li')].map((one) => [one.children[0], one.children[1]]"
 TILES += ".map((part) => part.textContent)))"
 TOO_WIDE = """
-[...document.querySelectorAll('main *')].filter((one) => !one.closest('.scroll, details, svg, pre')
+[...document.querySelectorAll('main *')].filter((one) => !one.closest('.scroll, details, pre')
   && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML.slice(0, 99))
 """
 """Parts of the page that a reader would have to scroll to."""
+WATCH = "window.built = {}; window.Real = uPlot; uPlot = function (options, rows, box) {"
+WATCH += " const plot = new Real(options, rows, box); built[box.parentElement.querySelector('h3').textContent] = plot;"
+WATCH += " return plot; }; Charts.restyle(); 0"
+"""Keep each plot by the title of its chart, from now on."""
+COLOURS = """
+(title) => { const { ctx } = built[title], { width, height } = ctx.canvas, found = new Set();
+  const { data } = ctx.getImageData(0, 0, width, height);
+  for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) found.add([...data.slice(i, i + 3)].join());
+  return found; }
+"""
 
 
 def shown(page: Path, profile: Path, folder: Path | None = None, *, themes: Iterable[str] = THEMES) -> dict[str, Any]:
@@ -105,6 +115,69 @@ def test_a_report_opens_in_a_browser_without_a_request_and_has_the_numbers_of_th
     assert (seen["tiles"]["env steps"], seen["tiles"]["steps lost"], seen["tiles"]["restarts"]) == (
         *("1,234,567", "1,560", "2"),
     )
+
+
+def test_a_report_draws_curves_over_time_and_env_steps(tmp_path: Path) -> None:
+    rows = [
+        {
+            **{"kind": "fleet", "time": 1000.0 + at, "elapsed_s": float(at), "env_steps": at * 100},
+            **{"env_steps_per_s": 475.0 * (1 + at % 3 * 1e-4), "restarts/worker": at // 40},
+            **{f"policies/p{n}/return_mean": n + at / 100 for n in range(4)},
+            **{"episode_return_mean": None, "held_batches": 7 if at == 50 else "NaN"},
+        }
+        for at in range(10, 100, 10)
+    ]
+    learned = [{**one, "kind": "learner", "elapsed_s": one["elapsed_s"] + 5, "learner/loss": 0.1} for one in rows]
+    lines = [orjson.dumps(one) for pair in zip(rows, learned, strict=True) for one in pair]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"kind": "fleet", "time": NaN}', b""]))
+    _report(tmp_path)
+    titles = ["Mean return by policy", "Throughput, env steps/s", "Queue, batches", "learner: loss"]
+    with Browser(tmp_path / "profile") as browser:
+        browser.open((tmp_path / "report.html").as_uri())
+        browser.wait("document.querySelectorAll('#charts canvas').length === 4")
+        browser.ask(WATCH)
+        browser.wait("Object.keys(built).length === 4")
+        assert browser.ask("[...document.querySelectorAll('#charts h3')].map((one) => one.textContent)") == titles
+        assert browser.ask("built['learner: loss'].axes[0].values(null, [0, 90])") == ["0 s", "1 min 30 s"]
+        assert browser.ask("built['learner: loss'].scales.x.max") == 95.0
+        lines_of = "built['Mean return by policy'].series.slice(1).map((one) => one.stroke())"
+        hues = browser.ask(lines_of)
+        assert len(set(hues)) == 4, "each policy has its colour"
+        drawn = browser.ask(f"[...({COLOURS})('Mean return by policy')]")
+        assert {_rgb(hue) for hue in hues} <= set(drawn)
+        assert browser.text("#charts figcaption").startswith("p0 0.9p1 1.9")
+        for title in titles[1:]:
+            hue = browser.ask(f"built['{title}'].series[1].stroke()")
+            assert _rgb(hue) in browser.ask(f"[...({COLOURS})('{title}')]"), title
+        low, high = (browser.ask(f"built['{titles[1]}'].scales.y.{end}") for end in ("min", "max"))
+        assert 0.1 * 475 < high - low < 0.3 * 475, "no axis of rounding errors"
+        assert browser.text("#charts figure:nth-child(3) figcaption") == "held by the broker 7", "its newest value"
+        browser.ask("built = {}; document.querySelector('[data-axis=steps]').click()")
+        browser.wait("Object.keys(built).length === 4")
+        assert browser.ask("built['learner: loss'].scales.x.max") == 9000
+        assert browser.ask("document.querySelector('[data-axis=steps]').getAttribute('aria-pressed')") == "true"
+        assert "worker restarted" in browser.text("details")
+        assert browser.problems == []
+
+
+def test_a_report_without_rows_opens(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"")
+    _report(tmp_path)
+    with Browser(tmp_path / "profile") as browser:
+        browser.open((tmp_path / "report.html").as_uri())
+        browser.wait("document.readyState === 'complete' && document.title.length > 9")
+        assert "There are no rows yet" in browser.text("main")
+        assert browser.problems == []
+
+
+def _report(run_dir: Path) -> None:
+    page = {"fleet_id": "x", "state": "stopped", "started": 1000.0, "processes": []}
+    (run_dir / "fleet.json").write_bytes(orjson.dumps(page))
+    write_report(run_dir, None, None, None)
+
+
+def _rgb(hue: str) -> str:
+    return ",".join(str(int(hue[at : at + 2], 16)) for at in (1, 3, 5))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace.deploy.ray.rllib_policy import build, save_weights
+from headrace.deploy.annexes.ray.rllib_policy import build, save_weights
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors import ModuleError
 

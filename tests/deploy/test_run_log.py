@@ -86,7 +86,7 @@ def test_rows_agree_with_the_summary_with_redis_and_with_tensorboard(tmp_path: P
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'headrace[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    mine = ("--set", 'logging.loggers=["mine:Keeps", "mine:Fails"]', "--tensorboard")
+    mine = ("--logger", "mine:Keeps", "--logger", "mine:Fails", "--logger", "tensorboard")
     summary, said = up(tmp_path, *TWO_POLICIES, *mine, "--until-steps", "3000")
     rows = rows_of(tmp_path)
     of_fleet = [row for row in rows if row["kind"] == "fleet"]

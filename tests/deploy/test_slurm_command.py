@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.deploy.annexes.slurm.lifecycle import dry_run, prepare
+from headrace.deploy.annexes.slurm.submission import SCRIPTS, for_cluster
 from headrace.deploy.run.options import Asked
-from headrace.deploy.slurm.lifecycle import dry_run, prepare
-from headrace.deploy.slurm.submission import SCRIPTS, for_cluster
 from headrace.schemas.errors import ConfigError, ExitCode, HeadraceError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import load_config
@@ -33,7 +33,7 @@ def settings(**values: object) -> FleetConfig:
 def test_a_dry_run_shows_the_lines_and_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(
         '[slurm]\nworker_tasks = 3\nworkers_per_task = 4\noptions = ["--partition=a", "--time=60"]\n'
-        'worker_options = ["--time=5"]\n'
+        'head_options = ["--time=5"]\n'
     )
     command = [sys.executable, "-m", "headrace.deploy", "slurm", "up", "fleet.toml", "--run-dir", "run", "--dry-run"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -43,10 +43,8 @@ def test_a_dry_run_shows_the_lines_and_writes_nothing(tmp_path: Path) -> None:
     assert [Path(word).name for word in head[-3:]] == ["head.sbatch", "run", "headrace"]
     assert [Path(word).name for word in workers[-4:]] == ["workers.sbatch", "run", "headrace", "4"]
     assert {"--array=0-2", "--dependency=after:HEAD_JOB_ID", f"--output={run}/slurm/%x-%A_%a.log"} <= set(workers)
-    assert [word for word in workers if word.startswith(("--time", "--cpus"))] == [
-        *("--cpus-per-task=4", "--time=60", "--time=5")
-    ]
-    assert [word for word in head if word.startswith(("--time", "--array", "--cpus"))] == ["--time=60"]
+    assert [word for word in workers if word.startswith(("--time", "--cpus"))] == [*("--cpus-per-task=4", "--time=60")]
+    assert [word for word in head if word.startswith(("--time", "--array", "--cpus"))] == ["--time=60", "--time=5"]
 
 
 def test_jobs_use_only_options_that_both_versions_of_slurm_have(tmp_path: Path) -> None:
@@ -66,10 +64,9 @@ def test_jobs_use_only_options_that_both_versions_of_slurm_have(tmp_path: Path) 
     [
         ("slurm.options", ["--array=0-3"], "--array is set by `headrace slurm` itself; leave it out"),
         ("slurm.head_options", ["-p cpu"], "'-p cpu' is no option of sbatch"),
-        ("slurm.worker_options", ["--time=1\n#"], "is no option of sbatch"),
+        ("slurm.head_options", ["--time=1\n#"], "is no option of sbatch"),
         ("slurm.worker_tasks", 10_001, "less than or equal to 10000"),
         ("broker.transport", "ipc", '"ipc" serves one machine alone; leave it out'),
-        ("worker.drain_timeout_s", 60, "60 s is no less than the 60 s that a task has"),
         ("slurm.env_host_tasks", 2, "env hosts are for 'remote', and it is 'inline'"),
     ],
 )
@@ -103,7 +100,7 @@ def test_settings_that_the_user_gives_are_not_replaced(tmp_path: Path) -> None:
 def test_the_head_job_runs_the_workers_of_env_host_jobs(tmp_path: Path) -> None:
     asked = settings(fleet__workers=2, slurm__env_host_tasks=3, sampling__env_placement="remote")
     ready = for_cluster(asked, tmp_path / "run")
-    assert (ready.fleet.workers, ready.sampling.env_hosts_host) == (2, "0.0.0.0")
+    assert (ready.fleet.workers, ready.env_hosts_host) == (2, "0.0.0.0")
     *_, env_hosts = dry_run(asked)
     assert Path(env_hosts[-3]).name == "env_hosts.sbatch"
 

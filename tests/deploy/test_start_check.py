@@ -14,9 +14,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+from headrace.deploy.annexes.doctor.env_trial import try_env
+from headrace.deploy.annexes.doctor.start_check import check_start
 from headrace.deploy.fleet import check_process
-from headrace.deploy.policies.env_trial import try_env
-from headrace.deploy.policies.start_check import check_start
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
@@ -208,7 +208,7 @@ def test_the_check_leaves_only_its_log_in_an_existing_directory(tmp_path: Path) 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        taken = up(tmp_path, "--run-dir", ".", "--set", f"broker.worker_port={port}")
+        taken = up(tmp_path, "--run-dir", ".", "--set", f"broker.port={port}")
     misspelt = up(tmp_path, "--run-dir", ".", "--env", "CartPol-v1")
     assert (taken.returncode, misspelt.returncode) == (ExitCode.PORT_IN_USE, ExitCode.ENV)
     assert str(port) in taken.stderr
@@ -234,9 +234,6 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "user", raising=False)
 
 
-DEADLINES = ("env_construct_timeout_s", "env_reset_timeout_s", "env_step_timeout_s")
-
-
 @pytest.mark.usefixtures("user_code")
 @pytest.mark.parametrize("call", ["reset", "step"])
 def test_a_call_that_no_worker_allows_is_refused(call: str) -> None:
@@ -250,7 +247,7 @@ def test_a_call_that_no_worker_allows_is_refused(call: str) -> None:
 @pytest.mark.usefixtures("user_code")
 def test_a_poll_of_inline_envs_beyond_the_lease_is_told_with_the_remedy() -> None:
     slow = {"env": "user:Faulty", "num_envs": 16}
-    broker = {"lease_s": 1e-9, "heartbeat_interval_s": 1e-10}
+    broker = {"lease_s": 1e-9}
     said = check_start(config(sampling=slow, broker=broker), lambda step: None)
     assert "with 16 inline envs takes" in said
     assert "--set sampling.env_placement=process --set sampling.envs_per_process=1 runs them side by side" in said
@@ -332,6 +329,7 @@ def test_the_trial_of_an_env_takes_a_legal_action_and_says_where_there_is_none(i
 
 LONG = {"env": "user:Faulty", "rollout_fragment_length": 8000}
 """A batch of 64,000 steps with 12 bytes of observations each."""
+MANY = {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}}
 
 
 @pytest.mark.usefixtures("user_code")
@@ -340,11 +338,15 @@ LONG = {"env": "user:Faulty", "rollout_fragment_length": 8000}
     [
         ({"sampling": LONG}, "broker.max_batch_bytes", 768_000),
         (
-            {"sampling": LONG, "broker": {"max_batch_bytes": 768_000}, "learner": {"steps_per_update": 200_000}},
+            {**MANY, "fleet": {"workers": 5}, "learner": {"steps_per_update": 20 * 64_000}},
             "broker.max_held_bytes",
-            5 * 768_000,  # four batches, and one for the other worker's share of the room
+            24 * 768_000,  # twenty batches, and one for each other worker's share of the room
         ),
-        ({"sampling": {"env": "user:Faulty"}}, "worker.window_bytes", 2 * 8 * 64 * 12),
+        (
+            {**MANY, "learner": {"steps_per_update": 200_000}},
+            "broker.max_held_bytes",
+            4 * 2 * 768_000,  # four batches of two workers, of which each keeps a quarter
+        ),
     ],
 )
 def test_a_limit_in_bytes_that_is_too_small_for_a_batch_or_an_update_is_refused(
@@ -413,7 +415,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "SAY_WAITING_S", 0.3)
-    slow = config(sampling={"env": "user:slow", **dict.fromkeys(DEADLINES, 0.1)})
+    slow = config(sampling={"env": "user:slow", "env_reset_timeout_s": 0.05, "env_step_timeout_s": 0.15})
     with (
         RunDir(tmp_path / "run") as run_dir,
         StopSignals() as signals,
@@ -423,7 +425,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
         check_process.check_before_start(slow, run_dir, signals, fork_server)
         assert "still building one env of 'user:slow'" in caplog.text
         monkeypatch.setattr(check_process, "_START_S", 0.0)
-        with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of sampling\.env_con") as caught:
+        with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of 3 \* sampling\.env_reset") as caught:
             check_process.check_before_start(slow, run_dir, signals, fork_server)
     assert caught.value.exit_code == EnvError.exit_code
 
@@ -454,7 +456,8 @@ def test_an_env_whose_first_step_hangs_ends_headrace_up_at_the_deadline_of_the_c
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(check_process, "_START_S", 0.0)
     limit_s = TIMEOUT_S / 10  # it begins to step within a second, where the machine is idle
-    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, **dict.fromkeys(DEADLINES, limit_s / 3)}
+    deadlines = {"env_reset_timeout_s": limit_s / 6, "env_step_timeout_s": limit_s / 2}
+    sampling = {"env": "user:Faulty", "env_config": {"fault": "hang"}, **deadlines}
     said = rf"resetting and stepping that env of 'user:Faulty' once was not done after {limit_s:g} s"
     with (
         RunDir(tmp_path / "run") as run_dir,

@@ -17,8 +17,11 @@ RUN = ("--workers", "1", "--num-envs", "2", "--set", "learner.steps_per_update=2
 
 
 @pytest.mark.thorough
-def test_sigterm_stops_only_the_supervisor_which_drains_the_fleet(tmp_path: Path) -> None:
-    with RunningFleet(tmp_path / "run", *RUN, "--set", "supervisor.stop_signal=SIGINT") as fleet:
+def test_sigterm_stops_only_the_supervisor_which_drains_the_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    with RunningFleet(tmp_path / "run", *RUN) as fleet:
         fleet.wait_until(lambda: weights_seq(fleet) > 1, "the learner trains")
         pids = [process.pid for process in read_fleet_file(tmp_path / "run" / "fleet.json").processes]
         trained = weights_seq(fleet)

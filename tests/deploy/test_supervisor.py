@@ -17,7 +17,6 @@ from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import INCURABLE, ProcessSpec, Role, ServiceState
 from headrace.schemas.errors import ExitCode, RunDirError, write_error
-from headrace.schemas.settings.config import SupervisorSection
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import Nursery
@@ -174,8 +173,7 @@ def test_stop_ends_a_stopped_process_as_well(nursery: Nursery) -> None:
 def test_a_replaced_process_with_a_port_is_killed_without_a_grace_period(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    section = SupervisorSection(restart_backoff_s=0.01, zombie_grace_s=3600.0)
-    monkeypatch.setattr(nursery.supervisor, "_section", section)
+    monkeypatch.setattr(nursery.supervisor, "_zombie_grace_s", 3600.0)
     spec = ProcessSpec("worker-0", Role.WORKER, lambda _: [sys.executable, "-c", DEAF], slot=0, has_port=True)
     service = nursery.supervisor.start(spec)
     nursery.until(lambda: nursery.says("worker-0", "up"))

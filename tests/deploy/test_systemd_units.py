@@ -13,7 +13,8 @@ import pytest
 
 from headrace.deploy.fleet.fleet import COPY_DEADLINE_S, OBITUARY_DEADLINE_S
 from headrace.deploy.process.supervisor import INCURABLE, Role
-from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from support.waiting import TIMEOUT_S
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
@@ -78,14 +79,14 @@ def test_the_stop_timeout_of_each_unit_covers_its_drain() -> None:
     config = FleetConfig()
     roles = len(Role) * (config.supervisor.stop_timeout_s + 5.0) + config.supervisor.stop_timeout_s
     assert seconds("headrace-fleet@.service", "TimeoutStopSec") >= roles + OBITUARY_DEADLINE_S + 2 * COPY_DEADLINE_S
-    workers = config.supervisor.stop_timeout_s + 10.0 + config.worker.drain_timeout_s
+    workers = config.supervisor.stop_timeout_s + 10.0 + DRAIN_TIMEOUT_S
     assert seconds("headrace-workers@.service", "TimeoutStopSec") >= workers
     for name in ("headrace-serve@.service", "headrace-env-host@.service"):
-        assert seconds(name, "TimeoutStopSec") > config.worker.drain_timeout_s + config.sampling.env_close_timeout_s
+        assert seconds(name, "TimeoutStopSec") > DRAIN_TIMEOUT_S + ENV_CLOSE_TIMEOUT_S
 
 
 def test_a_watchdog_waits_longer_than_a_service_may_be_silent() -> None:
     config = FleetConfig()
-    closing = config.sampling.env_hosts_lease_s + config.sampling.env_close_timeout_s
+    closing = config.broker.lease_s + ENV_CLOSE_TIMEOUT_S
     assert seconds("headrace-env-host@.service", "WatchdogSec") > 2 * closing
     assert all(seconds(name, "WatchdogSec") >= 60 for name in UNITS)

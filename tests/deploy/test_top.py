@@ -12,12 +12,12 @@ import pytest
 from rich.text import Text
 from typer.testing import CliRunner
 
-from headrace.deploy.command.monitoring_commands import app
+from headrace.deploy.annexes.watch.commands import app
+from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
+from headrace.deploy.annexes.watch.top.top import top as show
+from headrace.deploy.annexes.watch.top.top_view import blocks_for, head, plain, screen, sparkline
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
-from headrace.deploy.monitoring.fleet_state import fleet_state
-from headrace.deploy.monitoring.top.top import top as show
-from headrace.deploy.monitoring.top.top_view import blocks_for, head, plain, screen, sparkline
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.errors import ConfigError
 from support.terminal_screen import OnTerminal

@@ -61,7 +61,7 @@ def roles_are_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_for(run_dir: Path, **fleet: object) -> FleetConfig:
-    supervisor = {"restart_backoff_s": 0.01, "max_restarts_per_window": 2}
+    supervisor = {"restart_attempts": 2}
     broker = {"report_interval_s": 0.05, "allow_insecure": True}  # the pretended broker asks for no token
     sections = {"supervisor": supervisor, "broker": broker, "dashboard": {"enabled": False}}
     return build_config({"fleet": {"run_dir": str(run_dir), **fleet}, **sections})

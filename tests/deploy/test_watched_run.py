@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.report.report_command import write_report
+from headrace.deploy.annexes.watch.report.report_command import write_report
 from support.fleets.running_fleet import RunningFleet
-from support.html_pages import Page, assert_needs_nothing
+from support.html_pages import Page, assert_needs_nothing, charts_of
 from support.terminal_screen import OnTerminal
 from support.waiting import wait_until
 
@@ -98,7 +98,7 @@ def reports_of_an_ended_run(run_dir: Path, summary: dict[str, Any]) -> None:
     assert {one["key"]: one["value"] for one in facts["settings"]}["logging.interval_s"] == 0.3
     said = " ".join(page.texts)
     assert {f"discarded: {reason}" for reason in books["discarded"]} <= set(page.texts)
-    assert f"callbacks: {HOSTILE}" in page.texts
+    assert f"callbacks: {HOSTILE}" in [chart["title"] for chart in charts_of(page)["charts"]]
     assert summary["fleet_id"] in said
     assert "worker restarted" in said
 

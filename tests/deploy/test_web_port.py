@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from headrace.deploy.monitoring import web_port
-from headrace.deploy.monitoring.web_port import WebPort
+from headrace.deploy.annexes.watch.web import web_port
+from headrace.deploy.annexes.watch.web.web_port import WebPort
 from support.waiting import TIMEOUT_S, wait_until
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
@@ -109,7 +109,7 @@ def test_a_port_in_use_ends_the_fleet_with_the_brokers_sentence(tmp_path: Path) 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        result = up(tmp_path, "--workers", "1", "--set", f"broker.worker_port={port}")
+        result = up(tmp_path, "--workers", "1", "--set", f"broker.port={port}")
     assert result.returncode == ExitCode.PORT_IN_USE, result.stderr
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert str(port) in error

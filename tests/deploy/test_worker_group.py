@@ -134,15 +134,14 @@ def test_a_group_and_a_learner_follow_a_broker_to_new_ports(tmp_path: Path) -> N
         str(tmp_path / "b"),
     ]
     command += ["--set", f"fleet.rendezvous={meet}", "--set", "broker.lease_s=3"]
-    ports = [free_port() for _ in range(6)]
+    ports = [free_port() for _ in range(2)]
     steps = 0
     with group(tmp_path, "--rendezvous", str(meet), "--count", "1", *SETTINGS, *RANDOM) as workers:
         stream = None
         for number in range(2):
-            names = ("worker", "learner", "weights")
-            at = [f"--set=broker.{name}_port={port}" for name, port in zip(names, ports[3 * number :], strict=False)]
+            at = f"--set=broker.port={ports[number]}"
             with (tmp_path / "broker.log").open("ab") as log:
-                broker = subprocess.Popen([*command, *at], stdout=log, stderr=log)
+                broker = subprocess.Popen([*command, at], stdout=log, stderr=log)
             try:
                 stream = stream or EpisodeStream.of(meet, connect_timeout_s=TIMEOUT_S)
                 until = steps + 2000
@@ -150,7 +149,7 @@ def test_a_group_and_a_learner_follow_a_broker_to_new_ports(tmp_path: Path) -> N
                     batch = stream.next(timeout_s=TIMEOUT_S)
                     assert batch is not None, workers.said()
                     steps += batch.steps
-                assert stream.endpoint == f"tcp://127.0.0.1:{ports[3 * number + 1]}"
+                assert stream.endpoint == f"tcp://127.0.0.1:{ports[number] + 1}"
             finally:
                 broker.kill()
                 broker.wait()
@@ -164,7 +163,7 @@ def test_a_group_that_cannot_find_its_fleet_ends_with_an_error(tmp_path: Path) -
     for where, code, said in (
         (str(tmp_path / "none.json"), ExitCode.UNREACHABLE, "none.json cannot be read (No such file or directory)"),
         ("ftp://x/y", ExitCode.CONFIG, "should be a path, http://, https:// or dns://NAME"),
-        ("dns://broker", ExitCode.CONFIG, "needs broker.worker_port in the settings"),
+        ("dns://broker", ExitCode.CONFIG, "needs broker.port in the settings"),
     ):
         limit = ["--set", "worker.connect_timeout_s=1"]
         ended = subprocess.run(

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from headrace.deploy.annexes.ray import worker_actor
+from headrace.deploy.annexes.ray.cluster import reachable
+from headrace.deploy.annexes.ray.wanted_workers import read_wanted, scale_run, write_wanted
+from headrace.deploy.annexes.ray.worker_actor import WorkerEnd
+from headrace.deploy.annexes.ray.workers_on_ray import _End
 from headrace.deploy.process.fleet_errors import FleetError
-from headrace.deploy.ray import worker_actor
-from headrace.deploy.ray.cluster import reachable
-from headrace.deploy.ray.wanted_workers import read_wanted, scale_run, write_wanted
-from headrace.deploy.ray.worker_actor import WorkerEnd
-from headrace.deploy.ray.workers_on_ray import _End
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.schemas.errors import ConfigError, ExitCode, RunDirError
 from support.waiting import TIMEOUT_S, wait_until
@@ -36,7 +36,7 @@ IS_DEAF = DRAINS.replace("signal.sigwait([signal.SIGTERM])", "while True: signal
 
 ACTOR = """
 import os, pathlib, signal
-from headrace.deploy.ray.worker_actor import WorkerActor, WorkerStart
+from headrace.deploy.annexes.ray.worker_actor import WorkerActor, WorkerStart
 WorkerActor("worker", WorkerStart(b"{}", "demo", 1, (), 1.0))
 pathlib.Path("actor.new").write_text(str(os.getpid()))
 pathlib.Path("actor.new").rename("actor")

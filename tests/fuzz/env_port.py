@@ -15,12 +15,12 @@ from fuzz.mutations import Mutator, peek
 
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, decode_header, encode
-from headrace.schemas.messages.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHeartbeat, EnvHostBye, EnvHostHello
 from headrace.workers.envs.remote.host.process import EnvHost, learn_spaces
 from support.envs.toy import check_books
 from support.ports import free_port
@@ -30,8 +30,8 @@ HONEST, LANES = 2, 4
 """Envs of the honest host, which comes first, and of the worker: the others live on hosts that lie."""
 DEADLINE_S = 60.0
 _SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "seed": 3, "rollout_fragment_length": 8}
-_TURNS = {"env_hosts_lease_s": 30.0, "env_restart_backoff_s": 0.0}
-_OWN_PACE = {"remote_env_batch_wait_ms": 0.0, "max_env_restarts_per_window": 1 << 30}
+_TURNS = {"env_hosts_lease_s": 30.0}
+_OWN_PACE = {"remote_env_batch_wait_ms": 0.0, "env_restart_attempts": 1 << 30}
 """No env waits for one on a host that does not answer."""
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.schemas.messages import LearnerHello, Message, SupervisorHello, WorkerHello
-from headrace.schemas.messages.serving_messages import ClientHello
+from headrace.workers.serving.serving_messages import ClientHello
 from support.pipeline.delivery import FLEET, broker_process
 from support.raw_zmtp import PING, RawZmtp, command, frame, head, on_the_wire
 from support.serving.other_client import somebody_else

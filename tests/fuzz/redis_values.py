@@ -26,8 +26,9 @@ from headrace.broker.redis.client import connect
 from headrace.broker.reports.report import read_saved_state
 from headrace.broker.reports.worker_metrics import WorkerMetrics
 from headrace.broker.sessions.core import BrokerCore
+from headrace.deploy.annexes.chaos import deep_audit
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, choose_checkpoint
-from headrace.deploy.report import deep_audit, ps
+from headrace.deploy.report import ps
 from headrace.deploy.report.audit import audit, render, warnings
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.report.run_rows import fleet_row, learner_row

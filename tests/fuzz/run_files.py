@@ -27,12 +27,12 @@ from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.files.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.sessions.core import BrokerCore
+from headrace.deploy.annexes.chaos.deep_audit import disagreements, read_files, table
 from headrace.deploy.fleet.obituary_sender import write_obituary
 from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.process.exit_record import ExitRecord, take_exit_record
 from headrace.deploy.report import ps
 from headrace.deploy.report.audit import audit
-from headrace.deploy.report.deep_audit import disagreements, read_files, table
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.report.run_rows import evaluation_row
 from headrace.deploy.run.evaluation_log import EvaluationLog, describe

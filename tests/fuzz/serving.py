@@ -11,10 +11,10 @@ import zmq
 from fuzz.mutations import NUMBERS, Mutator
 
 from headrace.schemas.errors.serving import HTTP_STATUS
-from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import MessageKind, decode, encode
-from headrace.schemas.messages.serving_messages import ANSWERS, ClientHello
 from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
+from headrace.workers.serving.serving_messages import ANSWERS, ClientHello
+from headrace.workers.serving.single_frame import join_frames, split_frame
 from support.serving.hostile_requests import Hostile, codes_by_http
 from support.serving.other_client import somebody_else
 from support.serving.served import LIMITS, Served

@@ -32,10 +32,10 @@ from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.errors import DecodeError, RunDirError
 from headrace.schemas.frames.wire import MessageKind, decode, decode_header, encode
 from headrace.schemas.messages import Ack, LearnerWelcome, Reject, SourceStart, Status, WorkerHello, read
-from headrace.schemas.messages.env_messages import EnvHostWelcome
-from headrace.schemas.messages.serving_messages import ClientHello
+from headrace.workers.envs.remote.env_messages import EnvHostWelcome
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits
+from headrace.workers.serving.serving_messages import ClientHello
 from support.serving.served import Served
 
 SCHEDULES = {

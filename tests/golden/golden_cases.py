@@ -28,7 +28,7 @@ from headrace.workers.connectors import (
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 DEFAULT = "headrace.workers.modules:actor_critic"
-FORGIVING: Settings = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
+FORGIVING: Settings = {"env_restart_attempts": 100}
 
 # -- scripts ----------------------------------------------------------------------------------------------------------
 
@@ -534,7 +534,6 @@ multi("inline/crowd/lstm", fragments, **CROWD, module=LSTM, exact=False)
 
 multi("inline/crowd/long", long, **CROWD, **LONG)
 multi("inline/by agent/long", long, **BY_AGENT, **LONG, env_config={"limit": 2})
-multi("inline/crowd/idle", faults, **CROWD, **FORGIVING, max_idle_env_steps=1, env_config={"seen": 3})
 multi("inline/crowd/learn", learn, **CROWD, env_to_module=[FlattenObservations, MeanStd], exact=False)
 multi("inline/shared/unforgiving", errors, **SHARED, **UNFORGIVING)
 multi("inline/shared/gives up", errors, module=ExactRecurrent, **SHARED, **GIVES_UP)

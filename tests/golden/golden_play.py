@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import numpy as np
 from fingerprints import Fingerprint, add_lives, add_samples, counters, finished, without_clocks
@@ -20,6 +21,7 @@ from fingerprints import Fingerprint, add_lives, add_samples, counters, finished
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, RunnerCallback, SingleAgentEnvRunner
+from headrace.workers.envs import restarts
 
 HERE = Path(__file__).parent
 _FIRST_PORT, _PORTS, _PROCESSES = 1_100, 100, 8
@@ -64,11 +66,11 @@ class Play:
 
     def new_runner(self, **settings: Any) -> Any:
         """Return a runner of the case's settings and these."""
-        given: Settings = {"seed": 7, "env_restart_backoff_s": 0.0, "rollout_fragment_length": 8, "num_envs": 3}
+        given: Settings = {"seed": 7, "rollout_fragment_length": 8, "num_envs": 3}
         given |= self._case.settings | settings
         if self._case.host is not None:
             first = self._hosts.port(self._case.host) - self._case.runner.get("worker_index", 0)
-            given |= {"env_placement": "remote", "env_hosts_port": first, "env_hosts_timeout_s": 60.0}
+            given |= {"env_placement": "remote", "env_hosts_port": first}
         if self._case.events:
             given["callbacks"] = [self.events]
         kind = MultiAgentEnvRunner if self._case.several else SingleAgentEnvRunner
@@ -185,7 +187,7 @@ class Play:
 
 def play(case: Case, hosts: Hosts) -> dict[str, Any]:
     """Return the digests of a case."""
-    with Play(case, hosts) as run:
+    with patch.object(restarts, "BACKOFF_S", 0.0), Play(case, hosts) as run:
         case.script(run)
         return run.digests()
 

@@ -140,24 +140,6 @@ def test_an_update_stops_early_once_the_policy_has_moved_far(make_batch: MakeBat
     assert metrics["kl"] > 0.01
 
 
-def test_learning_rate_and_clip_fall_over_the_steps_trained_on(make_batch: MakeBatch, new_module: NewModule) -> None:
-    """Both fall over 128 steps to nothing, and then stay; a resumed learner goes on from there."""
-    settings = LearnerSection(learning_rate=0.01, clip=0.4, anneal_steps=128, epochs=1)
-    ppo = PPO(new_module(), settings)
-    batches = _batches(make_batch, 5)
-    rates = [ppo.update([batch])["learning_rate"] for batch in batches[:4]]
-    assert rates == pytest.approx([0.01, 0.005, 0.0, 0.0])
-    resumed = PPO(new_module(), settings)
-    resumed.set_state(*ppo.get_state())
-    assert resumed.update([batches[4]])["learning_rate"] == 0.0
-
-    doubled = make_batch([64], [ONGOING])
-    doubled.columns["logp"] -= np.float32(np.log(1.3))  # ratios of 1.3: within 1 + 0.4, beyond 1 + 0.4 / 2
-    first, last = PPO(ConstantValue(), settings), PPO(ConstantValue(), settings)
-    last.stats.steps = 64
-    assert (first.update([doubled])["clip_fraction"], last.update([doubled])["clip_fraction"]) == (0.0, 1.0)
-
-
 def test_counters_and_mean_return_come_from_finished_episodes(make_batch: MakeBatch, new_module: NewModule) -> None:
     batch = make_batch([4, 4, 4, 0], [ONGOING, TERMINATED, TRUNCATED, ABORTED])
     metrics = PPO(new_module(), SETTINGS).update([batch])

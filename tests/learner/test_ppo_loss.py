@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.learner_stub.reference.gradient_steps import Objective, Targets, value_errors
 from headrace.learner_stub.reference.ppo import PPO
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
@@ -113,37 +112,6 @@ def test_the_value_loss_is_scaled_by_the_variance_of_the_returns(make_batch: Mak
     expected = SETTINGS.value_coefficient * 2 * error / STEPS / REWARDS.var()
     np.testing.assert_allclose(gradients["value_of"], expected, rtol=1e-5)
     assert metrics["value_loss"] == pytest.approx((error**2).mean() / REWARDS.var(), rel=1e-5)
-
-
-@pytest.mark.parametrize("deviations", [1e-3, 0.05, 1e3])
-def test_the_value_clip_stops_values_that_have_moved_towards_their_return(deviations: float) -> None:
-    """Values have moved by 0.3 since the update began: towards their return, away from it, and past it."""
-    first, returns = torch.zeros(4), torch.tensor([3.0, -3.0, 0.25, 0.05])
-    values = torch.full((4,), 0.3, requires_grad=True)
-    scale = 1 / 4.0  # the deviation of the returns is 2
-    targets = Targets(torch.zeros(4), returns, torch.zeros(4), first, scale, explained_variance=0.0)
-    settings = SETTINGS.model_copy(update={"value_clip": deviations})
-    bound = Objective(settings, 0.2, None, targets).value_bound  # type: ignore[arg-type]
-    assert bound == pytest.approx(2 * deviations)
-    errors = value_errors(values, returns, first, bound)
-    errors.sum().backward()  # type: ignore[no-untyped-call]
-    error, held = 0.3 - returns.numpy(), min(0.3, bound) - returns.numpy()
-    np.testing.assert_allclose(errors.detach().numpy(), np.maximum(error**2, held**2), rtol=1e-5)
-    stopped = held**2 > error**2
-    assert stopped.tolist() == ([False] * 4 if bound > 0.3 else [True, False, bound < 0.2, False])
-    assert values.grad is not None
-    np.testing.assert_allclose(values.grad.numpy(), np.where(stopped, 0.0, 2 * error), rtol=1e-5)
-
-
-def test_values_move_less_with_a_value_clip(make_batch: MakeBatch) -> None:
-    moved = []
-    for value_clip in (None, 1e-3):
-        settings = SETTINGS.model_copy(update={"epochs": 40, "target_kl": 1e9, "value_clip": value_clip})
-        module = Table()
-        before = module.value_of.detach().clone()
-        PPO(module, settings).update([_one_step_each(make_batch)])
-        moved.append((module.value_of.detach() - before).abs().max().item())
-    assert moved[1] < moved[0] / 2, "it moves on by the momentum alone"
 
 
 def test_the_loss_favours_entropy(make_batch: MakeBatch) -> None:

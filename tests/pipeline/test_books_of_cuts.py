@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.basics.bounds import WINDOW
@@ -14,6 +16,7 @@ from headrace.schemas.chunks.batch import BatchHeader, read_batch_header
 from headrace.schemas.chunks.episode_log import EpisodeLog
 from headrace.schemas.frames.wire import decode_header
 from headrace.schemas.messages import WorkerHello
+from headrace.workers.envs import restarts
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits, Shipment
@@ -54,7 +57,8 @@ def assert_balanced(totals: WorkerTotals) -> None:
     assert not list(row.problems())
 
 
-def test_the_books_balance_after_each_batch_of_a_cut(tmp_path: Path) -> None:
+def test_the_books_balance_after_each_batch_of_a_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.0)  # all lanes act in each cut
     recorder, log = Recorder(tmp_path / "a.rec", 0, 1), EpisodeLog(tmp_path / "a.episodes")
     session = Watched(recorder)
     with come_and_go(num_envs=3, length=20, seed=5) as runner:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.errors import UnreachableError, WorkerWaitsError
+from headrace.schemas.errors import UnreachableError
 from headrace.workers.modules import actor_critic
 from headrace.workers.serving.client import PolicyClient
 from support.pipeline.delivery import BrokerThread, worker_process
@@ -60,12 +60,12 @@ def test_client_errors_and_heartbeats_name_the_reason_why_the_worker_waits(
     ):
         episode = client.start_episode()
         with pytest.raises(
-            WorkerWaitsError, match=r"waits for the first weights \(held up by: learner\); repeat the call"
+            UnreachableError, match=r"waits for the first weights \(held up by: learner\); repeat the call"
         ):
             client.get_action(episode, SEEN)
         weights.publish(actor_critic(stream.spaces()).state_dict())
         why = r"within 2 s: its worker waits for room in the window \(held up by: learner\)"
-        with pytest.raises(WorkerWaitsError, match=why):
+        with pytest.raises(UnreachableError, match=why):
             _play(client, episode)
         assert _heartbeat_over_http(http_port) == {"waiting_for": "room in the window (held up by: learner)"}
         taken = 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.schemas.errors import EnvError
+from headrace.workers.envs import restarts
 from support.envs import inline_faults
 from support.envs.fault_table import BAD_DATA, BURDENS
 from support.pipeline.delivery import BrokerThread, StartBroker
@@ -40,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     def start(
         broker: BrokerThread, env_config: dict[str, Any], recorders: Path = tmp_path, **sampling: Any
     ) -> WorkerThread:
-        settings = {"num_envs": 3, "rollout_fragment_length": 8, "seed": 5, "max_env_restarts_per_window": 10_000}
+        settings = {"num_envs": 3, "rollout_fragment_length": 8, "seed": 5, "env_restart_attempts": 200}
         sections = {
             "sampling": {
                 "env": "support.envs.inline_faults:NowAndThen",
@@ -48,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
                 **settings,
                 **sampling,
             },
-            "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
+            "worker": {"random_actions_before_weights": True},
         }
         return WorkerThread(monkeypatch, broker.endpoints.worker, recorders, sections)
 
@@ -100,10 +101,12 @@ def test_a_fault_affects_only_its_env_and_is_counted_under_its_reason(
     broker: BrokerThread,
     run: Run,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waits = {"env_restart_backoff_s": 600.0} if at == "construction" else {}
     comes_back = at != "construction"
-    worker = run(broker, _env_config(at, fault, tmp_path), **waits)
+    if not comes_back:
+        monkeypatch.setattr(restarts, "BACKOFF_S", 600.0)
+    worker = run(broker, _env_config(at, fault, tmp_path))
     lives = lives_of(broker, worker, (0, FAULTY, 2) if comes_back else SIBLINGS)
     for lane in SIBLINGS:
         check_alike(brief(lives[lane]), expected[lane])

@@ -120,7 +120,7 @@ def test_a_worker_that_starts_before_the_broker_gets_in(
     start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path, free_port: int
 ) -> None:
     feeder = start_feeder(f"tcp://127.0.0.1:{free_port}", Envs().fragments(3))
-    start_broker(keys=server_token(tmp_path, asked=True), worker_port=free_port)
+    start_broker(keys=server_token(tmp_path, asked=True), port=free_port)
     wait_until(feeder.all_shipped, "its batches")
     assert feeder.error is None
 

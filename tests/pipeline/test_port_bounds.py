@@ -64,8 +64,7 @@ TYPES = {"worker": b"DEALER", "learner": b"DEALER", "weights": b"SUB"}
 @contextmanager
 def small_broker(run_dir: Path) -> Iterator[tuple[Process, Endpoints]]:
     """A broker process that takes small batches and few connections, and hears strangers."""
-    settings = {"max_batch_bytes": BATCH_BYTES, "max_connections": PLACES}
-    with broker_process(run_dir, allow_insecure=True, **settings) as process:
+    with broker_process(run_dir, places=PLACES, allow_insecure=True, max_batch_bytes=BATCH_BYTES) as process:
         state = read_broker_file(run_dir)
         assert state is not None
         yield process, state.endpoints

@@ -245,7 +245,7 @@ def test_a_port_in_use_gives_an_error_that_names_it(
 ) -> None:
     port = int(broker.endpoints.worker.rpartition(":")[2])
     with pytest.raises(PortInUseError, match=f":{port} is already in use"):
-        start_broker(tmp_path_factory.mktemp("other"), worker_port=port)  # type: ignore[attr-defined]
+        start_broker(tmp_path_factory.mktemp("other"), port=port)  # type: ignore[attr-defined]
 
 
 def test_spaces_reach_a_learner_that_started_before_the_worker(broker: BrokerThread, start_feeder: StartFeeder) -> None:

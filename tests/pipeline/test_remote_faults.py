@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.schemas.chunks.chunk import EpisodeChunk
+from headrace.workers.envs import restarts
 from support.envs import remote_faults
 from support.envs.fault_table import BAD_DATA, BURDENS, DEATHS, HANGS
 from support.fleets.env_hosts import EnvHosts
@@ -40,11 +41,12 @@ def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
 def worker_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def make(broker: BrokerThread, cells: list[Cell], folder: str, **sampling: Any) -> WorkerThread:
         settings = {"num_envs": len(cells), "rollout_fragment_length": 8, "seed": 5, "env_config": {"cells": cells}}
-        waits = {"env_restart_backoff_s": 600.0}
+        monkeypatch.setattr(restarts, "BACKOFF_S", 600.0)
         noting = {"env": "support.envs.remote_faults:Assigned", "callbacks": ["support.envs.remote_faults:Noting"]}
         sections = {
-            "sampling": {**noting, **settings, **waits, **sampling},
-            "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
+            "sampling": {**noting, **settings, **sampling},
+            "broker": {"lease_s": 60.0},
+            "worker": {"random_actions_before_weights": True},
         }
         return WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / folder, sections)
 
@@ -65,7 +67,7 @@ def _run(
     host = hosts.start(
         "support.envs.remote_faults:Assigned", len(cells), f'sampling.env_config={{"cells": {table}}}', *sets
     )
-    remote = {"env_placement": "remote", "env_hosts_port": hosts.port, "env_hosts_lease_s": 60.0}
+    remote = {"env_placement": "remote", "env_hosts_port": hosts.port}
     broker = start_broker(run_dir=tmp_path / "remote")
 
     def are_gone() -> bool:

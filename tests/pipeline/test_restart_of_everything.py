@@ -47,7 +47,6 @@ SECTIONS: dict[str, Any] = {
     },
     "module": {"build": "support.pipeline.timed_module:Timed"},
     "learner": {"steps_per_update": 32},
-    "broker": {"heartbeat_interval_s": 0.2},
 }
 FAR_OFF = 100.0
 """A mean so far from what is seen that all of it is clipped to -10."""

@@ -102,7 +102,7 @@ def test_an_entry_that_names_the_other_broker_ends_neither_worker_nor_learner(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(fleet_place, "_LOOK_S", 0.05)
-    quick = {"lease_s": 1.0, "heartbeat_interval_s": 0.1}
+    quick = {"lease_s": 1.0}
     brokers = [start_one(start_broker, tmp_path, index, **quick) for index in range(2)]
     entries = [Entry(broker) for broker in brokers]
     hello = WorkerHello(fleet_id=FLEETS[0], token="t", slot=0, spaces=SPACES.model_dump(mode="json"))

@@ -15,6 +15,7 @@ from headrace.schemas.accounts.ledger import HeldBatch, WorkerTotals, add_up
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.settings.config_loading import build_config
+from headrace.workers.envs import restarts
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, StartFeeder
@@ -26,13 +27,13 @@ SAMPLING: dict[str, Any] = {
     "env": "support.envs.down:one_of_four",
     "num_envs": NUM_ENVS,
     "rollout_fragment_length": FRAGMENT,
-    "env_restart_backoff_s": 600.0,
 }
 NEVER = threading.Event()
 
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 600.0)
     monkeypatch.setattr(stall_detector, "STARVED_S", 1.0)  # five heartbeats of these brokers
 
 
@@ -104,7 +105,7 @@ def test_a_worker_whose_envs_are_down_does_not_hold_up_the_learner(
     """Its own window makes room for a whole update's steps; one that was set to less makes updates smaller."""
     update = 2 * NUM_ENVS * FRAGMENT
     sections = {"sampling": SAMPLING, "learner": {"steps_per_update": update}}
-    sections["worker"] = {"window_batches": window, "random_actions_before_weights": True, "drain_timeout_s": 1.0}
+    sections["worker"] = {"window_batches": window, "random_actions_before_weights": True}
     with (
         EpisodeStream(broker.endpoints.learner, auto_commit=False) as stream,
         WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections),

@@ -87,7 +87,7 @@ class Fleet:
     def __init__(self, tmp_path: Path, stack: ExitStack, workers: int, steps: int = 256, **sampling: Any) -> None:
         self.run_dir, self._stack = tmp_path, stack
         self.broker = stack.enter_context(BrokerThread(tmp_path, workers=workers, lease_s=2.0))
-        self.sections = {"sampling": {**SAMPLING, **sampling}, "worker": {"drain_timeout_s": 2.0}}
+        self.sections = {"sampling": {**SAMPLING, **sampling}}
         self.workers = [self.start(slot) for slot in range(workers)]
         at, self.steps = self.broker.endpoints.learner, steps
         self.stream = stack.enter_context(EpisodeStream(at, synchronous=True, steps_per_update=steps))

@@ -37,7 +37,7 @@ from support.pipeline.delivery import BrokerThread
 from support.pipeline.worker_threads import SAMPLING, WorkerThread, constant_value
 from support.waiting import TIMEOUT_S, wait_until
 
-SECTIONS: dict[str, Any] = {"sampling": SAMPLING, "worker": {"drain_timeout_s": 1.0}}
+SECTIONS: dict[str, Any] = {"sampling": SAMPLING}
 CART_POLE = Spaces(observation=Box(shape=(4,), dtype="<f4"), action=Discrete(n=2))
 STRANGE_CONNECTOR = {"connectors/env_to_module/0.MeanStd/obs/count": np.ones(1)}
 StartWorker = Callable[[], WorkerThread]

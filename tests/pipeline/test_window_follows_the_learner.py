@@ -85,15 +85,14 @@ def test_the_stream_measures_the_update_size_from_published_weights(
 
 
 def test_a_new_fleet_at_an_old_address_measures_its_own_update_size(
-    stack: ExitStack, tmp_path: Path, start_feeder: StartFeeder
+    stack: ExitStack, tmp_path: Path, start_feeder: StartFeeder, free_port: int
 ) -> None:
     for name in ("older", "newer"):
         (tmp_path / name).mkdir()
-    with BrokerThread(tmp_path / "older") as older, WeightPublisher(older.endpoints.learner) as weights:
+    with BrokerThread(tmp_path / "older", port=free_port) as older, WeightPublisher(older.endpoints.learner) as weights:
         for _ in range(9):
             weights.publish(WEIGHTS)
-    port = int(older.endpoints.learner.rpartition(":")[2])
-    newer = stack.enter_context(BrokerThread(tmp_path / "newer", learner_port=port))
+    newer = stack.enter_context(BrokerThread(tmp_path / "newer", port=free_port))
     update = 12 * STEPS
     with EpisodeStream(newer.endpoints.learner) as stream, WeightPublisher(newer.endpoints.learner) as weights:
         feeders = _start(start_feeder, newer, 3)

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.errors import CallbackError, EnvRestartBudgetError, ExitCode
+from headrace.workers.envs import restarts
 from support.pipeline import worker_callbacks
 from support.pipeline.delivery import BrokerThread, Witness
 from support.pipeline.worker_threads import AT_RANDOM, SAMPLING, WorkerThread, closed_row, drain
@@ -60,7 +61,8 @@ def test_a_callback_that_raises_ends_the_worker_and_no_step_is_lost(
 def test_episodes_that_a_callback_fails_are_counted_in_the_books(
     broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config = _config("StepRaises", env_restart_attempts=2, env_restart_backoff_s=0.0)
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.0)
+    config = _config("StepRaises", env_restart_attempts=2)
     with EpisodeStream(broker.endpoints.learner) as stream:
         with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path / "recorders", config) as worker:
             wait_until(lambda: worker.error, "the worker's error")

@@ -11,7 +11,6 @@ import pytest
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import add_up
-from headrace.schemas.errors import NoEnvHostError
 from support.pipeline.delivery import BrokerThread, Process, Witness, script_process
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
 from support.waiting import wait_until
@@ -63,7 +62,7 @@ def test_a_worker_leaves_on_a_stop_request_after_its_last_env_host_is_killed(
     with ExitStack() as stack:
         stream = stack.enter_context(EpisodeStream(broker.endpoints.learner))
         host = stack.enter_context(env_host(free_port, tmp_path / "host.log"))
-        sections = placed(free_port, env_hosts_lease_s=lease_s, **ready)
+        sections = placed(free_port, **ready) | {"broker": {"lease_s": lease_s}}
         worker = stack.enter_context(WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections))
         wait_until(lambda: stream.next(0.1), "a first batch")
         host.signal(signal.SIGKILL)
@@ -78,14 +77,3 @@ def test_a_worker_leaves_on_a_stop_request_after_its_last_env_host_is_killed(
     assert set(row.totals.discarded) <= ({"env_host_lost"} if lease_s < 2 else set()), "what was done is delivered"
     assert row.totals.stepped == row.settled.committed[0] + sum(row.totals.discarded.values())
     assert add_up(broker.rows()).balance() == 0
-
-
-def test_env_hosts_timeout_s_ends_the_wait_with_an_error_that_names_the_command(
-    broker: BrokerThread, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    sections = placed(free_port, env_hosts_timeout_s=0.2)
-    with WorkerThread(monkeypatch, broker.endpoints.worker, tmp_path, sections) as worker:
-        wait_until(lambda: worker.error, "the end of its patience")
-    assert isinstance(worker.error, NoEnvHostError)
-    assert f"no env host was at tcp://127.0.0.1:{free_port} for env_hosts_timeout_s = 0.2 s" in str(worker.error)
-    assert f"headrace env-host --connect tcp://127.0.0.1:{free_port} --env CartPole-v1" in str(worker.error)

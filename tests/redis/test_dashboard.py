@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from headrace.broker.reports.report import MergeScript, Part, Report
-from headrace.deploy.monitoring.page.app import ASSETS, SCRIPTS, states_of
-from headrace.deploy.monitoring.page.hub import Hub
+from headrace.deploy.annexes.watch.page.app import ASSETS, SCRIPTS, states_of
+from headrace.deploy.annexes.watch.page.hub import Hub
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import ExitCode

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.deploy.doctor.check import Verdict
-from headrace.deploy.doctor.redis_checks import MOST_OFFSET_S, clock_check, redis_checks, version_check
+from headrace.deploy.annexes.doctor.check import Verdict
+from headrace.deploy.annexes.doctor.redis_checks import MOST_OFFSET_S, clock_check, redis_checks, version_check
 
 
 def checks_of(url: str) -> dict[str, Any]:

@@ -22,14 +22,14 @@ from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.sessions.core import BrokerCore
-from headrace.deploy.monitoring import fleet_state as fleet_state_module
-from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.state import fleet_state as fleet_state_module
+from headrace.deploy.annexes.watch.state.fleet_state import SlowFacts, StateReader, cpu_shares, fleet_state, ledger
+from headrace.deploy.annexes.watch.state.series import SeriesReader
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
-from headrace.deploy.monitoring.fleet_state import SlowFacts, StateReader, cpu_shares, fleet_state, ledger
 from headrace.deploy.monitoring.losses import LOSSES
 from headrace.deploy.monitoring.process_reporter import FleetLease, ProcessReporter
-from headrace.deploy.monitoring.series import SeriesReader
 from headrace.deploy.report.run_facts import SUMMARY_FILE
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.redis_view import FleetView, Snapshot
@@ -100,7 +100,7 @@ def test_the_document_has_every_number_of_redis(url: str, client: Any, fleet_id:
 def test_during_a_redis_outage_the_old_numbers_stay_and_are_marked_as_old(
     make_server: Callable[..., Any], fleet_id: str, make_row: MakeRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.deploy.monitoring.fleet_state.STALE_S", -1.0)
+    monkeypatch.setattr("headrace.deploy.annexes.watch.state.fleet_state.STALE_S", -1.0)
     server = make_server().start()
     MergeScript(server.client(), fleet_id)(Part(Report(rows=[make_row()], gauges={"held_batches": 3.0})), [], 0)
     with FactsReader(redis_url=server.url, fleet_id=fleet_id) as reader:
@@ -133,7 +133,7 @@ def test_a_reader_tells_since_when_redis_is_back(make_server: Callable[..., Any]
 def test_a_machine_with_redis_alone_finds_what_settings_and_the_disk_tell(
     url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:
-    config = FleetConfig(sampling=SamplingSection(env_placement="remote", env_hosts_timeout_s=300))
+    config = FleetConfig(sampling=SamplingSection(env_placement="remote"))
     settings = orjson.dumps({key: config.value_of(key) for key in keys.TOLD_SETTINGS}).decode()
     hostless = {"incarnation": 1, "weights_seq": 1, "env_silence_s": 15.0, "env_hosts": {"connected": 0, "wanted": 1}}
     worker = hostless | {"pid": 7, "host": "box", "unix_s": time.time()}
@@ -149,7 +149,7 @@ def test_a_machine_with_redis_alone_finds_what_settings_and_the_disk_tell(
         "disk_full": ("the disk of the run directory on there is full: 1.0 MiB are left", "fleet.run_dir"),
         "no_env_hosts": (
             "waiting for worker-0 (pid 7 on box): no env host serves its envs, for 15 s",
-            "sampling.env_hosts_timeout_s = 300",
+            'sampling.env_placement = "remote"',
         ),
     }
 

@@ -16,7 +16,7 @@ from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.reports.mirror import Mirror
 from headrace.broker.reports.report import MergeScript, Part, Report, read_saved_state
 from headrace.broker.reports.reporter import RedisReporter
-from headrace.deploy.monitoring.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView, Snapshot

@@ -96,20 +96,24 @@ def test_environment_variables_are_parsed_by_the_type_of_their_field(name: str, 
         ("[fleet]\nuntil_return = nan", "fleet.until_return: should be a finite number"),
         ("[fleet]\nfleet_id = 'a}b'", "fleet.fleet_id"),
         (
-            "[broker]\nlease_s = 1.0\nheartbeat_interval_s = 0.9",
-            "^broker: lease_s = 1.0 must be at least twice heartbeat_interval_s = 0.9$",
+            "[broker]\nheartbeat_interval_s = 0.9",
+            "only earlier versions had: it is 1 s, or a tenth of broker.lease_s where that is less; delete it",
         ),
         (
             "[broker]\nlog = true",
             "unknown key, which only earlier versions had: workers keep each batch .*; delete it",
         ),
+        (
+            "[learner]\nalgorithm = 'ppo'",
+            r"learner\.algorithm: unknown key, .* trains by PPO, .* dqn\.py and impala\.py",
+        ),
+        ("[learner]\nn_step = 3", r"learner\.n_step: unknown key, .* docs/examples/dqn\.py, .* has a constant for it"),
+        ("[worker]\nwindow_bytes = 5", "worker.window_bytes: unknown key, .* a quarter of broker.max_held_bytes"),
         ("[learner]\nenabled = false\nevaluate_every_steps = 9", "evaluate_every_steps = 9 evaluates checkpoints of"),
         ("[serving]\nenabled = true\n[learner]\nevaluate_every_steps = 9", "clients drive the episodes"),
-        ("[broker]\nmax_held_age_s = 2.0", "max_held_age_s = 2.0 drops the oldest batches"),
         ("[broker]\nmax_held_bytes = 1048576", "max_batch_bytes = 134217728 exceeds max_held_bytes = 1048576"),
         ("[broker]\nmax_held_batches = 4", r"max_held_batches = 4, .* which is 4 batches .* give 5 or more"),
-        ("[broker]\nmax_connections = 1", "max_connections = 1 has no room for fleet.workers = 2 .* give 2 or more"),
-        ("[fleet]\nworkers = 3\n[broker]\nmax_connections = 2", "they would push each other out; give 3 or more"),
+        ("[ray]\nworkers = 4095", "ray.workers = 4095 are more than the 4096 connections of broker.count = 1"),
         (
             "[sampling]\nnum_envs = 1\nrollout_fragment_length = 1",
             r"window_batches = 1023 keeps too little .* raise sampling.num_envs = 1 or .* keeps the 1024 that it takes",
@@ -132,7 +136,7 @@ def test_a_wrong_setting_gives_an_error_that_names_it(tmp_path: Path, text: str,
         {"broker": {"max_held_batches": 5}},
         {"broker": {"max_held_batches": 4}, "sampling": {"policies": {"one": {}, "other": {}}}},
         {"sampling": {"num_envs": 1, "rollout_fragment_length": 1, "policies": {"one": {}, "other": {}}}},
-        {"broker": {"max_connections": 2}},
+        {"ray": {"workers": 4094}},
         {"sampling": {"num_envs": 1, "rollout_fragment_length": 2}},
         {"broker": {"max_held_batches": 2}, "learner": {"steps_per_update": 1024}},
         {"broker": {"max_held_batches": 1}, "fleet": {"workers": 4}},
@@ -236,6 +240,18 @@ def test_a_run_of_an_earlier_version_is_resumed_without_the_settings_that_are_go
         f"{settings}: broker.log of an earlier version has no effect any more: workers keep each batch until the "
         "learner has committed it"
     ]
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_settings_that_have_another_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tmp_path / "settings.json"
+    logging = {"tensorboard": True, "wandb": False, "mlflow": True, "loggers": ["mine:Keeps"]}
+    settings.write_bytes(orjson.dumps({"logging": logging, "broker": {"worker_port": 5701, "learner_port": 0}}))
+    config, _ = load_config(settings, environ={})
+    assert config.broker.ports == {"worker": 5701, "learner": 5702, "weights": 5703}
+    assert config.logging.loggers == ["mine:Keeps", "mlflow", "tensorboard"]
+    assert not caplog.records
 
 
 def test_unknown_keys_of_flags_and_environment_are_named_with_their_origin() -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.single_frame import LARGEST, join_frames, split_frame
 from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.workers.serving.single_frame import LARGEST, join_frames, split_frame
 
 HEADER = {"session": "s", "token": "t", "step": 3}
 

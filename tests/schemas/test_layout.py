@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.manifest import ALLOWED_DTYPES
-from headrace.schemas.frames.row_layout import RowLayout, row_layout_of
 from headrace.schemas.frames.wire import MessageKind, decode_arrays, decode_header, encode
+from headrace.workers.serving.row_layout import RowLayout, row_layout_of
 
 KIND = MessageKind.EPISODE_STEP
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)

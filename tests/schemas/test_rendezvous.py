@@ -16,7 +16,7 @@ import pytest
 
 from headrace.broker.files import rendezvous_file
 from headrace.broker.files.rendezvous_file import RendezvousFile, note_stopped
-from headrace.deploy.monitoring.page import app as page
+from headrace.deploy.annexes.watch.page import app as page
 from headrace.learner_stub import EpisodeStream
 from headrace.learner_stub.link.fleet_place import find_fleet
 from headrace.schemas.credentials.keys import ClientKeys, check_fingerprint
@@ -193,7 +193,7 @@ def test_a_dns_rendezvous_gives_the_configured_ports_of_the_broker() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Rendezvous(where, {"worker": 5701})
-    with pytest.raises(ConfigError, match=r"needs broker\.worker_port in the settings"):
+    with pytest.raises(ConfigError, match=r"needs broker\.port in the settings"):
         Rendezvous("dns://broker", {"worker": 0})
 
 

@@ -12,11 +12,11 @@ from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodesClosedError
 from headrace.schemas.errors.serving import ServingError
-from headrace.schemas.messages.serving_messages import ClientPull
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
+from headrace.workers.serving.serving_messages import ClientPull
 from support.refusals import refused
 from support.serving.acting_clients import PAIR, Shipper, acting, assert_alike, play, play_pair, serving_runner
 from support.waiting import TIMEOUT_S, wait_until

@@ -8,6 +8,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,18 +17,15 @@ import pytest
 import zmq
 
 from headrace.schemas.errors import EnvContractError, HeadraceError
-from headrace.schemas.errors.episodes import (
-    EpisodeCompletedError,
-    UnknownEpisodeError,
-)
 from headrace.schemas.errors.serving import (
     MessageTooLargeError,
     ServingError,
     error_of,
 )
-from headrace.schemas.frames.single_frame import split_frame
 from headrace.schemas.frames.wire import decode, encode
-from headrace.schemas.messages.serving_messages import (
+from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.serving_messages import (
     ANSWERS,
     ClientHello,
     ClientReject,
@@ -35,8 +33,7 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
-from headrace.workers.serving.client import PolicyClient
-from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.single_frame import split_frame
 from headrace.workers.serving.space_codec import read_each
 from support.refusals import refused
 from support.serving.plain_episodes import SPACES, rule
@@ -128,7 +125,7 @@ class ByHttp:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    with Served() as served:
+    with Served(replace(LIMITS, max_sessions=500)) as served:  # each test leaves sessions behind, for a lease
         yield served
 
 
@@ -150,9 +147,9 @@ def way(request: pytest.FixtureRequest, shared: Served) -> Iterator[Any]:
 
 
 def test_an_episode_that_was_never_started_is_unknown(way: Any) -> None:
-    with pytest.raises(UnknownEpisodeError, match="'nobody' was not found"):
+    with refused("unknown_episode", match="'nobody' was not found"):
         way.step("nobody", 0, [1, 2])
-    with pytest.raises(UnknownEpisodeError):
+    with refused("unknown_episode"):
         way.abort("nobody")
 
 
@@ -161,10 +158,22 @@ def test_an_episode_that_has_ended_takes_no_step(way: Any) -> None:
     way.start(over)
     way.step(over, 0, [0, 0], end="truncated")
     for step in (1, 7):
-        with pytest.raises(EpisodeCompletedError, match="has already completed"):
+        with refused("already_completed", match="has already completed"):
             way.step(over, step, [0, 0])
-    with pytest.raises(EpisodeCompletedError):
+    with refused("already_completed"):
         way.start(over)
+
+
+def test_an_episode_that_the_env_gave_up_stays_over_for_its_session(way: Any, shared: Served) -> None:
+    given_up = f"{way.name}-given-up"
+    way.start(given_up)
+    way.step(given_up, 0, [0, 0])
+    shared.episodes.episodes[given_up].end = "stalled"
+    with refused("aborted", match="was aborted: stalled"):
+        way.step(given_up, 1, [0, 0])
+    del shared.episodes.episodes[given_up]  # the env forgets it
+    with refused("aborted", match="was aborted: .*stalled"):
+        way.step(given_up, 1, [0, 0])
 
 
 def test_an_episode_is_not_started_twice(way: Any, shared: Served) -> None:

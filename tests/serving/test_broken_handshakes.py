@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from headrace.schemas.errors import KeysRefusedError, UnreachableError
-from headrace.schemas.messages.serving_messages import ClientHeartbeat
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import ClientHeartbeat
 from support.serving.served import Served
 
 

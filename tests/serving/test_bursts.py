@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode
-from headrace.schemas.messages.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
+from headrace.workers.serving.serving_messages import ClientHello, EpisodeStart, EpisodeStep
+from headrace.workers.serving.single_frame import join_frames, split_frame
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
 from support.waiting import TIMEOUT_S

@@ -11,8 +11,8 @@ import numpy as np
 import zmq
 
 from headrace.schemas.frames.wire import Buffer, WireMessage, decode, encode
-from headrace.schemas.messages.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from support.serving.plain_episodes import rule
 from support.serving.served import Served
 from support.waiting import TIMEOUT_S

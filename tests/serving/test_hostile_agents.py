@@ -13,8 +13,8 @@ import zmq
 
 from headrace.schemas.errors.serving import HTTP_STATUS
 from headrace.schemas.frames.wire import MessageKind, decode, encode
-from headrace.schemas.messages.serving_messages import ANSWERS
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import ANSWERS
 from support.serving.hostile_requests import Hostile, codes_by_http
 from support.serving.served_agents import rule, served_agents
 from support.waiting import TIMEOUT_S

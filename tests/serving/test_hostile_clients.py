@@ -12,10 +12,10 @@ import zmq
 
 from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.errors.serving import HTTP_STATUS
-from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import decode, encode
-from headrace.schemas.messages.serving_messages import ANSWERS
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import ANSWERS
+from headrace.workers.serving.single_frame import join_frames, split_frame
 from support.serving.hostile_requests import Hostile, codes_by_http
 from support.serving.other_client import somebody_else
 from support.serving.plain_episodes import rule

@@ -7,17 +7,17 @@ import logging
 import orjson
 import pytest
 
-from headrace.schemas.messages.serving_messages import (
+from headrace.workers.serving.http import server as http_server
+from headrace.workers.serving.http.connection import HttpRequest
+from headrace.workers.serving.http.responses import HttpAnswer
+from headrace.workers.serving.http.routes import Query, Routed, route
+from headrace.workers.serving.serving_messages import (
     ClientBye,
     ClientHeartbeat,
     ClientHello,
     EpisodeAbort,
     EpisodeStart,
 )
-from headrace.workers.serving.http import server as http_server
-from headrace.workers.serving.http.connection import HttpRequest
-from headrace.workers.serving.http.responses import HttpAnswer
-from headrace.workers.serving.http.routes import Query, Routed, route
 from support.serving.raw_http import HEALTH, RawHttp, put
 from support.serving.served import Served
 
@@ -116,7 +116,7 @@ def test_a_request_with_an_unknown_host_name_is_refused(host: str, status: int) 
         client.say(ask + b"\r\n")
         told = client.hear()
         assert told.status == status, told
-        says = "two Host headers" if "\r" in host else "add the name to serving.http_hosts"
+        says = "two Host headers" if "\r" in host else "http.token in keys.dir"
         assert status == 200 or says in told.body["message"]
     with Served(token="a-token-of-this-test") as server, RawHttp(server.url) as client:
         client.say(ask + b"Authorization: Bearer a-token-of-this-test\r\n\r\n")

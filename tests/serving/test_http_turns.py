@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.schemas.messages.serving_messages import ClientHeartbeat, ClientHello
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import ClientHeartbeat, ClientHello
 from support.serving.http_sampler import STEPS, drive, sample_until, sampler
 from support.serving.plain_episodes import rule
 from support.serving.raw_http import HEALTH, RawHttp, put

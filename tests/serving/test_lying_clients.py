@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace.schemas.frames.single_frame import split_frame
 from headrace.schemas.frames.wire import MessageKind, decode, encode
-from headrace.schemas.messages.serving_messages import ClientHeartbeat, ClientHello
 from headrace.schemas.peers import peer_account, port_watch
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import ClientHeartbeat, ClientHello
+from headrace.workers.serving.single_frame import split_frame
 from support.raw_zmtp import RawZmtp, on_the_wire
 from support.serving.plain_episodes import rule
 from support.serving.served import Served

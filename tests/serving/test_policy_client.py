@@ -23,14 +23,14 @@ from headrace.schemas.credentials.keys import CLIENT, port_keys
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, KeysRefusedError, UnreachableError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, NoFreePlaceError
-from headrace.schemas.frames.single_frame import split_frame
 from headrace.schemas.frames.wire import decode
-from headrace.schemas.messages.serving_messages import ClientHeartbeat
 from headrace.schemas.peers.sockets import OwnSockets
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.connection import Connection, request_of
 from headrace.workers.serving.client.server_place import ServerPlace
+from headrace.workers.serving.serving_messages import ClientHeartbeat
 from headrace.workers.serving.session_records import ServingLimits
+from headrace.workers.serving.single_frame import split_frame
 from support.fleets.env_hosts import cable_to
 from support.serving.plain_episodes import SPACES, rule
 from support.serving.served import LIMITS, Served
@@ -213,7 +213,7 @@ def test_a_run_token_lets_in_only_clients_with_that_token(tmp_path: Path, monkey
 
 
 def test_off_loopback_keys_are_required() -> None:
-    with pytest.raises(ConfigError, match="serving_allow_insecure"):
+    with pytest.raises(ConfigError, match=r"broker\.allow_insecure"):
         Served(host="0.0.0.0")
 
 

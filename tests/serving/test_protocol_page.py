@@ -17,8 +17,8 @@ import zmq
 from headrace.schemas.chunks.chunk import to_episode
 from headrace.schemas.errors.episodes import PROBLEMS
 from headrace.schemas.errors.serving import HTTP_STATUS
-from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.workers.serving.single_frame import join_frames, split_frame
 from support.serving.served import Served
 from support.serving.served_agents import served_agents
 from support.waiting import TIMEOUT_S

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, Space, Tuple, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.messages.serving_messages import EpisodeStep
+from headrace.workers.serving.serving_messages import EpisodeStep
 from headrace.workers.serving.space_codec import SpaceCodec, row_or_error
 
 BEYOND = float(np.finfo(np.float32).max) * 2

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.messages.serving_messages import (
+from headrace.workers.serving.client_sessions import ClientSessions
+from headrace.workers.serving.serving_messages import (
     ANSWERS,
     ClientHello,
     ClientReject,
@@ -25,7 +26,6 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeStart,
     EpisodeStep,
 )
-from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.session_records import Reply, ServingLimits
 from support.serving.plain_episodes import PlainEpisodes, rule
 from support.thorough import schedules

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.broker.batches.limits import BrokerLimits
-from headrace.broker.batches.observer import Observer
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
@@ -33,7 +33,7 @@ Heard = tuple[str, int, int]
 WORKER, LEARNER, PUBLISHER, SUPERVISOR = b"w", b"l", b"p", b"s"
 
 
-class Witness(Observer):
+class Witness(BrokerObserver):
     """Notes what it hears, in order."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ def test_an_observer_hears_each_row_of_the_lease_holder_once() -> None:
 
 def test_observers_hear_time_and_one_that_overrides_nothing_is_an_observer() -> None:
     fleet = Fleet()
-    fleet.core.observers.insert(0, Observer())
+    fleet.core.observers.insert(0, BrokerObserver())
     fleet.ship(1)
     fleet.commit(1)
     fleet.core.receive(WORKER, Bye(slot=0, incarnation=1, totals=_totals(1), settled=Settled()), 1.0)
@@ -172,6 +172,6 @@ def test_observers_hear_time_and_one_that_overrides_nothing_is_an_observer() -> 
 def test_every_hook_is_called_by_the_broker(root: Path) -> None:
     """A hook that nothing calls would be a feature that never works."""
     code = "".join(path.read_text() for path in (root / "broker").rglob("*.py"))
-    hooks = [name for name in vars(Observer) if not name.startswith("_")]
+    hooks = [name for name in vars(BrokerObserver) if not name.startswith("_")]
     assert hooks == ["accepted", "settled", "ended", "published", "logged", "tick", "close"]
     assert [name for name in hooks if f"observer.{name}(" not in code] == []

@@ -62,9 +62,6 @@ VARIANTS = {
     "drop_oldest_of_few": Variant(
         100, replace(BASE, limits=_limits(max_held_batches=3, overflow="drop_oldest")), KILLED | {"overflow"}
     ),
-    "drop_overdue": Variant(
-        100, replace(BASE, limits=_limits(max_held_age_s=0.8, overflow="drop_oldest")), KILLED | {"overflow"}
-    ),
     "stale": Variant(150, replace(BASE, limits=_limits(max_staleness=1), publishes=True), KILLED | {"stale"}),
     "stale_in_rounds": Variant(100, replace(BASE, limits=_limits(max_staleness=1), round_steps=20), KILLED | {"stale"}),
     "pairs_die": Variant(200, replace(BASE, faults=Faults(joint_kills=3, redis_stops=1))),

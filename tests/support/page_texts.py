@@ -235,7 +235,7 @@ def span(seconds: float | None) -> str:
     hours, minutes, left = rest // 3600, rest % 3600 // 60, rest % 60
     found = [f"{count} {unit}" for count, unit in ((days, "d"), (hours, "h"), (minutes, "min"), (left, "s"))]
     first = next(i for i, text in enumerate(found) if not text.startswith("0 "))
-    return " ".join(text for text in found[first : min(first + 2, 3)] if not text.startswith("0 "))
+    return " ".join(text for text in found[first : first + 2] if not text.startswith("0 "))
 
 
 def clock(unix_s: float | None) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, Space, Spaces
+from headrace.schemas.chunks.spaces import Dict, Discrete, MultiBinary, Space, Spaces
 from headrace.schemas.errors import ConfigError, EnvContractError, EnvRestartBudgetError, ModuleError
 from headrace.workers.connectors import Connector, FlattenObservations, FrameStack, MeanStd, PreviousActionReward, Rows
 from headrace.workers.envs.action_masks import ActionMask
@@ -87,7 +87,7 @@ FORMS: dict[str, tuple[Any, ...]] = {
     ),
     "parts side by side": (gyms.MultiBinary(7), PART, flags([0, 0, 1, 1, 0, 0, 1]), [{7}, {0}, {1}]),
 }
-SPECS = ["actor_critic", "lstm_actor_critic", "q_network"]
+SPECS = ["actor_critic", "lstm_actor_critic"]
 PIECES = [PreviousActionReward, FlattenObservations, MeanStd, partial(FrameStack, 2)]
 
 
@@ -95,8 +95,7 @@ PIECES = [PreviousActionReward, FlattenObservations, MeanStd, partial(FrameStack
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_a_mask_binds_every_module_and_random_actions(name: str, pieces: list[Any]) -> None:
     settings: dict[str, Any] = {"num_envs": 2, "env_to_module": pieces, "restart_failed_sub_environments": False}
-    discrete = isinstance(FORMS[name][1], gyms.Discrete)
-    for module in SPECS if discrete else SPECS[:2]:
+    for module in SPECS:
         named = f"headrace.workers.modules:{module}"
         with runner(lambda context: Masked(*FORMS[name]), module=named, **settings) as sampler:
             for how in ({"explore": True}, {"explore": False}, {"random_actions": True}):
@@ -114,7 +113,7 @@ def test_masks_keep_values_dtype_and_place_through_all_pieces() -> None:
 
 
 @pytest.mark.parametrize("name", ["several", "parts"])
-@pytest.mark.parametrize("module", SPECS[:2])
+@pytest.mark.parametrize("module", SPECS)
 def test_a_learner_computes_log_probabilities_over_the_same_choices(module: str, name: str) -> None:
     with runner(lambda context: Masked(*FORMS[name]), module=f"headrace.workers.modules:{module}") as sampler:
         (chunk,) = sampler.sample(num_timesteps=6)
@@ -130,17 +129,6 @@ def nested_tensors(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: nested_tensors(part) for key, part in value.items()}
     return torch.from_numpy(np.array(value))
-
-
-def test_a_cut_episode_without_a_legal_action_is_worth_its_best_action() -> None:
-    from headrace.workers.modules import q_network
-
-    observation = Dict(spaces={"action_mask": MultiBinary(shape=(2,)), "at": Box(shape=(1,), dtype="<f4")})
-    module = q_network(Spaces(observation=observation, action=Discrete(n=2)))
-    masks = torch.tensor([[0, 0], [0, 1]])
-    values = module.q_values({"action_mask": masks, "at": torch.zeros(2, 1)})
-    assert (values[0] > -1e8).all()
-    assert (values[1] > -1e8).tolist() == [False, True]
 
 
 # -- masks that cannot be obeyed ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
 
 def runner(placement: str, on_wait: Any = None, **settings: Any) -> MultiAgentEnvRunner:
     defaults = {"num_envs": LANES, "seed": 5, "rollout_fragment_length": 15, "envs_per_process": 2}
-    defaults |= {"env_restart_backoff_s": 0.0, "env_close_timeout_s": 1.0, "max_env_seed": 2**31 - 1}
+    defaults |= {"max_env_seed": 2**31 - 1}
     config = EnvRunnerConfig(**{**defaults, "env_placement": placement, **settings})
     return MultiAgentEnvRunner(config, run_uid="test", on_wait=on_wait)
 

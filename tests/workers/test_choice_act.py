@@ -117,7 +117,7 @@ def test_chunks_of_envs_in_processes_equal_those_of_the_plain_twin_to_the_bit() 
 def test_chunks_equal_those_of_the_plain_twin_where_envs_fail(width: int) -> None:
     def config() -> dict[str, Any]:
         settings = {"faulty": {0}, "fault": _fail, "every": 11, "steps": {}}
-        return {"env": Faulty, "num_envs": width, "env_config": settings, "max_env_restarts_per_window": 1000}
+        return {"env": Faulty, "num_envs": width, "env_config": settings, "env_restart_attempts": 100}
 
     assert sampled(None, plain=False, **config()) == sampled(None, plain=True, **config())
 

@@ -25,6 +25,7 @@ from headrace.workers.connectors import (
     TimeOneHot,
     UnsquashActions,
 )
+from headrace.workers.envs import restarts
 from support.envs.toy import Counting, Faulty, Walk, check_books, runner
 
 ALL = [PreviousActionReward, partial(TimeOneHot, 4), FlattenObservations, MeanStd(), FrameStack(3)]
@@ -135,10 +136,14 @@ def test_a_stateful_pipeline_equals_a_loop_over_each_episode(sizes: tuple[int, .
 
 
 @pytest.mark.parametrize("backoff_s", [0.0, 0.004])
-def test_siblings_of_failing_envs_are_the_same_to_the_bit_with_connectors_on(backoff_s: float) -> None:
+def test_siblings_of_failing_envs_are_the_same_to_the_bit_with_connectors_on(
+    backoff_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", backoff_s)
+
     def live(faulty: set[int]) -> dict[int, list[Any]]:
         config = {"fault": diverge, "faulty": faulty, "every": 7, "steps": {}}
-        settings = {"env_restart_backoff_s": backoff_s, "env_restart_attempts": 100, "rollout_fragment_length": 40}
+        settings = {"env_restart_attempts": 100, "rollout_fragment_length": 40}
         with runner(Faulty, num_envs=6, env_config=config, env_to_module=ALL, **settings) as sampler:
             lives = defaultdict(list)
             for _ in range(8):

@@ -23,6 +23,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRestartBudgetError
 from headrace.workers import EnvContext, EnvRunnerConfig, StepFailedRecreateEnv
 from headrace.workers.connectors import PreviousActionReward
+from headrace.workers.envs import restarts
 from headrace.workers.envs.error_text import seed_hint
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane, close_envs
@@ -36,6 +37,7 @@ from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.randomness.seeds import SeedTree
 from support.envs.counting import FromFive
 from support.envs.toy import Answer, Counting, Faulty, check_books, diverge, runner, with_fault
+from support.runners.closing import close_within
 from support.runners.comparing import assert_same
 
 
@@ -64,10 +66,12 @@ READY = {"env_placement": "process", "envs_per_process": 1, "remote_env_batch_wa
     ],
     ids=str,
 )
-def test_a_policy_sees_no_value_outside_the_space_while_an_env_is_gone(settings: dict[str, Any]) -> None:
+def test_a_policy_sees_no_value_outside_the_space_while_an_env_is_gone(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     env = f"{FromFive.__module__}:FromFive" if "env_placement" in settings else FromFive
-    forgiving = {"env_restart_backoff_s": 0.01, "env_restart_attempts": 100}  # on a busy machine a fragment takes long
-    with runner(env, num_envs=3, rollout_fragment_length=16, **settings, **forgiving) as sampler:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.01)
+    with runner(env, num_envs=3, rollout_fragment_length=16, **settings, env_restart_attempts=100) as sampler:
         for _ in range(4):
             sampler.sample_fragment()
         assert sampler.totals.env_failures > 1
@@ -82,9 +86,10 @@ def test_acting_clients_are_checked_against_a_policy_whose_space_has_no_zero() -
 
 
 @pytest.mark.parametrize("backoff_s", [0.0, 0.004])
-def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float) -> None:
+def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", backoff_s)
     faulty = {1, 4, 6}
-    settings = {"num_envs": 8, "rollout_fragment_length": 50, "env_restart_backoff_s": backoff_s}
+    settings = {"num_envs": 8, "rollout_fragment_length": 50}
     with runner(Faulty, env_config=with_fault(diverge, faulty=set()), **settings) as sound:
         expected = _lives(sound, 12)
     with runner(
@@ -192,22 +197,24 @@ def test_thousands_of_failed_restarts_do_not_recurse() -> None:
             raise RuntimeError("no")
 
     with (
-        runner(NoReset, env_restart_attempts=3000, max_env_restarts_per_window=10_000) as sampler,
+        runner(NoReset, env_restart_attempts=3000) as sampler,
         pytest.raises(EnvRestartBudgetError),
     ):
         sampler.sample(num_timesteps=1)
 
 
-def test_deliveries_do_not_lift_the_cap_of_the_window() -> None:
+def test_deliveries_do_not_lift_the_cap_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "PER_WINDOW", 1)
     config = with_fault(diverge, faulty={0}, every=3)
-    with runner(Faulty, env_config=config, max_env_restarts_per_window=10, rollout_fragment_length=2) as sampler:
-        with pytest.raises(EnvRestartBudgetError, match="max_env_restarts_per_window"):
+    with runner(Faulty, env_config=config, env_restart_attempts=10, rollout_fragment_length=2) as sampler:
+        with pytest.raises(EnvRestartBudgetError, match="env 0 failed 11 times"):
             _lives(sampler, 100)
         assert sampler.totals.env_failures == 11
 
 
-def test_restart_waits_double_up_to_a_maximum_and_a_delivery_resets_them() -> None:
-    config = runner(env_restart_backoff_s=0.05, env_restart_attempts=20).config
+def test_restart_waits_double_up_to_a_maximum_and_a_delivery_resets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the waits of tests, which are none
+    config = runner(env_restart_attempts=20).config
     budget = RestartBudget(config, 0)
     error = RuntimeError()
     assert [budget.spend(error, 0.0) for _ in range(10)] == [0.0, *(0.05 * 2**n for n in range(7)), 5.0, 5.0]
@@ -217,9 +224,7 @@ def test_restart_waits_double_up_to_a_maximum_and_a_delivery_resets_them() -> No
 
 @pytest.mark.parametrize("is_bad", [True, False])
 def test_an_env_whose_attempts_are_used_up_leaves_a_bad_host_and_else_ends_the_worker(is_bad: bool) -> None:
-    table = LaneTable(
-        runner(env_restart_attempts=2, env_restart_backoff_s=0.0).config, 0, SeedTree(0, 0, 0, 1), RunnerTotals()
-    )
+    table = LaneTable(runner(env_restart_attempts=2).config, 0, SeedTree(0, 0, 0, 1), RunnerTotals())
     (lane,), left, rebuilt = table.lanes, [], []
 
     def leave_host(leaving: Lane, why: str) -> bool:
@@ -246,15 +251,16 @@ def test_an_env_whose_attempts_are_used_up_leaves_a_bad_host_and_else_ends_the_w
     assert table.totals.env_failures == 3
 
 
-def test_other_envs_sample_and_on_poll_is_called_while_an_env_waits() -> None:
+def test_other_envs_sample_and_on_poll_is_called_while_an_env_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 60.0)
+
     class Down(Counting):
         def reset(self, **kwargs: Any) -> Any:
             if self.index == 0:
                 raise RuntimeError("down")
             return super().reset(**kwargs)
 
-    settings = {"env_restart_backoff_s": 60.0}
-    with runner(Down, num_envs=3, rollout_fragment_length=4, **settings) as sampler:
+    with runner(Down, num_envs=3, rollout_fragment_length=4) as sampler:
         batch = sampler.sample_fragment()
         assert batch.steps == 8
         assert {c.env_index for c in batch} == {1, 2}
@@ -265,7 +271,7 @@ def test_other_envs_sample_and_on_poll_is_called_while_an_env_waits() -> None:
     def stop() -> None:
         raise Enough
 
-    with runner(Down, **settings) as sampler, pytest.raises(Enough):
+    with runner(Down) as sampler, pytest.raises(Enough):
         sampler.sample_fragment(stop)
 
 
@@ -368,7 +374,10 @@ def test_bounds_are_not_checked_when_checking_is_off() -> None:
         sampler.sample(num_timesteps=1)
 
 
-def test_close_that_fails_or_hangs_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_that_fails_or_hangs_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close_within(monkeypatch, 0.05)
     released = threading.Event()
 
     class Sticky(Counting):
@@ -377,7 +386,7 @@ def test_close_that_fails_or_hangs_is_a_warning(caplog: pytest.LogCaptureFixture
                 raise RuntimeError("no close")
             released.wait(100)
 
-    sampler = runner(Sticky, num_envs=2, env_close_timeout_s=0.05)
+    sampler = runner(Sticky, num_envs=2)
     sampler.sample(num_timesteps=2)
     sampler.make_env()
     assert sum(len(c) for c in sampler.sample(num_timesteps=4)) == 4

@@ -25,11 +25,11 @@ def _start_slowly(seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_env_construct_timeout_does_not_count_the_start_of_the_process(
+def test_the_limit_of_a_construction_does_not_count_the_start_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _start_slowly(2.5, tmp_path, monkeypatch)
-    config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, env_construct_timeout_s=2.0, env_step_timeout_s=2.0)
+    config = EnvRunnerConfig(env="CartPole-v1", num_envs=2, env_reset_timeout_s=1.0, env_step_timeout_s=2.0)
     with EnvProcessPool(config) as pool:
         driver = Driver(pool)
         driver.run(lambda: min(len(driver.lives[lane]) for lane in range(2)) > 20)
@@ -39,9 +39,9 @@ def test_env_construct_timeout_does_not_count_the_start_of_the_process(
 def test_a_process_that_does_not_start_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_settings, "_LEAST_START_S", 0.5)
     _start_slowly(1000.0, tmp_path, monkeypatch)
-    words = r"env 0 did not return from start within max\(env_construct_timeout_s, 60 s\) = 0.5 s"
+    words = r"env 0 did not return from start within max\(2 \* env_reset_timeout_s, 60 s\) = 0.5 s"
     with pytest.raises(EnvHangError, match=words):
-        EnvProcessPool(EnvRunnerConfig(env="CartPole-v1", num_envs=2, env_construct_timeout_s=0.5))
+        EnvProcessPool(EnvRunnerConfig(env="CartPole-v1", num_envs=2, env_reset_timeout_s=0.25))
 
 
 def test_the_phase_after_a_call_is_timed_from_the_end_of_the_call() -> None:

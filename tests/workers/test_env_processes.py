@@ -24,6 +24,7 @@ from headrace.workers.envs.process.lifeline import tie_group
 from headrace.workers.envs.process.pool import EnvProcessPool
 from support.envs.troubled import Gate, Troubled
 from support.runners.call_rate import IDLE, calls_a_second
+from support.runners.closing import close_within
 from support.runners.process_driver import POLL_S, Driver, is_running, live_inline
 from support.waiting import wait_until
 
@@ -94,8 +95,9 @@ def test_after_the_first_answer_a_poll_waits_batch_wait_s_for_more() -> None:
             assert len(pool.step_wait(POLL_S, batch_wait_s=wait_s).stepped) == together
 
 
-def test_a_poll_returns_at_once_without_orders_and_in_time_with_a_timeout() -> None:
-    settings = {"env_config": {"step_s": 60.0}, "num_envs": 1, "env_close_timeout_s": 0.3}
+def test_a_poll_returns_at_once_without_orders_and_in_time_with_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_within(monkeypatch, 0.3)
+    settings = {"env_config": {"step_s": 60.0}, "num_envs": 1}
     with EnvProcessPool(configure("support.envs.troubled:Slow", **settings)) as pool:
         assert not pool.step_wait()
         pool.reset(0, 0)
@@ -229,8 +231,9 @@ def test_a_process_paused_by_sigstop_dies_with_its_parent() -> None:
         process.wait()
 
 
-def test_close_may_be_called_twice_and_during_a_step() -> None:
-    pool = EnvProcessPool(configure("support.envs.troubled:Slow", env_config={"step_s": 60.0}, env_close_timeout_s=0.3))
+def test_close_may_be_called_twice_and_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_within(monkeypatch, 0.3)
+    pool = EnvProcessPool(configure("support.envs.troubled:Slow", env_config={"step_s": 60.0}))
     pids = pool.pids
     pidfds = [os.pidfd_open(pid) for pid in pids]
     pool.reset(0, 0)

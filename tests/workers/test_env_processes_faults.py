@@ -17,6 +17,7 @@ from headrace.schemas.errors import EnvCrashError, EnvError, EnvHangError
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.pool import EnvProcessPool
 from support.envs.fault_table import BAD_DATA, DEATHS, HANGS
+from support.runners.closing import close_within
 from support.runners.process_driver import Driver, descriptors, is_running, live_inline
 from support.waiting import wait_until
 
@@ -37,7 +38,8 @@ def only_what_is_new_is_looked_through() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_open() -> Iterator[None]:
+def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    close_within(monkeypatch, 1.0)
     gc.collect()
     before = descriptors()
     yield
@@ -47,7 +49,7 @@ def nothing_stays_open() -> Iterator[None]:
 
 def configure(fault: str, at: str, **settings: Any) -> EnvRunnerConfig:
     env_config = {"faults": {at: fault}, "lane": FAULTY, **settings.pop("env_config", {})}
-    settings = {"num_envs": LANES, "envs_per_process": 2, "env_close_timeout_s": 1.0, **settings}
+    settings = {"num_envs": LANES, "envs_per_process": 2, **settings}
     return EnvRunnerConfig(env="support.envs.troubled:Troubled", env_config=env_config, **settings)
 
 
@@ -151,7 +153,7 @@ def test_a_crash_is_reported_with_its_cause_and_the_last_output(fault: str, last
 )
 def test_other_envs_continue_while_an_env_cannot_be_rebuilt(fault: str, reason: Discard) -> None:
     config = configure(
-        "raises", "step", env_config={"again": {"construction": fault}}, env_construct_timeout_s=4.0, envs_per_process=1
+        "raises", "step", env_config={"again": {"construction": fault}}, env_reset_timeout_s=2.0, envs_per_process=1
     )
     with EnvProcessPool(config) as pool:
         driver = Driver(pool)
@@ -169,27 +171,34 @@ def test_other_envs_continue_while_an_env_cannot_be_rebuilt(fault: str, reason: 
     [
         ("raises", EnvError, "env 1 .*could not be built: RuntimeError: diverged"),
         ("exits", EnvCrashError, "exit code 7 in construction"),
-        ("hangs with the lock", EnvHangError, "did not return from construction within env_construct_timeout_s = 4 s"),
+        (
+            "hangs with the lock",
+            EnvHangError,
+            r"did not return from construction within 2 \* env_reset_timeout_s = 4 s",
+        ),
     ],
 )
 def test_an_env_that_cannot_be_built_at_first_is_a_typed_error(fault: str, kind: type[EnvError], words: str) -> None:
     with pytest.raises(kind, match=words):
-        EnvProcessPool(configure(fault, "construction", env_construct_timeout_s=4.0))
+        EnvProcessPool(configure(fault, "construction", env_reset_timeout_s=2.0))
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", ["raises", "hangs", "hangs with the lock", "exits", "segfaults"])
-def test_an_env_that_fails_to_close_blocks_no_rebuild_and_no_shutdown(fault: str) -> None:
+def test_an_env_that_fails_to_close_blocks_no_rebuild_and_no_shutdown(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This holds for a rebuild of the env and for the close of the pool."""
+    close_within(monkeypatch, 0.5)
     config = configure("raises", "step", env_config={"faults": {"step": "raises", "close": fault}}, num_envs=3)
-    driver = drive(config.model_copy(update={"env_close_timeout_s": 0.5}))
+    driver = drive(config)
     assert driver.failures[0].lane == FAULTY
     assert driver.failures[0].reason is Discard.ENV_EXCEPTION
     assert [failure.lane for failure in driver.failures].count(FAULTY) == 1, "closing is no failure of the next one"
     spared = fault in ("raises", "hangs")
     assert (NEIGHBOUR not in reasons(driver)) is spared
 
-    with EnvProcessPool(configure(fault, "close", env_close_timeout_s=0.5)) as pool:
+    with EnvProcessPool(configure(fault, "close")) as pool:
         pids = pool.pids
     assert not any(is_running(pid) for pid in pids)
 

@@ -28,7 +28,7 @@ FAULTY, NEIGHBOUR, ELSEWHERE = 1, 0, 2
 def runner(
     env: str = "support.envs.troubled:Troubled", placement: str = "process", **settings: Any
 ) -> SingleAgentEnvRunner:
-    defaults = {"num_envs": 3, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
+    defaults = {"num_envs": 3, "envs_per_process": 2, "seed": 3}
     config = EnvRunnerConfig(env=env, **{**defaults, "env_placement": placement, **settings})
     return SingleAgentEnvRunner(config, run_uid="test")
 

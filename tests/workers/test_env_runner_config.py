@@ -17,7 +17,6 @@ from headrace.schemas.errors import (
     ConfigError,
     EnvContractError,
     EnvError,
-    MissingEnvError,
     ModuleError,
     UnknownEnvError,
 )
@@ -46,6 +45,11 @@ def test_a_setting_named_as_in_another_library_raises_with_our_name(theirs: str,
         EnvRunnerConfig(env="CartPole-v1", **{theirs: 3})
 
 
+def test_a_setting_of_an_earlier_version_raises_with_what_holds_now() -> None:
+    with pytest.raises(ConfigError, match=r"env_construct_timeout_s: no such .* twice env_reset_timeout_s; delete it"):
+        EnvRunnerConfig(env="CartPole-v1", env_construct_timeout_s=3.0)
+
+
 @pytest.mark.parametrize(
     ("env", "advice"),
     [
@@ -63,7 +67,7 @@ def test_an_env_that_is_already_built_is_refused_with_advice(env: Any, advice: s
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("num_envs", 0), ("seed", -1), ("batch_mode", "both"), ("rollout_fragment_length", 0), ("env_close_timeout_s", 0)],
+    [("num_envs", 0), ("seed", -1), ("batch_mode", "both"), ("rollout_fragment_length", 0), ("env_step_timeout_s", 0)],
 )
 def test_bad_values_name_the_setting(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
@@ -86,8 +90,8 @@ def test_every_setting_has_a_meaning_that_help_shows(section: type[ConfigSection
 
 
 def test_clashing_values_are_both_named() -> None:
-    with pytest.raises(ConfigError, match=r"external_fragment_max_age_s = 9 .*external_silence_timeout_s = 1"):
-        EnvRunnerConfig(external_fragment_max_age_s=9.0, external_silence_timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"remote_env_batch_wait_ms = 2 .*double_buffering = true"):
+        EnvRunnerConfig(env_placement="process", double_buffering=True, remote_env_batch_wait_ms=2)
 
 
 def test_runner_config_is_a_copy() -> None:
@@ -148,7 +152,7 @@ def test_runner_without_env_says_how_to_give_one(kind: Any) -> None:
             sampler.get_spaces,
             lambda: sampler.spaces,
         ):
-            with pytest.raises(MissingEnvError, match="gymnasium id"):
+            with pytest.raises(ConfigError, match="gymnasium id"):
                 needs_an_env()
         with pytest.raises(ConfigError, match="no environment is configured"):
             sampler.make_env()
@@ -297,7 +301,7 @@ def test_an_empty_space_is_refused(space: gym.Space[Any], words: str) -> None:
         runner(Void)
 
 
-@pytest.mark.parametrize("setting", ["env_step_timeout_s", "env_close_timeout_s", "env_hosts_timeout_s"])
+@pytest.mark.parametrize("setting", ["env_step_timeout_s", "env_reset_timeout_s"])
 def test_a_wait_longer_than_the_kernel_can_sleep_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="less than or equal to 1000000"):
         EnvRunnerConfig(env="CartPole-v1", **{setting: 1e7})

@@ -181,7 +181,7 @@ def test_whole_episodes_stay_open_from_fragment_to_fragment(kind: str) -> None:
 @pytest.mark.one_in(3)
 @every_kind
 def test_under_random_faults_every_lost_step_has_a_reason(kind: str) -> None:
-    attempts = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
+    attempts = {"env_restart_attempts": 100}
     length = 12 if "async" in kind else 30 if kind in ELSEWHERE else 60
     with _runner(kind, Unsound, rollout_fragment_length=length, **attempts) as sampler:
         last: dict[str, Any] = {}
@@ -226,7 +226,7 @@ class Account(RunnerCallback):
 @pytest.mark.parametrize("kind", [kind for kind in DRIVERS if "async" not in kind])
 def test_callbacks_get_each_episode_once(kind: str) -> None:
     account = Account()
-    attempts = {"env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
+    attempts = {"env_restart_attempts": 100}
     length = 40 if kind in ELSEWHERE else 100
     with _runner(kind, Unsound, callbacks=[account], rollout_fragment_length=length, **attempts) as sampler:
         sampler.sample_fragment()
@@ -284,7 +284,7 @@ def test_without_seed_every_episode_only_the_first_reset_gets_a_seed(kind: str) 
 @pytest.mark.parametrize("kind", ["by themselves", "a VectorEnv of ours", "sync", "process"])
 def test_an_env_that_is_built_again_begins_with_a_seed(kind: str) -> None:
     seeds: list[int | None] = []
-    settings = {"env_config": {"fails": True}, "env_restart_attempts": 100, "max_env_restarts_per_window": 10_000}
+    settings = {"env_config": {"fails": True}, "env_restart_attempts": 100}
     settings["callbacks"] = [{"on_episode_start": lambda episode: seeds.append(episode.seed)}]
     with _runner(kind, Drawing, seed_every_episode=False, **settings) as sampler:
         chunks = [chunk for _ in range(8) for chunk in sampler.sample_fragment()]

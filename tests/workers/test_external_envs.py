@@ -12,10 +12,8 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
-    EpisodeCompletedError,
     EpisodeError,
     NoFreePlaceError,
-    UnknownEpisodeError,
 )
 from headrace.workers.envs.spaces import convert
 from headrace.workers.external import Answer, ExternalEpisodes
@@ -96,7 +94,7 @@ def test_calls_for_unknown_ended_started_or_busy_episodes_are_refused() -> None:
             episodes.start("three")
         with pytest.raises(EpisodeError, match="256 are allowed"):
             episodes.start("x" * 257)
-        with pytest.raises(UnknownEpisodeError, match="not found"):
+        with refused("unknown_episode", match="not found"):
             episodes.ask("three", see(0), answers.append)
         with refused("no_action", match="no action yet"):
             episodes.log_returns("one", 1.0)
@@ -112,7 +110,7 @@ def test_calls_for_unknown_ended_started_or_busy_episodes_are_refused() -> None:
         (chunk,) = sampler.sample_fragment()
         assert chunk.end is ChunkEnd.TERMINATED
         for again in (episodes.start, lambda name: episodes.ask(name, see(0), answers.append)):
-            with pytest.raises(EpisodeCompletedError, match="has already completed"):
+            with refused("already_completed", match="has already completed"):
                 again("one")
         assert [answer.error for answer in answers] == [None, None]
         episodes.start("three")

@@ -20,9 +20,10 @@ from headrace.schemas.errors.episodes import (
     EpisodeTimeoutError,
     NoFreePlaceError,
 )
-from headrace.workers.external import Answer, ExternalEnv
+from headrace.workers.external import Answer, ExternalEnv, self_driven
 from support.envs.external import Failing, Idle, Serving, idle, pieced, see, table
 from support.envs.toy import check_books, runner
+from support.runners.closing import close_within
 from support.waiting import wait_until
 
 
@@ -154,20 +155,20 @@ def test_an_episode_that_both_sides_abort_frees_one_place(vanishes: bool) -> Non
         check_books(sampler)
 
 
-def test_a_missed_deadline_names_its_setting_and_aborts_the_episode() -> None:
-    settings = {"external_start_timeout_s": 0.1, "external_action_timeout_s": 0.1, "external_log_timeout_s": 0.1}
-    with idle(num_envs=1, **settings) as sampler:
+def test_a_missed_deadline_is_told_and_aborts_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_driven, "EXTERNAL_PATIENCE_S", 0.1)
+    with idle(num_envs=1) as sampler:
         env: Any = sampler.env
         env.start_episode("one")
-        with pytest.raises(NoFreePlaceError, match=r"external_start_timeout_s = 0.1: num_envs = 1"):
+        with pytest.raises(NoFreePlaceError, match=r"within 0.1 s: num_envs = 1"):
             env.start_episode("two")
         with pytest.raises(EpisodeTimeoutError, match=r"get_action\(\) of episode 'one' waited for the sampler"):
             env.get_action("one", see(0))
-        with pytest.raises(EpisodeAbortedError, match="external_action_timeout_s"):
+        with pytest.raises(EpisodeAbortedError, match=r"within 0.1 s"):
             env.get_action("one", see(0))
         sampler.sample_fragment()
         env.start_episode("two")
-        with pytest.raises(EpisodeTimeoutError, match="external_log_timeout_s"):
+        with pytest.raises(EpisodeTimeoutError, match=r"log_action\(\) of episode .two. .* within 0.1 s"):
             env.log_action("two", see(0), 1)
         sampler.sample_fragment()
         assert sampler.totals.stepped == 0
@@ -209,14 +210,17 @@ def test_stop_raises_in_waiting_calls_and_ends_the_thread_of_run() -> None:
         env.start_episode()
 
 
-def test_a_thread_that_does_not_end_is_abandoned_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_does_not_end_is_abandoned_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close_within(monkeypatch, 0.05)
     release = threading.Event()
 
     class Stubborn(Idle):
         def run(self) -> None:
             release.wait()
 
-    with runner(Stubborn, env_close_timeout_s=0.05):
+    with runner(Stubborn):
         pass
     release.set()
     assert "run-Stubborn did not end within 0.05 s" in caplog.text
@@ -248,8 +252,9 @@ class Wild(Serving):
         self.end_episode(episode, self.seen(t + 1, number), truncated=random.random() < 0.5)
 
 
-def test_under_random_faults_lost_steps_have_reasons_and_the_table_is_bounded() -> None:
-    settings = {"env_restart_attempts": 10_000, "max_env_restarts_per_window": 10_000, "external_start_timeout_s": 0.2}
+def test_under_random_faults_lost_steps_have_reasons_and_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_driven, "EXTERNAL_PATIENCE_S", 0.2)
+    settings = {"env_restart_attempts": 10_000}
     random, chunks = np.random.default_rng(0), list[EpisodeChunk]()
     with runner(Wild, num_envs=6, env_config={"threads": 9}, rollout_fragment_length=20, **settings) as sampler:
         weights = sampler.get_state("rl_module")["rl_module"]

@@ -10,9 +10,10 @@ import pytest
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.errors.episodes import (
-    ExternalSilenceError,
+    EnvError,
 )
 from headrace.workers import EnvRunnerConfig
+from headrace.workers.sampling import external_wait
 from support.envs import external, external_agents
 from support.envs.external import Idle, idle, see, table
 from support.runners.call_rate import IDLE, calls_a_second
@@ -46,12 +47,13 @@ def test_no_request_is_still_waiting_when_on_poll_is_called(kind: Any) -> None:
     assert not any(waiting)
 
 
-def test_sample_raises_when_external_envs_stay_silent() -> None:
-    with pytest.raises(ConfigError, match=r"external_fragment_max_age_s = 5 .*external_silence_timeout_s = 1,"):
-        EnvRunnerConfig(env=Idle, external_silence_timeout_s=1)
-    with idle(external_silence_timeout_s=0.1) as sampler:
+def test_sample_raises_when_external_envs_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"external_fragment_max_age_s.* less than 300"):
+        EnvRunnerConfig(env=Idle, external_fragment_max_age_s=300)  # silence would end its worker
+    monkeypatch.setattr(external_wait, "EXTERNAL_PATIENCE_S", 0.1)
+    with idle() as sampler:
         table(sampler).start()
-        with pytest.raises(ExternalSilenceError, match=r"external_silence_timeout_s = 0.1 s \(1 are open\)"):
+        with pytest.raises(EnvError, match=r"for 0.1 s \(1 are open\)"):
             sampler.sample(num_timesteps=1)
 
 

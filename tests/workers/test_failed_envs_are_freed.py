@@ -142,7 +142,7 @@ def test_the_port_of_a_failed_env_of_several_agents_is_free_for_the_next() -> No
 def test_the_port_of_a_half_built_env_is_free_for_the_next(kind: str, cycle: bool) -> None:
     env, settings = KINDS[kind]
     config = {"name": f"{kind}-half-{cycle}", "fails_at": "construction", "cycle": cycle}
-    with runner(env, env_config=config, env_restart_attempts=2, env_restart_backoff_s=0.0, **settings) as sampler:
+    with runner(env, env_config=config, env_restart_attempts=2, **settings) as sampler:
         sampler.sample(num_timesteps=20)
         assert sampler.totals.env_failures == 2
 

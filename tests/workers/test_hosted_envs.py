@@ -10,11 +10,12 @@ import pytest
 
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import WireMessage, decode
-from headrace.schemas.messages.env_messages import NO_SEED, EnvHostWelcome, EnvOrders
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.remote.env_messages import NO_SEED, EnvHostWelcome, EnvOrders
 from headrace.workers.envs.remote.host.hosted import HostedEnvs
 from headrace.workers.envs.remote.host.process import learn_spaces
+from support.runners.closing import close_within
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.processes
@@ -132,10 +133,11 @@ def test_an_info_of_more_than_8192_names_fails_its_env_alone(envs: HostedEnvs, n
         assert "8,193 names" in told["failures"][0][3]["seen"]
 
 
-def test_an_env_rebuilt_after_a_hung_close_keeps_the_workers_env_index() -> None:
+def test_an_env_rebuilt_after_a_hung_close_keeps_the_workers_env_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Place 0 of the host holds the worker's env 3, and only env 3 raises in its fifth step."""
+    close_within(monkeypatch, 0.5)
     faults = {"lane": 3, "faults": {"step": "raises", "close": "hangs with the lock"}, "again": {"step": "raises"}}
-    settings: dict[str, Any] = {"env_config": faults, "env_close_timeout_s": 0.5, "env_placement": "process"}
+    settings: dict[str, Any] = {"env_config": faults, "env_placement": "process"}
     config = EnvRunnerConfig(env="support.envs.troubled:Troubled", num_envs=1, **settings)
     welcome = EnvHostWelcome(worker_index=0, num_workers=1, num_envs=4, lease_s=10.0, heartbeat_interval_s=1.0)
     hosted = HostedEnvs(config, "life", welcome, learn_spaces(config))

@@ -15,11 +15,11 @@ from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
 from headrace.schemas.errors import DecodeError, EnvError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, decode, encode
 from headrace.schemas.messages import Heartbeat
-from headrace.schemas.messages.env_messages import EnvAnswers, EnvHeartbeat, EnvHostHello
 from headrace.schemas.peers import peer_account
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.process.control import NO_SEED, Command
+from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHeartbeat, EnvHostHello
 from headrace.workers.envs.remote.host.process import learn_spaces
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.order_frames import RemoteColumns, take_replies

@@ -296,7 +296,6 @@ def test_each_created_episode_ends_or_is_aborted_under_random_exceptions(seed: i
         "batch_mode": mode,
         "rollout_fragment_length": int(random.integers(1, 12)),
         "env_restart_attempts": 10**6,
-        "max_env_restarts_per_window": 10**6,
     }
     with multi_runner(scheduled([], fails=0.01), seed=seed, **settings) as sampler:
         lives = defaultdict(list)

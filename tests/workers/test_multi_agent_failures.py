@@ -12,6 +12,7 @@ import pytest
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError, ModuleError
+from headrace.workers.envs import restarts
 from headrace.workers.policy.module_weights import read_weights
 from support.envs.toy_agents import Schedule, Together, check_books, multi_runner
 
@@ -54,7 +55,10 @@ def _key(chunk: EpisodeChunk) -> Any:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("backoff_s", [0.0, 0.004])
 @pytest.mark.parametrize("policies", [["shared"], ["a0", "a1", "a2"]])
-def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float, policies: list[str]) -> None:
+def test_siblings_of_failing_envs_are_the_same_to_the_bit(
+    backoff_s: float, policies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", backoff_s)
     faulty, truth = (1, 2), []  # type: ignore[var-annotated]
 
     def creator(fails: float) -> Any:
@@ -64,9 +68,7 @@ def test_siblings_of_failing_envs_are_the_same_to_the_bit(backoff_s: float, poli
         "num_envs": 5,
         "rollout_fragment_length": 20,
         "policies": policies,
-        "env_restart_backoff_s": backoff_s,
         "env_restart_attempts": 1000,
-        "max_env_restarts_per_window": 10**6,
     }
     with multi_runner(creator(0.0), **settings) as sound, multi_runner(creator(0.15), **settings) as sampler:
         expected, lives = _lives(sound, 25), _lives(sampler, 25)

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
+from headrace.workers.agents import lane_report
 from headrace.workers.agents.acting_seats import acting_seats
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.envs.lane import Lane
@@ -33,10 +34,15 @@ class Pausing(Together):
         return super().step(actions)
 
 
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_report, "MOST_IDLE_STEPS", 20)
+
+
 def test_an_env_without_acting_agents_fails_with_a_typed_error() -> None:
-    settings = {"num_envs": 2, "max_idle_env_steps": 20, "env_config": {"pause": 10**9}}
-    words = r"env steps in a row in which no agent acts should be at most max_idle_env_steps = 20, .* got 21"
-    with multi_runner(Pausing, env_restart_attempts=2, env_restart_backoff_s=0.0, **settings) as sampler:
+    settings = {"num_envs": 2, "env_config": {"pause": 10**9}}
+    words = r"env steps in a row in which no agent acts should be at most 20, .* got 21"
+    with multi_runner(Pausing, env_restart_attempts=2, **settings) as sampler:
         with pytest.raises(EnvRestartBudgetError, match=words):
             sampler.sample(num_episodes=1000)
         assert sampler.totals.env_failures == 3
@@ -49,7 +55,7 @@ def test_an_env_without_acting_agents_fails_with_a_typed_error() -> None:
 
 
 def test_a_pause_is_no_failure_and_each_pause_is_counted_from_zero() -> None:
-    with multi_runner(Pausing, num_envs=1, max_idle_env_steps=20, env_config={"pause": 19}) as sampler:
+    with multi_runner(Pausing, num_envs=1, env_config={"pause": 19}) as sampler:
         chunks = sampler.sample(num_episodes=3)
         assert {chunk.end for chunk in chunks} == {ChunkEnd.TERMINATED}
         assert sampler.totals.env_failures == 0

@@ -13,6 +13,7 @@ from headrace.schemas.chunks.chunk import EpisodeChunk, to_episode
 from headrace.schemas.errors import ConnectorError, ModuleError
 from headrace.workers import PolicySpec
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
+from headrace.workers.envs import restarts
 from headrace.workers.modules import lstm_actor_critic, sequences
 from support.envs.toy_agents import Schedule, TakingTurns, Together, check_books, multi_runner, scheduled
 from support.runners.connectors import FailingConnector
@@ -46,7 +47,7 @@ def test_memory_follows_each_agents_own_steps_and_chunks_store_its_start(
     num_envs: int, length: int, fails: float, seed: int
 ) -> None:
     lives: Lives = defaultdict(list)
-    settings = {"rollout_fragment_length": length, "seed": seed, "max_env_restarts_per_window": 10**6, "module": Ages}
+    settings = {"rollout_fragment_length": length, "seed": seed, "env_restart_attempts": 10**5, "module": Ages}
     with multi_runner(scheduled([], 3, fails), num_envs=num_envs, policies=["a0", "rest"], **settings,
                       policy_mapping_fn=lambda agent, _: "a0" if agent == "a0" else "rest") as sampler:  # fmt: skip
         while sampler.totals.episodes < 80:
@@ -146,14 +147,17 @@ def _recompute(learner: Any, batch: Any) -> None:
 
 
 @pytest.mark.parametrize("backoff_s", [0.0, 0.004])
-def test_siblings_of_failing_envs_are_the_same_to_the_bit_with_memory_and_connectors(backoff_s: float) -> None:
+def test_siblings_of_failing_envs_are_the_same_to_the_bit_with_memory_and_connectors(
+    backoff_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", backoff_s)
     faulty = (1, 2)
 
     def live(fails: float) -> Lives:
         lives: Lives = defaultdict(list)
         settings: dict[str, Any] = {
-            "rollout_fragment_length": 20, "env_restart_backoff_s": backoff_s, "module": LSTM,
-            "env_restart_attempts": 1000, "max_env_restarts_per_window": 10**6,
+            "rollout_fragment_length": 20, "module": LSTM,
+            "env_restart_attempts": 1000,
             "env_to_module": [PreviousActionReward, FlattenObservations, MeanStd, FrameStack(2)],
         }  # fmt: skip
         env = lambda c: Schedule(c.vector_index, [], 3, fails if c.vector_index in faulty else 0.0)  # noqa: E731

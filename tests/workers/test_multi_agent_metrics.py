@@ -150,7 +150,7 @@ LOST = (
 
 @pytest.mark.parametrize("length", [3, 9])
 def test_discarded_steps_are_counted_in_env_steps_and_in_agent_steps(length: int) -> None:
-    settings = {"rollout_fragment_length": length, "max_env_restarts_per_window": 10**6}
+    settings = {"rollout_fragment_length": length, "env_restart_attempts": 10**5}
     with multi_runner(scheduled([], fails=0.02), num_envs=4, **settings) as sampler:  # type: ignore[arg-type]
         for _ in range(80):
             sampler.sample_fragment()

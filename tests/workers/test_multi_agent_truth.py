@@ -117,7 +117,7 @@ def test_env_failures_cost_open_chunks_only_and_end_partly_sent_episodes(length:
     truth: list[dict[str, Any]] = []
     lives: Lives = defaultdict(list)
     env = scheduled(truth, fails=0.02)
-    settings = {"rollout_fragment_length": length, "max_env_restarts_per_window": 10**6}
+    settings = {"rollout_fragment_length": length, "env_restart_attempts": 10**5}
     with multi_runner(env, num_envs=4, **settings) as sampler:
         while sampler.totals.episodes < 150:
             _gather(lives, sampler.sample_fragment())

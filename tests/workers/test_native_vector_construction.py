@@ -48,7 +48,7 @@ class NeverMade(Counting):
 def _runner(kind: str, index: int, hangs: Path, **settings: Any) -> Any:
     env = NeverMade if kind == "of ours" else vector_of(NeverMade, "async", AutoresetMode.SAME_STEP)
     config = {"index": index, "hangs": str(hangs)}
-    settings = {"env_construct_timeout_s": 0.5, **settings}
+    settings = {"env_reset_timeout_s": 0.25, **settings}
     return runner(env, num_envs=3, env_config=config, **KINDS[kind], **settings)
 
 
@@ -56,7 +56,7 @@ def _runner(kind: str, index: int, hangs: Path, **settings: Any) -> Any:
 def test_an_env_that_hangs_in_first_construction_raises_env_hang_error(kind: str, index: int, tmp_path: Path) -> None:
     hangs = tmp_path / "hangs"
     hangs.touch()
-    words = "env [0-2] did not return from construction within env_construct_timeout_s = 0.5 s and "
+    words = r"env [0-2] did not return from construction within 2 \* env_reset_timeout_s = 0.5 s and "
     with pytest.raises(EnvHangError, match=words + ("its process was killed" if index else "is left alone")):
         _runner(kind, index, hangs)
 
@@ -73,7 +73,7 @@ def test_an_env_0_that_is_made_after_its_deadline_is_closed() -> None:
             closed.set()
 
     with pytest.raises(EnvHangError, match="is left alone"):
-        runner(Late, num_envs=1, gym_env_vectorize_mode="async", env_construct_timeout_s=0.2)
+        runner(Late, num_envs=1, gym_env_vectorize_mode="async", env_reset_timeout_s=0.1)
     let_go.set()
     assert closed.wait(TIMEOUT_S)
 
@@ -82,7 +82,7 @@ def test_an_env_0_that_is_made_after_its_deadline_is_closed() -> None:
 @pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_env_that_hangs_in_a_rebuild_counts_as_an_env_failure(kind: str, tmp_path: Path) -> None:
-    patient: dict[str, Any] = {"env_construct_timeout_s": 3.0}  # the first ones are to be made on a busy machine too
+    patient: dict[str, Any] = {"env_reset_timeout_s": 1.5}  # the first ones are to be made on a busy machine too
     with _runner(kind, 1, tmp_path / "hangs", env_restart_attempts=2, **patient) as sampler:
         with pytest.raises(EnvRestartBudgetError, match="did not return from construction"):
             sampler.sample(num_timesteps=30)

@@ -20,8 +20,10 @@ from gymnasium.vector import AutoresetMode
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, StepFailedRecreateEnv
+from headrace.workers.envs import restarts
 from support.envs.native_vectors import vector_of
 from support.envs.toy import Counting, check_books, runner
+from support.runners.closing import close_within
 from support.waiting import wait_until
 
 # Gymnasium's AsyncVectorEnv tells of an env's error by warnings too, before it raises it.
@@ -177,11 +179,10 @@ def test_a_hanging_reset_counts_as_one_failure_of_the_vector(tmp_path: Path, mod
         assert set(sampler.totals.discarded) <= {"env_hang"}
 
 
-def test_processes_that_do_not_close_are_killed(tmp_path: Path) -> None:
+def test_processes_that_do_not_close_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close_within(monkeypatch, 0.3)
     config = {"began": str(tmp_path / "began"), "done": str(tmp_path), "close_hangs": True}
-    with runner(
-        Sleepy, num_envs=2, gym_env_vectorize_mode="async", env_config=config, env_close_timeout_s=0.3
-    ) as sampler:
+    with runner(Sleepy, num_envs=2, gym_env_vectorize_mode="async", env_config=config) as sampler:
         sampler.sample(num_timesteps=4)
         vector: Any = sampler.env
     # The thread that is left in `close` waits for them too, and may be the one that hears of their end.
@@ -233,9 +234,12 @@ def test_an_env_may_ask_for_a_rebuild_without_an_error(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_the_runner_keeps_polling_while_it_waits_before_a_rebuild(tmp_path: Path) -> None:
+def test_the_runner_keeps_polling_while_it_waits_before_a_rebuild(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 0.05)
     waits: list[int] = []
-    settings = {"num_envs": 2, "env_config": {"error": RuntimeError("no")}, "env_restart_backoff_s": 0.05}
+    settings = {"num_envs": 2, "env_config": {"error": RuntimeError("no")}}
     with runner(Failing, gym_env_vectorize_mode="sync", env_restart_attempts=3, **settings) as sampler:
         with pytest.raises(EnvRestartBudgetError):
             sampler.sample_fragment(on_poll=lambda: waits.append(1))

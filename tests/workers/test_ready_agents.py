@@ -29,7 +29,7 @@ Lives = dict[tuple[str, str], list[EpisodeChunk]]
 
 
 def runner(ready: str, **settings: Any) -> MultiAgentEnvRunner:
-    defaults: dict[str, Any] = {"num_envs": 4, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
+    defaults: dict[str, Any] = {"num_envs": 4, "envs_per_process": 2, "seed": 3}
     defaults |= {"env": "support.envs.crowd:Crowd", "missing_final_observation": "repeat", "rollout_fragment_length": 7}
     defaults |= {"policies": ["masked", "pushes"], "policy_mapping_fn": policy_of, "env_config": {"late_ms": 4}}
     placed = {"env_placement": "process", **READY[ready]} if ready != "inline" else {"env_config": {}}

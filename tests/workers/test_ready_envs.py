@@ -27,7 +27,7 @@ by_readiness = pytest.mark.parametrize("ready", READY)
 
 
 def runner(ready: str, env: str = "support.envs.troubled:Jittery", **settings: Any) -> SingleAgentEnvRunner:
-    defaults = {"num_envs": 4, "envs_per_process": 2, "seed": 3, "env_restart_backoff_s": 0.0}
+    defaults = {"num_envs": 4, "envs_per_process": 2, "seed": 3}
     placed = {"env_placement": "process", **READY[ready]} if ready != "inline" else {}
     return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
 

@@ -27,7 +27,7 @@ def hosts(tmp_path: Path) -> Iterator[EnvHosts]:
 
 def runner(hosts: EnvHosts | None, env: str, **settings: Any) -> SingleAgentEnvRunner:
     placed = {"env_placement": "remote", "env_hosts_port": hosts.port} if hosts is not None else {}
-    defaults = {"num_envs": 4, "seed": 3, "env_restart_backoff_s": 0.0}
+    defaults = {"num_envs": 4, "seed": 3}
     return SingleAgentEnvRunner(EnvRunnerConfig(env=env, **{**defaults, **placed, **settings}), run_uid="test")
 
 

@@ -23,9 +23,9 @@ from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
 from headrace.schemas.frames.wire import MessageKind, decode, encode
-from headrace.schemas.messages.env_messages import EnvHeartbeat, EnvHostHello
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote import pool as remote_pool
+from headrace.workers.envs.remote.env_messages import EnvHeartbeat, EnvHostHello
 from headrace.workers.envs.remote.spaces_check import problem_of
 from support.envs.toy import check_books
 from support.fleets.env_hosts import EnvHosts, cable_to
@@ -161,7 +161,7 @@ def test_a_spare_host_takes_over_the_envs_of_a_host_that_leaves(
 def test_a_fault_of_a_remote_env_is_reported_like_that_of_a_local_env(fault: str, reason: str, hosts: EnvHosts) -> None:
     table = f'{{"lane": 2, "faults": {{"step": "{fault}"}}}}'
     hosts.start("support.envs.troubled:Troubled", 3, f"sampling.env_config={table}", "sampling.env_step_timeout_s=1")
-    with runner(hosts, "support.envs.troubled:Troubled", env_restart_backoff_s=0.0) as sampler:
+    with runner(hosts, "support.envs.troubled:Troubled") as sampler:
         wait_until(lambda: who_acts(sampler) and sampler.totals.discarded.get(reason), what=reason)
         wait_until(lambda: who_acts(sampler) == {0, 1, 2}, what="all lanes")
         assert sampler.totals.env_failures == 1
@@ -175,7 +175,7 @@ def test_a_live_host_that_answers_no_step_is_lost_after_the_workers_deadline(
     table = '{"lane": 2, "faults": {"step": "hangs with the lock"}}'
     hosts.start("support.envs.troubled:Troubled", 2)
     deadlines = {"env_step_timeout_s": 1.0, "env_reset_timeout_s": 1.0, "envs_per_process": 1, "env_hosts_lease_s": 5.0}
-    with runner(hosts, "support.envs.troubled:Troubled", env_restart_backoff_s=0.0, **deadlines) as sampler:
+    with runner(hosts, "support.envs.troubled:Troubled", **deadlines) as sampler:
         wait_until(lambda: who_acts(sampler) == {0, 1}, what="the sound host")
         hanging = hosts.start("support.envs.troubled:Troubled", 1, f"sampling.env_config={table}")
         wait_until(lambda: who_acts(sampler) and "env 2 is gone" in caplog.text, what="the loss")

@@ -11,6 +11,7 @@ import pytest
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import EnvContractError, EnvRestartBudgetError
 from headrace.workers import EnvContext, VectorEnv
+from headrace.workers.envs import restarts
 from support.envs.toy import Counting, Faulty, Walk, check_books, runner
 
 
@@ -95,7 +96,7 @@ class Abacus(VectorEnv):
 
 
 def test_a_vector_env_may_fail_for_one_env_or_for_all_envs() -> None:
-    with runner(Abacus, num_envs=3, rollout_fragment_length=8, env_restart_backoff_s=0.0) as sampler:
+    with runner(Abacus, num_envs=3, rollout_fragment_length=8) as sampler:
         batch = sampler.sample_fragment()
         abacus: Any = sampler.env.unwrapped  # type: ignore[union-attr]
         assert abacus.restarted == [1]
@@ -114,10 +115,10 @@ def test_a_vector_env_may_fail_for_one_env_or_for_all_envs() -> None:
         sampler.sample(num_timesteps=100)
 
 
-def test_envs_that_wait_to_be_restarted_are_not_stepped() -> None:
+def test_envs_that_wait_to_be_restarted_are_not_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", 3600.0)
     config = {"at": 1, "fails": 2}
-    waits = {"env_restart_backoff_s": 3600.0}
-    with runner(Abacus, num_envs=3, env_config=config, rollout_fragment_length=5, **waits) as sampler:
+    with runner(Abacus, num_envs=3, env_config=config, rollout_fragment_length=5) as sampler:
         batch = sampler.sample_fragment()
         abacus: Any = sampler.env.unwrapped  # type: ignore[union-attr]
         assert abacus.restarted == [1]

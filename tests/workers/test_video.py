@@ -11,6 +11,7 @@ import pytest
 
 from headrace.schemas.errors import EnvError
 from support.envs.toy import check_books, runner
+from support.runners.closing import close_within
 
 RECORDED = "headrace.workers.envs.video:recorded"
 
@@ -54,11 +55,12 @@ def moviepy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.long
 @pytest.mark.parametrize("placement", ["inline", "process"])
 def test_recording_some_episodes_of_one_env_leaves_chunks_unchanged(
-    tmp_path: Path, placement: str, moviepy: str
+    tmp_path: Path, placement: str, moviepy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    close_within(monkeypatch, 30.0)  # the last video is written then
     folder = tmp_path / "videos"
     recording = {"env": "CartPole-v1", "folder": str(folder), "every": 2, "length": 8}
-    found = _chunks(RECORDED, recording, env_placement=placement, envs_per_process=2, env_close_timeout_s=30.0)
+    found = _chunks(RECORDED, recording, env_placement=placement, envs_per_process=2)
     assert found == _chunks("CartPole-v1", {})
     (life,) = folder.iterdir()
     assert life.name.startswith("worker-0-env-0-")

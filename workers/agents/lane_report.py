@@ -25,6 +25,8 @@ from headrace.workers.envs.checks import end_of, take_reset_apart
 from headrace.workers.envs.error_text import brief
 
 MissingFinal = Literal["error", "repeat", "drop"]
+MOST_IDLE_STEPS = 10_000
+"""Env steps in a row in which no agent acts. After one more, the env has failed."""
 _PARTS = ("observations", "rewards", "terminateds", "truncateds", "infos")
 
 
@@ -109,13 +111,13 @@ def read_step(
     return report
 
 
-def check_idle(episode: MultiAgentEpisode, most: int) -> None:
+def check_idle(episode: MultiAgentEpisode) -> None:
     """Raise `EnvContractError` if no agent has acted for too many steps: such an episode might never end."""
-    if episode.idle_steps > most:
+    if episode.idle_steps > MOST_IDLE_STEPS:
         raise EnvContractError(
             "env steps in a row in which no agent acts",
             str(episode.idle_steps),
-            f"at most max_idle_env_steps = {most}, after which an agent is observed or the episode ends ({ALL!r})",
+            f"at most {MOST_IDLE_STEPS:,}, after which an agent is observed or the episode ends ({ALL!r})",
         )
 
 

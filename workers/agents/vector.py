@@ -107,7 +107,7 @@ class MultiAgentVector:
                 rewards += answer[1].values()
                 continue
             try:
-                check_idle(episode, config.max_idle_env_steps)
+                check_idle(episode)
                 report = read_step(episode, answer, self.seating.agents, config.missing_final_observation)
                 if config.infos == "all":
                     report.infos = [(agent, own_info(info)) for agent, info in report.infos]

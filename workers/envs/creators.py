@@ -18,8 +18,8 @@ from headrace.schemas.errors import (
     EnvContractError,
     EnvError,
     HeadraceError,
-    MissingEnvError,
     UnknownEnvError,
+    missing_env_error,
     words_of,
 )
 from headrace.workers.envs.context import EnvContext
@@ -53,10 +53,10 @@ def registered_creator(name: str) -> EnvCreator | None:
 def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
     """Return the creator of `env`: a registered name, import path, gymnasium id or "module:id", class or callable.
 
-    Raises `MissingEnvError` for None, and `UnknownEnvError` for a name that stands for no env.
+    Raises `ConfigError` for None, and `UnknownEnvError` for a name that stands for no env.
     """
     if env is None:
-        raise MissingEnvError
+        raise missing_env_error()
     log_warnings_of_mujoco()
     if not isinstance(env, str):
         return _of_callable(env)

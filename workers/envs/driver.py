@@ -2,14 +2,15 @@
 
     while sampling:   send_actions(columns) ── poll() ── try_reset(lanes that ended) ── try_restart() if some failed
 
-Those of one agent are `EnvVector` (`vector.py`), native vectors (`native/`) and external episodes
-(`workers/external/`). Envs of several agents are `InlineAgents` (`workers/agents/`), a packed `EnvVector` or external.
+Those of one agent are `EnvVector` (`vector.py`) and native vectors (`native/`), those of several agents `InlineAgents`
+(`workers/agents/`) and a packed `EnvVector`. An env of another kind brings its own driver: see `own_driver`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,3 +134,38 @@ class EnvDriver(LaneDriver, Protocol):
         Where each env has its own pace, it waits until a lane can act, then `remote_env_batch_wait_ms` for more lanes.
         It returns earlier if the caller has other work, such as a rebuild. `Outcome.lanes` says which lanes are ready.
         """
+
+
+class ExternalDriver(LaneDriver, Protocol):
+    """Lanes of `Pace.EXTERNAL`: their episodes drive themselves, and are never stepped or reset."""
+
+    read_version: Callable[[], tuple[int, int]]
+    """Returns (learner_epoch, seq) of the weights that act."""
+    heard_at: float
+    """When a driver of an episode last said something, in monotonic seconds."""
+
+    @property
+    def open_episodes(self) -> int:
+        """The number of episodes that have begun and not ended."""
+
+    @property
+    def asking(self) -> NDArray[np.intp]:
+        """The lanes that wait for an action."""
+
+    def logged(self, acting: Any) -> Mapping[int, Mapping[str, NDArray[Any]]]:
+        """Return the actions that callers chose themselves, by lane or seat. `acting`: lanes, or seats of a module."""
+
+
+def external(envs: LaneDriver) -> ExternalDriver | None:
+    """Return `envs` where their episodes drive themselves; None where they are stepped."""
+    return cast(ExternalDriver, envs) if envs.pace is Pace.EXTERNAL else None
+
+
+def own_driver(env: Any, *, several_agents: bool = False) -> Any:
+    """Return the class that drives envs of this kind; None for gymnasium's and for vectors.
+
+    The class of `env` names it: in `headrace_driver` for one agent, in `headrace_agents_driver` for several, as
+    "package.module:Class". It is called with what `open_envs` or `open_agents` have, and `env`.
+    """
+    name = getattr(type(env), "headrace_agents_driver" if several_agents else "headrace_driver", None)
+    return resolve_name(name) if name else None

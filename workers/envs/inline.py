@@ -102,13 +102,13 @@ class BuiltEnvs:
         self._kind.check_spaces(slot.env, index)
 
     def close_env(self, index: int) -> None:
-        """Close the env of lane `index`, within `env_close_timeout_s`."""
-        close_envs([self.slots[index].release()], self._table.config.env_close_timeout_s)
+        """Close the env of lane `index`, within 5 s."""
+        close_envs([self.slots[index].release()])
 
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""
         self._table.disown()
-        close_envs([slot.release() for slot in self.slots], self._table.config.env_close_timeout_s)
+        close_envs([slot.release() for slot in self.slots])
 
 
 class EnvSource(Protocol):
@@ -121,8 +121,8 @@ class EnvSource(Protocol):
     def before_step(self) -> Callable[[Sequence[EnvSlot], Sequence[Any]], None] | None:
         """The function to call before a step, with the slots and one action for each lane; None: no function."""
 
-    def close(self, timeout_s: float) -> None:
-        """Close the resources that the envs share, within `timeout_s` seconds."""
+    def close(self) -> None:
+        """Close the resources that the envs share, within 5 s."""
 
 
 class CreatedEnvs:
@@ -134,7 +134,7 @@ class CreatedEnvs:
         """Return one env, as `EnvKind` does."""
         return build_env(creator, context)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self) -> None:
         """Do nothing: the envs share nothing."""
 
 
@@ -162,7 +162,7 @@ class InlineEnvs:
         try:
             self._envs = BuiltEnvs(table, self, first)
         except BaseException:
-            source.close(table.config.env_close_timeout_s)
+            source.close()
             raise
 
     # -- as an `EnvKind` ----------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class InlineEnvs:
         self._told.built.append(lane)
 
     def close_env(self, lane: int) -> None:
-        """Close the lane's env, within `env_close_timeout_s`."""
+        """Close the lane's env, within 5 s."""
         self._envs.close_env(lane)
 
     def leave_host(self, lane: int, failing: Set[int], why: str) -> bool:
@@ -280,7 +280,7 @@ class InlineEnvs:
     def close(self) -> None:
         """Close all envs, within one time limit for all of them."""
         self._envs.close()
-        self._source.close(self._table.config.env_close_timeout_s)
+        self._source.close()
 
 
 class InlinePlacement:

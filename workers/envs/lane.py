@@ -13,6 +13,7 @@ import gymnasium as gym
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.chunk import UNSEEDED
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.envs.restarts import RestartBudget
 from headrace.workers.randomness.seeds import EPISODE_BITS, EnvSeeds
 
@@ -101,8 +102,8 @@ class Lane:
         self.episode = episode
 
 
-def close_envs(envs: Iterable[Any], timeout_s: float) -> None:
-    """Close each env in a thread of its own, all within `timeout_s` seconds. Log errors and timeouts as warnings.
+def close_envs(envs: Iterable[Any], timeout_s: float | None = None) -> None:
+    """Close each env in a thread of its own, all within 5 s, or `timeout_s`. Log errors and timeouts as warnings.
 
     Where no thread can be started, as without memory, abandon the env.
     """
@@ -118,11 +119,12 @@ def close_envs(envs: Iterable[Any], timeout_s: float) -> None:
             started.append(thread)
         except (RuntimeError, MemoryError) as error:
             logger.warning("%s failed (%s); the env is abandoned", thread.name, error)
-    deadline = time.monotonic() + timeout_s
+    limit_s = ENV_CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
     for thread in started:
         thread.join(max(deadline - time.monotonic(), 0.0))
         if thread.is_alive():
-            logger.warning("%s did not return within %g s; the env is abandoned", thread.name, timeout_s)
+            logger.warning("%s did not return within %g s; the env is abandoned", thread.name, limit_s)
 
 
 def _close(env: Any) -> None:

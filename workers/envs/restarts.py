@@ -11,10 +11,13 @@ from headrace.workers.envs.error_text import seed_hint
 if TYPE_CHECKING:  # as in `creators`
     from headrace.workers.config import EnvRunnerConfig
 
-WINDOW_S = 60.0
-"""Seconds in which `max_env_restarts_per_window` are tolerated."""
+BACKOFF_S = 0.05
+"""Seconds before the second rebuild in a row. The wait doubles with each further one."""
 _LONGEST_BACKOFF = 100.0
-"""Waits before a rebuild grow to so many times `env_restart_backoff_s`."""
+"""Waits before a rebuild grow to so many times `BACKOFF_S`."""
+_WINDOW_S = 60.0
+PER_WINDOW = 75
+"""So many times `env_restart_attempts` are tolerated within `_WINDOW_S`, delivered or not."""
 
 
 class RestartBudget:
@@ -39,24 +42,22 @@ class RestartBudget:
 
         Raises `EnvRestartBudgetError` if it was one too many.
         """
-        config = self._config
+        attempts = self._config.env_restart_attempts
         self._recent.append(now)
-        while self._recent[0] <= now - WINDOW_S:
+        while self._recent[0] <= now - _WINDOW_S:
             self._recent.popleft()
         self.in_a_row += 1
-        if self.in_a_row > config.env_restart_attempts:
-            raise self._exhausted(error, self.in_a_row, now, "env_restart_attempts", hint) from error
-        if len(self._recent) > config.max_env_restarts_per_window:
-            raise self._exhausted(error, len(self._recent), now, "max_env_restarts_per_window", hint) from error
+        if self.in_a_row > attempts:
+            raise self._exhausted(error, self.in_a_row, now, hint) from error
+        if len(self._recent) > PER_WINDOW * attempts:
+            raise self._exhausted(error, len(self._recent), now, hint) from error
         if self.in_a_row == 1:
             return 0.0
-        return config.env_restart_backoff_s * min(2.0 ** min(self.in_a_row - 2, 60), _LONGEST_BACKOFF)
+        return BACKOFF_S * min(2.0 ** min(self.in_a_row - 2, 60), _LONGEST_BACKOFF)
 
-    def _exhausted(
-        self, error: BaseException, failures: int, now: float, setting: str, hint: str
-    ) -> EnvRestartBudgetError:
+    def _exhausted(self, error: BaseException, failures: int, now: float, hint: str) -> EnvRestartBudgetError:
         first = self._recent[-min(failures, len(self._recent))]
         last = words_of(error)
         last += seed_hint(last, self._config.max_env_seed)
         window_s = round(max(now - first, 0.001), 3)
-        return EnvRestartBudgetError(self._env_index, failures, window_s, last, setting, hint or "repair the env")
+        return EnvRestartBudgetError(self._env_index, failures, window_s, last, hint or "repair the env")

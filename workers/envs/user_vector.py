@@ -84,10 +84,10 @@ class UserVectorEnvs:
             if isinstance(slot.env, SubEnv):
                 slot.env.row = rows[slot.index]
 
-    def close(self, timeout_s: float) -> None:
-        """Close the vector within `timeout_s` seconds."""
+    def close(self) -> None:
+        """Close the vector, within 5 s."""
         vector, self._vector = self._vector, None
-        close_envs([vector], timeout_s)
+        close_envs([vector])
 
 
 def checked_vector(vector: Any) -> VectorEnv:

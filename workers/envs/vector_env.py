@@ -15,8 +15,6 @@ from headrace.workers.envs.lane import close_envs
 from headrace.workers.envs.ownership import EnvLife, claim, free
 from headrace.workers.envs.rendering import render_at
 
-_CLOSE_TIMEOUT_S = 5.0
-
 Answers = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
 
 
@@ -125,7 +123,7 @@ class _ListedEnvs(VectorEnv):
         if self._make_env is None:
             raise EnvContractError("VectorEnv.wrap", "existing_envs only", "given make_env too, to restart an env")
         place = index or 0
-        close_envs([self._envs[place]], _CLOSE_TIMEOUT_S)
+        close_envs([self._envs[place]])
         self._envs[place] = None  # freed before the next one is built, which may need its port or its memory
         free(self._lives[place])
         self._lives[place] = EnvLife()
@@ -145,7 +143,7 @@ class _ListedEnvs(VectorEnv):
         return render_at(self._envs[index or 0], index or 0)
 
     def close(self) -> None:
-        close_envs(self._envs, _CLOSE_TIMEOUT_S)
+        close_envs(self._envs)
         for life in self._lives:
             life.is_over = True
 

@@ -32,6 +32,8 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
     that are done, raise `EnvContractError` too.
     """
 
+    headrace_agents_driver = "headrace.workers.external.agents:ExternalAgentLanes"
+
     def __init__(
         self, action_space: Mapping[Any, gym.Space[Any]], observation_space: Mapping[Any, gym.Space[Any]]
     ) -> None:
@@ -48,7 +50,7 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
     def get_action(self, episode_id: str, observation_dict: AgentDict) -> dict[Any, Any]:
         """Return the current policies' actions of all observed agents that are not done.
 
-        At least one agent has to act. Blocks until all actions are there, at most `external_action_timeout_s`.
+        At least one agent has to act. Blocks until all actions are there, at most 300 s.
         """
         actions: dict[Any, Any] = self._ask(episode_id, observation_dict)
         return actions
@@ -56,7 +58,7 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
     def log_action(self, episode_id: str, observation_dict: AgentDict, action_dict: AgentDict) -> None:
         """Log the actions that the caller chose, one for each observed agent that is not done.
 
-        Blocks until the sampler has taken them in, at most `external_log_timeout_s`.
+        Blocks until the sampler has taken them in, at most 300 s.
         """
         self._log(episode_id, observation_dict, action_dict)
 

@@ -28,16 +28,18 @@ class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
     threads.
     """
 
+    headrace_driver = "headrace.workers.external.vector:ExternalVector"
+
     def __init__(self, action_space: gym.Space[Any], observation_space: gym.Space[Any]) -> None:
         self.action_space = action_space
         self.observation_space = observation_space
 
     def get_action(self, episode_id: str, observation: Any) -> Any:
-        """Return the current policy's action. Blocks until it is computed, at most `external_action_timeout_s`."""
+        """Return the current policy's action. Blocks until it is computed, at most 300 s."""
         return self._ask(episode_id, observation)
 
     def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
-        """Log an action that the caller chose. Blocks until it is recorded, at most `external_log_timeout_s`."""
+        """Log an action that the caller chose. Blocks until it is recorded, at most 300 s."""
         self._log(episode_id, observation, action)
 
     def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:

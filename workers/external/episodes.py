@@ -25,11 +25,9 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors.episodes import (
     ClientLostError,
     EpisodeAbortedError,
-    EpisodeCompletedError,
     EpisodeError,
     EpisodesClosedError,
     NoFreePlaceError,
-    UnknownEpisodeError,
 )
 from headrace.workers.external.calls import Answer, Call, DriverLoop, OnAnswer, Place
 
@@ -78,8 +76,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     def start(self, episode_id: str | None = None, *, training_enabled: bool = True) -> str:
         """Open an episode and return its id, or a new id if none is given.
 
-        Raises `EpisodeError`, `EpisodeCompletedError`, `NoFreePlaceError`, `EpisodesClosedError`, or an
-        `EpisodeError` for an id that is no text, or longer than `MAX_ID_LENGTH`.
+        Raises `NoFreePlaceError`, `EpisodesClosedError`, and `EpisodeError`, also for an id that is no text, or longer
+        than `MAX_ID_LENGTH`.
         """
         episode_id = uuid.uuid4().hex if episode_id is None else episode_id
         if not isinstance(episode_id, str):
@@ -170,7 +168,7 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
             self._check_not_over(episode_id)
             if self._closed is not None:
                 raise EpisodesClosedError(episode_id, self._closed)
-            raise UnknownEpisodeError(episode_id)
+            raise EpisodeError(episode_id, "unknown_episode")
         if self._closed is not None:
             raise EpisodesClosedError(episode_id, self._closed)
         if idle and place.call is not None:
@@ -193,7 +191,8 @@ class EpisodeTable(ABC, Generic[AnyPlace]):
     def _check_not_over(self, episode_id: str) -> None:
         if episode_id in self._over:
             reason = self._over[episode_id]
-            raise EpisodeCompletedError(episode_id) if reason is None else EpisodeAbortedError(episode_id, reason)
+            ended = EpisodeError(episode_id, "already_completed")
+            raise ended if reason is None else EpisodeAbortedError(episode_id, reason)
 
     def _forget(self, place: Place, reason: str | None) -> None:
         """Note that the episode is over. Its place is not free yet."""

@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,26 +26,13 @@ from headrace.workers.envs.recovery import SharedRecovery
 from headrace.workers.envs.sequential_step import Outcome
 from headrace.workers.external.calls import Call, Place
 from headrace.workers.external.episodes import EpisodeTable
-from headrace.workers.external.self_driven import Deadlines, RunThread, SelfDrivenEnv
+from headrace.workers.external.self_driven import RunThread, SelfDrivenEnv
 from headrace.workers.metrics.time_budget import WAIT
 
 logger = logging.getLogger(__name__)
 
 _NOTHING, _NO_LANE = np.empty(0), np.empty(0, np.intp)
 _GIVEN_UP = "its worker has given it up (a reset, other weights of a new learner, an error there, or its end)"
-
-
-class ExternalDriver(Protocol):
-    """The part of a sampler's interface that only external envs have."""
-
-    read_version: Callable[[], tuple[int, int]]
-    """Returns (learner_epoch, seq) of the weights that act."""
-    heard_at: float
-    """When a driver of an episode last said something, in monotonic seconds."""
-
-    @property
-    def episodes(self) -> EpisodeTable[Any]:
-        """The table of the episodes."""
 
 
 class ExternalLanes(ABC):
@@ -132,20 +119,16 @@ class ExternalLanes(ABC):
 
     def _adopt(self, env: SelfDrivenEnv[Any]) -> None:
         """Start `env` with its own table. Threads of the previous env find their table closed."""
-        config = self._table.config
         self.episodes = self._new_table()
-        deadlines = Deadlines(
-            config.external_start_timeout_s, config.external_action_timeout_s, config.external_log_timeout_s
-        )
-        env.attach(self.episodes, deadlines)
+        env.attach(self.episodes)
         for lane in self.lanes:
             lane.env = env  # type: ignore[assignment]
-        self._run = RunThread(env, self, config.env_close_timeout_s)
+        self._run = RunThread(env, self)
         self._table.tell_created(0)
         self._run.start()
 
     def stop(self) -> None:
-        """Close the env, within `env_close_timeout_s`."""
+        """Close the env, within 5 s."""
         self._take_down()
         self._table.forget()
 
@@ -157,7 +140,7 @@ class ExternalLanes(ABC):
         for lane in self.lanes:
             lane.release()
         if drive is not None:
-            drive.stop(self._table.config.env_close_timeout_s)
+            drive.stop()
 
     def _rebuild(self) -> None:
         if self.on_rebuild is not None:
@@ -183,6 +166,11 @@ class ExternalLanes(ABC):
     def under_way(self) -> set[int]:
         """Live lanes whose driver got an action and has not reported its result."""
         return set(self._under_way)
+
+    @property
+    def open_episodes(self) -> int:
+        """See `ExternalDriver`."""
+        return int(self.episodes.counts()["open"])
 
     @property
     def asking(self) -> NDArray[np.intp]:

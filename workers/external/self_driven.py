@@ -7,25 +7,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
 from headrace.schemas.basics.dropped import when_dropped
 from headrace.schemas.errors import EnvError
 from headrace.schemas.errors.episodes import EpisodeError, EpisodeTimeoutError, NoFreePlaceError
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S, EXTERNAL_PATIENCE_S
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.external.calls import Answer, OnAnswer
 from headrace.workers.external.episodes import EpisodeTable
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds that calls may block: the settings "external_..._timeout_s"."""
-
-    start_s: float
-    action_s: float
-    log_s: float
-
 
 AnyTable = TypeVar("AnyTable", bound=EpisodeTable[Any])
 
@@ -47,18 +37,18 @@ class SelfDrivenEnv(Generic[AnyTable]):
     # -- what `run` calls ---------------------------------------------------------------------------------------------
 
     def start_episode(self, episode_id: str | None = None, training_enabled: bool = True) -> str:
-        """Open an episode and return its id. Waits for a free place, at most `external_start_timeout_s`.
+        """Open an episode and return its id. Waits for a free place, at most 300 s.
 
         Without `training_enabled`, the learner gets no chunks of the episode. Raises `NoFreePlaceError` after the wait.
         """
-        episodes, deadlines = self.episodes, self._deadlines
-        until = time.monotonic() + deadlines.start_s
+        episodes = self.episodes
+        until = time.monotonic() + EXTERNAL_PATIENCE_S
         while True:
             try:
                 return episodes.start(episode_id, training_enabled=training_enabled)
             except NoFreePlaceError as error:
                 if not episodes.wait_for_place(max(until - time.monotonic(), 0.0)):
-                    raise NoFreePlaceError(error.episode_id, error.capacity, deadlines.start_s) from error
+                    raise NoFreePlaceError(error.episode_id, error.capacity, EXTERNAL_PATIENCE_S) from error
 
     def run_in_threads(self, drive: Callable[[int], None], threads: int) -> NoReturn:
         """Call drive(0), ... drive(threads - 1), each in a thread. Raise the error of the first thread that ends.
@@ -82,9 +72,9 @@ class SelfDrivenEnv(Generic[AnyTable]):
 
     # -- the table ----------------------------------------------------------------------------------------------------
 
-    def attach(self, episodes: AnyTable, deadlines: Deadlines) -> None:
+    def attach(self, episodes: AnyTable) -> None:
         """Send calls to the table `episodes` from now on. Called before `run`."""
-        self._episodes, self._deadlines = episodes, deadlines
+        self._episodes = episodes
 
     @property
     def episodes(self) -> AnyTable:
@@ -97,25 +87,24 @@ class SelfDrivenEnv(Generic[AnyTable]):
         def ask(on_answer: OnAnswer) -> None:
             self.episodes.ask(episode_id, observation, on_answer)
 
-        deadline = self._deadlines.action_s
-        return self._wait(episode_id, ask, "get_action()", "external_action_timeout_s", deadline)
+        return self._wait(episode_id, ask, "get_action()")
 
     def _log(self, episode_id: str, observation: Any, action: Any) -> None:
         def log(on_answer: OnAnswer) -> None:
             self.episodes.log_action(episode_id, observation, action, on_answer)
 
-        self._wait(episode_id, log, "log_action()", "external_log_timeout_s", self._deadlines.log_s)
+        self._wait(episode_id, log, "log_action()")
 
     def _end(self, episode_id: str, observation: Any, truncated: bool) -> None:
         self.episodes.end(episode_id, observation, lambda _: None, truncated=truncated)
 
-    def _wait(self, episode_id: str, say: Callable[[OnAnswer], None], call: str, setting: str, timeout_s: float) -> Any:
+    def _wait(self, episode_id: str, say: Callable[[OnAnswer], None], call: str) -> Any:
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         say(answers.put)
         try:
-            answer = answers.get(timeout=timeout_s)
+            answer = answers.get(timeout=EXTERNAL_PATIENCE_S)
         except queue.Empty:
-            error = EpisodeTimeoutError(episode_id, call, setting, timeout_s)
+            error = EpisodeTimeoutError(episode_id, call, EXTERNAL_PATIENCE_S)
             self._give_up(episode_id, str(error))
             raise error from None
         if answer.error is not None:
@@ -136,13 +125,13 @@ logger = logging.getLogger(__name__)
 class RunThread:
     """The thread of an env that is attached to a table. Once `run()` has ended, the table accepts nothing more.
 
-    It stops if `owner` is dropped without calling `stop(timeout_s)`.
+    It stops if `owner` is dropped without calling `stop()`.
     """
 
-    def __init__(self, env: SelfDrivenEnv[Any], owner: object, timeout_s: float) -> None:
+    def __init__(self, env: SelfDrivenEnv[Any], owner: object) -> None:
         self.env = env
         sentence = f"the runner of a {type(env).__name__} was dropped without stop()"
-        self._dropped = when_dropped(owner, sentence, self.stop, timeout_s)
+        self._dropped = when_dropped(owner, sentence, self.stop)
         self._error: BaseException = _returned(type(env).__name__)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"run-{type(env).__name__}", daemon=True)
@@ -166,20 +155,20 @@ class RunThread:
             self.env.episodes.close(f"run() of the env has ended ({type(self._error).__name__}: {self._error})")
             self._ended.set()
 
-    def stop(self, timeout_s: float) -> None:
-        """Close the env so that `run()` ends. Wait at most `timeout_s` seconds, because a thread cannot be killed."""
+    def stop(self) -> None:
+        """Close the env so that `run()` ends. Wait at most 5 s, because a thread cannot be killed."""
         self._dropped.detach()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + ENV_CLOSE_TIMEOUT_S
         self.env.episodes.close("the env was closed")
         self.env.episodes.release_all()
-        close_envs([self.env], timeout_s)
+        close_envs([self.env])
         if self._thread.ident is not None:
             self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             logger.warning(
                 "%s did not end within %g s; it is abandoned, and all it may ask for is refused",
                 self._thread.name,
-                timeout_s,
+                ENV_CLOSE_TIMEOUT_S,
             )
 
 

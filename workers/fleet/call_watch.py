@@ -47,8 +47,7 @@ class CallWatch:
         self._since = 0.0
         self._say_after_s = _SAY_AFTER_S
         self._was_overdue = False
-        of_settings = {kind: getattr(config.sampling, setting) for kind, setting in SETTINGS.items()}
-        for kind, limit_s in (_LIMITS_S | of_settings).items():
+        for kind, limit_s in (_LIMITS_S | config.sampling.call_limits()).items():
             recorder.limit(kind, limit_s)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="call-watch", daemon=True)

@@ -210,7 +210,7 @@ def _session(config: FleetConfig, fleet_id: str, slot: int | None, incarnation: 
     )
     limits = SessionLimits(
         config.window_batches(),
-        config.worker.window_bytes,
+        config.window_bytes,
         window_steps=config.window_steps(),
         window_env_steps=config.window_env_steps(),
         follows_learner=config.worker.window_batches is None,

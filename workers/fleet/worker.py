@@ -24,14 +24,20 @@ from headrace.schemas.errors import (
     EnvError,
     FencedError,
     ModuleError,
-    NoEnvHostError,
     StateError,
 )
 from headrace.schemas.messages import tellable_weights
 from headrace.schemas.messages.weights import WeightsVersion
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.fleet_place import FleetPlace
-from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
+from headrace.workers.fleet.client_port import (
+    ChunksOfClients,
+    ClientPort,
+    ClientsChannel,
+    client_port,
+    config_of_runner,
+)
 from headrace.workers.fleet.link import StoppedError
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
@@ -43,8 +49,6 @@ from headrace.workers.policy.policies import PolicyMappingError
 from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.sampling.module_batches import Cut
-from headrace.workers.serving.acting_channel import ActingChannel, Delivery
-from headrace.workers.serving.served_env import ServedEnvs, served_config
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +112,7 @@ def _work(worker: Worker, stopping: threading.Event) -> None:
     except FencedError:
         worker.give_up(Discard.FENCED)
         raise
-    except (EnvError, NoEnvHostError, CallbackError, PolicyMappingError):
+    except (EnvError, CallbackError, PolicyMappingError):
         worker.drain()
         raise
 
@@ -138,7 +142,7 @@ def build_runner(
         membership.session.read_figures = lambda: {"env_hosts": (0, 1)}  # until the runner reports its own figures
     with membership.lent():
         runner: EnvRunner[Any] = open_runner(
-            served_config(config),
+            config_of_runner(config),
             membership.slot,
             incarnation=membership.incarnation,
             run_uid=membership.fleet_id,
@@ -146,7 +150,7 @@ def build_runner(
             calls=calls or CallMark(membership.recorder.call),
         )
     runner.call_before_rebuilds(membership.expect_silence)
-    if isinstance(served := runner.config.env, ServedEnvs):
+    if (served := client_port(config, runner.config)) is not None:
         membership.session.ports = Ports(**advertised(served.ports(), host))
     return runner
 
@@ -156,7 +160,7 @@ def host_of_ports(config: FleetConfig) -> str:
 
     Raises `ConfigError` for a name that does not resolve, or that no peer can connect to.
     """
-    bound = config.serving.host if config.serving.enabled else config.sampling.env_hosts_host
+    bound = config.serving.host if config.serving.enabled else config.env_hosts_host
     if not config.serving.enabled and config.sampling.env_placement != "remote":
         return ""
     host = host_to_advertise(bound, config.worker.advertise, "worker.advertise")
@@ -186,9 +190,8 @@ class Worker:
             runner.take_finished_episodes,
             membership.compresses,
         )
-        env = runner.config.env
-        self._served = env if isinstance(env, ServedEnvs) else None
-        self._acting_channel: ActingChannel | None = None
+        self._served: ClientPort | None = client_port(config, runner.config)
+        self._acting_channel: ClientsChannel | None = None
         """The channel to clients that act by themselves, if they are allowed."""
         self._batches_a_cut = len(runner.module_spaces)
         self._waited_s: dict[str, float] = {}
@@ -421,7 +424,7 @@ class Worker:
         # Reports that clients wait; otherwise a learner would wait for more steps than the window ever holds.
         self._block("" if has_room or not self._acting_channel.has_waiting else "window")
 
-    def _take_over(self, delivery: Delivery) -> None:
+    def _take_over(self, delivery: ChunksOfClients) -> None:
         self.runner.take_over(delivery.taken)
         if delivery.taken.batch is not None:
             with self._budget.spent_on(SERIALISE):
@@ -499,7 +502,7 @@ class Worker:
     def drain(self) -> None:
         """Ship the markers of unfinished episodes, hand everything over to the broker, and send BYE."""
         self._block("")
-        deadline = time.monotonic() + self.config.worker.drain_timeout_s
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
         for delivery in self._acting_channel.end(Discard.SHUTDOWN) if self._acting_channel is not None else ():
             self._take_over(delivery)
         last = self._discard_open(Discard.SHUTDOWN)
@@ -507,9 +510,7 @@ class Worker:
         for chunk in last if self.runner.callbacks.wants("on_chunk_sent") else ():
             self.runner.callbacks.tell("on_chunk_sent", chunk=chunk)
         link = self.membership.link
-        link.wait_until(
-            lambda: not self.session.unaccepted() or link.fleet_has_stopped(), self.config.worker.drain_timeout_s
-        )
+        link.wait_until(lambda: not self.session.unaccepted() or link.fleet_has_stopped(), DRAIN_TIMEOUT_S)
         self._shipper.record()
         self.membership.leave(max(1.0, deadline - time.monotonic()))
 

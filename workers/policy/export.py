@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace.schemas.basics.run_files import opener
 from headrace.schemas.chunks.spaces import Space, Spaces, column_dtype, leaf_shape, leaves, nest
-from headrace.schemas.errors import ExportError
+from headrace.schemas.errors import ModuleError, export_error
 from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.actions import RandomActions
 from headrace.workers.modules.protocol import has_newest
@@ -119,22 +119,22 @@ def export_policy(
     """Write the policy of `module` and its frozen `connectors` to `path`.
 
     The file is kept only if its actions for random batches of the env's observations are those of `act`. Raises
-    `ExportError`.
+    `ModuleError`.
     """
     write = _WRITERS.get(path.suffix)
     if write is None:
-        raise ExportError(str(path), f"name a file that ends with {', '.join(_WRITERS)}")
+        raise export_error(str(path), f"name a file that ends with {', '.join(_WRITERS)}")
     if not path.absolute().parent.is_dir():
-        raise ExportError(str(path), "it cannot be written, since there is no such folder")
+        raise export_error(str(path), "it cannot be written, since there is no such folder")
     if hasattr(module, "initial_state"):
         name = type(module).__name__
-        raise ExportError(
+        raise export_error(
             str(path),
             f"{name} remembers earlier observations, and an exported function has no memory, nor an input for its "
             "state; act by load_policy, or by `headrace serve`",
         )
     if (piece := connectors.first_not_exportable) is not None:
-        raise ExportError(
+        raise export_error(
             str(path), f"connector {piece} looks at earlier steps or at the agent, or has no method torch_process"
         )
     whole = _ActionsOfObservations(module, connectors, spaces).eval()
@@ -145,12 +145,12 @@ def export_policy(
             form, names, run = write(whole, _random_leaves(spaces.observation, 2), aside)
             difference = _check(path, run, spaces, act, said)
         aside.replace(path)
-    except ExportError:
+    except ModuleError:
         raise
     except OSError as error:
-        raise ExportError(str(path), f"it cannot be written ({error.strerror})") from error
+        raise export_error(str(path), f"it cannot be written ({error.strerror})") from error
     except Exception as error:
-        raise ExportError(str(path), f"{type(module).__name__} {_why(error)}") from error
+        raise export_error(str(path), f"{type(module).__name__} {_why(error)}") from error
     finally:
         with suppress(OSError):  # the folder cannot be written to
             aside.unlink(missing_ok=True)
@@ -229,7 +229,7 @@ def _write_onnx(whole: _ActionsOfObservations, batch: list[Tensor], path: Path) 
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ExportError(str(path), f"{error}; pip install 'headrace[onnx]'") from error
+        raise export_error(str(path), f"{error}; pip install 'headrace[onnx]'") from error
     program: Any = torch.onnx.export(
         whole,
         tuple(batch),
@@ -250,7 +250,7 @@ def _write_onnx(whole: _ActionsOfObservations, batch: list[Tensor], path: Path) 
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except Exception as error:
         advice = f"onnxruntime {onnxruntime.__version__} does not read {opset} ({_brief(error)})"
-        raise ExportError(str(path), f"{advice}; pip install --upgrade onnxruntime") from error
+        raise export_error(str(path), f"{advice}; pip install --upgrade onnxruntime") from error
 
     def run(*columns: Tensor) -> list[Tensor]:
         given = {name: column.numpy() for name, column in zip(whole.inputs, columns, strict=True) if name in names}
@@ -275,7 +275,7 @@ def _any_rows(batch: list[Tensor]) -> Any:
 def _check(
     path: Path, run: Run, spaces: Spaces, act: Callable[[Any], Any], said: Sequence[warnings.WarningMessage]
 ) -> float:
-    """Return the largest difference of the file's actions from those of `act`. Raises `ExportError` for a large one."""
+    """Return the largest difference of the file's actions from those of `act`. Raises `ModuleError` for a large one."""
     largest = 0.0
     for rows in _ROWS:
         batch = _random_leaves(spaces.observation, rows)
@@ -288,7 +288,7 @@ def _check(
             largest = max(largest, difference)
             if not is_alike or not np.allclose(seen.numpy(), wanted, _TOLERANCE, _TOLERANCE):
                 how = f"by up to {difference:.3g}" if is_alike else f"of shape {tuple(seen.shape)}, not {wanted.shape}"
-                raise ExportError(
+                raise export_error(
                     str(path),
                     f"it would give other {name} than the policy itself for a batch of {rows} rows ({how}"
                     f"{_traced(said)}): a module's torch_inference must do what forward_inference does, for any number "

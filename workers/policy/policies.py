@@ -20,17 +20,6 @@ NO_EPISODE = "0" * 32
 """Episode id passed to the mapping to find out which spaces a module needs; no episode has this id."""
 
 
-class NotMultiAgentError(ConfigError, ValueError):
-    """The config has no settings for several agents."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this config is not multi-agent; give EnvRunnerConfig(policies={module_id: ...}, policy_mapping_fn="
-            "lambda agent_id, episode_id: module_id), or use SingleAgentEnvRunner",
-            key="policies",
-        )
-
-
 class PolicyMappingError(ConfigError):
     """`policy_mapping_fn` returned no module for `agent`, or one that is not among the policies."""
 
@@ -63,9 +52,13 @@ class Policies:
 
     @classmethod
     def of(cls, config: EnvRunnerConfig) -> Policies:
-        """Return the policies of the config. Raises `NotMultiAgentError` if it names neither policies nor a mapping."""
+        """Return the policies of the config. Raises `ConfigError` if it names neither policies nor a mapping."""
         if config.policies is None and config.policy_mapping_fn is None:
-            raise NotMultiAgentError
+            raise ConfigError(
+                "this config is not multi-agent; give EnvRunnerConfig(policies={module_id: ...}, policy_mapping_fn="
+                "lambda agent_id, episode_id: module_id), or use SingleAgentEnvRunner",
+                key="policies",
+            )
         given: Any = config.policies if config.policies is not None else ("default_policy",)
         named = _named(given)
         specs = {module_id: _policy(module_id, spec, config) for module_id, spec in named.items()}

@@ -174,7 +174,7 @@ class TrainedPolicy:
         - .onnx: ONNX, for onnxruntime and others (extra `onnx`)
 
         Inputs are the env's observations, one array (rows, ...) for each leaf of the space. Outputs are the actions
-        that `act` gives for a batch, one array for each leaf. Raises `ExportError` where a part does not allow it.
+        that `act` gives for a batch, one array for each leaf. Raises `ModuleError` where a part does not allow it.
         """
         return self.export_file(path, module_id).path
 

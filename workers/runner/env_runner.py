@@ -18,7 +18,7 @@ from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.worker_figures import TimePart
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import CallbackError, HeadraceError, MissingEnvError, ModuleError
+from headrace.schemas.errors import CallbackError, HeadraceError, ModuleError, missing_env_error
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
@@ -130,7 +130,7 @@ class EnvRunner(ABC, Generic[Batch]):
     def make_env(self) -> None:
         """Build all envs again from the config, closing what was there. Open episodes are over.
 
-        Raises `MissingEnvError`, `UnknownEnvError`, or `EnvError` caused by the env's own error. Then the runner has no
+        Raises `ConfigError`, `UnknownEnvError`, or `EnvError` caused by the env's own error. Then the runner has no
         envs.
         """
         self.callbacks.check_at_rest("make_env()")
@@ -179,7 +179,7 @@ class EnvRunner(ABC, Generic[Batch]):
     @property
     def _existing_sampler(self) -> Sampler[Any, Any]:
         if self._sampler is None:
-            raise MissingEnvError
+            raise missing_env_error()
         return self._sampler
 
     @property
@@ -260,8 +260,8 @@ class EnvRunner(ABC, Generic[Batch]):
         lasts.
 
         Raises `SampleSizeError` for a size that makes no sense, `EnvRestartBudgetError` when an env failed too often,
-        `ExternalSilenceError` when no client drives external envs, `ModuleError` when the policy fails,
-        `HeadraceError` after `stop`, `RunnerBusyError` within most callbacks, and `CallbackError` when
+        `EnvError` when no client drives external envs, `ModuleError` when the policy fails,
+        `HeadraceError` after `stop`, also within most callbacks, and `CallbackError` when
         on_sample_end does; it has the `samples`.
         """
         self.callbacks.check_at_rest("sample()")

@@ -119,8 +119,8 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
 
         Returns (observations, rewards float64 (num_envs,), terminated, truncated, infos). The arrays are the caller's.
         Raises `EnvContractError` for actions that do not fit, before any env has stepped; `EnvRestartBudgetError` for
-        an env that kept failing; `NoEnvHostError` after `env_hosts_timeout_s` without any env host; and the env's own
-        error with `restart_failed_sub_environments = false`. After them, `reset` tries again.
+        an env that kept failing; and the env's own error with `restart_failed_sub_environments = false`. After them,
+        `reset` tries again.
         """
         self._check_open()
         if not self._is_begun:
@@ -167,7 +167,7 @@ class GymVectorEnv(gym.vector.VectorEnv[Any, Any, Any]):
         return obs, rewards, terminated, truncated, of_lane
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close all envs, within `env_close_timeout_s`."""
+        """Close all envs, within 5 s."""
         self._envs.stop()
 
     # -- episodes -----------------------------------------------------------------------------------------------------

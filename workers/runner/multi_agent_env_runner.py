@@ -8,10 +8,10 @@ from typing import Any
 import gymnasium as gym
 
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import MissingEnvError
+from headrace.schemas.errors import missing_env_error
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.agents import ExternalAgentLanes
+from headrace.workers.envs.driver import external
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
@@ -33,7 +33,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     agent steps, and also env steps. Weights are mappings by module id. A module that is left out is frozen: it keeps
     its weights. Each module has its own connectors.
 
-    `on_wait`: see `SingleAgentEnvRunner`. Raises `NotMultiAgentError` for a config without policies, and
+    `on_wait`: see `SingleAgentEnvRunner`. Raises `ConfigError` for a config without policies, and
     `EnvContractError` for a single-agent env.
     """
 
@@ -59,9 +59,8 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         parts = config, self.worker_index, seeds, totals, self._specs, self._id_high, callbacks
         vector = open_agents(*parts, self._on_wait_for_hosts)
         envs, wait = vector.envs, None
-        if isinstance(envs, ExternalAgentLanes):
-            envs.read_version = lambda: self.weights_version
-            wait = ExternalWait(config, envs)
+        if (callers := external(envs)) is not None:
+            wait = ExternalWait(config, callers, lambda: self.weights_version)
         self._steps = SeatSteps(config, vector, seeds, totals, self._id_high)
         return Sampler(config, envs, self._steps, totals, callbacks, wait)
 
@@ -75,7 +74,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     @property
     def _seat_steps(self) -> SeatSteps:
         if self._steps is None:
-            raise MissingEnvError
+            raise missing_env_error()
         return self._steps
 
     @property

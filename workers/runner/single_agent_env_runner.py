@@ -11,10 +11,10 @@ import torch
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import ConfigError, MissingEnvError
+from headrace.schemas.errors import ConfigError, missing_env_error
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.driver import external
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.external.vector import ExternalVector
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import OneModuleNames
@@ -58,9 +58,8 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
         table = LaneTable(config, self.worker_index, seeds, totals, callbacks)
         envs = open_envs(table, self._on_wait_for_hosts)
         wait = None
-        if isinstance(envs, ExternalVector):
-            envs.read_version = lambda: self.weights_version
-            wait = ExternalWait(config, envs)
+        if (callers := external(envs)) is not None:
+            wait = ExternalWait(config, callers, lambda: self.weights_version)
         self._steps = LaneSteps(config, envs, seeds, totals, self._id_high)
         return Sampler(config, envs, self._steps, totals, callbacks, wait)
 
@@ -79,7 +78,7 @@ class SingleAgentEnvRunner(EnvRunner[ChunkBatch]):
     @property
     def _lane_steps(self) -> LaneSteps:
         if self._steps is None:
-            raise MissingEnvError
+            raise missing_env_error()
         return self._steps
 
     @property

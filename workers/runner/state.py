@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.accounts.ledger import Discard
-from headrace.schemas.errors import MissingEnvError, ModuleError, StateError
+from headrace.schemas.errors import ModuleError, StateError, missing_env_error
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.connectors.connector import State
 from headrace.workers.connectors.vector_connectors import PIPELINES
@@ -152,7 +152,7 @@ class RunnerState:
     def _set_connectors(self, states: Mapping[str, State]) -> None:
         """Set all of `states`, or raise `ConnectorError` and set none."""
         if not (policies := self._policies):
-            raise MissingEnvError
+            raise missing_env_error()
         by_module = self._names.connectors_by_module(policies, states)
         for module_id, own in by_module.items():
             policies[module_id].check(None, own)
@@ -187,7 +187,7 @@ class RunnerState:
             self._callbacks.check_at_rest("set_state() with random_streams")
             sampler = self._read_sampler()
             if sampler is None:
-                raise MissingEnvError
+                raise missing_env_error()
             place_streams = sampler.steps.accept_streams(streams)
             sampler.abandon(Discard.RESET)
         connectors = {key: state[key] for key in PIPELINES if key in state}

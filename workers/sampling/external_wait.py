@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from headrace.schemas.errors.episodes import ExternalSilenceError
+from headrace.schemas.errors import EnvError
+from headrace.schemas.settings.sampling_settings import EXTERNAL_PATIENCE_S
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.external.lanes import ExternalDriver as ExternalLanes
+from headrace.workers.envs.driver import ExternalDriver
 
 
 class ExternalWait:
     """The waiting times of one sampler of `envs`, counted from `begin`."""
 
-    def __init__(self, config: EnvRunnerConfig, envs: ExternalLanes) -> None:
+    def __init__(
+        self, config: EnvRunnerConfig, envs: ExternalDriver, read_version: Callable[[], tuple[int, int]]
+    ) -> None:
         self._envs = envs
+        envs.read_version = read_version
         self._max_age_s = config.external_fragment_max_age_s
-        self._silence_s = config.external_silence_timeout_s
         self._begun_at = time.monotonic()
         self._has_polled = False
 
@@ -33,7 +37,10 @@ class ExternalWait:
         return self._has_polled and time.monotonic() - self._begun_at >= self._max_age_s
 
     def check(self) -> None:
-        """Begin a poll. Raise `ExternalSilenceError` if no client spoke for `external_silence_timeout_s` seconds."""
+        """Begin a poll. Raise `EnvError` if no client spoke for 300 s."""
         self._has_polled = True
-        if time.monotonic() - self._envs.heard_at > self._silence_s:
-            raise ExternalSilenceError(self._silence_s, self._envs.episodes.counts()["open"])
+        if time.monotonic() - self._envs.heard_at > EXTERNAL_PATIENCE_S:
+            raise EnvError(
+                f"sample() got no call about an external episode for {EXTERNAL_PATIENCE_S:g} s "
+                f"({self._envs.open_episodes} are open); what was sampled is kept for the next call"
+            )

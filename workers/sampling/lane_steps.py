@@ -19,12 +19,11 @@ from headrace.workers.connectors.vector_connectors import VectorConnectors
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.bounds import ActionLimits
-from headrace.workers.envs.driver import EnvDriver
+from headrace.workers.envs.driver import EnvDriver, ExternalDriver, external
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode, Lane
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.sequential_step import Outcome
-from headrace.workers.external.vector import ExternalVector
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting import Columns
@@ -69,7 +68,7 @@ class LaneSteps:
         self.reset_polls = 0
         self._in_step = envs.pace is Pace.LOCK_STEP
         self.answered: int | None = None if self._in_step else 0
-        self._external = envs if isinstance(envs, ExternalVector) else None
+        self._external = external(envs)
         self._steps_inline = envs.replies_at_once
         self._seeds = seeds
         self._totals = totals
@@ -229,13 +228,13 @@ class LaneSteps:
             self._is_spoilt = self._policy.memory is not None  # the memory holds a step that will not be taken
             raise
 
-    def _answer_callers(self, envs: ExternalVector, weights_seq: int) -> None:
+    def _answer_callers(self, callers: ExternalDriver, weights_seq: int) -> None:
         """Send the actions before recording the step, so that the caller does not wait for the record."""
-        acting = envs.asking
+        acting, envs = callers.asking, self.envs
         if not len(acting):
             return
         columns = {**self._choose(acting), OFF_POLICY: self._on_policy}
-        logged = envs.logged(acting)
+        logged = callers.logged(acting)
         if logged:
             columns = put_logged(columns, logged, self._policy.module, envs.spaces.action)
         self._is_spoilt = True  # reset below: an action that was sent must also be recorded

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from headrace.schemas.chunks.batch import OFF_POLICY
 from headrace.schemas.chunks.spaces import Space, leaves, nest
 from headrace.workers.envs.actions import action_root
-from headrace.workers.external.calls import Row
 from headrace.workers.policy.acting import Columns
 
 
-def put_logged(columns: Columns, logged: Mapping[int, Row], module: Any, space: Space) -> Columns:
+def put_logged(
+    columns: Columns, logged: Mapping[int, Mapping[str, NDArray[Any]]], module: Any, space: Space
+) -> Columns:
     """Return the policy's `columns` (width, ...) with the logged actions of the lanes `logged`, in new arrays.
 
     - "actions" are the policy's actions. Where the env gets another column ("actions_for_env"), the module's

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import gymnasium as gym
@@ -20,7 +21,7 @@ from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
-from headrace.workers.envs.driver import EnvDriver
+from headrace.workers.envs.driver import EnvDriver, own_driver
 from headrace.workers.envs.inline import CreatedEnvs, InlinePlacement
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.native.partial import PartialNativeVector, is_partial
@@ -29,14 +30,9 @@ from headrace.workers.envs.native.vector import NativeVector
 from headrace.workers.envs.pace import Pace
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.placement import ProcessPlacement
-from headrace.workers.envs.remote.placement import RemotePlacement
 from headrace.workers.envs.user_vector import UserVectorEnvs
 from headrace.workers.envs.vector import EnvPlacement, EnvVector
 from headrace.workers.envs.vector_env import VectorEnv
-from headrace.workers.external.agents import ExternalAgentLanes
-from headrace.workers.external.agents_env import ExternalMultiAgentEnv
-from headrace.workers.external.env import ExternalEnv
-from headrace.workers.external.vector import ExternalVector
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.policies import Policies
 from headrace.workers.randomness.seeds import SeedTree
@@ -55,10 +51,12 @@ def open_envs(table: LaneTable, on_wait: OnWait = None) -> EnvDriver:
         return EnvVector(table, _placement(config, on_wait), _pace(config))
     if config.gym_env_vectorize_mode is not None:
         return NativeVector(table)
-    first = _first_env(table, limited_construction(config.env_construct_timeout_s))
-    _check_batch_wait(config, is_external=isinstance(first, ExternalEnv))
-    if isinstance(first, ExternalEnv):
-        return ExternalVector(table, first)
+    first = _first_env(table, limited_construction(config.construct_timeout_s))
+    driver = own_driver(first)
+    _check_batch_wait(config, has_own_driver=driver is not None)
+    if driver is not None:
+        opened: EnvDriver = driver(table, first)
+        return opened
     if isinstance(first, gym.vector.VectorEnv):
         return PartialNativeVector(table, first) if is_partial(first) else NativeVector(table, first)
     source = UserVectorEnvs() if isinstance(first, VectorEnv) else CreatedEnvs()
@@ -82,9 +80,10 @@ def open_agents(
         packed = PackedAgents(table, _placement(config, on_wait), _pace(config), seating)
         return MultiAgentVector(packed, seating, table)
     first = _first_env(table)
-    _check_batch_wait(config, is_external=isinstance(first, ExternalMultiAgentEnv))
-    if isinstance(first, ExternalMultiAgentEnv):
-        return MultiAgentVector(ExternalAgentLanes(table, seating, first), seating, table)
+    driver = own_driver(first, several_agents=True)
+    _check_batch_wait(config, has_own_driver=driver is not None)
+    if driver is not None:
+        return MultiAgentVector(driver(table, seating, first), seating, table)
     return MultiAgentVector(InlineAgents(table, seating, first), seating, table)
 
 
@@ -94,7 +93,9 @@ def _placement(config: EnvRunnerConfig, on_wait: OnWait) -> EnvPlacement:
         case "process":
             return ProcessPlacement(AGENTS_CHILD if several else SOLO_CHILD)
         case "remote":
-            return RemotePlacement(partial(problem_of_kind, several_agents=several), on_wait)
+            placement = resolve_name("headrace.workers.envs.remote.placement:RemotePlacement")
+            opened: EnvPlacement = placement(partial(problem_of_kind, several_agents=several), on_wait)
+            return opened
         case "inline":
             raise ConfigError("has a source of envs of its own, see open_envs", key="env_placement")
 
@@ -111,8 +112,8 @@ def _first_env(table: LaneTable, limit: AbstractContextManager[None] | None = No
         return creator(context)
 
 
-def _check_batch_wait(config: EnvRunnerConfig, *, is_external: bool) -> None:
+def _check_batch_wait(config: EnvRunnerConfig, *, has_own_driver: bool) -> None:
     """Raise `ConfigError` if a batch wait is set for envs of this process: these step one after the other."""
-    if config.remote_env_batch_wait_ms is not None and not is_external:
+    if config.remote_env_batch_wait_ms is not None and not has_own_driver:
         message = "is for envs in processes and external ones; leave it out, or take env_placement = 'process'"
         raise ConfigError(message, key="remote_env_batch_wait_ms")

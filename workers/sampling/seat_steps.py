@@ -25,10 +25,10 @@ from headrace.workers.agents.vector import MultiAgentVector
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.action_masks import MASK
 from headrace.workers.envs.actions import to_env_form
+from headrace.workers.envs.driver import external
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.envs.pace import Pace
-from headrace.workers.external.agents import ExternalAgentLanes
 from headrace.workers.metrics.timers import Timers
 from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.policy.acting import Columns
@@ -71,7 +71,7 @@ class SeatSteps:
         self.answered: int | None = None if self._in_step else 0
         self.lost_rewards = LostRewards()
         self.observed_more: dict[tuple[str, str], int] = {}
-        self._external = envs if isinstance(envs, ExternalAgentLanes) else None
+        self._external = external(envs)
         self._steps_inline = envs.replies_at_once
         self._seeds = seeds
         self._totals = totals

@@ -20,12 +20,12 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.batch import ChunkBatch, read_batch_header
 from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors.serving import NotYetError, ServingError
+from headrace.schemas.errors.serving import ServingError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireLimits, decode_header, frames_of
-from headrace.schemas.messages.serving_messages import ChunkShipment
 from headrace.schemas.messages.weights import Arrays, encode_weights
 from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.runner.client_chunks import ClientChunks
+from headrace.workers.serving.serving_messages import ChunkShipment
 from headrace.workers.serving.shipped_episodes import ShippedEpisodes
 
 
@@ -118,12 +118,12 @@ class ActingChannel:
         """Take a shipment of `owner` as a whole, or refuse it as a whole.
 
         Raises `ServingError` and `DecodeError` for chunks that do not fit this policy or do not continue the
-        owner's episodes. Raises `NotYetError` while no chunks are taken, and for weights newer than those offered.
+        owner's episodes. The code is "not_yet" while no chunks are taken, and for weights newer than those offered.
         """
         discarded = _reasons(shipment.discarded)
         with self._lock:
             if not self._readers or self._episodes is None:
-                raise NotYetError("the server takes no chunks now; send the same again")
+                raise ServingError("the server takes no chunks now; send the same again", "not_yet")
             batch = None
             if shipment.frame_sizes:
                 batch = self._read(_frames(array, shipment.frame_sizes))
@@ -158,12 +158,16 @@ class ActingChannel:
     def _check_label(self, batch: ChunkBatch) -> None:
         """Raise unless the weights of the chunks were given out here, or before this worker restarted."""
         if self._offered is None:
-            raise NotYetError("the server has no weights yet to check the chunks against; send the same again")
+            raise ServingError(
+                "the server has no weights yet to check the chunks against; send the same again", "not_yet"
+            )
         newest, digest = self._offered[0], self._digest
         seqs = batch.columns["weights_seq"]
         version = batch.learner_epoch, int(seqs.max(initial=0))
         if version > newest:
-            raise NotYetError(f"chunks by the weights {version}, and the server has {newest}; send the same again")
+            raise ServingError(
+                f"chunks by the weights {version}, and the server has {newest}; send the same again", "not_yet"
+            )
         if len(seqs) and (int(seqs.min()) < 1 or (version == newest and batch.weights_digest != digest)):
             raise ServingError(f"chunks by the weights {version}, which this server did not give out", "bad_request")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.errors.serving import ServingError
-from headrace.schemas.messages.serving_messages import ChunkShipment, ClientPart, ClientPull
 from headrace.workers.serving.acting_channel import ActingChannel
+from headrace.workers.serving.serving_messages import ChunkShipment, ClientPart, ClientPull
 from headrace.workers.serving.session_records import Address, Reply, SessionRecord, ack_of
 
 PIECE_BYTES = 1 << 20

@@ -18,7 +18,11 @@ from headrace.schemas.errors.serving import (
     ServingError,
     UnknownSessionError,
 )
-from headrace.schemas.messages.serving_messages import (
+from headrace.schemas.peers.message_budget import MessageBudget
+from headrace.workers.external.calls import Answer
+from headrace.workers.serving.acting_clients import ActingClients
+from headrace.workers.serving.served_episodes import ServedEpisodes
+from headrace.workers.serving.serving_messages import (
     AnyStep,
     ChunkShipment,
     ClientBye,
@@ -30,10 +34,6 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeAbort,
     EpisodeStart,
 )
-from headrace.schemas.peers.message_budget import MessageBudget
-from headrace.workers.external.calls import Answer
-from headrace.workers.serving.acting_clients import ActingClients
-from headrace.workers.serving.served_episodes import ServedEpisodes
 from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
 from headrace.workers.serving.session_records import (
     Address,

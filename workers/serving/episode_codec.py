@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.messages.serving_agents import AgentsStep, agent_spaces_to_json
-from headrace.schemas.messages.serving_messages import EpisodeStep
 from headrace.workers.serving.multi_agent_codec import MultiAgentCodec
+from headrace.workers.serving.serving_agents import AgentsStep, agent_spaces_to_json
+from headrace.workers.serving.serving_messages import EpisodeStep
 from headrace.workers.serving.space_codec import SpaceCodec
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Space, leaves
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.frames.row_layout import RowLayout
+from headrace.workers.serving.row_layout import RowLayout
 from headrace.workers.serving.space_codec import SpaceCodec, row_or_error
 
 

@@ -43,6 +43,7 @@ def served_config(config: FleetConfig) -> EnvRunnerConfig:
         sampling.env,
         config.keys.dir or config.token_dir(),
         keys_group=config.keys.group,
+        allow_insecure=config.broker.allow_insecure,
         check_bounds=not sampling.disable_env_checking,
         several_agents=sampling.is_multi_agent,
     )
@@ -63,6 +64,7 @@ class ServedEnvs:
         keys_dir: str | None,
         *,
         keys_group: str | None = None,
+        allow_insecure: bool = False,
         check_bounds: bool = True,
         several_agents: bool = False,
     ) -> None:
@@ -70,6 +72,7 @@ class ServedEnvs:
         self._like = like
         self._several_agents = several_agents
         self._keys_dir, self._keys_group = keys_dir, keys_group
+        self._allow_insecure = allow_insecure
         self._check_bounds = check_bounds
         self._ports: tuple[int, int] | None = None
         self.acting_channel = ActingChannel(settings.max_message_bytes) if settings.client_inference else None
@@ -143,8 +146,6 @@ class ServedEnvs:
     def _token(self, folder: Path | None) -> str | None:
         if self._settings.http_port is None:
             return None
-        if self._settings.http_token:
-            return read_token(Path(self._settings.http_token))
         if folder is None or token_for_port(folder) is not None:  # a run directory has no token for HTTP
             return None
         return read_token(folder / TOKEN_FILE)
@@ -156,22 +157,23 @@ class ServedEnvs:
                 s.host,
                 port,
                 keys,
-                s.allow_insecure,
+                self._allow_insecure,
                 CLIENT_PORT,
                 "clients",
                 "serving",
                 largest_message=s.max_message_bytes,
                 connections=1024,
+                insecure="broker.allow_insecure",
             )
         )
 
     def _listen(self, port: int, token: str | None) -> socket.socket:
         s = self._settings
         if token is None and not is_loopback(s.host):
-            if not s.allow_insecure:
+            if not self._allow_insecure:
                 message = (
-                    f"{s.host} is reachable from other machines, and there is no token; name its file in "
-                    "serving.http_token (`headrace keys init` makes http.token), or listen on loopback"
+                    f"{s.host} is reachable from other machines, and there is no token; name a folder with "
+                    "http.token in keys.dir (`headrace keys init` makes one), or listen on loopback"
                 )
                 raise ConfigError(message, key="serving.host")
             log.warning("serving HTTP clients on %s without a token, as configured", s.host)

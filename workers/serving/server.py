@@ -75,8 +75,8 @@ class Server:
             return zmq_listener
         from headrace.workers.serving.http.combined_listener import CombinedListener  # needs the extra `http`
 
-        hosts = frozenset(name.lower() for name in (self._settings.host, *self._settings.http_hosts))
-        return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token, hosts)
+        host = self._settings.host.lower()
+        return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token, frozenset([host]))
 
     def close(self) -> None:
         """Make `run` return. The ports are free when it has returned."""

@@ -15,18 +15,12 @@ from typing import Any
 
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.episodes import (
-    EpisodeAbortedError,
-    EpisodeCompletedError,
-    EpisodeError,
-    EpisodesClosedError,
-    UnknownEpisodeError,
-)
-from headrace.schemas.errors.serving import ServingError
+from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError
+from headrace.schemas.errors.serving import ServingError, code_of
 from headrace.schemas.frames.wire import MessageKind
-from headrace.schemas.messages.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.external.calls import Answer
 from headrace.workers.serving.served_episodes import ServedEpisodes
+from headrace.workers.serving.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,
@@ -71,8 +65,8 @@ class Latencies:
 
 CLIENT_LEFT = "client_left"
 """The reason of episodes that their client gave up, or whose session it ended."""
-_GONE = (EpisodeAbortedError, EpisodeCompletedError, EpisodesClosedError, UnknownEpisodeError)
-"""Errors of the table that mean that the episode is over there."""
+_GONE = ("aborted", "already_completed", "closed", "unknown_episode")
+"""Codes of errors of the table that mean that the episode is over there."""
 _ENDS = {"no": ChunkEnd.ONGOING, "terminated": ChunkEnd.TERMINATED, "truncated": ChunkEnd.TRUNCATED}
 
 
@@ -148,7 +142,7 @@ class SessionEpisodes:
             self._table.take_step(episode.id, step.news, observation, on_answer, action=action, end=end)
         except HeadraceError as error:
             episode.reply_to = None
-            if isinstance(error, _GONE):
+            if code_of(error) in _GONE:
                 self._end(episode, str(error))
             raise
 
@@ -156,7 +150,7 @@ class SessionEpisodes:
         """Abort an episode at its client's request. Raises `EpisodeError`."""
         episode = find(session, abort.episode)
         if episode.over == "":
-            raise EpisodeCompletedError(abort.episode)
+            raise EpisodeError(abort.episode, "already_completed")
         if episode.over is None:
             reason = abort.reason or CLIENT_LEFT
             self.give_up(episode, reason)

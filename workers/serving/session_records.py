@@ -12,16 +12,14 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
-    EpisodeCompletedError,
     EpisodeError,
-    UnknownEpisodeError,
 )
 from headrace.schemas.errors.serving import code_of, facts_of
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
-from headrace.schemas.messages.serving_messages import MOST_WAITING_FOR, ClientReject
 from headrace.schemas.peers.message_budget import MessageBudget
 from headrace.schemas.peers.peer_account import idle_messages
+from headrace.workers.serving.serving_messages import MOST_WAITING_FOR, ClientReject
 
 
 class Address(Protocol):
@@ -122,13 +120,13 @@ def ack_of(request: int, waiting_for: str = "") -> Reply:
 
 
 def find(session: SessionRecord, id: str) -> EpisodeRecord:
-    """Return an episode of the session, open or over. Raises `UnknownEpisodeError`."""
+    """Return an episode of the session, open or over. Raises the `EpisodeError` "unknown_episode"."""
     episode = session.open.get(id) or session.ended.get(id)
     if episode is None:
-        raise UnknownEpisodeError(id)
+        raise EpisodeError(id, "unknown_episode")
     return episode
 
 
 def over_error(id: str, reason: str | None) -> EpisodeError:
     """Return the error for an episode that is over; `reason` is empty if it has ended normally."""
-    return EpisodeAbortedError(id, reason) if reason else EpisodeCompletedError(id)
+    return EpisodeAbortedError(id, reason) if reason else EpisodeError(id, "already_completed")

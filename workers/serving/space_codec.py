@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.errors import EnvContractError
-from headrace.schemas.frames.row_layout import row_layout_of
 from headrace.schemas.frames.wire import Buffer
 from headrace.workers.envs.bounds import holds, leaf_bounds, whole_array
+from headrace.workers.serving.row_layout import row_layout_of
 
 Row = TypeVar("Row")
 

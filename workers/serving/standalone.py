@@ -14,7 +14,7 @@ from typing import Any
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.messages.weights import Arrays
-from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.config import DRAIN_TIMEOUT_S, FleetConfig
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.serving.served_env import ServedEnv, ServedMultiAgentEnv, served_config
@@ -100,7 +100,6 @@ class StandaloneServer:
 
     def __init__(self, config: FleetConfig, arrays: Arrays, version: Version) -> None:
         self.sums = EpisodeSums()
-        self._drain_timeout_s = config.worker.drain_timeout_s
         self._runner = open_runner(_settings(config, self.sums))
         try:
             self._runner.set_weights(arrays, version[1], version[0])
@@ -117,7 +116,7 @@ class StandaloneServer:
         return env
 
     def serve(self, stopping: threading.Event, on_turn: Callable[[], None] = lambda: None) -> None:
-        """Serve until `stopping` is set. Then refuse new episodes, and let open ones end for `worker.drain_timeout_s`.
+        """Serve until `stopping` is set. Then refuse new episodes, and let open ones end, for 10 s at most.
 
         `on_turn` is called between two fragments, as a sign of life.
         Raises the errors that end a worker: `EnvRestartBudgetError`, `ModuleError`, `ConnectorError`, `CallbackError`.
@@ -125,7 +124,7 @@ class StandaloneServer:
         while not stopping.is_set():
             on_turn()
             self._runner.sample_fragment()
-        deadline = time.monotonic() + self._drain_timeout_s
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
         self.env.episodes.admit_no_more("the server is stopping")
         while self.env.episodes.counts()["open"] and time.monotonic() < deadline:
             on_turn()

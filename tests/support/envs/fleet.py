@@ -369,12 +369,17 @@ def slow_second_worker(context: Any) -> gym.Env[Any, Any]:
 
 
 def failing_or_gone(context: Any) -> gym.Env[Any, Any]:
-    """CartPole; sub-env 1 of worker 0 fails every 50 steps, that of worker 1 once: it cannot be built again."""
+    """CartPole; sub-env 1 of worker 0 fails every 50 steps, that of worker 1 once: it cannot be built again.
+
+    With "hangs" in the context, its construction does not end.
+    """
     env = Paced(gym.make("CartPole-v1"), lambda: 0.01)
     if context.vector_index != 1:
         return env
     if context.worker_index == 0:
         return Failing(env, 50)
     if context.recreated:
+        if context.get("hangs"):
+            time.sleep(600)
         raise RuntimeError("no licence left")
     return Failing(env, 20)

@@ -64,7 +64,7 @@ def log_sample(metrics_logger: Any) -> None:
 def runner(env: Any = Counting, worker_index: int = 0, **settings: Any) -> SingleAgentEnvRunner:
     """A runner of `env` with a seed, and rebuilds that do not wait."""
     incarnation, run_uid = settings.pop("incarnation", 0), settings.pop("run_uid", "test")
-    settings = {"seed": 7, "env_restart_backoff_s": 0.0, **settings}
+    settings = {"seed": 7, **settings}
     config = EnvRunnerConfig(env=env, **settings)
     return SingleAgentEnvRunner(config, worker_index, incarnation=incarnation, run_uid=run_uid)
 

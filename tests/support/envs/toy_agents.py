@@ -127,7 +127,7 @@ def scheduled(truth: list[dict[str, Any]], agents: int = 3, fails: float = 0.0) 
 def multi_runner(env: Any = Together, worker_index: int = 0, **settings: Any) -> MultiAgentEnvRunner:
     """A runner of `env` with one shared policy, a seed, and rebuilds that do not wait."""
     incarnation, run_uid = settings.pop("incarnation", 0), settings.pop("run_uid", "test")
-    settings = {"seed": 7, "env_restart_backoff_s": 0.0, "policies": {"shared": None}, **settings}
+    settings = {"seed": 7, "policies": {"shared": None}, **settings}
     config = EnvRunnerConfig(env=env, **settings)
     return MultiAgentEnvRunner(config, worker_index, incarnation=incarnation, run_uid=run_uid)
 

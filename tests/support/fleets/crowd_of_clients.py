@@ -20,8 +20,8 @@ import numpy as np
 from headrace.deploy.clients.games import ByHttp, ByZmq, Games, LostError
 from headrace.deploy.clients.http_client import PolicyServer
 from headrace.schemas.errors import UnreachableError
-from headrace.schemas.messages.serving_messages import ClientRequest, EpisodeStep
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import ClientRequest, EpisodeStep
 from support.waiting import TIMEOUT_S
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.deploy.annexes.slurm.job_file import JobFile, read_jobs, write_jobs
+from headrace.deploy.annexes.slurm.scheduler import Task, tasks_of
+from headrace.deploy.annexes.slurm.submission import SCRIPTS
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.deploy.slurm.job_file import JobFile, read_jobs, write_jobs
-from headrace.deploy.slurm.scheduler import Task, tasks_of
-from headrace.deploy.slurm.submission import SCRIPTS
 from support.fleets.running_fleet import audit_of, deep_audit_of, snapshot_of
 from support.slurm_cluster import SlurmCluster
 from support.waiting import TIMEOUT_S, wait_until

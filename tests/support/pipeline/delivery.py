@@ -17,6 +17,7 @@ from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from unittest import mock
 
 import numpy as np
 import orjson
@@ -37,7 +38,7 @@ from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import WorkerHello
-from headrace.schemas.peers import sockets
+from headrace.schemas.peers import heartbeat_interval, sockets
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.handshakes import Handshakes
 from headrace.schemas.settings.config import BrokerSection, FleetConfig, FleetSection, SamplingSection
@@ -96,17 +97,19 @@ class BrokerThread(LoopThread):
         redis_url: str | None = None,
         synchronous: bool = False,
         workers: int = 0,
+        heartbeat_interval_s: float = 0.2,
         **settings: Any,
     ) -> None:
         super().__init__("broker")
         config = FleetConfig().model_copy(  # without a check of what clashes, such as a host without keys
             update={
-                "broker": BrokerSection(**{"heartbeat_interval_s": 0.2, **settings}),
+                "broker": BrokerSection(**settings),
                 "sampling": SamplingSection(synchronous=synchronous),
                 "fleet": FleetSection(workers=workers),
             }
         )
-        self.broker = open_broker(config, fleet_id, run_dir, redis_url, keys)
+        with mock.patch.object(heartbeat_interval, "LEAST_S", heartbeat_interval_s):
+            self.broker = open_broker(config, fleet_id, run_dir, redis_url, keys)
         self.endpoints: Endpoints = self.broker.sockets.endpoints
         self._questions: queue.Queue[Callable[[], None]] = queue.Queue()
 
@@ -145,9 +148,13 @@ def feature(broker: Broker, kind: type[T]) -> T:
 _BROKER = """
 import sys, orjson, logging
 from pathlib import Path
+from headrace.broker.ports import sockets
 from headrace.broker.process import run_broker
+from headrace.schemas.peers import heartbeat_interval
 from headrace.schemas.settings.config_loading import build_config
 logging.basicConfig()
+heartbeat_interval.LEAST_S = 0.2
+sockets.BROKER_CONNECTIONS = int(sys.argv[4])
 config, redis_url = build_config(orjson.loads(sys.argv[2])), sys.argv[3] or None
 run_broker(config, fleet_id="fleet", run_dir=Path(sys.argv[1]), redis_url=redis_url)
 """
@@ -182,11 +189,10 @@ def script_process(script: str, *arguments: str, log: Path) -> Process:
         return Process(subprocess.Popen([sys.executable, "-c", script, *arguments], stderr=stderr), log)
 
 
-def broker_process(run_dir: Path, redis_url: str = "", **settings: Any) -> Process:
-    """A broker in a process of its own, serving."""
-    settings = {"heartbeat_interval_s": 0.2, **settings}
+def broker_process(run_dir: Path, redis_url: str = "", places: int = 4096, **settings: Any) -> Process:
+    """A broker in a process of its own, serving at most `places` peers at each port."""
     config = orjson.dumps({"broker": settings}).decode()
-    process = script_process(_BROKER, str(run_dir), config, redis_url, log=run_dir / "broker.log")
+    process = script_process(_BROKER, str(run_dir), config, redis_url, str(places), log=run_dir / "broker.log")
     wait_until(lambda: _serves(run_dir, process), "the broker's start")
     return process
 

@@ -21,7 +21,7 @@ TWO_CARTS: dict[str, Any] = {
 }
 CARTS_AT_RANDOM = {
     "sampling": TWO_CARTS,
-    "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0},
+    "worker": {"random_actions_before_weights": True},
 }
 
 _AGENTS = ("red", "green", "blue")
@@ -77,7 +77,6 @@ def come_and_go(num_envs: int, length: int, seed: int) -> MultiAgentEnvRunner:
             seed=seed,
             policies={"one": None, "two": None},
             policy_mapping_fn=by_episode,
-            env_restart_backoff_s=0.0,
             env_restart_attempts=1000,
         ),
         run_uid="test",

@@ -27,7 +27,7 @@ from support.pipeline.delivery import FLEET, BrokerThread, LoopThread, RawPeer
 from support.waiting import wait_until
 
 SAMPLING: dict[str, Any] = {"env": "CartPole-v1", "num_envs": 2, "rollout_fragment_length": 16, "seed": 1}
-AT_RANDOM = {"sampling": SAMPLING, "worker": {"random_actions_before_weights": True, "drain_timeout_s": 5.0}}
+AT_RANDOM = {"sampling": SAMPLING, "worker": {"random_actions_before_weights": True}}
 
 
 class WorkerThread(LoopThread):
@@ -43,6 +43,7 @@ class WorkerThread(LoopThread):
     ) -> None:
         super().__init__("worker")
         self.error: HeadraceError | None = None
+        monkeypatch.setattr(worker_module, "DRAIN_TIMEOUT_S", 5.0)
         monkeypatch.setattr(worker_module, "stop_event", lambda: nullcontext(self.stopping))
         self._arguments: dict[str, Any] = {"endpoint": endpoint, "fleet_id": FLEET, "recorder_dir": recorders}
         self._arguments["place"] = place

@@ -15,7 +15,6 @@ import numpy as np
 from headrace.schemas.accounts.ledger import Discard, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk
-from headrace.schemas.messages.serving_messages import ChunkShipment
 from headrace.schemas.messages.weights import join_modules, weights_digest
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner, SingleAgentEnvRunner
@@ -23,6 +22,7 @@ from headrace.workers.policy.module_weights import read_weights
 from headrace.workers.serving.acting import ActingClient
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnvs
+from headrace.workers.serving.serving_messages import ChunkShipment
 from support.waiting import TIMEOUT_S
 
 SETTINGS: dict[str, Any] = {

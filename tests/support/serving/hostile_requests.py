@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.errors.serving import HTTP_STATUS
 from headrace.schemas.frames.wire import MessageKind
-from headrace.schemas.messages.serving_messages import REQUESTS
+from headrace.workers.serving.serving_messages import REQUESTS
 from support.waiting import TIMEOUT_S
 
 _NUMBERS = [0, 1, -1, 2**31, 2**63, 2**64 - 1, -(2**63), 1.5, -0.0, 1e39, 1e308, -1e308]

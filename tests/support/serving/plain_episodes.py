@@ -16,7 +16,6 @@ from headrace.schemas.errors.episodes import (
     EpisodeAbortedError,
     EpisodeError,
     NoFreePlaceError,
-    UnknownEpisodeError,
 )
 from headrace.workers.external.calls import DriverLoop
 
@@ -117,7 +116,7 @@ class PlainEpisodes:
 
     def _find(self, id: str) -> PlainEpisode:
         if id not in self.episodes:
-            raise UnknownEpisodeError(id)
+            raise EpisodeError(id, "unknown_episode")
         if self.episodes[id].end != "open":
             raise EpisodeAbortedError(id, self.episodes[id].end)
         return self.episodes[id]

@@ -52,6 +52,7 @@ class Served:
             who="clients",
             setting="serving",
             largest_message=limits.max_message_bytes,
+            insecure="broker.allow_insecure",
         )
         self._router_port = RouterPort(settings)
         self.endpoint = self._router_port.endpoint

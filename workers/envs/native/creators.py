@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
+from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
 from headrace.schemas.errors import ConfigError, EnvHangError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.context import EnvContext
@@ -39,7 +40,7 @@ def vector_creator(config: EnvRunnerConfig) -> EnvCreator:
     creator = find_creator(config.env)
     if mode == "sync":
         return lambda context: SyncVectorEnv(_builders(creator, context), autoreset_mode=AutoresetMode.DISABLED)
-    return partial(_async_vector, creator, config.env_construct_timeout_s)
+    return partial(_async_vector, creator, config.construct_timeout_s)
 
 
 def _builders(creator: EnvCreator, context: EnvContext) -> list[Callable[[], Any]]:
@@ -69,7 +70,7 @@ def _build_in_time(builder: Callable[[], Any], timeout_s: float, process: int) -
         except BaseException as raised:  # noqa: BLE001 - a user's env
             error = raised
         if not built.set_running_or_notify_cancel():
-            close_envs([env], timeout_s)
+            close_envs([env])
         elif error is not None:
             built.set_exception(error)
         else:
@@ -79,5 +80,5 @@ def _build_in_time(builder: Callable[[], Any], timeout_s: float, process: int) -
     wait([built], timeout_s)
     if built.cancel():
         lone = "is left alone, in a thread of this process"
-        raise EnvHangError(0, "construction", timeout_s, "env_construct_timeout_s", "", lone)
+        raise EnvHangError(0, "construction", timeout_s, SETTINGS[UserCall.CONSTRUCTION], "", lone)
     return built.result()

@@ -97,7 +97,7 @@ class NativeLanes(ABC):
             raise
 
     def _create(self) -> Any:
-        limit = limited_construction(self._table.config.env_construct_timeout_s)
+        limit = limited_construction(self._table.config.construct_timeout_s)
         with self._table.totals.calls.of(UserCall.CONSTRUCTION, -len(self.lanes)), limit:
             return self._creator(self._table.contexts[0])
 
@@ -123,13 +123,13 @@ class NativeLanes(ABC):
         lane = -len(self.lanes)
         limit: AbstractContextManager[None] = nullcontext()
         if self._watchdog is not None:
-            setting = SETTINGS[kind]
-            lane, limit = -1, self._watchdog.limited(kind.name.lower(), getattr(self._table.config, setting), setting)
+            limit_s = self._table.config.call_limits()[kind]
+            lane, limit = -1, self._watchdog.limited(kind.name.lower(), limit_s, SETTINGS[kind])
         with self._table.totals.calls.of(kind, lane), limit:
             yield
 
     def stop(self) -> None:
-        """Close the vector, within `env_close_timeout_s`."""
+        """Close the vector, within 5 s."""
         self._take_down()
         self._table.forget()
 
@@ -140,7 +140,7 @@ class NativeLanes(ABC):
             self._watchdog.stop()
             self._watchdog = None
         if env is not None:
-            close_vector(env, self._table.config.env_close_timeout_s, broken=self._broken is not None)
+            close_vector(env, broken=self._broken is not None)
             self._table.disown()
         self._broken = None
         self._idle = np.ones(len(self.lanes), np.bool_)

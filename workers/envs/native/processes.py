@@ -17,6 +17,7 @@ from typing import Any
 
 from gymnasium.vector import AsyncVectorEnv
 
+from headrace.schemas.accounts.user_calls import SETTINGS, UserCall
 from headrace.schemas.errors import EnvHangError
 from headrace.workers.envs.lane import close_envs
 from headrace.workers.randomness.seeds import draw_global_seeds
@@ -99,7 +100,7 @@ def limited_construction(timeout_s: float) -> Iterator[None]:
     _draws_seeds = True
     watchdog = Watchdog(partial(_vector_in_the_making, threading.get_ident()), timeout_s)
     try:
-        with watchdog.limited("construction", timeout_s, "env_construct_timeout_s"):
+        with watchdog.limited("construction", timeout_s, SETTINGS[UserCall.CONSTRUCTION]):
             try:
                 yield
             finally:
@@ -107,7 +108,7 @@ def limited_construction(timeout_s: float) -> Iterator[None]:
     finally:
         _draws_seeds = False
         if watchdog.killed is not None:
-            close_vector(watchdog.killed, 0.0, broken=True)
+            close_vector(watchdog.killed, broken=True)
 
 
 def _vector_in_the_making(thread: int) -> AsyncVectorEnv | None:
@@ -146,14 +147,14 @@ def kill(env: Any) -> None:
             process.kill()
 
 
-def close_vector(env: Any, timeout_s: float, *, broken: bool) -> None:
-    """Close `env` within `timeout_s` seconds. Kill the processes of a `broken` vector, or of one that takes longer.
+def close_vector(env: Any, *, broken: bool) -> None:
+    """Close `env` within 5 s. Kill the processes of a `broken` vector, or of one that takes longer.
 
     A broken vector with processes is not asked to close, because it would wait for the env that does not answer.
     """
     processes = processes_of(env)
     if not (broken and processes):
-        close_envs([env], timeout_s)
+        close_envs([env])
     for process in processes:
         if process.is_alive():
             process.kill()
@@ -168,4 +169,4 @@ def close_vector(env: Any, timeout_s: float, *, broken: bool) -> None:
 def end_watched(watchdog: Watchdog, env: Any) -> None:
     """Kill the processes of a vector that was dropped. It is not asked to close, as a call may be under way in it."""
     watchdog.stop()
-    close_vector(env, 0.0, broken=True)
+    close_vector(env, broken=True)

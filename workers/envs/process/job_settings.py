@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 
 from headrace.schemas.accounts import user_calls
-from headrace.schemas.errors import ConfigError, MissingEnvError
+from headrace.schemas.errors import ConfigError, missing_env_error
 from headrace.schemas.settings.plugins import load_object
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import registered_creator
 from headrace.workers.envs.process.control import Command, Phase
@@ -22,7 +23,7 @@ def name_env(env: str | Callable[..., Any] | None) -> str:
     Raises `ConfigError` for an env without such a name: a lambda, a closure, a bound object, an object of `__main__`.
     """
     if env is None:
-        raise MissingEnvError
+        raise missing_env_error()
     if isinstance(env, str):
         registered = registered_creator(env)
         return env if registered is None else name_env(registered)
@@ -58,10 +59,10 @@ _LEAST_START_S = 60.0
 
 SETTINGS = {Phase[call.name]: setting for call, setting in user_calls.SETTINGS.items()} | {
     Phase.IDLE: "env_step_timeout_s",
-    Phase.CLOSE: "env_close_timeout_s",
-    Phase.START: f"max(env_construct_timeout_s, {_LEAST_START_S:g} s)",
+    Phase.CLOSE: "the time of a close()",
+    Phase.START: f"max(2 * env_reset_timeout_s, {_LEAST_START_S:g} s)",
 }
-"""The setting that limits each phase."""
+"""What limits each phase, in terms of settings."""
 
 
 def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
@@ -75,20 +76,19 @@ def job_of(config: EnvRunnerConfig, worker_index: int) -> dict[str, Any]:
         "width": config.num_envs,
         "check_bounds": not config.disable_env_checking,
         "several_agents": config.is_multi_agent,
-        "close_timeout_s": config.env_close_timeout_s,
+        "close_timeout_s": ENV_CLOSE_TIMEOUT_S,
         "import_path": sys.path,
     }
 
 
 def limits_of(config: EnvRunnerConfig) -> dict[Phase, float]:
     """Return how long each phase may last, in seconds."""
-    limits: dict[Phase, float] = {
-        phase: getattr(config, setting) for phase, setting in SETTINGS.items() if phase is not Phase.START
+    return {Phase[call.name]: limit_s for call, limit_s in config.call_limits().items()} | {
+        Phase.IDLE: config.env_step_timeout_s,
+        # The process itself abandons a slow close(). The driver acts only if close() holds the interpreter lock.
+        Phase.CLOSE: 2 * ENV_CLOSE_TIMEOUT_S,
+        Phase.START: max(config.construct_timeout_s, _LEAST_START_S),
     }
-    limits[Phase.START] = max(config.env_construct_timeout_s, _LEAST_START_S)
-    # The process itself abandons a slow close(). The driver acts only if close() holds the interpreter lock.
-    limits[Phase.CLOSE] *= 2
-    return limits
 
 
 def answer_limits(config: EnvRunnerConfig) -> Mapping[Command, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.process.control import NO_SEED, Command
 from headrace.workers.envs.process.handle import ProcessHandle
@@ -64,7 +65,7 @@ class LaneHomes:
             return
         home.members.discard(lane)
         if not home.members and not self._is_newest(home):
-            home.stop(time.monotonic() + self._config.env_close_timeout_s)
+            home.stop(time.monotonic() + ENV_CLOSE_TIMEOUT_S)
         else:
             home.ask(lane, Command.CLOSE)
 

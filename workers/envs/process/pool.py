@@ -16,6 +16,7 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError, EnvError, EnvRaisedError
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root, write_actions
 from headrace.workers.envs.backend import NextSeeds, Replies
@@ -321,10 +322,10 @@ class EnvProcessPool:
         self._homes.build(lane, command)
 
     def close(self) -> None:
-        """Close all envs, and end all processes, within `env_close_timeout_s`. May be called twice."""
+        """Close all envs, and end all processes, within 5 s. May be called twice."""
         if not self._stopped:
             self._stopped = True
-            self._processes.stop(self._config.env_close_timeout_s)
+            self._processes.stop(ENV_CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         """Return the pool."""

@@ -1,4 +1,4 @@
-"""The wait for env hosts while none is connected: its time limit and its log lines."""
+"""The wait for env hosts while none is connected: its log lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import time
 from urllib.parse import urlsplit
 
-from headrace.schemas.errors import NoEnvHostError
 from headrace.workers.config import EnvRunnerConfig
 
 log = logging.getLogger(__name__)
@@ -21,7 +20,6 @@ class HostWait:
     """Measures how long a worker at `endpoint` has waited without any host."""
 
     def __init__(self, config: EnvRunnerConfig, endpoint: str) -> None:
-        self._timeout_s = config.env_hosts_timeout_s
         self._endpoint = endpoint
         self._remedy = f"headrace env-host --connect {_address(endpoint)} --env {config.env or 'ENV'}"
         self._begin(time.monotonic())
@@ -32,7 +30,7 @@ class HostWait:
         self._say_at = now + _SAY_WAITING_S
 
     def look(self, is_one_here: bool, now: float) -> None:
-        """Note that the worker waits `now`, in monotonic seconds. Raises `NoEnvHostError` when it waited too long."""
+        """Note that the worker waits `now`, in monotonic seconds. Warn from time to time."""
         if is_one_here or now - self._looked_at > _PAUSE_S:
             self._begin(now)
         self._looked_at = now
@@ -40,9 +38,6 @@ class HostWait:
             self._say_at += _SAY_WAITING_S
             waited_s = now - self._since
             log.warning("no env host at %s for %.0f s; start one: %s", self._endpoint, waited_s, self._remedy)
-        if self._timeout_s is not None and now - self._since >= self._timeout_s:
-            self._begin(now)
-            raise NoEnvHostError(self._endpoint, self._timeout_s, self._remedy)
 
 
 def _address(endpoint: str) -> str:

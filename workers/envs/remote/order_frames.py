@@ -15,13 +15,13 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer, MessageKind, encode
-from headrace.schemas.messages.env_messages import EnvAnswers
 from headrace.workers.envs.actions import write_actions
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.bounds import unsound_rewards
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.process.error_json import error_from_json
+from headrace.workers.envs.remote.env_messages import EnvAnswers
 from headrace.workers.envs.remote.peer import EnvHostPeer
 
 _RESULTS = {Command.BUILD: "built", Command.REBUILD: "built", Command.RESET: "began", Command.STEP: "stepped"}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import Usage
-from headrace.schemas.messages.env_messages import NO_SEED, EnvHostHello
 from headrace.schemas.peers.peer_account import idle_messages
 from headrace.workers.envs.process.control import Command
+from headrace.workers.envs.remote.env_messages import NO_SEED, EnvHostHello
 
 LONGEST_NAME = 200
 """Characters of a host's or an env's name that are kept. A HELLO has room for a million."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.accounts.user_calls import SETTINGS, CallInProgress, UserCall
+from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
@@ -21,14 +21,6 @@ from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, lea
 from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Message, Reject, read
-from headrace.schemas.messages.env_messages import (
-    NO_SEED,
-    EnvAnswers,
-    EnvHeartbeat,
-    EnvHostBye,
-    EnvHostHello,
-    EnvHostWelcome,
-)
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.actions import action_root
 from headrace.workers.envs.backend import EnvHostsHere, NextSeeds, Replies
@@ -36,6 +28,14 @@ from headrace.workers.envs.placeholder import EnvPlaceholder
 from headrace.workers.envs.process.control import Command, order_seed
 from headrace.workers.envs.process.job_settings import answer_limits
 from headrace.workers.envs.process.lane_homes import SeedFor
+from headrace.workers.envs.remote.env_messages import (
+    NO_SEED,
+    EnvAnswers,
+    EnvHeartbeat,
+    EnvHostBye,
+    EnvHostHello,
+    EnvHostWelcome,
+)
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.host_wait import HostWait
 from headrace.workers.envs.remote.order_frames import RemoteColumns, encode_orders, take_replies
@@ -78,8 +78,7 @@ class RemotePool:
         """Wait until a first host has come and built envs in its places.
 
         `kind_problem` says which envs are of the wrong kind. `on_wait` gets the port's address now and then meanwhile.
-        Raises `EnvError` for an env that cannot be built there, and `NoEnvHostError` as `step_wait` does. The pool owns
-        the router_port.
+        Raises `EnvError` for an env that cannot be built there. The pool owns the router_port.
         """
         self.width = config.num_envs
         self._config = config
@@ -170,7 +169,7 @@ class RemotePool:
             return ""
         since, lane, command, name = min(orders)
         kind = _CALLS.get(command, UserCall.CONSTRUCTION)
-        call = CallInProgress(kind, lane, getattr(self._config, SETTINGS[kind]))
+        call = CallInProgress(kind, lane, self._config.call_limits()[kind])
         return f"{call.in_words(time.monotonic() - since)} on {name}"
 
     def env_at(self, lane: int) -> Any:
@@ -232,10 +231,7 @@ class RemotePool:
     # -- replies ------------------------------------------------------------------------------------------------------
 
     def step_wait(self, timeout_s: float = math.inf, batch_wait_s: float = 0.0) -> Replies:
-        """Return all replies, as `EnvBackend` says. A lane that waits for a host counts as awaited.
-
-        Raises `NoEnvHostError` when no host was there for `env_hosts_timeout_s` of repeated calls.
-        """
+        """Return all replies, as `EnvBackend` says. A lane that waits for a host counts as awaited."""
         replies, now = Replies(), time.monotonic()
         until = now + timeout_s
         if now - self._polled_at > self._interval_s:  # no call has listened; read waiting messages before judging

@@ -74,6 +74,8 @@ class RouterPortSettings:
     who: str = "env hosts"
     setting: str = "env_hosts"
     """Prefix of the names of the port's settings."""
+    insecure: str = "env_hosts_allow_insecure"
+    """The setting that gives `allow_insecure`."""
     largest_message: int = DEFAULT_LIMITS.payload_bytes + (1 << 20)
     connections: int = 1024
 
@@ -339,7 +341,7 @@ def _check_host(settings: RouterPortSettings, keys: BrokerKeys | ServerToken | N
         raise ConfigError(
             f"{settings.host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
             "(`headrace keys init` makes them), listen on loopback, or set "
-            f"{settings.setting}_allow_insecure = true on a network you trust",
+            f"{settings.insecure} = true on a network you trust",
             key=f"{settings.setting}_host",
         )
     log.warning("serving %s on %s without encryption or authentication, as configured", settings.who, settings.host)

@@ -23,7 +23,6 @@ from headrace.schemas.errors import ConfigError, HeadraceError
 from headrace.schemas.errors.episodes import EpisodeTimeoutError
 from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
-from headrace.schemas.messages.serving_messages import ClientBye
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.external.calls import Answer
 from headrace.workers.runner.any_runner import open_runner
@@ -39,6 +38,7 @@ from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.client.logged_returns import read_info
 from headrace.workers.serving.client.server_place import ServerPlace, find_server
 from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.serving_messages import ClientBye
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class ActingClient:
         try:
             answer = answers.get(timeout=self._timeout_s)
         except queue.Empty:
-            raise EpisodeTimeoutError(episode_id, "end_episode()", "timeout_s", self._timeout_s) from None
+            raise EpisodeTimeoutError(episode_id, "end_episode()", self._timeout_s) from None
         if answer.error is not None:
             raise answer.error
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from headrace.schemas.accounts.ledger import Discard, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.errors import InfosTooLargeError, UnreachableError
-from headrace.schemas.errors.serving import MessageTooLargeError, NotYetError, UnknownSessionError
+from headrace.schemas.errors import HeadraceError, InfosTooLargeError, UnreachableError
+from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError, code_of
 from headrace.schemas.frames.wire import Buffer
-from headrace.schemas.messages.serving_messages import MOST_EPISODES, ChunkShipment
 from headrace.workers.runner.any_runner import AnyRunner
 from headrace.workers.runner.multi_agent_env_runner import MultiAgentEnvRunner
 from headrace.workers.sampling.module_batches import Cut, batches_of
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import MOST_EPISODES, ChunkShipment
 
 _ONE_TRY_S = 5.0
 """Seconds that one request may take. A client that closes waits no longer for a server that is gone."""
@@ -74,7 +74,7 @@ class Shipments:
         """Ship a fragment. Blocks until the server's stream has all of it.
 
         Raises `UnknownSessionError` when the session has ended, and `MessageTooLargeError` for a chunk that fits no
-        message. Then the rest of the batch is lost. Other errors end the client: `UnreachableError` and `NotYetError`
+        message. Then the rest of the batch is lost. Other errors end the client: `UnreachableError` and "not_yet"
         after `timeout_s` or at `close`, and the errors with which a server refuses chunks.
         """
         left = cut.steps
@@ -136,8 +136,9 @@ class Shipments:
             try:
                 self._link.ask(ChunkShipment, arrays, timeout_s=_ONE_TRY_S, **fields)
                 return
-            except (NotYetError, UnreachableError):
-                if self._closing.wait(0.1) or time.monotonic() >= until:
+            except HeadraceError as error:
+                may_repeat = isinstance(error, UnreachableError) or code_of(error) == "not_yet"
+                if not may_repeat or self._closing.wait(0.1) or time.monotonic() >= until:
                     raise
 
     def _discarded(self) -> dict[str, int]:

@@ -9,9 +9,9 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.errors import DecodeError, HeadraceError, UnreachableError
 from headrace.schemas.errors.serving import UnknownSessionError
 from headrace.schemas.frames.wire import decode, frames_of
-from headrace.schemas.messages.serving_messages import ClientPart, ClientPull
 from headrace.schemas.messages.weights import WeightsVersion, read_weights
 from headrace.workers.serving.client import PolicyClient
+from headrace.workers.serving.serving_messages import ClientPart, ClientPull
 
 log = logging.getLogger(__name__)
 

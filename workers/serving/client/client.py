@@ -25,11 +25,15 @@ from headrace.schemas.errors.episodes import (
     EpisodeError,
     EpisodesClosedError,
     NoFreePlaceError,
-    UnknownEpisodeError,
 )
-from headrace.schemas.errors.serving import UnknownSessionError
-from headrace.schemas.messages.serving_agents import served_spaces_from_json
-from headrace.schemas.messages.serving_messages import (
+from headrace.schemas.errors.serving import UnknownSessionError, code_of
+from headrace.schemas.peers.sockets import OwnSockets
+from headrace.workers.serving.client.connection import Connection, request_of
+from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
+from headrace.workers.serving.client.server_place import ServerPlace, find_server
+from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.serving_agents import served_spaces_from_json
+from headrace.workers.serving.serving_messages import (
     ClientBye,
     ClientHeartbeat,
     ClientHello,
@@ -39,11 +43,6 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeAnswer,
     EpisodeStart,
 )
-from headrace.schemas.peers.sockets import OwnSockets
-from headrace.workers.serving.client.connection import Connection, request_of
-from headrace.workers.serving.client.logged_returns import Dones, LoggedReturns, LoggedReturnsByAgent, no_returns
-from headrace.workers.serving.client.server_place import ServerPlace, find_server
-from headrace.workers.serving.episode_codec import EpisodeCodec
 
 _BEFORE_WELCOME_BYTES = 4096
 log = logging.getLogger(__name__)
@@ -63,8 +62,8 @@ class PolicyClient:
     answer and is not a second step.
 
     Calls raise the error with which the server refuses them (`errors/serving.py` and `errors/episodes.py` in
-    `schemas/`), and `UnreachableError`. Its kind `WorkerWaitsError` says that the server lives, but its worker took no
-    step in time; it may wait for the learner. The same call may be repeated. A server that has restarted does not know
+    `schemas/`), and `UnreachableError`, which says so if the server lives, but its worker took no step in time; it
+    may wait for the learner. The same call may be repeated. A server that has restarted does not know
     the old episodes: the next call of each raises `EpisodeAbortedError`.
     """
 
@@ -206,9 +205,12 @@ class PolicyClient:
         fields |= {"episode": episode_id, "step": episode.step, **episode.returns.fields()}
         try:
             answer, found = self.ask(self._codec.step_message, arrays, **fields)
-        except (EpisodeAbortedError, UnknownEpisodeError, UnknownSessionError) as error:
+        except HeadraceError as error:
+            code = code_of(error)
+            if code not in ("aborted", "unknown_episode", "unknown_session"):
+                raise
             self._forget(episode_id)
-            if isinstance(error, EpisodeAbortedError):
+            if code == "aborted":
                 raise
             raise EpisodeAbortedError(episode_id, str(error)) from error
         assert isinstance(answer, EpisodeAnswer)
@@ -219,7 +221,7 @@ class PolicyClient:
     def _find(self, episode_id: str) -> _Episode:
         episode = self._episodes.get(episode_id)
         if episode is None:
-            raise UnknownEpisodeError(episode_id)
+            raise EpisodeError(episode_id, "unknown_episode")
         return episode
 
     def _forget(self, episode_id: str) -> None:

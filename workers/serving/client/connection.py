@@ -13,12 +13,14 @@ import zmq
 from numpy.typing import NDArray
 
 from headrace.schemas.credentials.keys import CLIENT, PeerKeys
-from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, WorkerWaitsError
+from headrace.schemas.errors import ConfigError, DecodeError, HeadraceError, UnreachableError
 from headrace.schemas.errors.serving import MessageTooLargeError, ServingError, error_of
-from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, decode, encode
 from headrace.schemas.messages import Message, read
-from headrace.schemas.messages.serving_messages import (
+from headrace.schemas.peers import sockets
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
+from headrace.workers.serving.client.server_place import SERVER, ServerPlace
+from headrace.workers.serving.serving_messages import (
     ANSWERS,
     AnyStep,
     ChunkShipment,
@@ -27,9 +29,7 @@ from headrace.schemas.messages.serving_messages import (
     ClientReject,
     ClientRequest,
 )
-from headrace.schemas.peers import sockets
-from headrace.schemas.peers.handshakes import CLIENT_EVENTS, SUCCEEDED, Handshakes, read_event
-from headrace.workers.serving.client.server_place import SERVER, ServerPlace
+from headrace.workers.serving.single_frame import join_frames, split_frame
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.5, 4.0
 _LOOK_S = 0.5
@@ -92,7 +92,7 @@ class Connection:
         """Send a request, several times if needed, and return its answer, (message, arrays).
 
         Raises the error with which the server refuses it, `KeysRefusedError`, and `UnreachableError` after `timeout_s`.
-        The latter is a `WorkerWaitsError` if the server confirms a heartbeat within two more seconds.
+        The latter says what the worker waits for if the server confirms a heartbeat within two more seconds.
         Raises `MessageTooLargeError` before it sends a message that is too large: the server would close the
         connection, and the client would send it for ever.
         """
@@ -134,7 +134,10 @@ class Connection:
             with suppress(HeadraceError):
                 ack, _ = self.ask(ClientHeartbeat(session=request.session, token=request.token), _LAST_HEARTBEAT_S)
                 waiting_for = ack.waiting_for if isinstance(ack, ClientAck) else ""
-                return WorkerWaitsError(self._endpoint, timeout_s, waiting_for)
+                why = f"its worker waits for {waiting_for}" if waiting_for else "it is alive, and its worker is busy"
+                what = f"the policy server at {self._endpoint} gave no answer within {timeout_s:g} s"
+                sentence = f"{what}: {why}; repeat the call"
+                return UnreachableError("policy server", self._endpoint, timeout_s, sentence=sentence)
         return self._handshakes.why_silent(timeout_s)
 
     def _read(self, frames: list[bytes], number: int) -> tuple[Message, dict[str, NDArray[Any]]] | None:

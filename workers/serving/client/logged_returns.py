@@ -16,8 +16,8 @@ import orjson
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
-from headrace.schemas.messages.serving_agents import ALL
 from headrace.workers.envs.bounds import LARGEST_REWARD
+from headrace.workers.serving.serving_agents import ALL
 
 _MAX_INFO_BYTES = DEFAULT_LIMITS.header_bytes // 2
 _MAX_INFO_DEPTH = DEFAULT_LIMITS.header_depth // 2

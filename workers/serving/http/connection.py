@@ -15,7 +15,7 @@ from typing import Protocol
 import httptools
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import MessageTooLargeError, NotYetError, ServingError
+from headrace.schemas.errors.serving import MessageTooLargeError, ServingError
 from headrace.workers.serving.http.responses import CONTINUE, HttpAnswer, refused
 
 HEAD_BYTES = 1 << 16
@@ -372,7 +372,7 @@ class HttpConnection(asyncio.Protocol):
                 self._transport.abort()
         elif self._current is not None:
             if waited > limits.wait_s:
-                late = NotYetError(f"no answer within {limits.wait_s:g} s; send the same request again")
+                late = ServingError(f"no answer within {limits.wait_s:g} s; send the same request again", "not_yet")
                 self.answer(self._current, refused(late))
         elif self._request_began is not None:
             if now - self._request_began > limits.read_s + self._request_bytes / SLOWEST_BYTES_S:

@@ -14,10 +14,10 @@ import orjson
 from headrace.schemas.errors.serving import MessageTooLargeError, ServingError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.messages import read
-from headrace.schemas.messages.serving_messages import AnyStep, ClientRequest
 from headrace.schemas.peers.http_hosts import is_known_host
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.connection import HttpRequest
+from headrace.workers.serving.serving_messages import AnyStep, ClientRequest
 
 TOKEN_HEADER = "Headrace-Client"
 """Every request of a session has its token in this header."""

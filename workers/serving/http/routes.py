@@ -21,7 +21,10 @@ from functools import partial
 from urllib.parse import parse_qsl
 
 from headrace.schemas.messages import read
-from headrace.schemas.messages.serving_messages import (
+from headrace.workers.serving.http.connection import HttpRequest
+from headrace.workers.serving.http.requests import body_of, check_fields, text_of, token_of
+from headrace.workers.serving.http.responses import HttpAnswer, json_answer
+from headrace.workers.serving.serving_messages import (
     ClientBye,
     ClientHeartbeat,
     ClientHello,
@@ -29,9 +32,6 @@ from headrace.schemas.messages.serving_messages import (
     EpisodeAbort,
     EpisodeStart,
 )
-from headrace.workers.serving.http.connection import HttpRequest
-from headrace.workers.serving.http.requests import body_of, check_fields, text_of, token_of
-from headrace.workers.serving.http.responses import HttpAnswer, json_answer
 
 
 class Query(Enum):

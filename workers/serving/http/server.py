@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import NotYetError, ServingError
-from headrace.schemas.messages.serving_messages import AnyStep
+from headrace.schemas.errors.serving import ServingError
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.dispatcher import Event
 from headrace.workers.serving.episode_codec import EpisodeCodec
@@ -28,6 +27,7 @@ from headrace.workers.serving.http.connection import HttpConnection, HttpLimits,
 from headrace.workers.serving.http.requests import asks_for_health, knows_token, names_host, step_of, step_path
 from headrace.workers.serving.http.responses import HttpAnswer, answer_of, failed, health_answer, json_answer, refused
 from headrace.workers.serving.http.routes import Query, route
+from headrace.workers.serving.serving_messages import AnyStep
 from headrace.workers.serving.session_records import Reply, ServingLimits
 from headrace.workers.serving.space_codec import read_each
 
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 0.25
 """Seconds between two checks for connections that take too long."""
 _OTHER_HOST = (
-    "the Host header names another server; use this server's address or localhost, or add the name to "
-    "serving.http_hosts"
+    "the Host header names another server; use this server's address or localhost, or have it ask for a token "
+    "(http.token in keys.dir)"
 )
 _MESSAGES_HELD = 16
 """How many of the largest requests all connections together may hold unfinished."""
@@ -231,7 +231,7 @@ class HttpServer:
     def _stop_loop(self) -> None:
         """Have the loop return after this round, or after its next round if it is not running.
 
-        Raises `NotYetError` once the server closes: nothing may stop the loop then.
+        Raises the `ServingError` "not_yet" once the server closes: nothing may stop the loop then.
         """
         if self._closing:
             raise _stopping()
@@ -275,8 +275,8 @@ class HttpServer:
         return answer_of(reply, self._codec.action)
 
 
-def _stopping() -> NotYetError:
-    return NotYetError("the server is stopping; send the same again")
+def _stopping() -> ServingError:
+    return ServingError("the server is stopping; send the same again", "not_yet")
 
 
 def connection_limit(most: int) -> int:

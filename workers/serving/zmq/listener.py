@@ -8,9 +8,8 @@ from typing import Any
 
 from headrace.schemas.basics.bounds import MOST_COUNT
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.errors import HeadraceError, WireError
+from headrace.schemas.errors import EncodeError, HeadraceError
 from headrace.schemas.errors.serving import FAILED, MessageTooLargeError, ServingError
-from headrace.schemas.frames.single_frame import join_frames, split_frame
 from headrace.schemas.frames.wire import (
     Buffer,
     MessageKind,
@@ -20,11 +19,12 @@ from headrace.schemas.frames.wire import (
     encode,
 )
 from headrace.schemas.messages import read
-from headrace.schemas.messages.serving_messages import REQUESTS, ChunkShipment, ClientRequest
 from headrace.workers.envs.remote.router_port import RouterPort, Speaker
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
+from headrace.workers.serving.serving_messages import REQUESTS, ChunkShipment, ClientRequest
 from headrace.workers.serving.session_records import Reply, refusal_of
+from headrace.workers.serving.single_frame import join_frames, split_frame
 from headrace.workers.serving.space_codec import SpaceCodec, read_each
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class ZmqListener:
                 return encode(reply.kind, reply.fields, reply.arrays)
             arrays = codec.to_arrays(reply.action)
             return (codec.layout.encode if codec.layout is not None else encode)(reply.kind, reply.fields, arrays)
-        except WireError as error:
+        except EncodeError as error:
             refused = refusal_of(MessageTooLargeError(f"the answer cannot be sent: {error}"))
             return encode(refused.kind, refused.fields)
 

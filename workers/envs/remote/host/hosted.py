@@ -13,7 +13,6 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import DecodeError, EncodeError, EnvContractError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode, is_deeper, most_names
-from headrace.schemas.messages.env_messages import NO_SEED, EnvAnswers, EnvHostWelcome, EnvOrders
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.failures import Failure
@@ -22,6 +21,7 @@ from headrace.workers.envs.process.control import Command, reset_seed
 from headrace.workers.envs.process.error_json import error_to_json
 from headrace.workers.envs.process.pool import EnvProcessPool
 from headrace.workers.envs.process.shared_arrays import columns_layout
+from headrace.workers.envs.remote.env_messages import NO_SEED, EnvAnswers, EnvHostWelcome, EnvOrders
 
 _INFO_DEPTH = DEFAULT_LIMITS.header_depth - 3
 """Most levels of an info. An info lies three levels deep in the header."""
@@ -279,5 +279,5 @@ class HostedEnvs:
         return rows
 
     def stop(self) -> None:
-        """Close all envs, within `env_close_timeout_s`."""
+        """Close all envs, within 5 s."""
         self._pool.close()

@@ -19,11 +19,11 @@ from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, refusal
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Reject, read
-from headrace.schemas.messages.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.pool import EnvProcessPool
+from headrace.workers.envs.remote.env_messages import EnvHeartbeat, EnvHostBye, EnvHostHello, EnvHostWelcome, EnvOrders
 from headrace.workers.envs.remote.host.hosted import HostedEnvs
 from headrace.workers.envs.remote.host.link import WorkerLink
 

@@ -1,0 +1,233 @@
+"""Injection of each kind of fault. An injection returns the function that undoes it.
+
+A fault that cannot be injected at its moment (its target is between two lives) is skipped, and the report says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from headrace.broker.redis.client import REDIS_FAILURES, connect
+from headrace.deploy.annexes.chaos import truth
+from headrace.deploy.annexes.chaos.processes import FleetProcesses, Folders, send
+from headrace.deploy.annexes.chaos.recorder import SLOW
+from headrace.deploy.annexes.chaos.relay import LinkState, Relay
+from headrace.deploy.annexes.chaos.schedule import Event, Kind
+from headrace.deploy.annexes.chaos.strangers import visit
+
+Undo = Callable[[], None]
+
+REDIS_TIMEOUT_S = 1.0
+SLOW_BATCH_S = 0.2
+_DISK = "64m"
+_KEEP_FREE = 16 << 10
+_NOWHERE = ("127.0.0.1", 1)
+
+
+class SkippedError(Exception):
+    """A fault that cannot be injected now, or here. Its text says why. It never leaves this package."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The processes, folders and links that faults act on."""
+
+    folders: Folders
+    processes: FleetProcesses
+    links: Mapping[str, Relay]
+    seed: int
+
+
+def inject(event: Event, target: Target) -> Undo:
+    """Inject a fault; return the function that undoes it. Raises `SkippedError`."""
+    return _FAULTS[event.kind](event, target)
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def mount_small_disk(folder: Path) -> str:
+    """Mount a small file system at `folder`. Return the reason for a failure; "" if it was mounted."""
+    if os.geteuid() != 0:
+        return "the run directory needs a small file system of its own, which only root can mount"
+    command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK},mode=0700", "headrace-chaos", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"mount cannot be run ({error.strerror})"
+    return "" if done.returncode == 0 else f"mount failed: {done.stderr.strip()[:200]}"
+
+
+def unmount(folder: Path) -> None:
+    """Unmount what is mounted at `folder`. Its content stays there."""
+    kept = folder.with_name(f"{folder.name}.kept")
+    shutil.copytree(folder, kept, symlinks=True)
+    subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
+    kept.rename(folder)
+
+
+def _disk_full(event: Event, target: Target) -> Undo:
+    if not target.folders.fleet.is_mount():
+        raise SkippedError("the run directory has no file system of its own")
+    ballast = target.folders.fleet / ".ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        size = os.statvfs(target.folders.fleet)
+        os.posix_fallocate(file.fileno(), 0, max(1, size.f_bavail * size.f_frsize - _KEEP_FREE))
+        file.seek(0, os.SEEK_END)
+        while file.write(bytes(4096)):
+            continue
+    return lambda: ballast.unlink(missing_ok=True)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def _kill(event: Event, target: Target) -> Undo:
+    """Kill all targets at one instant: their pids are known before the first signal is sent."""
+    for pid in _pids(event, target):
+        send(pid, signal.SIGKILL)
+    return lambda: None
+
+
+def _stop(event: Event, target: Target) -> Undo:
+    pids = _pids(event, target)
+    for pid in pids:
+        send(pid, signal.SIGSTOP)
+
+    def undo() -> None:
+        for pid in pids:
+            send(pid, signal.SIGCONT)
+
+    return undo
+
+
+def _pids(event: Event, target: Target) -> list[int]:
+    found = {name: target.processes.pid(name) for name in event.targets}
+    if missing := [name for name, pid in found.items() if pid is None]:
+        raise SkippedError(f"{' and '.join(missing)} did not run")
+    return [pid for pid in found.values() if pid is not None]
+
+
+# -- links and learner ------------------------------------------------------------------------------------------------
+
+
+def _link(event: Event, target: Target) -> Undo:
+    links = [target.links[name] for name in event.targets]
+    for link in links:
+        link.set(LinkState.REFUSES if event.kind is Kind.CUT else LinkState.HOLDS)
+
+    def undo() -> None:
+        for link in links:
+            link.set(LinkState.FORWARDS)
+
+    return undo
+
+
+def _slow(event: Event, target: Target) -> Undo:
+    order = target.folders.record / SLOW
+    aside = order.with_suffix(".new")
+    aside.write_text(str(SLOW_BATCH_S))
+    aside.rename(order)
+    return lambda: order.unlink(missing_ok=True)
+
+
+# -- Redis ------------------------------------------------------------------------------------------------------------
+
+
+def _flush(event: Event, target: Target) -> Undo:
+    return _ask_redis(target, lambda client: client.flushall())
+
+
+def _replace(event: Event, target: Target) -> Undo:
+    """Kill Redis. The server that the supervisor starts next finds none of its data."""
+    pid = target.processes.pid("redis")
+    if pid is None:
+        raise SkippedError("redis did not run")
+    data = target.folders.fleet / "redis" / "appendonlydir"
+    aside = data.with_suffix(".lost")
+    with contextlib.suppress(FileNotFoundError):  # a server that has just started has not made it yet
+        data.rename(aside)  # before its end: the next server may start at once
+    send(pid, signal.SIGKILL)
+    shutil.rmtree(aside, ignore_errors=True)
+    return lambda: None
+
+
+def _full(event: Event, target: Target) -> Undo:
+    """Make Redis refuse writes for lack of memory."""
+    _ask_redis(target, lambda client: client.config_set("maxmemory", 1))
+    return _later(target, lambda client: client.config_set("maxmemory", 0))
+
+
+def _read_only(event: Event, target: Target) -> Undo:
+    """Make Redis a replica of a server that does not exist."""
+    _ask_redis(target, lambda client: client.replicaof(*_NOWHERE))
+    return _later(target, lambda client: client.replicaof("NO", "ONE"))
+
+
+def _ask_redis(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
+    url = target.processes.page().redis_url
+    if not url:
+        raise SkippedError("fleet.json named no Redis")
+    with contextlib.closing(connect(url, REDIS_TIMEOUT_S)) as client:
+        try:
+            ask(client)
+        except REDIS_FAILURES as error:
+            raise SkippedError(f"Redis did not answer ({type(error).__name__})") from error
+    return lambda: None
+
+
+def _later(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
+    """Return a function that undoes a fault in Redis. A dead server needs no undo: a restart removes the fault."""
+
+    def undo() -> None:
+        with contextlib.suppress(SkippedError):
+            _ask_redis(target, ask)
+
+    return undo
+
+
+# -- strangers and envs -----------------------------------------------------------------------------------------------
+
+
+def _strangers(event: Event, target: Target) -> Undo:
+    """Send strangers from a thread, so that the schedule goes on."""
+    endpoints = target.processes.endpoints()
+    if not endpoints:
+        raise SkippedError("the broker did not serve")
+    fleet_id, seed = target.processes.page().fleet_id, target.seed + int(1000 * event.at_s)
+    thread = threading.Thread(target=visit, args=(event.detail, endpoints, fleet_id, seed), daemon=True)
+    thread.start()
+    return thread.join
+
+
+def _env(event: Event, target: Target) -> Undo:
+    truth.give_order(target.folders.truth, event.detail)
+    return lambda: None
+
+
+_FAULTS: dict[Kind, Callable[[Event, Target], Undo]] = {
+    Kind.KILL: _kill,
+    Kind.STOP: _stop,
+    Kind.CUT: _link,
+    Kind.STALL: _link,
+    Kind.SLOW: _slow,
+    Kind.FLUSH: _flush,
+    Kind.REPLACE: _replace,
+    Kind.FULL: _full,
+    Kind.READ_ONLY: _read_only,
+    Kind.DISK_FULL: _disk_full,
+    Kind.STRANGERS: _strangers,
+    Kind.ENV: _env,
+}

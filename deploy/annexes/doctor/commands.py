@@ -1,0 +1,64 @@
+"""The command `headrace doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated
+
+import orjson
+import typer
+
+from headrace.deploy.command.option_table import command
+from headrace.deploy.run.options import Asked
+
+app = typer.Typer()
+
+
+class JoiningRole(StrEnum):
+    """A role that joins a fleet on another machine."""
+
+    WORKER = "worker"
+    LEARNER = "learner"
+    ENV_HOST = "env-host"
+
+
+@command(
+    app,
+    "headrace doctor",
+    "headrace doctor --set fleet.workers=16 --json",
+    "headrace doctor --endpoint tcp://127.0.0.1:5701   # on a worker's machine",
+    "headrace doctor --rendezvous /shared/runs/a/rendezvous.json --set keys.dir=keys",
+    "headrace doctor --rendezvous /shared/runs/a/rendezvous.json --role env-host --set keys.dir=keys",
+    options="endpoint rendezvous role run_dir config redis_url sets as_json",
+)
+def doctor(
+    asked: Asked,
+    *,
+    endpoint: str | None,
+    rendezvous: str | None,
+    role: Annotated[
+        JoiningRole, typer.Option("--role", help="The role that is to run here, with --endpoint or --rendezvous.")
+    ] = JoiningRole.WORKER,
+    as_json: bool,
+) -> None:
+    """Check whether this machine can run a fleet, or a role of one elsewhere, by --endpoint or --rendezvous.
+
+    Exit code 1 when it cannot. Starts nothing and leaves nothing behind.
+    """
+    from headrace.deploy.annexes.doctor.check import Verdict
+    from headrace.deploy.annexes.doctor.examination import examine
+
+    resolved, _ = asked.resolve()
+    checks = list(examine(resolved, endpoint, rendezvous, role))
+    fit = all(check.verdict is not Verdict.FAIL for check in checks)
+    if as_json:
+        typer.echo(orjson.dumps({"fit": fit, "checks": [asdict(check) for check in checks]}).decode())
+    else:
+        for check in checks:
+            advice = f"; {check.advice}" if check.advice else ""
+            typer.echo(f"{check.verdict:<5} {check.name:<14} {check.seen}{advice}")
+        typer.echo(
+            "\nThis machine can run a fleet." if fit else "\nThis machine cannot run a fleet: repair what failed."
+        )
+    raise typer.Exit(0 if fit else 1)

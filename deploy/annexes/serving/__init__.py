@@ -1,0 +1,1 @@
+"""`headrace serve`: a trained policy for clients."""

@@ -1,0 +1,1 @@
+"""Live views and reports of a fleet: page, `top`, report, exporter."""

@@ -1,0 +1,141 @@
+"""`headrace exporter`: metrics of one or several fleets at an HTTP port, read from Redis at each scrape."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.web.web_port import WebPort
+from headrace.deploy.monitoring.facts import Facts, FactsReader
+from headrace.deploy.run.fleet_file import read_fleet_file
+from headrace.deploy.run.options import chosen_run, named_redis
+from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.schemas.basics.counted_warnings import CountedWarnings
+from headrace.schemas.basics.stop_event import stop_event
+from headrace.schemas.errors import ConfigError, HeadraceError
+from headrace.schemas.settings.config import FleetConfig
+
+log = logging.getLogger("headrace.exporter")
+
+READ_S = 5.0
+"""Longest time that a scrape waits for Redis. Prometheus gives a scrape 10 s."""
+
+
+class FleetReaders:
+    """Reads several fleets at once, each in a thread of its own. A fleet whose Redis hangs delays no other."""
+
+    def __init__(self, readers: Mapping[str, FactsReader], deadline_s: float = READ_S) -> None:
+        self._readers, self._deadline_s = readers, deadline_s
+        self._threads = ThreadPoolExecutor(len(readers), thread_name_prefix="redis-read")
+        self._reading: dict[str, Future[Facts]] = {}
+        self._warnings = CountedWarnings(log)
+
+    def read(self) -> dict[str, Facts | None]:
+        """Return the facts of each fleet; None for one that cannot be read within the deadline. One thread at a time.
+
+        A read that takes longer goes on, and the next call waits for it: late reads do not pile up.
+        """
+        for fleet_id, reader in self._readers.items():
+            if fleet_id not in self._reading:
+                self._reading[fleet_id] = self._threads.submit(reader.read)
+        wait_for(self._reading.values(), self._deadline_s)
+        return {fleet_id: self._result_of(fleet_id) for fleet_id in self._readers}
+
+    def _result_of(self, fleet_id: str) -> Facts | None:
+        if not self._reading[fleet_id].done():
+            self._warn(fleet_id, f"Redis gave no answer within {self._deadline_s:g} s")
+            return None
+        try:
+            facts = self._reading.pop(fleet_id).result()
+        except HeadraceError as error:
+            self._warn(fleet_id, str(error))
+            return None
+        if facts.redis_error:
+            self._warn(fleet_id, facts.redis_error)
+        return facts
+
+    def _warn(self, fleet_id: str, reason: str) -> None:
+        self._warnings.warn(fleet_id.encode(), "read", f"fleet {fleet_id}: {reason}")
+
+    def close(self) -> None:
+        """Close the connections. Waits some seconds at most for reads under way."""
+        self._threads.shutdown(cancel_futures=True)
+        for reader in self._readers.values():
+            reader.close()
+
+
+def metrics_app(readers: FleetReaders) -> Starlette:
+    """Return the application that serves `/metrics`. Scrapes that come together share one read of Redis."""
+    reading: asyncio.Task[dict[str, Facts | None]] | None = None
+
+    async def metrics(request: Request) -> Response:
+        nonlocal reading
+        if reading is None or reading.done():
+            reading = asyncio.create_task(asyncio.to_thread(readers.read))
+        text, content_type = metrics_text(await asyncio.shield(reading), request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    async def root(_: Request) -> Response:
+        return PlainTextResponse("headrace exporter: the metrics are at /metrics\n")
+
+    return Starlette(routes=[Route("/metrics", metrics), Route("/", root)])
+
+
+@dataclass(frozen=True, slots=True)
+class ExporterOptions:
+    """Options of `headrace exporter`: an address, and fleets by run directory or in one Redis."""
+
+    listen: str
+    token_file: Path | None
+    run_dirs: Sequence[Path] = ()
+    redis_url: str = ""
+    fleet_ids: Sequence[str] = ()
+
+
+def export_metrics(options: ExporterOptions) -> None:
+    """Serve `/metrics` until SIGTERM or Ctrl-C.
+
+    Raises `ConfigError` or `PortInUseError` where it cannot listen, and `RunDirError` for a directory without a fleet.
+    """
+    set_up_logging(Identity("", "exporter"))
+    by_fleet = chosen_readers(options)
+    with ExitStack() as stack:
+        stopping = stack.enter_context(stop_event())
+        readers = FleetReaders(by_fleet)
+        stack.callback(readers.close)
+        port = stack.enter_context(WebPort(options.listen, options.token_file))
+        log.info("headrace %s exports fleet %s at %s/metrics", version("headrace"), ", ".join(by_fleet), port.url)
+        port.serve(metrics_app(readers), stopping)
+
+
+def chosen_readers(options: ExporterOptions) -> dict[str, FactsReader]:
+    """Return a reader for each fleet that was chosen, by its name. Raises `ConfigError` for a wrong choice."""
+    if not (options.redis_url or options.fleet_ids):
+        run_dirs = options.run_dirs or [chosen_run(FleetConfig())]
+        return _once_each((read_fleet_file(path / "fleet.json").fleet_id, FactsReader(path)) for path in run_dirs)
+    if options.run_dirs or not (options.redis_url and options.fleet_ids):
+        raise ConfigError("name fleets by --run-dir, or by --redis-url and --fleet-id together")
+    url = named_redis(options.redis_url)
+    return _once_each((fleet_id, FactsReader(redis_url=url, fleet_id=fleet_id)) for fleet_id in options.fleet_ids)
+
+
+def _once_each(named: Iterable[tuple[str, FactsReader]]) -> dict[str, FactsReader]:
+    found: dict[str, FactsReader] = {}
+    for fleet_id, reader in named:
+        if fleet_id in found:
+            raise ConfigError(f"fleet {fleet_id} is named twice; its metrics would clash")
+        found[fleet_id] = reader
+    return found

@@ -1,0 +1,158 @@
+"""The addresses of the page: its files, the newest state, a stream of states, curves, and the fleet's rendezvous."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import orjson
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
+from headrace.deploy.annexes.watch.page.hub import INTERVALS, Hub
+from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
+from headrace.schemas.peers.rendezvous import Published
+from headrace.schemas.settings.config import FleetConfig
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("uPlot.iife.min.js", "elements.js", "charts.js", "app.js")
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_ALIVE_S = 15.0
+"""Seconds without a state after which a stream says that it is alive."""
+_FRESH_S = 3.0
+MOST_VIEWERS = 100
+RENDEZVOUS = f"/{RENDEZVOUS_FILE}"
+
+PAGE_CURVES = (
+    "env_steps_",
+    "committed_agent_steps_per_s",
+    "dropped_agent_steps_per_s",
+    "discarded_agent_steps_per_s",
+    "episode_return_",
+    "episode_len_mean",
+    "held_batches",
+    "held_bytes",
+    "oldest_unsettled_age_s",
+    "accepted_lag",
+    "consumed_lag",
+    "worker_",
+    "learner",
+    "workers",
+    "client_",
+    "clients",
+)
+"""How the names of the curves begin that the page draws."""
+
+
+def make_app(hub: Hub) -> Starlette:
+    """Return the application that shows what `hub` has. Reads the page's files now."""
+    files = {path.name: path.read_bytes() for path in ASSETS.iterdir() if path.suffix in (".html", *_TYPES)}
+    tags = {name: f'"{hashlib.sha256(content).hexdigest()[:16]}"' for name, content in files.items()}
+
+    async def page(_: Request) -> Response:
+        return Response(files["index.html"], media_type="text/html")
+
+    async def worker(request: Request) -> Response:
+        slot = request.path_params["slot"]  # of any length: int() refuses 5,000 digits
+        return await page(request) if slot.isascii() and slot.isdigit() else PlainTextResponse("no such slot\n", 404)
+
+    async def asset(request: Request) -> Response:
+        name = request.path_params["name"]
+        kind = _TYPES.get(Path(name).suffix)
+        if kind is None or name not in files:
+            return PlainTextResponse("there is no such file\n", 404)
+        if request.headers.get("if-none-match") == tags[name]:
+            return Response(status_code=304, headers={"etag": tags[name]})
+        return Response(files[name], media_type=kind, headers={"etag": tags[name]})
+
+    async def state(_: Request) -> Response:
+        await hub.fresh(_FRESH_S)
+        return Response(hub.newest, media_type="application/json")
+
+    async def series(request: Request) -> Response:
+        interval_s, after = _number(request, "interval_s", INTERVALS[0]), _number(request, "after", 0.0)
+        if interval_s not in INTERVALS:
+            return PlainTextResponse(f"interval_s is one of {', '.join(map(str, INTERVALS))}\n", 400)
+        hub.want()
+        names = None if request.query_params.get("all") else PAGE_CURVES
+        text = await run_in_threadpool(lambda: orjson.dumps(hub.series(int(interval_s), after, names).document()))
+        return Response(text, media_type="application/json")
+
+    async def metrics(request: Request) -> Response:
+        await hub.fresh(_FRESH_S)
+        facts = hub.facts
+        found = {} if facts is None else {facts.snapshot.fleet_id: None if facts.redis_error else facts}
+        text, kind = await run_in_threadpool(metrics_text, found, request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind})
+
+    async def rendezvous(_: Request) -> Response:
+        if hub.facts is None:
+            await hub.fresh(_FRESH_S)
+        try:
+            known = (hub.facts.run_dir, hub.facts.config) if hub.facts is not None else (None, None)
+            text = await run_in_threadpool(published, *known)
+        except (OSError, ValueError) as error:
+            return PlainTextResponse(f"no rendezvous can be read here: {str(error)[:200]}\n", 404)
+        return Response(text, media_type="application/json")
+
+    async def events(_: Request) -> Response:
+        if hub.viewers >= MOST_VIEWERS:
+            return PlainTextResponse(f"{MOST_VIEWERS} viewers have the page open, which is the most\n", 503)
+        return StreamingResponse(states_of(hub), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/worker/{slot}", worker),
+            Route("/state.json", state),
+            Route("/series.json", series),
+            Route("/events", events),
+            Route("/metrics", metrics),
+            Route(RENDEZVOUS, rendezvous),
+            Route("/assets/{name}", asset),
+        ]
+    )
+
+
+def published(run_dir: Path | None, config: FleetConfig | None) -> bytes:
+    """Return what the broker of this run publishes. Raises `OSError` and `ValueError`.
+
+    Only the fields of a rendezvous leave this process, even if the file has more.
+    """
+    if run_dir is None:
+        raise ValueError("the fleet's run directory is not on this machine")
+    named = config.fleet.rendezvous if config is not None else ""
+    return Published.parse(rendezvous_path(named, run_dir).read_bytes()).dump()
+
+
+async def states_of(hub: Hub) -> AsyncIterator[bytes]:
+    """Yield each newest state as a server-sent event. A viewer that reads slowly misses the states between.
+
+    A hub that has ended ends the stream after its last state.
+    """
+    hub.viewers += 1
+    try:
+        shown = 0
+        while True:
+            number = await hub.newer_than(shown, _ALIVE_S)
+            yield b": alive\n\n" if number == shown else hub.newest_event
+            shown = number
+            if hub.has_ended and shown == hub.number:
+                yield b"event: end\ndata:\n\n"
+                return
+    finally:
+        hub.viewers -= 1
+
+
+def _number(request: Request, name: str, default: float) -> float:
+    try:
+        value = float(request.query_params.get(name, default))
+    except ValueError:
+        return -1.0
+    return value if math.isfinite(value) else -1.0

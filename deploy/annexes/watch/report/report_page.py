@@ -1,0 +1,372 @@
+"""The HTML of a run's report, from the facts and curves that `run_report.py` gathered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headrace.deploy.annexes.watch.report.run_series import RunSeries
+from headrace.deploy.monitoring.html_page import folded, page, paragraph, table, text, tiles
+from headrace.deploy.monitoring.losses import loss_of
+from headrace.deploy.report.progress import duration, short_number
+from headrace.schemas.basics.printable import one_line, printable
+
+Chart = Mapping[str, Any]
+"""What `charts.js` draws: `title`, `unit`, `scale`, `lines` and `bands`."""
+Line = Mapping[str, Any]
+"""A curve: `name` of the column, `label`, and `dots` where its values belong to single moments."""
+Band = tuple[str, str, str]
+"""The columns of the lower and the upper edge, and the label."""
+
+MOST_CURVES = 8
+"""Curves of a chart."""
+MOST_CHARTS = 24
+"""Charts of learner's figures, and of what callbacks logged."""
+MOST_ROWS = 200
+_LONGEST = 300
+_FIRST_FIGURES = ("loss", "policy_loss", "value_loss", "entropy", "kl", "explained_variance", "learning_rate")
+_NO_FIGURES = ("update", "steps", "episodes", "epochs")
+_CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Throughput", "env steps/s", {"env_steps_per_s": "env steps/s"}),
+    (
+        "Lag of weights",
+        "versions",
+        {
+            "weights_lag": "worker furthest behind",
+            "accepted_lag_p50": "half of the steps, at the broker",
+            "accepted_lag_p95": "95 % of them",
+            "consumed_lag_p50": "half of the steps, at the learner",
+            "consumed_lag_p95": "95 % of these",
+        },
+    ),
+    ("Queue", "batches", {"held_batches": "held by the broker", "window_batches": "kept by workers"}),
+    ("Age of the oldest batch", "s", {"oldest_unsettled_age_s": "since the broker accepted it"}),
+    ("Workers", "", {"workers": "connected", "workers_blocked": "that wait for room"}),
+    (
+        "Failures",
+        "",
+        {
+            "env_failures": "envs failed",
+            "aborted_episodes": "episodes aborted",
+            "fenced_lives": "lives of workers fenced",
+            "messages_refused": "messages refused since the broker started",
+        },
+    ),
+    ("Clients", "", {"clients": "connected", "client_requests_per_s": "requests/s"}),
+    ("Latency for clients", "s", {"client_latency_s_p50": "half", "client_latency_s_p95": "95 %"}),
+)
+"""Titles, units, and the labels of columns."""
+_ASSETS = files("headrace.deploy.annexes.watch.page") / "assets"
+_SCRIPTS = (
+    *(_ASSETS / name for name in ("uPlot.iife.min.js", "elements.js", "charts.js")),
+    files("headrace.deploy.annexes.watch.report") / "report.js",
+)
+_STYLE = """
+:root { --quiet: var(--dim); --grid: var(--line); --error: var(--bad) } [hidden] { display: none !important }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem }
+figure { margin: 0; background: var(--card); border-radius: 6px; padding: .7rem .8rem; min-width: 0;
+break-inside: avoid } figcaption { font-size: .85rem; display: flex; flex-wrap: wrap; gap: 0 .8rem; min-height: 1.5em;
+overflow-wrap: anywhere; font-variant-numeric: tabular-nums } figcaption span { min-width: 0 }
+.swatch { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .3em }
+button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+padding: .1rem .6rem; margin-right: .4rem; cursor: pointer } button:focus-visible { outline: 2px solid var(--c0);
+outline-offset: 2px } button[aria-pressed="true"] { background: var(--ink); color: var(--paper) }
+@media print { figure { border: 1px solid var(--line) } .buttons { display: none } }
+"""
+_AXES = """<p class="buttons" role="group" aria-label="Horizontal axis">
+<button type="button" data-axis="time" aria-pressed="true">Time</button>
+<button type="button" data-axis="steps" aria-pressed="false">Env steps</button></p>"""
+_SHARES = ("env", "inference", "connectors", "serialise", "wait", "other", "decode", "train", "publish")
+
+
+def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
+    """Return the whole page."""
+    name = Path(facts["run_dir"]).name
+    is_bad = facts["error"] or facts["state"] == "killed" or facts["audit"]["balanced"] is False
+    charts = [chart for chart in _charts(series) if chart["lines"]]
+    books = facts["ledger"]
+    is_whole = books is not None and not books["dropped"] and not books["discarded"] and not facts["findings"]
+    kind = "bad" if is_bad else "good" if is_whole else "warn"
+    return page(
+        f"{name}: headrace report",
+        (
+            f"<h1>{text(name)}</h1>",
+            paragraph(_bounded(facts["verdict"]), f"verdict {kind}"),
+            paragraph(_bounded(facts["bottleneck"])) if facts["bottleneck"] else "",
+            paragraph(_when(facts), "dim"),
+            *_findings(facts["findings"]),
+            tiles(_key_numbers(facts)),
+            "<h2>Curves</h2>",
+            *_curves(charts, series),
+            "<h2>Ledger</h2>",
+            *_ledger(facts),
+            "<h2>Failures of envs</h2>",
+            *_errors(facts["errors"]),
+            "<h2>Evaluations</h2>",
+            _evaluations(facts["evaluations"]),
+            "<h2>Restarts</h2>",
+            *_restarts(facts),
+            "<h2>What ran</h2>",
+            *_what_ran(facts),
+        ),
+        _STYLE + (_ASSETS / "uPlot.min.css").read_text(),
+        [file.read_text() for file in _SCRIPTS] if charts else [],
+    )
+
+
+def _when(facts: Mapping[str, Any]) -> str:
+    parts = [f"{facts['env']}, fleet {facts['fleet_id']}", f"started {_moment(facts['started_unix_s'])}"]
+    if facts["ended_unix_s"]:
+        parts.append(f"ended {_moment(facts['ended_unix_s'])}")
+    if facts["starts"] > 1:
+        parts.append(f"the run went on {facts['starts'] - 1} times in its folder")
+    return "; ".join([*parts, f"this report is of {_moment(facts['written_unix_s'])}"]) + "."
+
+
+def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for one in findings[:MOST_ROWS]:
+        since = f" since {_moment(one['since_unix_s'])}" if one["since_unix_s"] else ""
+        limit = f" ({one['limit']})" if one["limit"] else ""
+        yield paragraph(_bounded(f"{one['sentence']}{since}{limit}"), "bad" if one["severity"] == "error" else "warn")
+        if one["command"]:
+            yield f"<p><code>{text(_bounded(one['command']))}</code></p>"
+
+
+def _key_numbers(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    numbers = facts["numbers"]
+    yield "env steps", _count(numbers["env_steps"])
+    yield "episodes", _count(numbers["episodes"])
+    mean, window = numbers["mean_return"], numbers["episodes_window"]
+    yield f"mean return of {_count(window)} episodes" if window else "mean return", _value(mean)
+    rate = "over the run" if facts["state"] == "ended" else "now"
+    yield f"env steps/s {rate}", _value(numbers["env_steps_per_s"])
+    yield "weights version", _count(numbers["weights_seq"])
+    yield "time", duration(facts["seconds"])
+    yield "restarts", _count(sum(facts["restarts"].values()))
+    books = facts["ledger"]
+    if books is not None:
+        yield "steps lost", _count(sum(books["dropped"].values()) + sum(books["discarded"].values()))
+
+
+def _curves(charts: Sequence[Chart], series: RunSeries) -> Iterator[str]:
+    if not charts:
+        yield paragraph("There are no rows yet: the fleet has not taken a step, or its rows were removed.", "dim")
+        return
+    marks = " Dashed lines mark the changes that are listed below." if series.marks else ""
+    about = f"The time is that for which the fleet ran. Point at a curve for its values.{marks}"
+    yield paragraph(about, "dim")
+    yield _AXES
+    yield '<p id="no-history" hidden>No curve has a value.</p><div id="charts" class="charts"></div>'
+    yield "<noscript><p>The curves need JavaScript. headrace report --csv writes their values.</p></noscript>"
+    if series.marks:
+        rows = [(duration(at), what) for at, what in series.marks]
+        yield folded("changes", table("changes", ("time", "what"), rows, 2))
+    yield f'<script type="application/json" id="rows">{_rows(charts, series)}</script>'
+
+
+def _rows(charts: Sequence[Chart], series: RunSeries) -> str:
+    """Return the charts and their curves as JSON that cannot end the script element around it."""
+    names = {line["name"] for chart in charts for line in chart["lines"]}
+    names |= {name for chart in charts for band in chart["bands"] for name in band[:2]}
+    times, curves = series.drawn((names | {"env_steps"}) & series.columns.keys())
+    if "env_steps" in curves:
+        curves["env_steps_total"] = curves.pop("env_steps")
+    marks = [{"unix_s": at, "kind": "again", "sentence": what} for at, what in series.marks]
+    document = {"isElapsed": True, "charts": charts, "unix_s": times, "curves": curves, "marks": marks}
+    return orjson.dumps(document).decode().replace("<", "\\u003c")
+
+
+def _charts(series: RunSeries) -> Iterator[Chart]:
+    def chart(title: str, unit: str, lines: Iterable[Line], bands: Iterable[Band] = (), scale: int = 1) -> Chart:
+        found = [line for line in lines if line["name"] in series.columns][:MOST_CURVES]
+        return {"title": title, "unit": unit, "scale": scale, "lines": found, "bands": list(bands)}
+
+    def parts(prefix: str, order: Sequence[str] = ()) -> Iterator[Line]:
+        names = [f"{prefix}{name}" for name in order] + series.names(prefix)
+        for column in dict.fromkeys(names):
+            yield _line(column, _bounded(column.removeprefix(prefix)))
+
+    returns = [*_means("episode_return"), {**_line("evaluation/return_mean", "evaluation"), "dots": True}]
+    yield chart("Return of episodes", "", returns, _spread(series, "episode_return"))
+    yield chart("Length of episodes", "env steps", _means("episode_len"), _spread(series, "episode_len"))
+    by_policy = [name for name in series.names("policies/") if name.endswith("/return_mean")]
+    yield chart("Mean return by policy", "", (_line(name, _bounded(name.split("/")[1])) for name in by_policy))
+    for title, unit, lines in _CHARTS:
+        yield chart(title, unit, starmap(_line, lines.items()))
+    yield chart("Time of the workers", "%", parts("worker_time/", _SHARES), scale=100)
+    yield chart("Time of the learner", "%", parts("learner_time/", _SHARES), scale=100)
+    lost = series.names("dropped_steps/") + series.names("discarded_steps/")
+    named = (_line(name, _bounded(name.replace("_steps/", ": "))) for name in lost)
+    yield chart("Steps that did not reach the learner", "agent steps", named)
+    if "aborted_return_mean" in series.columns:
+        both = [_line("aborted_return_mean", "of aborted episodes"), _line("episode_return_mean", "of finished ones")]
+        yield chart("Mean return of aborted episodes", "", both)
+    yield chart("Processor time", "cores", parts("process_cpu_share/"))
+    yield chart("Memory", "bytes", parts("process_rss_bytes/"))
+    for column in [*_figures(series), *series.names("callbacks/")[:MOST_CHARTS]]:
+        yield chart(_bounded(column.replace("/", ": ", 1)), "", [_line(column, "logged")])
+
+
+def _line(column: str, label: str) -> Line:
+    return {"name": column, "label": label}
+
+
+def _means(name: str) -> list[Line]:
+    return [_line(f"{name}_mean", "mean"), _line(f"{name}_p50", "median")]
+
+
+def _spread(series: RunSeries, name: str) -> list[Band]:
+    """Return the band of the middle half of the episodes, or from the least to the most without quantiles."""
+    bands = [(f"{name}_p25", f"{name}_p75", "middle half"), (f"{name}_min", f"{name}_max", "least to most")]
+    return [band for band in bands if band[0] in series.columns and band[1] in series.columns][:1]
+
+
+def _figures(series: RunSeries) -> list[str]:
+    """Return the columns of the learner's figures, the usual ones first."""
+    columns = [name for name in series.names("learner/") if name.rpartition("/")[2] not in _NO_FIGURES]
+    rank = {name: number for number, name in enumerate(_FIRST_FIGURES)}
+    return sorted(columns, key=lambda name: rank.get(name.rpartition("/")[2], len(rank)))[:MOST_CHARTS]
+
+
+def _ledger(facts: Mapping[str, Any]) -> Iterator[str]:
+    books, audit = facts["ledger"], facts["audit"]
+    if books is None:
+        yield paragraph("The books are not known: Redis does not answer, and the run left none in its folder.", "warn")
+    else:
+        stepped = books["stepped"] or 0
+        rows = [("committed", books["committed"], "trained on")]
+        rows.append(("queued", books["queued"], "with a worker, the broker or the learner"))
+        for kind, chunks in (("dropped", "became chunks"), ("discarded", "never became a chunk")):
+            for reason, steps in books[kind].items():
+                rows.append((f"{kind}: {reason}", steps, loss_of(kind, reason).meaning or chunks))
+        yield table(
+            f"what became of {_count(stepped)} agent steps, as in {books['source']}",
+            ("", "", "agent steps", "share"),
+            [(name, what, _count(steps), _share(steps, stepped)) for name, steps, what in rows],
+            2,
+        )
+    if audit["balanced"]:
+        yield paragraph(f"The books balance ({audit['note']}).", "good")
+    elif audit["balanced"] is None:
+        yield paragraph(f"Audit {_bounded(audit['note'])}", "dim")
+    else:
+        yield paragraph(f"The books do not balance ({audit['note']}):", "bad")
+    yield "".join(paragraph(_bounded(problem), "bad") for problem in audit["problems"][:MOST_ROWS])
+    yield "".join(paragraph(_bounded(warning), "warn") for warning in audit["warnings"][:MOST_ROWS])
+
+
+def _errors(errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not errors:
+        yield paragraph("None is known.", "dim")
+        return
+    rows = [
+        (
+            _bounded(one["kind"]),
+            _bounded(f"{one['exception']}: {one['message']}" if one["exception"] else one["message"]),
+            _bounded(one["where"]),
+            ", ".join(map(str, one["slots"])),
+            _moment(one["first_unix_s"]),
+            _moment(one["last_unix_s"]),
+            _count(one["count"]),
+        )
+        for one in errors[:MOST_ROWS]
+    ]
+    columns = ("kind", "what", "where", "workers", "first", "last", "times")
+    yield table("failures of envs with the same cause, the newest first", columns, rows, 6)
+    for one in errors[:MOST_ROWS]:
+        if one["traceback"]:
+            name = _bounded(f"{one['exception'] or one['kind']} at {one['where']}")
+            yield folded(f"traceback: {name}", f"<pre>{text(printable(one['traceback']))}</pre>")
+
+
+def _evaluations(told: Sequence[Mapping[str, Any]]) -> str:
+    if not told:
+        return paragraph("None. learner.evaluate_every_steps asks for them during training.", "dim")
+    rows = [
+        (
+            _moment(one["unix_s"]),
+            _count(one["steps"]),
+            _count(one["episodes"]),
+            f"{_value(one['return']['mean'])} ± {_value(one['return']['std'])}",
+            f"{_value(one['return']['min'])} to {_value(one['return']['max'])}",
+            _value(one["length"]["mean"]),
+            "best so far" if one.get("best") else "",
+        )
+        for one in told[-MOST_ROWS:]
+    ]
+    columns = ("time", "steps trained on", "episodes", "mean return", "returns", "mean length", "")
+    return table(f"the newest {len(rows)} of {len(told)}", columns, rows)
+
+
+def _restarts(facts: Mapping[str, Any]) -> Iterator[str]:
+    by_role = facts["restarts"]
+    since = " since the newest start of the fleet" if facts["starts"] > 1 else ""
+    if not by_role:
+        yield paragraph(f"None{since}.", "dim")
+    else:
+        said = ", ".join(f"{count} ({role})" for role, count in by_role.items())
+        yield paragraph(f"{said}{since}.")
+    rows = [
+        (
+            str(one.get("name")),
+            str(one.get("state")),
+            _bounded(one.get("last_words") or ""),
+            _count(one.get("restarts")),
+        )
+        for one in facts["processes"][:MOST_ROWS]
+    ]
+    if rows:
+        yield folded(
+            f"{len(rows)} processes",
+            table("processes", ("name", "state", "how its last life ended", "restarts"), rows, 3),
+        )
+
+
+def _what_ran(facts: Mapping[str, Any]) -> Iterator[str]:
+    machine, versions = facts["machine"], facts["versions"]
+    rows = [("folder", facts["run_dir"]), ("env", facts["env"]), ("fleet", facts["fleet_id"])]
+    rows += [(name, str(number)) for name, number in versions.items()]
+    if machine:
+        nbytes = machine.get("memory_bytes")
+        memory = f", {nbytes / (1 << 30):.0f} GiB of memory" if isinstance(nbytes, int) else ""
+        rows.append(("machine", f"{machine.get('host')}: {machine.get('system')}, {machine.get('cpus')} CPUs{memory}"))
+    yield table("the run and its machine", ("", ""), [(name, _bounded(value)) for name, value in rows], 2)
+    settings = [(one["key"], _json(one["value"]), _json(one["default"])) for one in facts["settings"]]
+    if settings:
+        yield table("settings that differ from their defaults", ("setting", "value", "default"), settings, 3)
+    else:
+        yield paragraph("All settings have their defaults.", "dim")
+
+
+def _moment(unix_s: Any) -> str:
+    if not isinstance(unix_s, int | float) or not 0 < unix_s < 1e11:
+        return "at an unknown time"
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix_s))
+
+
+def _count(value: Any) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
+
+
+def _value(value: Any) -> str:
+    return short_number(value) if isinstance(value, int | float) else "-"
+
+
+def _share(part: Any, whole: Any) -> str:
+    return f"{100 * part / whole:.2f} %" if whole else "-"
+
+
+def _json(value: Any) -> str:
+    return "not set" if value is None else _bounded(orjson.dumps(value).decode())
+
+
+def _bounded(value: object) -> str:
+    """Return text of others on one line, of bounded length."""
+    said = one_line(str(value))
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."

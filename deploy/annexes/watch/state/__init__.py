@@ -1,0 +1,1 @@
+"""The state of a fleet, and its series, as page and `top` show them."""

@@ -1,0 +1,1 @@
+"""Ports for browsers, and who may read there."""

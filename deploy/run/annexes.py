@@ -1,0 +1,38 @@
+"""What annexes register with the main house. Each line of a table names a part of an annex by module.
+
+A fleet samples, delivers and accounts without its annexes, and the main house imports none of them. It finds a part
+here by name, when it needs the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+COMMANDS: Mapping[str, str] = {
+    "headrace.deploy.annexes.policies.commands": "",
+    "headrace.deploy.annexes.watch.commands": "",
+    "headrace.deploy.annexes.chaos.commands": "",
+    "headrace.deploy.annexes.doctor.commands": "",
+    "headrace.deploy.annexes.serving.commands": "",
+    "headrace.deploy.annexes.ray.commands": "ray",
+    "headrace.deploy.annexes.slurm.commands": "slurm",
+}
+"""Modules with commands in an `app`, and the word before these commands: "" where they follow `headrace` itself."""
+
+_PARTS: Mapping[str, str] = {
+    "audit_deeply": "headrace.deploy.annexes.chaos.deep_audit",
+    "check_cluster": "headrace.deploy.annexes.ray.cluster",
+    "check_start": "headrace.deploy.annexes.doctor.start_check",
+    "run_env_host": "headrace.workers.envs.remote.host.process",
+    "run_learner": "headrace.learner_stub.reference.training",
+    "warn_of_limits": "headrace.deploy.annexes.doctor.limits",
+    "write_wanted": "headrace.deploy.annexes.ray.wanted_workers",
+}
+"""Functions that the main house calls, and their modules."""
+
+
+def part(name: str) -> Any:
+    """Import and return the function of an annex. Its docstring says what it takes."""
+    return resolve_name(f"{_PARTS[name]}:{name}")

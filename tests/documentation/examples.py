@@ -1,0 +1,35 @@
+"""The learners of `docs/examples/`, started as their docstrings say."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+EXAMPLES_FOLDER = Path(__file__).parents[2] / "docs/examples"
+EXAMPLES = tuple(sorted(path.stem for path in EXAMPLES_FOLDER.glob("*.py")))
+
+
+def words_of(example: str) -> list[str]:
+    """Return the arguments of the `headrace up` in the example's docstring, without the run directory."""
+    said = ast.get_docstring(ast.parse((EXAMPLES_FOLDER / f"{example}.py").read_text())) or ""
+    [command] = re.findall(r"^ +headrace up (.*)$", said.replace("\\\n", ""), re.MULTILINE)
+    words = shlex.split(command)
+    at = words.index("--run-dir")
+    return words[:at] + words[at + 2 :]
+
+
+@contextmanager
+def learner_of(example: str, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """The example as a process; what it says is read from its `stdout`."""
+    command = [sys.executable, f"{example}.py", str(run_dir)]
+    with subprocess.Popen(
+        command, cwd=EXAMPLES_FOLDER, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        yield process
+        process.kill()
