@@ -12,11 +12,11 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.brought_counts import BroughtCounts
 from headrace.broker.batches.delivery_queue import DeliveryQueue
 from headrace.broker.batches.drop_policy import DropPolicy, may_be_dropped
 from headrace.broker.batches.limits import BrokerLimits
-from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.refusals import Refusals
 from headrace.broker.batches.rounds import Rounds
 from headrace.broker.batches.source import Source, StoredBatch

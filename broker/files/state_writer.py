@@ -6,8 +6,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.broker.batches.limits import BrokerState
 from headrace.broker.batches.broker_observer import BrokerObserver
+from headrace.broker.batches.limits import BrokerState
 from headrace.broker.files.state_file import Endpoints, write_broker_file
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.errors import HeadraceError

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace.broker.batches.life_figures import RecentUsage
 from headrace.broker.batches.broker_observer import BrokerObserver
+from headrace.broker.batches.life_figures import RecentUsage
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.broker.reports.env_error_totals import EnvErrors
 from headrace.broker.reports.report import Report

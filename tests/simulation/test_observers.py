@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.batches.broker_observer import BrokerObserver
+from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
