@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.brought_counts import BroughtCounts
 from headrace.broker.batches.delivery_queue import DeliveryQueue
 from headrace.broker.batches.drop_policy import DropPolicy, may_be_dropped
@@ -21,9 +22,10 @@ from headrace.broker.batches.rounds import Rounds
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals
-from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.bounds import WINDOW, Version
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.messages import SourcePosition
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.messages import Skip, SourcePosition
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class BatchStore:
         """Folded lives by slot; they have no source any more."""
         self.unreported: set[tuple[int, int]] = set()
         """Sources that have changed since the last report to Redis."""
+        self._limits = limits
         self.nbytes = 0
         """Bytes of all batches held; `batches` is their number. Neither counts a dropped batch."""
         self.batches = 0
@@ -60,7 +63,9 @@ class BatchStore:
         """Sources whose workers must get an Ack."""
         self.policy = DropPolicy(limits)
         self.rounds = Rounds(limits.synchronous, limits.workers, limits.lease_s, limits.max_env_steps)
-        self._queue = DeliveryQueue(self.rounds)
+        self.queue = DeliveryQueue(self.rounds)
+        self.observers: list[BrokerObserver] = [self.rounds, self.queue]
+        """They hear in this order, then the features of `open_broker`."""
         self._arrivals = 0
         self._claimed: dict[tuple[int, int], _Claimed] = {}
         """Claims of the learner about lives that no worker, recorder or row has proved to this broker yet."""
@@ -94,7 +99,7 @@ class BatchStore:
         self.changed.discard(source.key)
         self.unreported.discard(source.key)
         self._claimed.pop(source.key, None)
-        self._queue.forget(source)
+        self.queue.forget(source)
 
     def note_changed(self, source: Source) -> None:
         """Note that the source's worker must get an Ack, and Redis the source's row."""
@@ -112,6 +117,7 @@ class BatchStore:
             self._leave_with_learner(source, claimed.held)
             self.learn_settled(source.key, claimed.settled)
             self._note_progress(source)
+            self.queue.settled(source, [], source.settled)  # the learner has some of its batches
 
     def learn_position(self, position: SourcePosition) -> bool:
         """Take over a learner's position in a source. Return whether it settles a batch."""
@@ -158,26 +164,61 @@ class BatchStore:
     def _note_lie(self, key: tuple[int, int], why: str) -> None:
         self.refusals.note("the learner", "implausible position", f"slot {key[0]} incarnation {key[1]}: {why}")
 
-    def accept(self, source: Source, held: StoredBatch, totals: WorkerTotals) -> None:
-        """Take the next batch of a source."""
+    def excess(self, source: Source, held: StoredBatch) -> tuple[str, str] | None:
+        """Return code and sentence of a refusal if the next batch of a worker is more than the broker takes; else None.
+
+        Credit counts batches, and is told to all workers before their batches come and their size is known. So the
+        broker also takes none once it is full (`no_room`): it holds one batch more than `max_held_bytes` at most. That
+        happens to honest workers, which send the batch again once there is room. No honest one is `beyond_credit`.
+        """
+        most = min(source.credit, source.settled.seq + WINDOW)
+        if held.seq > most:
+            return "beyond_credit", f"batch {held.seq}, where credit allows batch {most}"
+        if not held.nbytes or self.room > 0 or self.makes_room or (self.takes_one and not source.held):
+            return None
+        source.batch_bytes = max(source.batch_bytes, held.nbytes)
+        return "no_room", f"a batch of {held.nbytes} bytes, where as many are held as max_held_bytes allows"
+
+    @property
+    def room(self) -> int:
+        """Return how many more bytes may be held; 0 or less if the broker is full."""
+        return self._limits.max_held_bytes - self.nbytes
+
+    @property
+    def takes_one(self) -> bool:
+        """Return whether a worker of which no batch is held may send one.
+
+        Rounds must go on: learners take slots in order.
+        """
+        return self.room > 0 or self.rounds.active
+
+    @property
+    def makes_room(self) -> bool:
+        """Return whether the broker drops the oldest batch where one does not fit."""
+        return self._limits.overflow == "drop_oldest" and self.is_reconciled
+
+    def accept(self, source: Source, held: StoredBatch, told: BatchHeader | Skip) -> None:
+        """Take the next batch of a source, as its worker `told` it."""
         self._arrivals += 1
         held.arrival = self._arrivals
-        source.accept(held, totals)
+        source.accept(held, told.totals)
         if held.frames is not None:
             self.nbytes += held.nbytes
             self.batches += 1
-        self.rounds.note(source, held)
-        if not held.with_learner:
-            self._queue.add(source, held.seq)
+        for observer in self.observers:
+            observer.accepted(source, held, told)
+        if not (held.with_learner or self.policy.is_passive):
             self._make_room(source, held)
         self._note_progress(source)
 
     def merge_settled(self, source: Source, settled: Settled) -> None:
         """Take over a longer history of a source, whether a learner, a worker or Redis tells it."""
-        for held in source.learn_settled(settled):
+        before, gone = source.settled, source.learn_settled(settled)
+        for held in gone:
             if held.frames is not None:
                 self.nbytes -= held.nbytes
                 self.batches -= 1
+        self._tell_settled(source, gone, before)
         self._note_progress(source)
 
     def fence(self, source: Source) -> None:
@@ -191,13 +232,12 @@ class BatchStore:
     def end(self, source: Source, reason: str) -> None:
         """End a source: no more batches come from it. The learner is told after the source's last batch."""
         source.end_reason = source.end_reason or reason
-        if reason == Drop.SHUTDOWN:
-            self.rounds.forget(source)
         self._count(source)
         self.unreported.add(source.key)
         if not source.end_due and not source.end_taken:
             source.end_due = True
-            self._queue.add(source, 0)
+            for observer in self.observers:
+                observer.ended(source)
 
     def _count(self, source: Source) -> None:
         self.steps += source.steps - source.counted
@@ -205,13 +245,19 @@ class BatchStore:
 
     def _note_progress(self, source: Source) -> None:
         self._count(source)
-        if self.is_reconciled:
-            source.settle_dropped()
-        self._queue.refresh(source)
         self.note_changed(source)
+        if self.is_reconciled:
+            before = source.settled
+            self._tell_settled(source, source.settle_dropped(), before)
 
-    def limit_window(self, steps: int) -> None:
+    def _tell_settled(self, source: Source, batches: list[StoredBatch], before: Settled) -> None:
+        for observer in self.observers if batches else ():
+            observer.settled(source, batches, before)
+
+    def limit_window(self, steps: int | None) -> None:
         """Note how many steps the learner wants under way. Mark all workers for an Ack if that is a large change."""
+        if steps is None or steps == self.window_steps:
+            return
         if not steps or not self.window_steps or abs(steps - self.window_steps) > self.window_steps // 4:
             self.changed.update(key for key, source in self.sources.items() if source.peer is not None)
         self.window_steps = steps
@@ -222,14 +268,6 @@ class BatchStore:
         self.changed.update(key for key, source in self.sources.items() if source.peer is not None)
 
     # -- out ----------------------------------------------------------------------------------------------------------
-
-    def first(self) -> tuple[Source, StoredBatch | None] | None:
-        """Return the next news for the learner: a batch, or (None) that a source has ended."""
-        return self._queue.first()
-
-    def pop_first(self) -> None:
-        """Remove the entry that `first` returned, once the learner was told."""
-        self._queue.pop_first()
 
     def reconcile(self, positions: Iterable[SourcePosition], in_hand: dict[str, list[HeldBatch]]) -> None:
         """Take over which batches a learner has settled and which it holds; queue the others again by arrival."""
@@ -273,12 +311,12 @@ class BatchStore:
     def _requeue(self) -> None:
         waiting = [(held.arrival, source, held.seq) for source in self.sources.values() for held in source.waiting()]
         waiting.sort(key=lambda entry: (entry[0], entry[2]))
-        self._queue = DeliveryQueue(self.rounds)
+        self.queue.clear()
         for _, source, seq in waiting:
-            self._queue.add(source, seq)
+            self.queue.add(source, seq)
         for source in self.sources.values():
             if source.ended and source.end_due:
-                self._queue.add(source, 0)
+                self.queue.add(source, 0)
 
     # -- dropping -----------------------------------------------------------------------------------------------------
 
@@ -296,8 +334,6 @@ class BatchStore:
 
     def _make_room(self, source: Source, newest: StoredBatch) -> None:
         """Drop `newest`, just accepted, if it is stale, and the oldest batches if more are held than may be."""
-        if self.policy.is_passive:
-            return
         self.policy.add(source, newest.seq)
         if not self.is_reconciled:
             return

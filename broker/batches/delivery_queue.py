@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.rounds import Rounds
 from headrace.broker.batches.source import Source, StoredBatch
+from headrace.schemas.accounts.ledger import Settled
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.messages import Skip
 
 _SPARE_HEADS = 64
 """Entries of the heaps that may be out of date before the heaps are built again."""
@@ -37,7 +42,7 @@ class _Lane:
         return len(self.news) < before
 
 
-class DeliveryQueue:
+class DeliveryQueue(BrokerObserver):
     """News in order. `rounds` says which batches are of the present round, and whose turn it is."""
 
     def __init__(self, rounds: Rounds) -> None:
@@ -53,6 +58,15 @@ class DeliveryQueue:
 
     def __len__(self) -> int:
         return sum(len(lane.news) for lane in self._lanes.values())
+
+    def accepted(self, source: Source, held: StoredBatch, told: BatchHeader | Skip) -> None:
+        """Add a batch, unless the learner has it."""
+        if not held.with_learner:
+            self.add(source, held.seq)
+
+    def ended(self, source: Source) -> None:
+        """Add the end of a source."""
+        self.add(source, 0)
 
     def add(self, source: Source, seq: int) -> None:
         """Add a batch of a source; 0 for its end."""
@@ -83,14 +97,16 @@ class DeliveryQueue:
         lane.news.popleft()
         self._find_head(lane)
 
-    def refresh(self, source: Source) -> None:
-        """Remove a source's batches that were settled without the learner.
-
-        Call it whenever there may be such batches.
-        """
+    def settled(self, source: Source, batches: Sequence[StoredBatch], before: Settled) -> None:
+        """Remove a source's next batches that are settled, or that the learner has."""
         lane = self._lanes.get(source.key)
         if lane is not None and lane.drop_settled():
             self._find_head(lane)
+
+    def clear(self) -> None:
+        """Remove all news."""
+        self._lanes.clear()
+        self._sort_heads()
 
     def forget(self, source: Source) -> None:
         """Remove all news of a source."""

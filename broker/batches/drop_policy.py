@@ -27,17 +27,13 @@ class DropPolicy:
         self.candidates: deque[tuple[Source, int]] = deque()
         """Batches that may be dropped. Those that were handed out or settled meanwhile are skipped."""
         self._drops_oldest = limits.overflow == "drop_oldest"
-
-    @property
-    def is_passive(self) -> bool:
-        """Return whether no batch is ever dropped."""
-        return self._limits.max_staleness is None and not self._drops_oldest
+        self.is_passive = limits.max_staleness is None and not self._drops_oldest
+        """True if no batch is ever dropped."""
 
     def add(self, source: Source, seq: int) -> None:
         """Note a batch that no learner has been given."""
-        if not self.is_passive:
-            self.candidates.append((source, seq))
-            self._oldest()  # forgets those in front that are gone
+        self.candidates.append((source, seq))
+        self._oldest()  # forgets those in front that are gone
 
     # -- staleness ----------------------------------------------------------------------------------------------------
 

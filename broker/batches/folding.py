@@ -39,8 +39,7 @@ class Folding:
         self._stored: dict[_Life, LedgerRow] = {}
         """Closed rows that Redis has."""
         self._durable = False
-        self._news: set[int] = set(store.folded)
-        store.steps += sum(lives.row.totals.steps_of_envs for lives in store.folded.values())
+        self._news: set[int] = set()
 
     def stored(self, rows: Iterable[LedgerRow], *, durable: bool = True) -> None:
         """Note closed rows that Redis has now. Not `durable`: no Redis is in use, and the rows exist nowhere else."""

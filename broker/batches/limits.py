@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.runner_counters import Counters
 from headrace.schemas.peers.heartbeat_interval import heartbeat_interval
 
@@ -62,5 +61,3 @@ class BrokerState:
     """Lifetime counters of the runner in each slot. Redis and `lifetime_file.py` keep them: no promise depends on the
     newest.
     """
-    folded: dict[int, FoldedLives] = field(default_factory=dict, compare=False)
-    """The folded lives of each slot. They have a file of their own (`books_file.py`)."""

@@ -14,8 +14,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.source import Source, StoredBatch
+from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.bounds import MOST_COUNT, Version
+from headrace.schemas.chunks.batch import BatchHeader
+from headrace.schemas.messages import Skip
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ class _Share:
         return max(0, self.steps - sum(self.shipped.values()))
 
 
-class Rounds:
+class Rounds(BrokerObserver):
     """The present round of synchronous sampling.
 
     - configured: True if the config asks for synchronous sampling; else a learner may ask for it.
@@ -137,16 +141,17 @@ class Rounds:
             return f"{missing} of {self._workers} workers to connect"
         return f"worker {', '.join(map(str, named))} to be ready" if named else ""
 
-    def forget(self, source: Source) -> None:
+    def ended(self, source: Source) -> None:
         """Note that a worker left for good, so that no plan waits for it."""
-        self._members.pop(source.slot, None)
+        if source.end_reason == Discard.SHUTDOWN:
+            self._members.pop(source.slot, None)
 
-    def note(self, source: Source, held: StoredBatch) -> None:
+    def accepted(self, source: Source, held: StoredBatch, told: BatchHeader | Skip) -> None:
         """Count an accepted batch.
 
         A batch that was dropped before does not count: the worker ships another in its place.
         """
-        if self.active and held.weights == self.version and source.slot in self._shares:
+        if self.known and held.weights == self.version and source.slot in self._shares:
             shipped = self._shares[source.slot].shipped
             self._count(source, shipped.get(source.incarnation, 0) + held.steps)
 

@@ -17,11 +17,17 @@ from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import LearnerHello, Message, SupervisorHello, WorkerHello
+from headrace.schemas.peers.message_budget import MessageBudget
 
 OTHER_GROUP = "other_group"
 
 MOST_SLOTS = 1 << 14
 """Slots that the workers of one group, or without keys all workers, may ever have. The broker remembers each."""
+
+LIVES_AT_ONCE, LIVES_PER_S = 2048, 16.0
+"""New lives of one group, or without keys in all, at once and in each second after that. A thousand workers may start
+together, or die together unknown to a broker that lost its state.
+"""
 
 
 class SlotOwners:
@@ -104,3 +110,25 @@ def revocation(key: PeerKey) -> tuple[str, str]:
     group = f" --group {key.group}" if key.group else ""
     advice = f"ask the person who runs the broker for another key (headrace keys add {role}{group}), and start again"
     return "key_revoked", f"the {name} {key.public[:8].decode()}... of this peer is revoked; it must stop; {advice}"
+
+
+class NewLives:
+    """The budgets of lives that peers may begin or tell of, as each costs memory until it folds.
+
+    The slots of workers that the config starts have budgets of their own.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._own_slots = range(workers)
+        self._now = 0.0
+        self._budgets: dict[tuple[str | None, bool], MessageBudget] = {}
+        """By group, and whether the slots are the config's own."""
+
+    def may_begin(self, slot: int, group: str | None, now: float) -> bool:
+        """Count a new life in a slot, told by a peer of a group. Return False if there were too many."""
+        self._now = now
+        is_own = slot in self._own_slots
+        if (group, is_own) not in self._budgets:
+            most = max(LIVES_AT_ONCE, 2 * len(self._own_slots)) if is_own else LIVES_AT_ONCE
+            self._budgets[group, is_own] = MessageBudget(most, LIVES_PER_S, most, lambda: self._now)
+        return self._budgets[group, is_own].spend()

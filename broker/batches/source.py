@@ -7,7 +7,7 @@ Redis after a restart of the broker. The longer history always wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -136,8 +136,6 @@ class Source:
     """The highest batch that its worker was ever told it may send."""
     told: int = 0
     """`progress` as of the last Ack to its worker."""
-    committed_bytes: int = 0
-    """Bytes of the batches that the learner has committed since this broker began."""
     row: LedgerRow | None = None
     restored: LedgerRow | None = None
     """The final books, when an earlier broker closed them."""
@@ -261,7 +259,6 @@ class Source:
             gone.append(self.held.pop(seq))
         for seq in [seq for seq in self.with_learner if seq <= settled.seq]:
             del self.with_learner[seq]
-        self.committed_bytes += _committed_bytes(gone, settled.committed[1] - self.settled.committed[1])
         self._settle(settled)
         for seq in [seq for seq in self.left if seq <= settled.seq]:
             del self.left[seq]
@@ -269,11 +266,13 @@ class Source:
             self.accepted, self.accepted_count = settled.seq, settled.total()
         return gone
 
-    def settle_dropped(self) -> None:
-        """Settle dropped batches that are first in line; this needs no learner's commit."""
+    def settle_dropped(self) -> list[StoredBatch]:
+        """Settle dropped batches that are first in line, which needs no learner's commit. Return them."""
+        gone = []
         while (held := self.held.get(self.settled.seq + 1)) is not None and held.dropped and not held.with_learner:
             self._settle(self.settled.add((0, 0), {held.dropped: held.count}))
-            del self.held[held.seq]
+            gone.append(self.held.pop(held.seq))
+        return gone
 
     def drop(self, held: StoredBatch, reason: str) -> None:
         """Decide that the learner does not get a batch. Its worker is told, and need not keep its bytes."""
@@ -368,13 +367,3 @@ class Source:
     def waiting(self) -> Iterator[StoredBatch]:
         """Return the held batches that the learner was not told of yet, in order."""
         return (held for held in self.held.values() if not held.with_learner)
-
-
-def _committed_bytes(settled: Iterable[StoredBatch], chunks: int) -> int:
-    """Return the bytes of batches that are settled now, `chunks` of them committed.
-
-    The learner may have left out some chunks. Which ones is not known, so these count like the others.
-    """
-    given = [held for held in settled if not held.dropped]
-    most = sum(held.chunks for held in given)
-    return sum(held.nbytes for held in given) * min(chunks, most) // most if most else 0

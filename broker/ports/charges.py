@@ -100,7 +100,8 @@ class Charges:
         elif cost:
             if cost >= 1.0:  # a worker may send a thousand SKIPs or repeated batches, and larger ones after them
                 heard.watch.count_unread(heard.fd, heard.account)
-            if self._core.is_supervisor(heard.peer):
+            workers = self._core.workers
+            if heard.peer in workers.supervisors and heard.peer not in workers.peers:
                 cost *= _SUPERVISOR_SHARE
             elif len(self._core.sources) > heard.lives:
                 cost += _COST_OF_LIFE
@@ -112,7 +113,7 @@ class Charges:
     def charge_learner(self, heard: HeardMessage) -> None:
         """Charge the sender of a message at the learners' port, unless it settled batches or made room for others."""
         self._introduce(heard)
-        account, progress = heard.account, self._core.learner_progress
+        account, progress = heard.account, self._core.learners.progress
         if not (heard.was_known and account.known):
             return
         heard.watch.count_unread(heard.fd, account)
@@ -138,10 +139,10 @@ class Charges:
         if not account.known:
             account.was_known |= heard.was_known
             heard.watch.strange(heard.fd, account, heard.nbytes)
-        elif (slot := self._core.slot_of(heard.peer)) is not None:
-            account.idle = self._budgets.setdefault(slot, account.idle)
-        elif self._core.is_supervisor(heard.peer):
-            account.idle = self._of_supervisors(self._core.supervised_group(heard.peer))
+        elif (source := self._core.workers.peers.get(heard.peer)) is not None:
+            account.idle = self._budgets.setdefault(source.slot, account.idle)
+        elif (supervisor := self._core.workers.supervisors.get(heard.peer)) is not None:
+            account.idle = self._of_supervisors(supervisor.group)
 
     def _of_supervisors(self, group: str | None) -> MessageBudget:
         """Return the budget of a group's supervisors. It is full at first: a new one may have much to tell."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import zmq
 
+from headrace.broker.batches.broker_observer import BrokerObserver
+from headrace.broker.batches.slot_owners import revocation
 from headrace.broker.batches.source import Peer
-from headrace.broker.ports.zap_auth import Socket, ZapAuthenticator
+from headrace.broker.ports.sockets import BrokerSockets, Socket
+from headrace.broker.sessions.core import BrokerCore
+from headrace.schemas.accounts.redis_keys import GONE_KEY
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.credentials.keys import BrokerKeys
+from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.peers.descriptors import peer_of, source_of
 from headrace.schemas.peers.port_watch import PortWatch
 
@@ -33,14 +37,14 @@ class _Connection:
             self.watch.end(self.fd, self.address, "its key is revoked")
 
 
-class KeyedPeers:
-    """The connections of a broker with keys. For the thread that owns its sockets."""
+class KeyedPeers(BrokerObserver):
+    """The connections of a broker with keys; without keys none. For the thread that owns its sockets."""
 
-    def __init__(self, auth: ZapAuthenticator, keys: BrokerKeys, watches: Mapping[Socket, PortWatch]) -> None:
-        self._auth = auth
-        self._known = keys.known
-        self._watches = watches
-        self._changes = self._known.changes
+    def __init__(self, core: BrokerCore, sockets: BrokerSockets, keys: BrokerKeys | ServerToken | None) -> None:
+        self._core = core
+        self._sockets = sockets
+        self.known = keys.known if isinstance(keys, BrokerKeys) else None
+        self._changes = self.known.changes if self.known is not None else 0
         self._connections: dict[tuple[Socket, int], _Connection] = {}
         """By port and descriptor, so there are at most as many as the port ever had at the same time."""
         self._ending: deque[tuple[float, _Connection]] = deque()
@@ -50,36 +54,36 @@ class KeyedPeers:
 
         `peer` is b"" for a peer that only listens, such as a subscriber.
         """
-        key, fd = self._auth.key_of(frame), source_of(frame)
+        key, fd = self._sockets.auth.key_of(frame), source_of(frame)
         if key is not None:
-            found = _Connection(peer, key.public, self._watches[socket], fd, peer_of(fd))
+            found = _Connection(peer, key.public, self._sockets.watches[socket], fd, peer_of(fd))
             self._connections[socket, fd] = found
             if key.revoked:
                 self._end_soon(found)
         return key
 
-    def take_revoked(self) -> list[tuple[Peer, PeerKey]]:
-        """Look at the folder of keys when that is due. Return the peers whose key is revoked since the last call.
+    def tick(self, now: float) -> None:
+        """Look at the folder of keys when that is due. Expel the peers whose key is revoked since the last call.
 
-        Their connections end `END_AFTER_S` later, so that a last message reaches them. Peers that only listen are left
-        out.
+        Their connections end `END_AFTER_S` later, so that a last message reaches them.
         """
-        self._known.look()
-        now = time.monotonic()
+        if self.known is None:
+            return
+        self.known.look()
         while self._ending and now >= self._ending[0][0]:
             self._ending.popleft()[1].end()
-        if self._changes == self._known.changes:
-            return []
-        self._changes = self._known.changes
-        gone = []
+        if self._changes == self.known.changes:
+            return
+        self._changes = self.known.changes
         for place, connection in list(self._connections.items()):
-            key = self._known.find(connection.public)
+            key = self.known.find(connection.public)
             if key is None or key.revoked:
                 del self._connections[place]
                 self._end_soon(connection)
                 if connection.peer:
-                    gone.append((connection.peer, key or PeerKey("", "", connection.public, revoked=True)))
-        return gone
+                    key = key or PeerKey("", "", connection.public, revoked=True)
+                    self._core.revoked[key.name or GONE_KEY] += 1
+                    self._core.expel(connection.peer, *revocation(key))
 
     def _end_soon(self, connection: _Connection) -> None:
         """End a connection. A peer that only listens is cut immediately: it takes no message, and would get weights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.source import Source
 from headrace.broker.files.rendezvous_file import RendezvousFile
 from headrace.broker.sessions.core import BrokerCore
@@ -18,14 +19,15 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 
 
-class WorkerPorts:
+class WorkerPorts(BrokerObserver):
     """The ports that workers tell in heartbeats, by "KIND-SLOT".
 
     A port is published until the worker leaves, or the lease of the life that told it ends. So peers wait for a worker
     that is restarted.
     """
 
-    def __init__(self, file: RendezvousFile, keys: KnownKeys | None) -> None:
+    def __init__(self, core: BrokerCore, file: RendezvousFile, keys: KnownKeys | None) -> None:
+        self._core = core
         self._file = file
         self._keys = keys
         self._ports: dict[str, tuple[Port, Source]] = {}
@@ -33,18 +35,18 @@ class WorkerPorts:
         self._look_at = 0.0
         self._left_out = False
 
-    def follow(self, core: BrokerCore, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Publish what has changed, at most twice a second."""
         if now < self._look_at:
             return
         self._look_at = now + _LOOK_S
-        live = [source for source in core.live() if source.ports]
+        live = [source for source in self._core.live() if source.ports]
         if not live and not self._ports:
             return
         self._ports = {name: told for name, told in self._ports.items() if _may_return(told[1], now)}
         keys = self._fingerprints() if self._keys is not None else {}
         for source in live:
-            for name, port in _ports_of(source, keys.get(core.group_of(source.slot), "")):
+            for name, port in _ports_of(source, keys.get(self._core.owners.owner(source.slot), "")):
                 if name in self._ports or len(self._ports) < MOST_PORTS:
                     self._ports[name] = port, source
                 elif not self._left_out:

@@ -9,8 +9,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.batches.life_figures import RecentUsage
-from headrace.broker.batches.source import Source
+from headrace.broker.batches.source import Source, StoredBatch
 from headrace.broker.reports.env_error_totals import EnvErrors
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.worker_metrics import WorkerMetrics
@@ -18,7 +19,7 @@ from headrace.broker.reports.worker_rows import fleet_figures, row_figures, told
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lag_buckets import LAG_BOUNDS, LAG_BUCKETS, up_to
-from headrace.schemas.accounts.ledger import Discard
+from headrace.schemas.accounts.ledger import Discard, Settled
 from headrace.schemas.accounts.lifetime_counters import (
     ABORTED_EPISODES,
     ACCEPTED_BYTES,
@@ -30,15 +31,17 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.process_usage import own_usage
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.chunks.module_spaces import MOST_MODULES
+from headrace.schemas.messages import Skip
 
 EPISODE_WINDOW = 100
 RATE_WINDOW_S = 5.0
 
 
-class FleetMetrics:
+class FleetMetrics(BrokerObserver):
     """Collects metrics from the header of each accepted batch, and makes the report."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: BrokerCore) -> None:
+        self.core = core
         self._episodes: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         self._aborted: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)
         """(return, length) of the newest aborted episodes."""
@@ -65,8 +68,6 @@ class FleetMetrics:
         self.env_errors = EnvErrors()
         self._events: list[dict[str, Any]] = []
         self._usage = RecentUsage()
-        self._revoked: Counter[str] = Counter()
-        """Sessions that ended because their key was revoked, by the key's name."""
         self._granted_epoch = 0
         """The newest learner epoch that this broker has given out."""
         self._lease_since = 0.0
@@ -78,26 +79,34 @@ class FleetMetrics:
         """Go on from the counters that an earlier broker reported, which must not go back."""
         self._counted_before |= {life: without_row_counters(values) for life, values in counters.items()}
 
-    def observe(self, header: BatchHeader, nbytes: int, now: float, newest: Version) -> None:
-        """Count a batch that was accepted for the first time, when `newest` were the newest weights."""
-        self._accepted_lag[bisect_left(LAG_BOUNDS, _lag(header, newest))] += header.steps
-        self._episodes.extend(header.episodes)
-        self._aborted.extend(header.aborted)
-        if header.agent_returns and len(header.modules) == 1:
-            self._observe_agents(header.modules[0], header)
-        key, env_steps = (header.slot, header.incarnation), header.totals.steps_of_envs
+    def accepted(self, source: Source, held: StoredBatch, told: BatchHeader | Skip) -> None:
+        """Count a batch. A SKIP counts only for the rate of its worker."""
+        source.figures.stepped(source.steps, held.at)
+        if not isinstance(told, BatchHeader):
+            return
+        self._accepted_lag[bisect_left(LAG_BOUNDS, _lag(told, self.core.weights))] += told.steps
+        self._episodes.extend(told.episodes)
+        self._aborted.extend(told.aborted)
+        if told.agent_returns and len(told.modules) == 1:
+            self._observe_agents(told.modules[0], told)
+        key, env_steps = source.key, told.totals.steps_of_envs
         # The first batch that a new broker gets from an old worker does not show how fast the worker is.
-        before = self._env_steps.get(key, 0 if header.seq == 1 else env_steps)
-        self._arrivals.append((now, max(0, env_steps - before)))
+        before = self._env_steps.get(key, 0 if told.seq == 1 else env_steps)
+        self._arrivals.append((held.at, max(0, env_steps - before)))
         self._env_steps[key] = env_steps
         counted = self._counted.setdefault(key, Counter())
-        counted[ACCEPTED_BYTES] += nbytes
-        counted[ABORTED_EPISODES] += len(header.aborted)
+        counted[ACCEPTED_BYTES] += held.nbytes
+        counted[ABORTED_EPISODES] += len(told.aborted)
+
+    def settled(self, source: Source, batches: Sequence[StoredBatch], before: Settled) -> None:
+        """Count the bytes of batches that the learner has committed."""
+        chunks = source.settled.committed[1] - before.committed[1]
+        self._counted.setdefault(source.key, Counter())[COMMITTED_BYTES] += _committed_bytes(batches, chunks)
 
     def counters_of(self, source: Source, now: float) -> dict[str, int]:
         """Return the lifetime counters of a life that its ledger row does not have, without those that are 0."""
         before = self._counted_before.get(source.key, {})
-        own = self._counted.get(source.key, {}) | {COMMITTED_BYTES: source.committed_bytes}
+        own: Mapping[str, int] = self._counted.get(source.key, {})
         told = {FENCED_LIVES: int(source.end_reason == Discard.FENCED)} | told_counters(source, now)
         counters = {name: before.get(name, 0) + count for name, count in own.items()}
         counters |= {name: max(before.get(name, 0), count) for name, count in told.items()}
@@ -123,17 +132,13 @@ class FleetMetrics:
             return -math.inf
         return sum(returned for returned, _ in self._episodes) / EPISODE_WINDOW
 
-    def note_revoked(self, key: str) -> None:
-        """Count a session that ends because its key, ROLE or ROLE.GROUP, was revoked; "" if the key's file is gone."""
-        self._revoked[key or keys.GONE_KEY] += 1
-
-    def report(self, core: BrokerCore, now: float) -> Report:
+    def report(self, now: float) -> Report:
         """Make the report of what has changed since the last one, and forget the events in it.
 
         The broker's loop waits for this call, so it only gathers values. The reporter's thread turns them into text.
         """
-        changed = core.take_changed()
-        self._note_learner(core)
+        core, changed = self.core, self.core.take_changed()
+        self._note_learner()
         self._note_events(changed)
         for source in changed:
             self._observe_unfinished(source)
@@ -148,15 +153,15 @@ class FleetMetrics:
         return Report(
             rows=[row for row in rows if row is not None],
             counters={source.key: self.counters_of(source, now) for source in changed},
-            folded=core.take_folded(),
-            gauges=self._gauges(core, now),
+            folded=core.folding.take_news(),
+            gauges=self._gauges(now),
             workers={
                 source.slot: _worker_state(source, core.weights, now, unix_s)
                 for source in changed
                 if source.peer is not None
             },
             workers_gone=gone,
-            lease=self._lease(core, now),
+            lease=self._lease(now),
             incarnations=dict(core.state.incarnations),
             runner_state=dict(core.state.counters),
             policies=self._policy_returns(),
@@ -173,7 +178,8 @@ class FleetMetrics:
             for known in (self._counted, self._counted_before, self._env_steps, self._seen):
                 known.pop(source.key, None)
 
-    def _gauges(self, core: BrokerCore, now: float) -> dict[str, float]:
+    def _gauges(self, now: float) -> dict[str, float]:
+        core = self.core
         while self._arrivals and self._arrivals[0][0] < now - RATE_WINDOW_S:
             self._arrivals.popleft()
         span = max(now - self._arrivals[0][0], 0.5) if self._arrivals else 1.0
@@ -192,9 +198,9 @@ class FleetMetrics:
         }
         live = core.live()
         gauges |= fleet_figures(live, now) | _spread_of_workers(live, now) | self._aborted_gauges()
-        gauges |= {keys.labelled(keys.SESSIONS_REVOKED, "key", key): count for key, count in self._revoked.items()}
-        if core.last_close_at < math.inf:
-            gauges["lost_lives_close_unix_s"] = time.time() + max(0.0, core.last_close_at - now)
+        gauges |= {keys.labelled(keys.SESSIONS_REVOKED, "key", key): count for key, count in core.revoked.items()}
+        if core.workers.last_close_at < math.inf:
+            gauges["lost_lives_close_unix_s"] = time.time() + max(0.0, core.workers.last_close_at - now)
         if self._episodes:
             returns, lengths = zip(*self._episodes, strict=True)
             for name, values in (("episode_return", returns), ("episode_len", lengths)):
@@ -203,11 +209,11 @@ class FleetMetrics:
                 spread = quantiles(values)
                 gauges |= {keys.labelled(f"{name}_quantile", "quantile", at): own for at, own in spread.items()}
         gauges |= {keys.labelled(keys.ACCEPTED_LAG, "le", le): steps for le, steps in up_to(self._accepted_lag)}
-        gauges |= core.learner_measures.consumed_lag()
+        measures = core.learners.measures
+        gauges |= measures.consumed_lag()
         self._usage.take(own_usage(), now)
         gauges |= _of_process("broker", self._usage, now)
         if core.has_learner:
-            measures = core.learner_measures
             gauges |= measures.time_share() | _of_process("learner", measures.usage, now)
         return gauges
 
@@ -227,7 +233,8 @@ class FleetMetrics:
         self._changed_policies.clear()
         return dict(self._policies)
 
-    def _lease(self, core: BrokerCore, now: float) -> dict[str, Any]:
+    def _lease(self, now: float) -> dict[str, Any]:
+        core = self.core
         if core.state.epoch != self._lease_epoch:
             self._lease_epoch, self._lease_since = core.state.epoch, time.time()
         lease = {
@@ -237,25 +244,26 @@ class FleetMetrics:
             "since_unix_s": self._lease_since,
             "connected": int(core.has_learner),
         }
-        learner = core.learner_lease
+        learner = core.learners.lease
         if learner is None:  # Redis keeps what an earlier broker told of it
             return lease
         lease |= {"headrace_version": learner.headrace_version, "heard_unix_s": time.time() - (now - learner.heard_at)}
         lease |= {"host": learner.host, "pid": learner.pid, "program": learner.program}
-        lease |= core.learner_measures.threads()
+        lease |= core.learners.measures.threads()
         since = learner.committed_at
         return lease if since is None else lease | {"committed_unix_s": time.time() - (now - since)}
 
-    def note_start(self, incarnations: Mapping[int, int]) -> None:
+    def note_start(self) -> None:
         """Note that a broker starts, and the highest incarnations that it knows: these lives have joined before."""
-        self._incarnations_before = dict(incarnations)
+        self._incarnations_before = dict(self.core.state.incarnations)
         self._note("broker")
 
-    def _note_learner(self, core: BrokerCore) -> None:
+    def _note_learner(self) -> None:
         """Note a new learner. A learner that reconnects to a new broker keeps its epoch, and is not a new one."""
-        if core.granted_epoch > self._granted_epoch:
-            self._granted_epoch = core.granted_epoch
-            self._note("learner", epoch=core.granted_epoch)
+        lease = self.core.learners.lease
+        if lease is not None and lease.granted and lease.epoch > self._granted_epoch:
+            self._granted_epoch = lease.epoch
+            self._note("learner", epoch=lease.epoch)
 
     def _note_events(self, sources: Iterable[Source]) -> None:
         for source in sources:
@@ -275,6 +283,16 @@ class FleetMetrics:
 
     def _note(self, event: str, **fields: int) -> None:
         self._events.append({"event": event, **fields, "unix_s": time.time()})
+
+
+def _committed_bytes(settled: Iterable[StoredBatch], chunks: int) -> int:
+    """Return the bytes of batches that are settled now, `chunks` of them committed.
+
+    The learner may have left out some chunks. Which ones is not known, so these count like the others.
+    """
+    given = [held for held in settled if not held.dropped]
+    most = sum(held.chunks for held in given)
+    return sum(held.nbytes for held in given) * min(chunks, most) // most if most else 0
 
 
 def _of_process(role: str, usage: RecentUsage, now: float) -> dict[str, float]:

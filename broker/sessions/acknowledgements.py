@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.limits import BrokerLimits
-from headrace.broker.batches.source import Source, StoredBatch
+from headrace.broker.batches.source import Source
 from headrace.broker.sessions.outbox import Outbox
 from headrace.schemas.basics.bounds import MOST_COUNT, WINDOW
 from headrace.schemas.messages import Ack
@@ -54,37 +55,37 @@ class Acknowledgements:
 
     def ack(self, source: Source, workers: int) -> Ack:
         """Return the Ack with the present state of `source` for its worker."""
-        credit = self.tell_credit(source, workers)
         source.told = source.progress()
+        told, rounds = self.told(source, workers), self._store.rounds
+        waits_for = rounds.waiting_for() if rounds.active else ""
         return Ack(
-            slot=source.slot,
-            incarnation=source.incarnation,
-            accepted=source.accepted,
-            settled=source.settled,
             dropped=dict(source.dropped),
-            credit=credit,
-            window_steps=self.window_steps(source, workers),
-            synchronous=self._store.rounds.known,
-            round_steps=self._store.rounds.share(source),
-            weights=self._store.weights,
             closed=source.closed,
-            steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
-            steps_share=self.steps_share(workers),
-            waiting_for=self._waiting_for(source, credit),
-            heartbeat_interval_s=self._limits.heartbeat_interval(workers),
+            waiting_for=self._waits_for() if told["credit"] <= source.accepted else waits_for,
+            **told,
         )
 
-    def steps_share(self, workers: int) -> int | None:
-        """Return one worker's share of the env steps that the fleet may still take; None when there is no bound."""
-        most = self._store.max_env_steps
-        return None if most is None else min(-(-max(0, most - self._store.steps) // max(1, workers)), MOST_COUNT)
+    def told(self, source: Source, workers: int) -> dict[str, Any]:
+        """Return the fields that an Ack and a welcome have in common. Hold the worker to its credit from now on."""
+        store, limits, credit = self._store, self._limits, self.credit(source, workers)
+        source.credit = max(source.credit, credit)
+        left = None if store.max_env_steps is None else max(0, store.max_env_steps - store.steps)
+        return {
+            "slot": source.slot,
+            "incarnation": source.incarnation,
+            "accepted": source.accepted,
+            "settled": source.settled,
+            "credit": credit,
+            "window_steps": self._window_steps(source, workers),
+            "synchronous": store.rounds.known,
+            "round_steps": store.rounds.share(source),
+            "weights": store.weights,
+            "steps_elsewhere": store.rounds.steps_elsewhere(source, store.steps),
+            "steps_share": None if left is None else min(-(-left // max(1, workers)), MOST_COUNT),
+            "heartbeat_interval_s": limits.heartbeat_interval(workers),
+        }
 
-    def _waiting_for(self, source: Source, credit: int) -> str:
-        if credit <= source.accepted:
-            return self._waits_for()
-        return self._store.rounds.waiting_for() if self._store.rounds.active else ""
-
-    def window_steps(self, source: Source, workers: int) -> int:
+    def _window_steps(self, source: Source, workers: int) -> int:
         """Return how many steps one of `workers` may keep unsettled: its share of what the learner wants, or 0.
 
         In synchronous sampling the worker may keep its share of two rounds, since the learner may publish before it
@@ -93,12 +94,6 @@ class Acknowledgements:
         if self._store.rounds.active:
             return 2 * self._store.rounds.share(source)
         return -(-self._store.window_steps // max(1, workers))
-
-    def tell_credit(self, source: Source, workers: int) -> int:
-        """Return the credit of this worker, one of `workers`, and hold the worker to it from now on."""
-        credit = self.credit(source, workers)
-        source.credit = max(source.credit, credit)
-        return credit
 
     def credit(self, source: Source, workers: int) -> int:
         """Return the highest batch that this worker, one of `workers`, may send.
@@ -109,42 +104,12 @@ class Acknowledgements:
         """
         if source.ended:
             return source.accepted
-        if self._makes_room:
+        if self._store.makes_room:
             batches = _MOST_CREDIT
         else:
             limits, share = self._limits, max(1, workers)
-            room = max(0, self._room)
-            batches = room // share // (source.batch_bytes or limits.max_batch_bytes)
+            batches = max(0, self._store.room) // share // (source.batch_bytes or limits.max_batch_bytes)
             if limits.max_held_batches is not None:
                 batches = min(batches, max(0, limits.max_held_batches - self._store.batches) // share)
-            batches = max(min(batches, _MOST_CREDIT), 0 if source.held or not self._takes_one else 1)
+            batches = max(min(batches, _MOST_CREDIT), 0 if source.held or not self._store.takes_one else 1)
         return max(source.accepted, min(source.accepted + batches, source.settled.seq + WINDOW))
-
-    def excess(self, source: Source, held: StoredBatch) -> tuple[str, str] | None:
-        """Return code and sentence of a refusal if the next batch of a worker is more than the broker takes; else None.
-
-        Credit counts batches, and is told to all workers before their batches come and their size is known. So the
-        broker also takes none once it is full (`no_room`): it holds one batch more than `max_held_bytes` at most. That
-        happens to honest workers, which send the batch again once there is room. No honest one is `beyond_credit`.
-        """
-        most = min(source.credit, source.settled.seq + WINDOW)
-        if held.seq > most:
-            return "beyond_credit", f"batch {held.seq}, where credit allows batch {most}"
-        if not held.nbytes or self._room > 0 or self._makes_room or (self._takes_one and not source.held):
-            return None
-        source.batch_bytes = max(source.batch_bytes, held.nbytes)
-        return "no_room", f"a batch of {held.nbytes} bytes, where as many are held as max_held_bytes allows"
-
-    @property
-    def _room(self) -> int:
-        return self._limits.max_held_bytes - self._store.nbytes
-
-    @property
-    def _takes_one(self) -> bool:
-        """True if a worker of which no batch is held may send one. Rounds must go on: learners take slots in order."""
-        return self._room > 0 or self._store.rounds.active
-
-    @property
-    def _makes_room(self) -> bool:
-        """True if the broker drops the oldest batch where one does not fit."""
-        return self._limits.overflow == "drop_oldest" and self._store.is_reconciled

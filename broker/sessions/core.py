@@ -14,6 +14,7 @@ Its promises:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,7 +26,6 @@ from headrace.broker.batches.source import Peer, Source
 from headrace.broker.sessions.acknowledgements import Acknowledgements
 from headrace.broker.sessions.claims import Claims
 from headrace.broker.sessions.learner_sessions import LearnerSessions
-from headrace.broker.sessions.lease import LearnerLease
 from headrace.broker.sessions.outbox import Outbox, Send
 from headrace.broker.sessions.worker_sessions import WorkerSessions
 from headrace.schemas.accounts.folded_lives import FoldedLives
@@ -41,8 +41,6 @@ from headrace.schemas.messages import (
     Commit,
     Heartbeat,
     LearnerHello,
-    LearnerRow,
-    LearnerRows,
     Message,
     Obituary,
     Reject,
@@ -59,17 +57,20 @@ class BrokerCore:
         self.state = state or BrokerState()
         self.store = BatchStore(limits)
         self.sources, self.refusals = self.store.sources, self.store.refusals
-        self.store.folded = self.state.folded
+        self.observers = self.store.observers
+        self.revoked: Counter[str] = Counter()
+        """Sessions that ended because their key was revoked, by the key's name."""
+        self.joins_blocked = ""
+        """Why no peer can join; "" where peers can."""
         self._outbox = Outbox()
-        self._learners = LearnerSessions(fleet_id, self.state, self.store, self._outbox)
-        self.learner_measures = self._learners.measures
-        self._acks = Acknowledgements(limits, self.store, self._outbox, self._learners.waits_for)
-        self._owners = SlotOwners(limits, self.state)
-        self._folding = Folding(self.store)
-        self._workers = WorkerSessions(
-            fleet_id, limits, self.state, self.store, self._outbox, self._acks, self._owners, self._folding.is_final
+        self.learners = LearnerSessions(fleet_id, self.state, self.store, self._outbox)
+        self._acks = Acknowledgements(limits, self.store, self._outbox, self.learners.waits_for)
+        self.owners = SlotOwners(limits, self.state)
+        self.folding = Folding(self.store)
+        self.workers = WorkerSessions(
+            fleet_id, limits, self.state, self.store, self._outbox, self._acks, self.owners, self.folding.is_final
         )
-        self._claims = Claims(self.state, self.store, self._workers.peers, self._workers.supervisors, now)
+        self._claims = Claims(self.state, self.store, self.workers.peers, self.workers.supervisors, now)
         self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._started = now
         self._next_heartbeat = now
@@ -77,14 +78,14 @@ class BrokerCore:
         self._introductions: dict[type, Callable[[Peer, Any, float, str | None], None]] = {
             WorkerHello: self._on_worker_hello,
             LearnerHello: self._on_learner_hello,
-            SupervisorHello: self._workers.on_supervisor_hello,
+            SupervisorHello: self.workers.on_supervisor_hello,
         }
         self._handlers: dict[type, Callable[[Peer, Any, float], None]] = {
             Heartbeat: self._on_heartbeat,
-            Bye: self._workers.on_bye,
-            Obituary: self._workers.on_obituary,
-            Skip: self._workers.on_skip,
-            Commit: self._learners.on_commit,
+            Bye: self.workers.on_bye,
+            Obituary: self.workers.on_obituary,
+            Skip: self.workers.on_skip,
+            Commit: self.learners.on_commit,
         }
 
     # -- what comes in ------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class BrokerCore:
         """
         introduce, handler = self._introductions.get(type(message)), self._handlers.get(type(message))
         try:
-            self._owners.judge(message, key)
+            self.owners.judge(message, key)
             self._claims.judge(peer, message, now)
         except DecodeError as error:
             self._refuse(peer, message, error)
@@ -110,14 +111,14 @@ class BrokerCore:
             self.refusals.note(self.name_of(peer), "unexpected_kind", detail)
             self._outbox.reject(peer, "unexpected_kind", detail)
             return
-        self._learners.deliver()
+        self.learners.deliver()
         self._tell_exhausted()
 
     def expel(self, peer: Peer, code: str, detail: str) -> None:
         """End the session of a peer, and send it the reason. The batches that it has delivered stay."""
         self._outbox.reject(peer, code, detail)
-        self._workers.expel(peer)
-        self._learners.expel(peer)
+        self.workers.expel(peer)
+        self.learners.expel(peer)
 
     def _refuse(self, peer: Peer, message: Message, error: DecodeError) -> None:
         """Count and log an impossible claim, and reject the message if its sender waits for an answer."""
@@ -131,7 +132,7 @@ class BrokerCore:
 
     def gone(self, peer: Peer) -> None:
         """Note that a peer's connection is closed. The peer sends HELLO when it reconnects."""
-        self._learners.on_gone(peer)
+        self.learners.on_gone(peer)
 
     def receive_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
         """Handle a BATCH of `nbytes` in all. Return whether it was accepted, which happens once for each batch id."""
@@ -141,14 +142,10 @@ class BrokerCore:
             self.refusals.note(self.name_of(peer), f"{error.reason} batch", error.detail)
             self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=header.seq))
             return False
-        accepted = self._workers.on_batch(peer, header, frames, nbytes, now)
+        accepted = self.workers.on_batch(peer, header, frames, nbytes, now)
         if accepted:
-            self._learners.deliver()
+            self.learners.deliver()
         return accepted
-
-    def may_publish(self, peer: Peer, version: Version) -> bool:
-        """Return whether weights of this version, from this peer, are the lease holder's. Otherwise tell the peer."""
-        return self._learners.may_publish(peer, version, self._workers.spaces)
 
     def published(self, version: Version, now: float) -> None:
         """Note that the relay has taken this version."""
@@ -157,19 +154,11 @@ class BrokerCore:
 
     def _advance_round(self, now: float) -> None:
         """Advance the round of synchronous sampling. There is no round for weights of an earlier learner."""
-        store, learner = self.store, self._learners.lease
+        store, learner = self.store, self.learners.lease
         if learner is None or self.weights[0] != learner.epoch:
             return
-        if store.rounds.advance(self.weights, self._workers.peers.values(), store.steps, now):
-            self._workers.mark_all_changed()
-
-    def new_rows(self, peer: Peer, message: LearnerRows) -> list[LearnerRow]:
-        """Return the rows that the learner logged and that came for the first time."""
-        return self._learners.new_rows(peer, message)
-
-    def rows_stored(self, newest: Version) -> None:
-        """Note that learners' rows up to (epoch, number) are in Redis, for learners to forget them."""
-        self._learners.rows_stored = newest
+        if store.rounds.advance(self.weights, self.workers.peers.values(), store.steps, now):
+            self.workers.mark_all_changed()
 
     def tick(self, now: float) -> None:
         """Advance time: leases, obituaries, and the cumulative state to every peer.
@@ -179,13 +168,15 @@ class BrokerCore:
         if now > self._started + RECONCILE_WAIT_S and not self.store.is_reconciled:
             self.store.is_reconciled = True
             self.store.drop_stale()
-        self._workers.tick(now)
+        self.workers.tick(now)
         self._advance_round(now)
-        self._learners.deliver()
+        self.learners.deliver()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_interval_s
-            self._workers.mark_silent_changed(now)
+            self.workers.mark_silent_changed(now)
             self._send_status()
+        for observer in self.observers:
+            observer.tick(now)
 
     def restore(
         self,
@@ -196,7 +187,7 @@ class BrokerCore:
         folded: Mapping[int, FoldedLives] | None = None,
     ) -> None:
         """Take over what Redis remembers of earlier brokers of this fleet. Newer knowledge stays."""
-        self._forget(self._folding.adopt(folded or {}))
+        self._forget(self.folding.adopt(folded or {}))
         for row in rows:
             if self.store.is_folded(row.slot, row.incarnation):
                 continue  # the earlier broker wrote the sum to its file, and not yet to Redis
@@ -218,28 +209,20 @@ class BrokerCore:
         for slot, known in (counters or {}).items():
             self.state.counters[slot] = larger(known, self.state.counters.get(slot, {}))
         self._claims.remember(incarnations, epoch)
-        self._learners.raise_epoch((epoch, 0), self._workers.spaces)
+        self.learners.raise_epoch((epoch, 0), self.workers.spaces)
 
     # -- finished lives -----------------------------------------------------------------------------------------------
 
-    def stored(self, rows: Iterable[LedgerRow], *, durable: bool = True) -> None:
-        """Note closed rows that Redis has, so that their lives may fold. Not `durable`: there is no Redis."""
-        self._folding.stored(rows, durable=durable)
-
     def fold(self, counters_of: Callable[[Source], Mapping[str, int]]) -> list[Source]:
         """Fold finished lives into those of their slot, some at a time. Return their sources, forgotten here."""
-        gone = self._folding.fold(counters_of)
+        gone = self.folding.fold(counters_of)
         self._forget(gone)
         return gone
 
-    def take_folded(self) -> dict[int, FoldedLives]:
-        """Return the folded lives, by slot, that have changed since the last call; at first all."""
-        return self._folding.take_news()
-
     def _forget(self, sources: Iterable[Source]) -> None:
         for source in sources:
-            self._workers.forget_peer(source)
-            self._learners.forget(source)
+            self.workers.forget_peer(source)
+            self.learners.forget(source)
 
     def take_changed(self) -> list[Source]:
         """Return the sources that have changed since the last call."""
@@ -250,7 +233,7 @@ class BrokerCore:
 
     def take_outbox(self, now: float = math.inf) -> list[Send]:
         """Return all messages due by `now`, in order. Acknowledgements are gathered into one for each worker."""
-        self._acks.send(len(self._workers.peers), now)
+        self._acks.send(len(self.workers.peers), now)
         return self._outbox.take()
 
     @property
@@ -260,88 +243,42 @@ class BrokerCore:
 
     def name_of(self, peer: Peer) -> str:
         """Return a name of this peer for people."""
-        source = self._workers.peers.get(peer)
+        source = self.workers.peers.get(peer)
         if source is not None:
             return f"worker {source.slot} (incarnation {source.incarnation}, pid {source.pid} on {source.host!r})"
-        return self._learners.name_of(peer) or self._workers.name_of(peer) or f"unknown peer {peer[1:].hex()}"
+        if peer in self.workers.supervisors:
+            return "a supervisor"
+        return self.learners.name_of(peer) or f"unknown peer {peer[1:].hex()}"
 
     def knows(self, peer: Peer) -> bool:
         """Return whether this peer has introduced itself, and its HELLO was accepted."""
-        known = peer in self._workers.peers or peer in self._workers.supervisors
-        return known or bool(self._learners.name_of(peer))
+        known = peer in self.workers.peers or peer in self.workers.supervisors
+        return known or bool(self.learners.name_of(peer))
 
     @property
     def has_learner(self) -> bool:
         """Return whether a learner's stream is connected, as far as is known."""
-        return self._learners.lease is not None and self._learners.lease.stream is not None
-
-    @property
-    def learner_lease(self) -> LearnerLease | None:
-        """Return the lease of the learner that came last; None before one came to this broker. Only read it."""
-        return self._learners.lease
-
-    @property
-    def granted_epoch(self) -> int:
-        """Return the epoch of the learner that holds the lease if this broker gave it out; else 0."""
-        lease = self._learners.lease
-        return lease.epoch if lease is not None and lease.granted else 0
-
-    @property
-    def learner_progress(self) -> int:
-        """Return a number that grows with each commit that settles batches, or makes room for others."""
-        return self._learners.progress
+        return self.learners.lease is not None and self.learners.lease.stream is not None
 
     @property
     def weights(self) -> Version:
         """Return the newest published version."""
         return self.store.weights
 
-    @property
-    def spaces(self) -> dict[str, Any]:
-        """Return the spaces of the workers' envs; empty until one has told them."""
-        return self._workers.spaces
-
     def rows(self) -> list[LedgerRow]:
         """Return the books of every incarnation known, each as of one consistent moment."""
         return self.store.rows()
 
-    @property
-    def last_close_at(self) -> float:
-        """Return when the books of all lost and superseded lives are closed; infinity if there are none."""
-        return self._workers.last_close_at
-
     def live(self) -> list[Source]:
         """Return the sources with a connection."""
-        return list(self._workers.peers.values())
-
-    def group_of(self, slot: int) -> str | None:
-        """Return the group of keys that has a slot; None without keys."""
-        return self._owners.owner(slot) if self.state.owners else None
-
-    def is_supervisor(self, peer: Peer) -> bool:
-        """Return whether this peer is a supervisor, and no worker."""
-        return peer in self._workers.supervisors and peer not in self._workers.peers
-
-    def supervised_group(self, peer: Peer) -> str | None:
-        """Return the group of keys for which this supervisor speaks; None without keys."""
-        return self._workers.supervisors[peer].group
-
-    def slot_of(self, peer: Peer) -> int | None:
-        """Return the slot of the worker that this peer is; None for any other."""
-        source = self._workers.peers.get(peer)
-        return source.slot if source is not None else None
-
-    def next_seq(self, peer: Peer) -> int:
-        """Return the sequence number of the batch expected next from this worker; 0 for a peer that is not a worker."""
-        source = self._workers.peers.get(peer)
-        return source.accepted + 1 if source is not None else 0
+        return list(self.workers.peers.values())
 
     def _send_status(self) -> None:
-        self._learners.send_status(self.live(), self._workers.heeded(), self._workers.spaces)
+        self.learners.send_status(self.live(), self.workers.heeded(), self.workers.spaces)
 
     def _tell_exhausted(self) -> None:
         """Send the learner a status immediately when no worker and no unsettled batch is left: it may be stopping."""
-        exhausted = not self._workers.peers and not self.store.held_batches()
+        exhausted = not self.workers.peers and not self.store.held_batches()
         if exhausted and not self._was_exhausted:
             self._send_status()
         self._was_exhausted = exhausted
@@ -350,35 +287,35 @@ class BrokerCore:
 
     def _on_worker_hello(self, peer: Peer, hello: WorkerHello, now: float, group: str | None) -> None:
         try:
-            self._workers.check_spaces(hello)
+            self.workers.check_spaces(hello)
         except DecodeError as error:
-            self._workers.refuse_life(peer, hello)
+            self.workers.refuse_life(peer, hello)
             detail = f"{error.detail}; give this worker and its broker the same version of headrace"
             self._refuse(peer, hello, DecodeError(error.reason, detail))
             return
-        if self._learners.lease is None:
-            self._workers.forget_unused_spaces()
-        known = self._workers.spaces
-        self._workers.on_hello(peer, hello, now, group)
+        if self.learners.lease is None:
+            self.workers.forget_unused_spaces()
+        known = self.workers.spaces
+        self.workers.on_hello(peer, hello, now, group)
         self._raise_epoch(peer, hello.weights)
-        if self._workers.spaces is not known:
+        if self.workers.spaces is not known:
             self._send_status()
 
     def _on_learner_hello(self, peer: Peer, hello: LearnerHello, now: float, _: str | None) -> None:
-        self._learners.on_hello(peer, hello, self._workers.spaces, now)
-        self._workers.close_dead(now)
+        self.learners.on_hello(peer, hello, self.workers.spaces, now)
+        self.workers.close_dead(now)
 
     def _on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
-        source = self._workers.peers.get(peer)
+        source = self.workers.peers.get(peer)
         refused = source.refused if source is not None else None
-        self._workers.on_heartbeat(peer, beat, now)
+        self.workers.on_heartbeat(peer, beat, now)
         if source is not None and source.refused is not None and source.refused != refused:
             self._send_status()
         self._raise_epoch(peer, beat.weights)
 
     def _raise_epoch(self, peer: Peer, version: Version) -> None:
         """Raise the learner epoch above that of a worker's weights, which may come from an earlier broker."""
-        source = self._workers.peers.get(peer)
+        source = self.workers.peers.get(peer)
         may_know = source is not None and (not source.native or self.weights == (0, 0))
-        if source is not None and may_know and self._workers.heeds(source):
-            self._learners.raise_epoch(version, self._workers.spaces)
+        if source is not None and may_know and self.workers.heeds(source):
+            self.learners.raise_epoch(version, self.workers.spaces)

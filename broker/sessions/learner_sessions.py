@@ -21,7 +21,6 @@ from headrace.schemas.messages import (
     Commit,
     Fenced,
     LearnerHello,
-    LearnerRow,
     LearnerRows,
     LearnerWelcome,
     SourceEnd,
@@ -54,7 +53,7 @@ class LearnerSessions:
         self.progress = 0
         """Number of commits that settled a batch or handed out one."""
         self._newest_row: Version = (0, 0)
-        """(epoch, number) of the newest row that `new_rows` returned."""
+        """(epoch, number) of the newest row that observers have heard."""
         self.rows_stored: Version = (0, 0)
         """(epoch, number) of the newest row that Redis has. Learners are told it and forget older rows."""
 
@@ -80,7 +79,7 @@ class LearnerSessions:
             learner.attach_publisher(peer)
         else:
             learner.attach_stream(peer, hello)
-            self._limit_window(hello.window_steps)
+            self._store.limit_window(hello.window_steps)
             self._store.rounds.ask(hello.synchronous, hello.steps_per_update)
             self._store.reconcile(hello.position, hello.held)
         self._send_welcome(peer, learner, spaces)
@@ -181,18 +180,19 @@ class LearnerSessions:
             return False
         return True
 
-    def new_rows(self, peer: Peer, message: LearnerRows) -> list[LearnerRow]:
-        """Return the rows of a message that came for the first time; none of a peer that is not the lease holder."""
+    def on_rows(self, peer: Peer, message: LearnerRows) -> None:
+        """Tell observers the rows that came for the first time, if the lease holder logged them."""
         learner = self.lease
         if learner is None or peer != learner.publisher:
             self._outbox.ask_hello(peer)
-            return []
+            return
         new = []
         for row in message.rows:
             if self._newest_row < (row.epoch, row.number) and row.epoch <= learner.epoch:
                 self._newest_row = (row.epoch, row.number)
                 new.append(row)
-        return new
+        for observer in self._store.observers if new else ():
+            observer.logged(new)
 
     # -- commits ------------------------------------------------------------------------------------------------------
 
@@ -210,16 +210,12 @@ class LearnerSessions:
             self.progress += 1
         if commit.figures is not None:
             self.measures.take(commit.figures, len(self._store.sources), now)
-        self._limit_window(commit.window_steps)
+        self._store.limit_window(commit.window_steps)
         if now < learner.next_check:
             return
         learner.next_check = now + CHECK_S
         if learner.missing_for(commit.in_hand, self._store.sent_and_unsettled(), now) > RESEND_S:
             self._outbox.ask_hello(peer, "a batch sent to you has not arrived; say HELLO again")
-
-    def _limit_window(self, steps: int | None) -> None:
-        if steps is not None and steps != self._store.window_steps:
-            self._store.limit_window(steps)
 
     # -- delivery -----------------------------------------------------------------------------------------------------
 
@@ -228,12 +224,12 @@ class LearnerSessions:
         learner = self.lease
         if learner is None or learner.stream is None:
             return
-        while (first := self._store.first()) is not None:
+        while (first := self._store.queue.first()) is not None:
             source, held = first
             is_batch = held is not None and held.frames is not None and not held.dropped
             if is_batch and not learner.has_room():
                 return
-            self._store.pop_first()
+            self._store.queue.pop_first()
             self._announce(source, learner, source.accepted if held is None else held.seq)
             if held is None:
                 self._outbox.send(learner.stream, _source_end(source))

@@ -11,11 +11,10 @@ from typing import Any
 
 from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import OTHER_GROUP, SlotOwners, of_group
+from headrace.broker.batches.slot_owners import OTHER_GROUP, NewLives, SlotOwners, of_group
 from headrace.broker.batches.source import Peer, Source, StoredBatch
 from headrace.broker.sessions.acknowledgements import Acknowledgements
 from headrace.broker.sessions.claims import flat_counters
-from headrace.broker.sessions.new_lives import NewLives
 from headrace.broker.sessions.outbox import Outbox
 from headrace.broker.sessions.waiting_ends import Life, WaitingEnds
 from headrace.schemas.accounts.ledger import Discard, Drop
@@ -338,24 +337,13 @@ class WorkerSessions:
     def _welcome(self, source: Source) -> WorkerWelcome:
         return WorkerWelcome(
             fleet_id=self.fleet_id,
-            slot=source.slot,
-            incarnation=source.incarnation,
-            accepted=source.accepted,
-            settled=source.settled,
-            credit=self._acks.tell_credit(source, len(self.peers)),
-            window_steps=self._acks.window_steps(source, len(self.peers)),
-            synchronous=self._store.rounds.known,
-            round_steps=self._store.rounds.share(source),
             max_batch_bytes=self._limits.max_batch_bytes,
             lease_s=self._limits.lease_s,
-            heartbeat_interval_s=self._limits.heartbeat_interval(len(self.peers)),
             weights_endpoint=self._limits.weights_endpoint,
             maps_weights=True,
-            weights=self._store.weights,
-            steps_elsewhere=self._store.rounds.steps_elsewhere(source, self._store.steps),
-            steps_share=self._acks.steps_share(len(self.peers)),
             counters=self._state.counters.get(source.slot, {}),
             encodings=readable_encodings(),
+            **self._acks.told(source, len(self.peers)),
         )
 
     # -- working ------------------------------------------------------------------------------------------------------
@@ -381,11 +369,10 @@ class WorkerSessions:
         if held.seq != source.accepted + 1:
             return False
         self._hear(source, now)
-        if excess := self._acks.excess(source, held):
+        if excess := self._store.excess(source, held):
             self._refuse(peer, f"worker {source.slot} (incarnation {source.incarnation})", *excess)
             return False
-        self._store.accept(source, held, told.totals)
-        source.figures.stepped(source.steps, now)
+        self._store.accept(source, held, told)
         return True
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat, now: float) -> None:
@@ -460,7 +447,9 @@ class WorkerSessions:
             self._outbox.ask_hello(peer, "say HELLO first: this may be another fleet's broker")
             return
         if not self._owners.may_tell_of(obituary.slot, supervisor.group):
-            self._refuse_obituary(peer, obituary)
+            owner = f"slot {obituary.slot} belongs to workers {of_group(self._owners.owner(obituary.slot))}"
+            detail = f"{owner}; only a supervisor of that group tells of their ends"
+            self._refuse(peer, "a supervisor", OTHER_GROUP, detail)
             return
         life = obituary.slot, obituary.incarnation
         if not self._owners.has_place(obituary.slot):
@@ -477,11 +466,6 @@ class WorkerSessions:
         else:
             detail = "too many ends of workers wait for the first learner; say it again later"
             self._refuse(peer, "a supervisor", "too_many_ends", detail)
-
-    def _refuse_obituary(self, peer: Peer, obituary: Obituary) -> None:
-        owner = of_group(self._owners.owner(obituary.slot))
-        detail = f"slot {obituary.slot} belongs to workers {owner}; only a supervisor of that group tells of their ends"
-        self._refuse(peer, "a supervisor", OTHER_GROUP, detail)
 
     def close_dead(self, now: float) -> None:
         """Close the books of all workers reported dead, once the learner has said which batches it has."""
@@ -532,10 +516,6 @@ class WorkerSessions:
             final=True,
         )
         self._outbox.send(peer, ack)
-
-    def name_of(self, peer: Peer) -> str:
-        """Return the name of a peer that is a supervisor; "" for any other."""
-        return "a supervisor" if peer in self.supervisors else ""
 
     # -- telling ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ import orjson
 
 from bench.table import Row, show
 from headrace.broker.batches.folding import MOST_AT_ONCE
-from headrace.broker.process import Broker
+from headrace.broker.process import open_broker
+from headrace.broker.reports.fleet_reports import FleetReports
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_server import prepare_redis, wait_ready
 from headrace.deploy.run.redis_view import FleetView
@@ -40,7 +41,7 @@ from headrace.schemas.messages import (
     WorkerHello,
 )
 from headrace.schemas.peers.heartbeat_interval import least_interval
-from headrace.schemas.settings.config import BrokerSection
+from headrace.schemas.settings.config import FleetConfig
 
 FLEET = "books"
 SPACES = module_spaces_to_json(
@@ -129,8 +130,9 @@ class Sessions:
         self._start()
 
     def _start(self) -> None:
-        self.broker = Broker(BrokerSection(), FLEET, self._run_dir, self._url)
+        self.broker = open_broker(FleetConfig(), FLEET, self._run_dir, self._url)
         self.core = self.broker.core
+        self._reports = next(one for one in self.core.observers if isinstance(one, FleetReports))
         position = [
             SourcePosition(slot=slot, incarnation=life, settled=told, ended=life < self._life)
             for (slot, life), (_, told) in self._settled.items()
@@ -192,8 +194,7 @@ class Sessions:
                 totals=_totals(seq + 1),
             )
             frames: list[bytes] = [b"frame"]
-            if self.core.receive_batch(self._peer(slot), header, frames, 1000, now):  # type: ignore[arg-type]
-                self.broker.metrics.observe(header, 1000, now, (1, 1))
+            self.core.receive_batch(self._peer(slot), header, frames, 1000, now)  # type: ignore[arg-type]
             settled = settled.add((STEPS, 1), {})
             self._settled[slot, self._life] = seq + 1, settled
             position.append(SourcePosition(slot=slot, incarnation=self._life, settled=settled))
@@ -212,12 +213,12 @@ class Sessions:
     def report(self) -> float:
         """Report as the broker's loop does; return the seconds that the loop stood still."""
         began = time.thread_time()
-        self.broker._report(time.monotonic())
+        self._reports.report(time.monotonic())
         return time.thread_time() - began
 
     def await_redis(self) -> float:
         """Wait until the report is in Redis; return the seconds."""
-        began, reporter = time.perf_counter(), self.broker.reporter
+        began, reporter = time.perf_counter(), self._reports.reporter
         assert reporter is not None
         while not reporter.is_idle or not reporter.available:
             assert time.perf_counter() < began + 60.0, "no report reached Redis"
@@ -225,18 +226,15 @@ class Sessions:
         return time.perf_counter() - began
 
     def idle(self, seconds: float) -> float:
-        """Beat and report at the usual intervals; return the share of a core."""
+        """Beat and tick at the usual intervals, and report with that; return the share of a core."""
         began, cpu, slot = time.perf_counter(), time.process_time(), 0
-        next_report, per_s = 0.0, self._slots / least_interval(self.broker.config.lease_s)
+        per_s = self._slots / least_interval(self.broker.config.lease_s)
         while (elapsed := time.perf_counter() - began) < seconds:
             while slot < elapsed * per_s:
                 seq, _ = self._settled[slot % self._slots, self._life]
                 beat = Heartbeat(slot=slot % self._slots, incarnation=self._life, totals=_totals(seq), settled=seq)
                 self._say(self._peer(slot % self._slots), beat)
                 slot += 1
-            if elapsed >= next_report:
-                next_report += self.broker.config.report_interval_s
-                self.report()
             self.core.tick(time.monotonic())
             self.core.take_outbox()
             time.sleep(0.05)

@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.process import Broker, run_broker
+from headrace.broker.reports.fleet_reports import FleetReports
+from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.settings.config import FleetConfig
 
 FLEET_ID = "bench"
@@ -56,7 +58,7 @@ class Processes:
         redis_url: str | None = None,
         *,
         run_dir: Path | None = None,
-        note: Callable[[Broker, float | None], None] | None = None,
+        note: Callable[[BrokerCore, float | None], None] | None = None,
     ) -> tuple[int, Endpoints]:
         """Start a broker and wait until it serves; return (pid, endpoints).
 
@@ -106,24 +108,24 @@ def _serve(
     config: FleetConfig,
     run_dir: Path,
     redis_url: str | None,
-    note: Callable[[Broker, float | None], None] | None,
+    note: Callable[[BrokerCore, float | None], None] | None,
 ) -> None:
     if note is not None:
         _note_turns(note)
     run_broker(config, fleet_id=FLEET_ID, run_dir=run_dir, redis_url=redis_url)
 
 
-def _note_turns(note: Callable[[Broker, float | None], None]) -> None:
+def _note_turns(note: Callable[[BrokerCore, float | None], None]) -> None:
     """Let this process's broker call `note`, as `Processes.start_broker` says."""
-    step, report = Broker.step, Broker._report
+    step, report = Broker.step, FleetReports.report
 
     def noted_step(broker: Broker) -> None:
         step(broker)
-        note(broker, None)
+        note(broker.core, None)
 
-    def noted_report(broker: Broker, now: float, ended_unix_s: float | None = None) -> None:
+    def noted_report(reports: FleetReports, now: float, ended_unix_s: float | None = None) -> None:
         began = time.thread_time()
-        report(broker, now, ended_unix_s)
-        note(broker, time.thread_time() - began)
+        report(reports, now, ended_unix_s)
+        note(reports.metrics.core, time.thread_time() - began)
 
-    Broker.step, Broker._report = noted_step, noted_report  # type: ignore[method-assign]
+    Broker.step, FleetReports.report = noted_step, noted_report  # type: ignore[method-assign]

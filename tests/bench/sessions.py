@@ -35,7 +35,7 @@ from bench.processes import FLEET_ID, FORKED, Processes, until_terminated
 from bench.table import Row, show
 from bench.transport import Load
 from bench.turns import cpu_s
-from headrace.broker.process import Broker
+from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.report.audit import audit
 from headrace.deploy.run.redis_view import FleetView
 from headrace.learner_stub import EpisodeStream
@@ -197,10 +197,10 @@ class _Loop:
         self._reports: Any = FORKED.Array("d", 4096)
         self._count: Any = FORKED.Value("i", 0)
 
-    def __call__(self, broker: Broker, report_s: float | None) -> None:
-        self.live.value = len(broker.core._workers.peers)
+    def __call__(self, core: BrokerCore, report_s: float | None) -> None:
+        self.live.value = len(core.workers.peers)
         if report_s is not None:
-            self.most_rows.value = len(broker.core.sources)
+            self.most_rows.value = len(core.sources)
             self._reports[self._count.value % len(self._reports)] = report_s
             self._count.value += 1
 

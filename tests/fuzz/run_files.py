@@ -222,10 +222,10 @@ class RunFiles:
 
     def _read_lifetime(self) -> None:
         lifetime = LifetimeFile(self.folder, FLEET).read()
-        metrics = FleetMetrics()
+        core = BrokerCore(FLEET, BrokerLimits(), BrokerState())
+        metrics = FleetMetrics(core)
         metrics.workers.go_on_from(lifetime.metric_sums)
         metrics.env_errors.go_on_from(lifetime.env_errors)
-        core = BrokerCore(FLEET, BrokerLimits(), BrokerState())
         core.restore([], {}, 0, lifetime.runner_state)
         LifetimeFile(self.folder, FLEET).write(
             core.state.counters, metrics.workers.sums(), metrics.env_errors.rows(), last=True

@@ -91,7 +91,7 @@ def test_drop_oldest_keeps_the_newest_batches_and_counts_the_dropped_steps(
     feeder = start_feeder(broker.endpoints.worker, plan, window=50)
     wait_until(lambda: feeder.session.accepted == 80, "all batches accepted without a learner")
     assert broker.held_bytes() <= MIB
-    assert broker.ask(lambda b: len(b.core.store._queue)) < 40
+    assert broker.ask(lambda b: len(b.core.store.queue)) < 40
     assert broker.ask(lambda b: len(b.core.store.policy.candidates)) < 40
     witness, stream = train(broker, [feeder])
     total = sum(batch.steps for batch in plan)

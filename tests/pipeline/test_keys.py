@@ -346,7 +346,7 @@ def test_a_key_is_added_and_revoked_while_the_broker_runs(
     wait_until(lambda: is_active(staying) and is_active(leaving), "both workers join")
     socket, monitor = connected(zmq.SUB, gpu, broker, stack)
     socket.subscribe(b"")
-    wait_until(lambda: broker.ask(lambda asked: len(asked._keyed._connections)) == 5, "all subscriptions")
+    wait_until(lambda: broker.ask(lambda asked: len(asked.keyed._connections)) == 5, "all subscriptions")
     (folder / "worker.broken.public").write_text("role = ")
     revoke_key(folder, "worker", "gpu")
     assert "the worker.gpu key" in why_ended(leaving)
@@ -356,7 +356,7 @@ def test_a_key_is_added_and_revoked_while_the_broker_runs(
     assert refusals(broker, "worker") == {"a revoked key": 1}
     assert is_active(staying)
     assert "worker.broken.public cannot be used: it is damaged" in caplog.text
-    gauges = broker.ask(lambda asked: asked.metrics.report(asked.core, 0.0).gauges)
+    gauges = broker.report().gauges
     assert revoked_sessions(gauges) == {"worker.gpu": 1}
 
 
@@ -373,7 +373,7 @@ def test_a_peer_whose_key_is_revoked_gets_no_weights_at_any_port(
     wait_until(lambda: broker.ask(lambda asked: asked.relay.version[1] == 1), "the weights")
     ears, mouth = connected(zmq.SUB, gpu, broker, stack), connected(zmq.DEALER, gpu, broker, stack)
     revoke_key(folder, "worker", "gpu")
-    wait_until(lambda: broker.ask(lambda asked: asked._keyed._known.find(gpu.public).revoked), "the revocation")
+    wait_until(lambda: broker.ask(lambda asked: asked.keyed.known.find(gpu.public).revoked), "the revocation")
     ears[0].subscribe(b"")
     mouth[0].send_multipart(WeightsPull(version=(1, 1), offset=0, length=1 << 20).frames())
     assert mouth[0].poll(100_000), "an answer"

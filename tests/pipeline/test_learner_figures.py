@@ -56,11 +56,11 @@ def cumulated(counts: list[int]) -> dict[str, float]:
 
 
 def consumed(broker: BrokerThread) -> dict[str, float]:
-    return broker.ask(lambda asked: asked.core.learner_measures.consumed_lag())
+    return broker.ask(lambda asked: asked.core.learners.measures.consumed_lag())
 
 
 def shares(broker: BrokerThread) -> dict[str, float]:
-    gauges = broker.ask(lambda asked: asked.metrics.report(asked.core, time.monotonic()).gauges)
+    gauges = broker.report().gauges
     return {name: value for name, value in gauges.items() if name.startswith(LEARNER_TIME)}
 
 
@@ -139,11 +139,11 @@ class Learner:
 
     @property
     def steps(self) -> float:
-        return self.core.learner_measures.consumed_lag()[labelled(CONSUMED_LAG, "le", "+Inf")]
+        return self.core.learners.measures.consumed_lag()[labelled(CONSUMED_LAG, "le", "+Inf")]
 
     @property
     def shares(self) -> list[float]:
-        return list(self.core.learner_measures.time_share().values())
+        return list(self.core.learners.measures.time_share().values())
 
 
 def test_lag_counts_go_on_with_a_new_learner_and_omit_steps_before_this_broker() -> None:
@@ -247,7 +247,7 @@ def test_a_heartbeat_tells_the_learner_how_many_workers_share_its_host(
 def test_a_stream_says_who_its_learner_is(start_broker: StartBroker) -> None:
     broker = start_broker(heartbeat_interval_s=0.1)
     with EpisodeStream(broker.endpoints.learner):
-        lease = broker.ask(lambda asked: asked.metrics.report(asked.core, time.monotonic()).lease)
+        lease = broker.report().lease
         assert (lease["host"], lease["pid"], lease["connected"]) == (platform.node(), os.getpid(), 1)
         assert lease["program"] == program_name()
 

@@ -138,7 +138,7 @@ def test_a_failing_handler_costs_one_message_and_the_broker_continues(
     broker: BrokerThread, start_feeder: StartFeeder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No message is known to do this: the handler of HELLOs of learners is made to fail for one."""
-    learners = broker.broker.core._learners
+    learners = broker.broker.core.learners
     handle = learners.on_hello
 
     def fail(peer: bytes, hello: LearnerHello, spaces: dict[str, Any], now: float) -> None:

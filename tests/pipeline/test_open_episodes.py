@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import tracemalloc
 from contextlib import ExitStack
 from functools import partial
@@ -278,7 +277,7 @@ def test_new_learners_get_a_dead_workers_end_markers_until_one_commits_them(
     position: list[dict[str, Any]] | None = first.position() if with_position else None
     first.close()
     _die(feeder, broker, batches, tmp_path)
-    report = broker.ask(lambda it: it.metrics.report(it.core, time.monotonic()))
+    report = broker.report()
     assert report.counters[0, 1]["aborted_episodes_total"] == report.gauges["aborted_window"] == len(_left(batches))
     assert report.gauges["aborted_len_mean"] == np.mean([steps for _, _, steps in _left(batches)])
 

@@ -142,7 +142,7 @@ def test_spaces_that_cannot_be_read_are_refused_and_do_not_bind_the_fleet(
         assert "give this worker and its broker the same version of headrace" in refused.detail
     feeder = start_feeder(broker.endpoints.worker, slot=0)
     wait_until(lambda: feeder.session.welcome, "a welcome")
-    assert broker.ask(lambda real: real.core.spaces) == {"default_policy": SPACES.model_dump(mode="json")}
+    assert broker.ask(lambda real: real.core.workers.spaces) == {"default_policy": SPACES.model_dump(mode="json")}
 
 
 def join(peer: RawPeer) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,7 +76,7 @@ def test_each_modules_chunks_arrive_with_its_own_spaces_and_in_the_books(
         assert worker.error is None
         row = closed_row(broker, take=lambda: (drain(stream, see), stream.commit()))
     assert not witness.open_episodes()
-    told = broker.ask(lambda it: it.metrics.report(it.core, time.monotonic()).policies)
+    told = broker.report().policies
     newest = {module_id: all_of_it[-100:] for module_id, all_of_it in lengths.items()}
     assert {name: (own["len_mean"], own["len_min"], own["len_max"], own["agents"]) for name, own in told.items()} == {
         name: (sum(own) / len(own), min(own), max(own), len(own)) for name, own in newest.items()

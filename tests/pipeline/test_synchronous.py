@@ -18,7 +18,7 @@ from headrace.learner_stub.reference.policies import LearnerPolicies
 from headrace.learner_stub.reference.policy_builder import build_policies
 from headrace.learner_stub.reference.training import gather, train
 from headrace.schemas.accounts.ledger import WorkerTotals
-from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config_loading import build_config
 from support.pipeline.delivery import BrokerThread, Process, worker_process
@@ -192,7 +192,10 @@ def _makes(worker: Source, steps: int) -> None:
 
 
 def _ship(rounds: Rounds, worker: Source, steps: int, version: tuple[int, int]) -> None:
-    rounds.note(worker, StoredBatch(1, steps, 1, 1, [b""], 0, 0.0, version))
+    told = BatchHeader(
+        fleet_id="f", slot=worker.slot, incarnation=1, seq=1, steps=steps, chunks=1, totals=WorkerTotals()
+    )
+    rounds.accepted(worker, StoredBatch(1, steps, 1, 1, [b""], 0, 0.0, version), told)
 
 
 def test_a_live_worker_without_steps_gets_no_share_until_it_makes_a_step() -> None:

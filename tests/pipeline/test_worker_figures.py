@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from headrace.broker.batches.life_figures import WorkerFigures
+from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.worker_rows import fleet_figures, row_figures
 from headrace.learner_stub import EpisodeStream
@@ -32,7 +33,7 @@ from headrace.schemas.settings.config_loading import build_config
 from headrace.workers.fleet.worker import host_of_ports
 from headrace.workers.serving.client import PolicyClient
 from support.fleets.env_hosts import EnvHosts
-from support.pipeline.delivery import BrokerThread
+from support.pipeline.delivery import BrokerThread, feature
 from support.pipeline.worker_threads import AT_RANDOM, WorkerThread, closed_row, drain
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -54,7 +55,7 @@ def counters(broker: BrokerThread) -> dict[str, int]:
 
     def ask(asked: Any) -> dict[str, int]:
         sources = list(asked.core.store.sources.values())
-        return asked.metrics.counters_of(sources[0], time.monotonic()) if sources else {}
+        return feature(asked, FleetMetrics).counters_of(sources[0], time.monotonic()) if sources else {}
 
     return broker.ask(ask)
 
@@ -85,7 +86,10 @@ def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner
         waited = counters(broker)[WAIT]
         held = broker.ask(lambda it: (it.core.store.held_batches(), it.core.store.nbytes))
         told = broker.ask(
-            lambda it: [it.core.learner_lease.headrace_version, *(source.headrace_version for source in it.core.live())]
+            lambda it: [
+                it.core.learners.lease.headrace_version,
+                *(source.headrace_version for source in it.core.live()),
+            ]
         )
     assert told == [version("headrace")] * 2
     assert sum(row["time_share"].values()) == pytest.approx(1.0, abs=0.01)
@@ -151,7 +155,7 @@ def test_the_aborted_episodes_and_the_failures_of_a_worker_reach_the_report(
     sections = {**AT_RANDOM, "sampling": {**AT_RANDOM["sampling"], **failing}}
 
     def report() -> Report:
-        return broker.ask(lambda asked: asked.metrics.report(asked.core, time.monotonic()))
+        return broker.report()
 
     with (
         EpisodeStream(broker.endpoints.learner) as stream,

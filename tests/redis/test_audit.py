@@ -149,7 +149,8 @@ def test_the_audit_finds_a_live_row_with_a_newer_incarnation_in_its_slot(
 
 def test_the_audit_reports_when_the_books_of_a_lost_unsupervised_worker_close(url: str, fleet_id: str) -> None:
     """A worker that was started by hand and killed, with another one in its slot."""
-    core, metrics, reporter = BrokerCore(fleet_id, BrokerLimits()), FleetMetrics(), RedisReporter(url, fleet_id)
+    core, reporter = BrokerCore(fleet_id, BrokerLimits()), RedisReporter(url, fleet_id)
+    metrics = FleetMetrics(core)
     told = WorkerTotals(stepped=10, shipped=10, shipped_chunks=1, seq=1)
     hello = WorkerHello(fleet_id=fleet_id, token="one", slot=0, incarnation=1)
     core.receive(b"one", hello, 0.0)
@@ -158,16 +159,16 @@ def test_the_audit_reports_when_the_books_of_a_lost_unsupervised_worker_close(ur
     assert core.receive_batch(b"one", header, [b""], 100, 0.0)
     core.receive(b"two", hello.model_copy(update={"token": "two", "incarnation": 2}), 5.0)
     core.tick(6.0)
-    closes = time.time() + (core.last_close_at - 6.0)
-    reporter.offer(metrics.report(core, 6.0))
+    closes = time.time() + (core.workers.last_close_at - 6.0)
+    reporter.offer(metrics.report(6.0))
     wait_until(lambda: bool(read(FleetView(url, fleet_id)).rows), "the first report")
     (problem,) = audit(read(FleetView(url, fleet_id)))
     assert "slot 0 incarnation 1 claims to be live" in problem
     found = re.search(r"until about (\d\d:\d\d:\d\d) \((\d+) s from now\), and then closes its books", problem)
     assert found is not None, problem
     assert found[1] in {time.strftime("%H:%M:%S", time.localtime(closes + late)) for late in range(-1, 30)}
-    core.tick(core.last_close_at + 1.0)
-    reporter.offer(metrics.report(core, 100.0))
+    core.tick(core.workers.last_close_at + 1.0)
+    reporter.offer(metrics.report(100.0))
     assert reporter.close(30.0)
     snapshot = read(FleetView(url, fleet_id))
     assert snapshot.rows[0, 1].closed

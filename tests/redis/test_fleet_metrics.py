@@ -29,12 +29,17 @@ def beat(**fields: Any) -> Heartbeat:
     return Heartbeat(slot=0, incarnation=1, totals=WorkerTotals(), **fields)
 
 
+def accept(metrics: FleetMetrics, told: BatchHeader, *, nbytes: int = 1, at: float = 0.0) -> None:
+    """Let the metrics hear of a batch."""
+    metrics.accepted(Source(0, 1), StoredBatch(told.seq, told.steps, told.chunks, nbytes, None, 0, at), told)
+
+
 def rate(*headers: BatchHeader) -> float:
     """Env steps a second of batches that came at seconds 0, 1, 2 and so on, at the end of the last of these."""
-    metrics = FleetMetrics()
+    metrics = FleetMetrics(BrokerCore("f", BrokerLimits()))
     for second, each in enumerate(headers):
-        metrics.observe(each, nbytes=1, now=float(second), newest=(0, 0))
-    return metrics.report(BrokerCore("f", BrokerLimits()), now=float(len(headers))).gauges["env_steps_per_s"]
+        accept(metrics, each, at=float(second))
+    return metrics.report(float(len(headers))).gauges["env_steps_per_s"]
 
 
 def test_the_report_has_each_peers_version_or_an_empty_string() -> None:
@@ -42,18 +47,19 @@ def test_the_report_has_each_peers_version_or_an_empty_string() -> None:
     for slot, told in enumerate(("0.2.0", "")):
         hello = WorkerHello(fleet_id="f", token=f"{slot}", slot=slot, headrace_version=told)
         core.receive(b"%d" % slot, hello, 0.0)
-    assert "headrace_version" not in FleetMetrics().report(core, now=0.0).lease
+    assert "headrace_version" not in FleetMetrics(core).report(0.0).lease
     core.receive(b"l", LearnerHello(token="l", channel="stream", headrace_version="0.3.0"), 0.0)
-    report = FleetMetrics().report(core, now=0.0)
+    report = FleetMetrics(core).report(0.0)
     assert {slot: row["headrace_version"] for slot, row in report.workers.items()} == {0: "0.2.0", 1: ""}
     assert report.lease["headrace_version"] == "0.3.0"
 
 
 def test_the_report_has_each_change_of_a_life_as_one_event() -> None:
-    metrics, core = FleetMetrics(), BrokerCore("f", BrokerLimits())
+    core = BrokerCore("f", BrokerLimits())
+    metrics = FleetMetrics(core)
 
     def events() -> list[tuple[object, ...]]:
-        told = metrics.report(core, now=0.0).events
+        told = metrics.report(0.0).events
         return [(event["event"], event["slot"], event["incarnation"]) for event in told]
 
     core.receive(b"w", WorkerHello(fleet_id="f", token="w", slot=3, incarnation=2), 0.0)
@@ -65,7 +71,7 @@ def test_the_report_has_each_change_of_a_life_as_one_event() -> None:
 
 def told_learner(core: BrokerCore, now: float) -> dict[str, Any]:
     """Return program, process, host and threads of the learner that came last, and for how long it is silent."""
-    lease = FleetMetrics().report(core, now=now).lease
+    lease = FleetMetrics(core).report(now).lease
     about = {name: lease.get(name) for name in ("program", "pid", "host", "torch_threads", "cores", "connected")}
     return about | {"silent_s": round(lease["unix_s"] - lease["heard_unix_s"], 1)} if "program" in lease else about
 
@@ -101,13 +107,14 @@ def test_steps_before_the_broker_first_heard_a_worker_add_nothing_to_the_rate() 
 
 
 def test_steps_count_by_weights_lag_and_an_earlier_learners_lag_is_infinite() -> None:
-    metrics, core = FleetMetrics(), BrokerCore("f", BrokerLimits())
-    newest = (2, 70)
+    core = BrokerCore("f", BrokerLimits())
+    metrics = FleetMetrics(core)
+    core.store.weights = (2, 70)
     seen = [(2, 70), (2, 71), (2, 69), (2, 66), (2, 6), (2, 5), (1, 900), (0, 0), (3, 1)]
     for seq, (epoch, weights_seq) in enumerate(seen, start=1):
         told = header(seq, 10**seq).model_copy(update={"learner_epoch": epoch, "weights_seq": weights_seq})
-        metrics.observe(told, nbytes=1, now=0.0, newest=newest)
-    gauges = metrics.report(core, now=0.0).gauges
+        accept(metrics, told)
+    gauges = metrics.report(0.0).gauges
     at_most = {"0": 10**1 + 10**2 + 10**9, "1": 10**3, "2": 0, "4": 10**4, "8": 0, "16": 0, "32": 0, "64": 10**5}
     total = 0
     for le, steps in {**at_most, "+Inf": 10**6 + 10**7 + 10**8}.items():
@@ -124,7 +131,7 @@ def test_the_spread_of_workers_rates_is_told_from_seventeen_workers_on(workers: 
         for second in (0, 1):
             source.figures.stepped(100 * source.slot * second, float(second))
     spread = [
-        FleetMetrics().report(core, now=1.0).gauges.get(labelled("worker_env_steps_per_s_quantile", "quantile", at))
+        FleetMetrics(core).report(1.0).gauges.get(labelled("worker_env_steps_per_s_quantile", "quantile", at))
         for at in ("0.05", "0.25", "0.5", "0.75", "0.95")
     ]
     assert spread == ([None] * 5 if workers == 16 else pytest.approx([80.0, 400.0, 800.0, 1200.0, 1520.0]))
@@ -133,12 +140,12 @@ def test_the_spread_of_workers_rates_is_told_from_seventeen_workers_on(workers: 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 250])
 def test_quantiles_cover_the_newest_hundred_episodes(count: int) -> None:
     episodes = [(float(value), 1000 - value) for value in np.random.default_rng(count).permutation(count).tolist()]
-    metrics = FleetMetrics()
+    metrics = FleetMetrics(BrokerCore("f", BrokerLimits()))
     told = header(1, 1).model_copy(
         update={"episodes": episodes, "modules": ["one"], "agent_returns": [reward for reward, _ in episodes]}
     )
-    metrics.observe(told, nbytes=1, now=0.0, newest=(0, 0))
-    report = metrics.report(BrokerCore("f", BrokerLimits()), now=0.0)
+    accept(metrics, told)
+    report = metrics.report(0.0)
     for values, name in zip(zip(*episodes[-100:], strict=True), ("return", "len"), strict=True):
         expected = np.quantile(values, [float(at) for at in QUANTILES])
         found = [report.gauges[labelled(f"episode_{name}_quantile", "quantile", at)] for at in QUANTILES]
@@ -148,7 +155,8 @@ def test_quantiles_cover_the_newest_hundred_episodes(count: int) -> None:
 
 
 def test_the_last_words_of_a_worker_have_its_newest_metrics() -> None:
-    metrics, core = FleetMetrics(), BrokerCore("f", BrokerLimits())
+    core = BrokerCore("f", BrokerLimits())
+    metrics = FleetMetrics(core)
     core.receive(b"w", WorkerHello(fleet_id="f", token="w", slot=0, incarnation=1), 0.0)
     core.receive(b"w", beat(metrics={"goals": LoggedMetric(reduce="sum", value=1.0)}), 1.0)
     bye = Bye(
@@ -159,38 +167,46 @@ def test_the_last_words_of_a_worker_have_its_newest_metrics() -> None:
         metrics={"goals": LoggedMetric(reduce="sum", value=3.0)},
     )
     core.receive(b"w", bye, 2.0)
-    assert metrics.report(core, now=2.0).metrics["goals"].value == 3.0
+    assert metrics.report(2.0).metrics["goals"].value == 3.0
+
+
+def committed_bytes(metrics: FleetMetrics, source: Source) -> int:
+    return metrics.counters_of(source, 0.0).get("committed_bytes_total", 0)
 
 
 def test_committed_bytes_leave_out_what_the_broker_drops_and_chunks_the_learner_leaves_out() -> None:
-    source = Source(0, 1)
+    core = BrokerCore("f", BrokerLimits())
+    metrics, store, source = FleetMetrics(core), core.store, core.store.source(0, 1)
+    core.observers.append(metrics)
     for seq, nbytes in enumerate((100, 40, 8, 16), start=1):
-        source.accept(StoredBatch(seq, 10, 2, nbytes, None, seq, 0.0), WorkerTotals(seq=seq))
-    source.learn_settled(Settled(seq=1, committed=(10, 2)))
-    assert source.committed_bytes == 100
+        store.accept(source, StoredBatch(seq, 10, 2, nbytes, [], seq, 0.0), header(seq, 10))
+    store.merge_settled(source, Settled(seq=1, committed=(10, 2)))
+    assert committed_bytes(metrics, source) == 100
     source.drop(source.held[2], "stale")
-    source.learn_settled(Settled(seq=3, committed=(20, 4), dropped={"stale": (10, 2)}))
-    assert source.committed_bytes == 108
-    source.learn_settled(Settled(seq=4, committed=(25, 5), dropped={"stale": (10, 2), "gap": (5, 1)}))
-    assert source.committed_bytes == 116
+    store.merge_settled(source, Settled(seq=3, committed=(20, 4), dropped={"stale": (10, 2)}))
+    assert committed_bytes(metrics, source) == 108
+    store.merge_settled(source, Settled(seq=4, committed=(25, 5), dropped={"stale": (10, 2), "gap": (5, 1)}))
+    assert committed_bytes(metrics, source) == 116
 
 
 def test_batches_of_which_only_the_learner_has_the_bytes_count_none() -> None:
-    source = Source(0, 1)
+    core = BrokerCore("f", BrokerLimits())
+    metrics, source = FleetMetrics(core), core.store.source(0, 1)
+    core.observers.append(metrics)
     source.with_learner[1] = HeldBatch(seq=1, steps=10, chunks=2)
     source.adopt_with_learner(0.0)
-    source.learn_settled(Settled(seq=1, committed=(10, 2)))
-    assert (source.accepted_count, source.committed_bytes) == ((10, 2), 0)
+    core.store.merge_settled(source, Settled(seq=1, committed=(10, 2)))
+    assert (source.accepted_count, committed_bytes(metrics, source)) == ((10, 2), 0)
 
 
 def test_counters_of_lives_go_on_from_those_of_an_earlier_broker() -> None:
-    metrics, source = FleetMetrics(), Source(0, 1)
+    metrics, source = FleetMetrics(BrokerCore("f", BrokerLimits())), Source(0, 1)
     wait = labelled("worker_wait_s_total", "reason", "round")
     known = {"accepted_bytes_total": 100, "aborted_episodes_total": 1, wait: 7, "sampled_bytes_total": 5000}
     metrics.continue_from({(0, 1): {**known, "env_steps_total": 9}})
     assert metrics.counters_of(source, 0.0) == known
     told = header(1, 10).model_copy(update={"aborted": [(1.0, 2), (3.0, 4)]})
-    metrics.observe(told, nbytes=50, now=0.0, newest=(0, 0))
+    accept(metrics, told, nbytes=50)
     source.end_reason = "fenced"
     source.figures.take(beat(bytes_shipped=(4000, 4000), waited_s={"round": 8.9}), 0.0)
     more = {"accepted_bytes_total": 150, "aborted_episodes_total": 3, wait: 8, "fenced_lives_total": 1}

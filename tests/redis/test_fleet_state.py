@@ -186,7 +186,7 @@ def test_the_three_kinds_of_messages_refused_most_are_in_redis(url: str, client:
     for peer, kind, count in (("a", "late", 1), ("b" * 300, "late", 4), ("a", "bad", 2), ("c", "bad", 3)):
         for _ in range(count):
             core.refusals.note(peer, kind, "")
-    MergeScript(client, fleet_id)(Part(FleetMetrics().report(core, 0.0)), [], 0)
+    MergeScript(client, fleet_id)(Part(FleetMetrics(core).report(0.0)), [], 0)
     with FleetView(url, fleet_id) as view:
         assert view.read().refused == [("b" * 200, "late", 4), ("c", "bad", 3), ("a", "bad", 2)]
         for wrong in ("{", '[["a", "b"]]', '[["a", "b", -1]]', '[["a", 1, 1]]'):

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.files.lifetime_file import SHORTEST_PAUSE_S, Lifetime, LifetimeFile
+from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import Report, SavedState
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.sessions.core import BrokerCore
@@ -20,7 +21,7 @@ from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.redis_keys import RUNNER_STATE, key_name
 from headrace.schemas.accounts.runner_counters import LARGEST_BYTES, Counters
 from headrace.schemas.messages import Bye, Heartbeat, WorkerHello, WorkerWelcome
-from support.pipeline.delivery import BrokerThread
+from support.pipeline.delivery import BrokerThread, feature
 
 KNOWN: Counters = {"num_episodes_lifetime": 7, "num_agent_steps_sampled_lifetime": {"a": 12}}
 
@@ -94,9 +95,10 @@ def write(file: LifetimeFile, lifetime: Lifetime = LIFETIME, *, last: bool = Fal
 
 def known_by(broker: BrokerThread) -> Lifetime:
     def look(asked: Any) -> Lifetime:
-        rows = asked.metrics.env_errors.rows()
+        metrics = feature(asked, FleetMetrics)
+        rows = metrics.env_errors.rows()
         failures = {name: EnvErrorRow.model_validate_json(orjson.dumps(row)) for name, row in rows.items()}
-        return Lifetime(dict(asked.core.state.counters), asked.metrics.workers.sums(), failures)
+        return Lifetime(dict(asked.core.state.counters), metrics.workers.sums(), failures)
 
     return broker.ask(look)
 

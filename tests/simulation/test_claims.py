@@ -256,11 +256,11 @@ def test_counters_that_heartbeats_tell_grow_no_faster_than_time_allows() -> None
     for broker.now in (9.0, 99.0):
         broker.say(WORKER, lie)
         lived_s = int(broker.now) + 1
-        counters = FleetMetrics().counters_of(source, broker.now)
+        counters = FleetMetrics(broker.core).counters_of(source, broker.now)
         assert counters[labelled(WORKER_WAIT, "reason", "window")] == lived_s
         assert counters[SAMPLED_BYTES] == lived_s * MOST_BYTES_PER_S
     broker.say(WORKER, beat(bytes_shipped=(7, 7), waited_s={"window": 1.0}))
-    assert FleetMetrics().counters_of(source, broker.now) == counters
+    assert FleetMetrics(broker.core).counters_of(source, broker.now) == counters
 
 
 def test_a_learner_settles_no_batch_that_this_broker_did_not_take() -> None:
@@ -276,7 +276,7 @@ def test_a_repeated_commit_does_not_move_the_time_of_the_last_commit() -> None:
     seen = []
     for broker.now, batches in ((1.0, 0), (5.0, 2), (9.0, 2), (12.0, 3)):
         broker.say(LEARNER, Commit(epoch=1, position=position(batches)))
-        seen.append(broker.core.learner_lease.committed_at)
+        seen.append(broker.core.learners.lease.committed_at)
     assert seen == [1.0, 5.0, 5.0, 12.0]
 
 
@@ -329,7 +329,7 @@ def test_a_worker_of_many_days_joins_a_broker_that_lost_its_state() -> None:
         fleet_id=FLEET, slot=3, incarnation=57, seq=days, steps=10, chunks=1, learner_epoch=37, totals=brought
     )
     assert core.receive_batch(WORKER, again, [b""], 1000, 1.0)
-    assert core.store.first() is None, "the learner has this batch already"
+    assert core.store.queue.first() is None, "the learner has this batch already"
     assert core.refusals.total == 0
 
 

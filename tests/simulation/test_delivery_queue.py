@@ -14,10 +14,15 @@ from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.batches.rounds import Rounds
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages.message_base import SourcePosition
 
 SLOTS, LEASE_S = 4, 2.0
 News = tuple[Source, StoredBatch | None]
+
+
+def _told(totals: WorkerTotals) -> BatchHeader:
+    return BatchHeader(fleet_id="f", slot=0, incarnation=1, seq=totals.seq, steps=1, chunks=1, totals=totals)
 
 
 class PlainScan:
@@ -78,7 +83,7 @@ class Play:
             return
         number = source.accepted + 1
         held = StoredBatch(number, 2, 1, 10, [b""], 0, self.now, weights)
-        self.store.accept(source, held, WorkerTotals(seq=number, stepped=2 * number, shipped=2 * number))
+        self.store.accept(source, held, _told(WorkerTotals(seq=number, stepped=2 * number, shipped=2 * number)))
         if not held.with_learner:
             self.twin.entries.append((source, number))
 
@@ -112,13 +117,13 @@ class Play:
             self.store.merge_settled(source, Settled(seq=upto, committed=gone))
 
     def hand_out(self) -> None:
-        first = self.store.first()
+        first = self.store.queue.first()
         if first is None:
             return
         expected = self.twin.first()
         assert expected is not None
         del self.twin.entries[expected[0]]
-        self.store.pop_first()
+        self.store.queue.pop_first()
         if first[1] is not None:
             first[1].mark_given()
 
@@ -148,7 +153,7 @@ def test_the_queue_delivers_in_the_order_of_a_scan_of_the_whole_queue(seed: int,
     for _ in range(80):
         play.random.choice(play.events())()
         expected = play.twin.first()
-        assert play.store.first() == (None if expected is None else expected[1])
+        assert play.store.queue.first() == (None if expected is None else expected[1])
 
 
 def test_a_delivery_costs_the_same_for_every_length_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +172,13 @@ def test_a_delivery_costs_the_same_for_every_length_of_the_queue(monkeypatch: py
     store.rounds.advance((1, 1), sources, 0, 0.0)
     for seq in range(1, each + 1):
         for source in reversed(sources):
-            store.accept(source, StoredBatch(seq, 1, 1, 1, [b""], 0, 0.0, (1, 1)), WorkerTotals(seq=seq, stepped=seq))
+            held = StoredBatch(seq, 1, 1, 1, [b""], 0, 0.0, (1, 1))
+            store.accept(source, held, _told(WorkerTotals(seq=seq, stepped=seq)))
     order = []
-    while (first := store.first()) is not None:
+    while (first := store.queue.first()) is not None:
         assert first[1] is not None
         order.append((first[0].slot, first[1].seq))
-        store.pop_first()
+        store.queue.pop_first()
         first[1].mark_given()
     assert order == [(slot, seq) for slot in range(workers) for seq in range(1, each + 1)]
     assert looks[0] < 3 * workers * each
@@ -181,7 +187,7 @@ def test_a_delivery_costs_the_same_for_every_length_of_the_queue(monkeypatch: py
 def test_a_position_that_a_commit_repeats_is_no_news() -> None:
     store = BatchStore(BrokerLimits())
     source = store.source(0, 1)
-    store.accept(source, StoredBatch(1, 1, 1, 1, [b""], 0, 0.0, (1, 1)), WorkerTotals(seq=1, stepped=1))
+    store.accept(source, StoredBatch(1, 1, 1, 1, [b""], 0, 0.0, (1, 1)), _told(WorkerTotals(seq=1, stepped=1)))
     settled = SourcePosition(slot=0, incarnation=1, settled=Settled(seq=1, committed=(1, 1)))
     for settles in (True, False):
         store.changed.clear()
@@ -195,15 +201,15 @@ def test_without_a_learner_the_queue_forgets_dropped_batches() -> None:
     store.reconcile([], {})
     source = store.source(0, 1)
     for seq in range(1, 2001):
-        store.accept(source, StoredBatch(seq, 1, 1, 10, [b""], 0, 0.0), WorkerTotals(seq=seq, stepped=seq))
-    assert len(store._queue) == 4
-    assert len(store._queue._in_order) < 100
+        store.accept(source, StoredBatch(seq, 1, 1, 10, [b""], 0, 0.0), _told(WorkerTotals(seq=seq, stepped=seq)))
+    assert len(store.queue) == 4
+    assert len(store.queue._in_order) < 100
 
 
 def _accept(store: BatchStore, seq: int, weights: tuple[int, int], steps: int = 1) -> StoredBatch:
     source = store.source(0, 1)
     held = StoredBatch(seq, steps, 1, 10, [b""], 0, 0.0, weights)
-    store.accept(source, held, WorkerTotals(seq=seq, stepped=seq))
+    store.accept(source, held, _told(WorkerTotals(seq=seq, stepped=seq)))
     return held
 
 

@@ -226,7 +226,7 @@ class Honest:
             for values in (state.incarnations, state.owners, state.counters)
         ]
         bound = self.core.store.max_env_steps
-        return (sorted(rows, key=lambda row: (row.slot, row.incarnation)), live, known, self.core.spaces, bound)
+        return (sorted(rows, key=lambda row: (row.slot, row.incarnation)), live, known, self.core.workers.spaces, bound)
 
 
 Lie = dict[str, Any]
@@ -338,7 +338,7 @@ def test_after_a_restart_workers_of_another_group_may_only_repeat_the_spaces_of_
 
     def join(core: BrokerCore, peer: bytes, group: str, spaces: Any) -> dict[str, Any]:
         core.receive(peer, WorkerHello(fleet_id=FLEET, token=peer.decode(), spaces=spaces), 0.0, key("worker", group))
-        return core.spaces
+        return core.workers.spaces
 
     core, place = BrokerCore(FLEET, BrokerLimits()), Endpoints(worker="w", learner="l", weights="p")
     told = {"default_policy": SPACES}

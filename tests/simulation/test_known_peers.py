@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from headrace.broker.batches import slot_owners
 from headrace.broker.batches.brought_counts import MOST_BROUGHT_IN_ALL, SURE_IN_OTHER_SLOT
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.sessions import new_lives
+from headrace.broker.batches.slot_owners import LIVES_PER_S
 from headrace.broker.sessions.claims import MOST_BROUGHT
 from headrace.broker.sessions.core import BrokerCore
-from headrace.broker.sessions.new_lives import LIVES_PER_S
 from headrace.schemas.accounts.folded_lives import fold
 from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
 from headrace.schemas.basics.bounds import WINDOW
@@ -164,7 +164,7 @@ def test_no_worker_has_more_batches_unsettled_than_a_recorder_has_places() -> No
 
 @pytest.fixture
 def few_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_lives, "LIVES_AT_ONCE", LIVES)
+    monkeypatch.setattr(slot_owners, "LIVES_AT_ONCE", LIVES)
 
 
 # -- lives ------------------------------------------------------------------------------------------------------------

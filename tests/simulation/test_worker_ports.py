@@ -34,7 +34,7 @@ class Fleet:
         self.now = 0.0
         self.core = BrokerCore("fleet", BrokerLimits(**options))
         self.file = RendezvousFile(path, Published(fleet_id="fleet", endpoints={}, epoch=1))
-        self.ports = WorkerPorts(self.file, None)
+        self.ports = WorkerPorts(self.core, self.file, None)
         self._rendezvous = Rendezvous(str(path))
 
     def say(self, message: Any, peer: bytes = b"w") -> None:
@@ -51,7 +51,7 @@ class Fleet:
     def follow(self, later_s: float = 1.0) -> None:
         self.now += later_s
         self.core.tick(self.now)
-        self.ports.follow(self.core, self.now)
+        self.ports.tick(self.now)
 
     def publishes(self, **addresses: str) -> bool:
         found = self._rendezvous.look()
@@ -125,7 +125,7 @@ def test_a_file_has_a_bounded_number_of_ports(
 def test_the_fingerprint_belongs_to_the_key_of_the_workers_group(tmp_path: Path) -> None:
     make_keys(tmp_path)
     known = read_broker_keys(tmp_path).known
-    found = WorkerPorts(None, known)._fingerprints()  # type: ignore[arg-type]
+    found = WorkerPorts(BrokerCore("f", BrokerLimits()), None, known)._fingerprints()  # type: ignore[arg-type]
     assert found == {"": read_public_key(tmp_path / "worker.public").fingerprint}
 
 

@@ -24,7 +24,9 @@ import orjson
 import zmq
 
 from headrace.broker.files.state_file import Endpoints, read_broker_file
-from headrace.broker.process import Broker
+from headrace.broker.process import Broker, open_broker
+from headrace.broker.reports.metrics import FleetMetrics
+from headrace.broker.reports.report import Report
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, WorkerTotals
 from headrace.schemas.basics.stop_event import StopEvent
@@ -39,7 +41,7 @@ from headrace.schemas.messages import WorkerHello
 from headrace.schemas.peers import heartbeat_interval, sockets
 from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.handshakes import Handshakes
-from headrace.schemas.settings.config import BrokerSection
+from headrace.schemas.settings.config import BrokerSection, FleetConfig, FleetSection, SamplingSection
 from headrace.workers.fleet.link import FleetLink
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.weights import WeightsReceiver
@@ -99,9 +101,15 @@ class BrokerThread(LoopThread):
         **settings: Any,
     ) -> None:
         super().__init__("broker")
-        section = BrokerSection(**settings)
+        config = FleetConfig().model_copy(  # without a check of what clashes, such as a host without keys
+            update={
+                "broker": BrokerSection(**settings),
+                "sampling": SamplingSection(synchronous=synchronous),
+                "fleet": FleetSection(workers=workers),
+            }
+        )
         with mock.patch.object(heartbeat_interval, "LEAST_S", heartbeat_interval_s):
-            self.broker = Broker(section, fleet_id, run_dir, redis_url, keys, synchronous=synchronous, workers=workers)
+            self.broker = open_broker(config, fleet_id, run_dir, redis_url, keys)
         self.endpoints: Endpoints = self.broker.sockets.endpoints
         self._questions: queue.Queue[Callable[[], None]] = queue.Queue()
 
@@ -110,6 +118,10 @@ class BrokerThread(LoopThread):
         answer: queue.Queue[T] = queue.Queue()
         self._questions.put(lambda: answer.put(question(self.broker)))
         return answer.get(timeout=TIMEOUT_S)
+
+    def report(self) -> Report:
+        """The report of what has changed since the last one."""
+        return self.ask(lambda broker: feature(broker, FleetMetrics).report(time.monotonic()))
 
     def rows(self) -> dict[tuple[int, int], LedgerRow]:
         """The books, by (slot, incarnation)."""
@@ -126,6 +138,11 @@ class BrokerThread(LoopThread):
                     self._questions.get()()
         finally:
             self.broker.close()
+
+
+def feature(broker: Broker, kind: type[T]) -> T:
+    """Return the feature of this kind among the observers of a broker."""
+    return next(observer for observer in broker.core.observers if isinstance(observer, kind))
 
 
 _BROKER = """

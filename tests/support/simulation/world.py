@@ -461,7 +461,7 @@ class World:
         for row in self._honest_rows():
             self.history.row(row)
         if self.broker is not None:
-            honest = [lives for slot, lives in self.broker.state.folded.items() if slot < self.settings.workers]
+            honest = [lives for slot, lives in self.broker.store.folded.items() if slot < self.settings.workers]
             self.history.folded(honest, {(row.slot, row.incarnation) for row in self._honest_rows()})
         self._note_refusals()
         twice = {key for key in self.checkpoint[2] if self.checkpoint[2].count(key) > 1}
@@ -493,7 +493,7 @@ class World:
         rows = {(row.slot, row.incarnation): row for row in self.broker.rows()}
         # A broker that has just restarted holds nothing because it knows nothing: it must have heard of every batch.
         return all(
-            (key[0] in self.broker.state.folded and key[1] in self.broker.state.folded[key[0]])
+            self.broker.store.is_folded(*key)
             or (
                 key in rows and rows[key].held == (0, 0) and (rows[key].closed or rows[key].settled.seq == max(batches))
             )
@@ -603,11 +603,11 @@ class World:
 
     def _start_broker(self) -> None:
         state = self.state_file if self.settings.faults.keep_state_file else BrokerState()
-        copy = replace(state, incarnations=dict(state.incarnations), folded={})
-        if self.settings.faults.keep_state_file and not self.settings.faults.redis_absent:
-            copy.folded.update(self.file_folded)
+        copy = replace(state, incarnations=dict(state.incarnations))
         self._unsaved = {}
         self.broker = BrokerCore(FLEET, self.settings.limits, copy, self.now)
+        if self.settings.faults.keep_state_file and not self.settings.faults.redis_absent:
+            self.broker.restore([], {}, 0, None, self.file_folded)
         self.supervisor.due = dict(self.supervisor.written)
         if not self.settings.faults.redis_absent:
             self.broker.restore(self.redis.values(), {}, 0, None, self.redis_folded)
@@ -644,9 +644,9 @@ class World:
         """Fold as the broker's loop and its reporter do: file first, then Redis, with any crash in between."""
         if self.settings.faults.redis_absent:
             return  # what Redis has not confirmed does not fold
-        broker.stored(row for row in self.redis.values() if row.closed)
+        broker.folding.stored(row for row in self.redis.values() if row.closed)
         broker.fold(lambda _: {})
-        self._unsaved |= broker.take_folded()
+        self._unsaved |= broker.folding.take_news()
         if self.random.random() < 0.5:
             self.file_folded |= self._unsaved
             if self.now >= self.redis_back_at and self.random.random() < 0.5:
@@ -680,7 +680,7 @@ class World:
     def _hand_over(self, peer: bytes, content: Message | BatchHeader | tuple[int, int]) -> None:
         assert self.broker is not None
         if isinstance(content, tuple):
-            lease = self.broker._learners.lease
+            lease = self.broker.learners.lease
             if lease is not None and lease.stream == peer and content > self.broker.weights:
                 self.broker.published(content, self.now)
         elif isinstance(content, BatchHeader):

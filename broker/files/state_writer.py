@@ -1,0 +1,68 @@
+"""Keeps broker.json as the broker's state changes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.broker.batches.broker_observer import BrokerObserver
+from headrace.broker.batches.limits import BrokerState
+from headrace.broker.files.state_file import Endpoints, write_broker_file
+from headrace.broker.sessions.core import BrokerCore
+from headrace.schemas.errors import HeadraceError
+
+log = logging.getLogger(__name__)
+
+
+class StateWriter(BrokerObserver):
+    """Writes the file of one broker: its state when asked, and whether a learner is connected, every `interval_s`."""
+
+    def __init__(self, core: BrokerCore, run_dir: Path, fleet_id: str, endpoints: Endpoints, interval_s: float) -> None:
+        self._core = core
+        self._file = run_dir, fleet_id, endpoints
+        self._interval_s = interval_s
+        self._written: BrokerState | None = None
+        self._write_again = 0.0
+        self._noted_learner: bool | None = None
+        self._next_note = 0.0
+
+    def write(self) -> None:
+        """Write the state. Raises `RunDirError`."""
+        state = self._core.state
+        write_broker_file(*self._file, state, self._noted_learner)
+        self._written = replace(state, incarnations=dict(state.incarnations), owners=dict(state.owners))
+
+    def has_written(self, now: float) -> bool:
+        """Write the state if it has changed. If that fails, return False, and try again after a while.
+
+        Peers that join must wait until then: numbers that the file lacks would be given out twice.
+        """
+        core = self._core
+        if core.state == self._written:
+            return True
+        if now < self._write_again:
+            return False
+        try:
+            self.write()
+        except HeadraceError as error:
+            if not core.joins_blocked:
+                log.error("%s; until then nobody can join", error)
+            core.joins_blocked, self._write_again = str(error), now + self._interval_s
+            return False
+        core.joins_blocked = ""
+        return True
+
+    def tick(self, now: float) -> None:
+        """Note whether a learner is connected, since the supervisor must know it while Redis is away."""
+        if now < self._next_note:
+            return
+        self._next_note = now + self._interval_s
+        before, self._noted_learner = self._noted_learner, self._core.has_learner
+        if before is self._noted_learner:
+            return
+        try:
+            self.write()
+        except HeadraceError as error:
+            self._noted_learner = before
+            log.debug("whether a learner is connected cannot be noted now: %s", error)
