@@ -25,7 +25,6 @@ from headrace.broker.files.learner_rows_file import LearnerRowsFile
 from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.files.rendezvous_file import RendezvousFile
 from headrace.broker.files.state_file import read_broker_file, write_broker_file
-from headrace.broker.ports.charges import COST_OF_REPEAT, COST_OF_SKIP, Charges
 from headrace.broker.ports.keyed_peers import KeyedPeers
 from headrace.broker.ports.sockets import BrokerSockets, Socket, receive
 from headrace.broker.ports.weights_relay import WeightsRelay
@@ -74,7 +73,6 @@ from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import read_weights
 from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
 from headrace.schemas.peers import sockets
-from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.descriptors import source_of
 from headrace.schemas.peers.heartbeat_interval import least_interval
@@ -260,7 +258,6 @@ class Broker:
         )
         self._restored = self.reporter is None or self._restore(_SAVED_WAIT_S)
         self.metrics.note_start(self.core.state.incarnations)
-        self._charges = Charges(self.core, self.relay)
         self._written: BrokerState | None = None
         self._write_again = 0.0
         self._unwritten = ""
@@ -270,8 +267,6 @@ class Broker:
         self._noted_learner: bool | None = None
         self._next_report = 0.0
         self._next_tick = 0.0
-        self._peers_wait = False
-        """True while peers wait that a port does not admit yet."""
         self._poller = zmq.Poller()
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
         for socket in (*own, *self.sockets.auth.sockets):
@@ -283,16 +278,17 @@ class Broker:
 
     def step(self) -> None:
         """Wait a moment for messages, take a burst from each socket, and answer."""
-        most_s = ADMISSION_S if self._peers_wait else _TICK_S
-        wait_s = max(0.0, min(most_s, self.core.next_due - time.monotonic()))
+        wait_s = max(0.0, min(_TICK_S, self.core.next_due - time.monotonic()))
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
-        if self.sockets.learners in ready:
-            self._drain(self.sockets.learners)
-        if self.sockets.workers in ready:
-            self._drain(self.sockets.workers)
+        for socket in (self.sockets.learners, self.sockets.workers):
+            if socket in ready:
+                self._drain(socket)
+            else:
+                self.sockets.watches[socket].emptied()
         if self.sockets.weights in ready:
             self._answer_subscribers()
-        self._peers_wait = self.sockets.admit(ready)
+        if any(socket in ready for socket in self.sockets.auth.sockets):
+            self.sockets.auth.judge()
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
@@ -331,42 +327,27 @@ class Broker:
 
     def _drain(self, socket: Socket) -> None:
         watch, ends_at = self.sockets.watches[socket], time.monotonic() + _TURN_S
-        left = _BURST
-        while left and time.monotonic() < ends_at:
-            frames = receive(socket, watch.drops)
+        for _ in range(_BURST):
+            frames = receive(socket)
             if frames is None:
                 watch.emptied()
                 return
-            if frames:  # one that is dropped takes no place in the turn
-                left -= 1
-                self._hear(socket, watch, frames)
-        watch.behind()
+            self._hear(socket, watch, frames)
+            if time.monotonic() > ends_at:
+                return
 
     def _hear(self, socket: Socket, watch: PortWatch, frames: list[zmq.Frame]) -> None:
-        """Handle one message, and charge its sender for it. Do not read one that its sender cannot pay for."""
-        peer, refused, cost = frames[0].bytes, self.core.refusals.total, 1.0
-        fd, sizes, is_of_worker = (
-            source_of(frames[-1]),
-            [len(frame) for frame in frames],
-            socket is self.sockets.workers,
-        )
-        account, tagged = watch.heard(fd, peer, sum(sizes)), _tag(socket, self.sockets.learners, peer)
-        heard = self._charges.note(watch, fd, account, tagged, sum(sizes[1:3]), sum(sizes[1:]))
-        if is_of_worker and not self._charges.reads_of_worker(heard):
-            return
+        """Handle one message. Note whether its sender has introduced itself."""
+        peer, nbytes = frames[0].bytes, sum(len(frame) for frame in frames)
+        account, tagged = watch.heard(source_of(frames[-1]), peer, nbytes), _tag(socket, self.sockets.learners, peer)
         try:
             if account.known or self._may_speak(socket, peer, frames[-1]):
-                cost = self._take(socket, peer, frames[1:])
+                self._take(socket, peer, frames[1:])
         except DecodeError as error:
             self._refuse(socket, peer, error)
         except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
             self._note_failure(tagged, error)
-        if self.core.refusals.total != refused:
-            self._charges.charge_refusal(heard)
-        if is_of_worker:
-            self._charges.charge_worker(heard, cost)
-        else:
-            self._charges.charge_learner(heard)
+        account.known = account.known or self.core.knows(tagged)
 
     def _may_speak(self, socket: Socket, peer: bytes, frame: zmq.Frame) -> bool:
         """Return whether a peer that is not known yet may send messages.
@@ -381,15 +362,15 @@ class Broker:
         self._send(socket, peer, Reject(code=code, detail=detail).frames())
         return False
 
-    def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> float:
-        """Handle a message. Return how many messages it counts for, apart from its bytes; 0 for an accepted batch."""
+    def _take(self, socket: Socket, peer: bytes, frames: list[zmq.Frame]) -> None:
+        """Handle a message."""
         now = time.monotonic()
         # A learner's weights may be larger than the largest batch.
         limits = self._limits if socket is self.sockets.workers else DEFAULT_LIMITS
         kind, header = decode_header([frame.buffer for frame in frames], limits)
         if kind is MessageKind.BATCH and socket is self.sockets.workers:
-            return 0.0 if self._take_batch(peer, header, frames, now) else COST_OF_REPEAT
-        if kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
+            self._take_batch(peer, header, frames, now)
+        elif kind is MessageKind.WEIGHTS and socket is self.sockets.learners:
             self._take_weights(peer, header, frames)
         elif kind is MessageKind.LEARNER_ROWS and socket is self.sockets.learners:
             self._take_rows(peer, read(LearnerRows, header))
@@ -401,7 +382,6 @@ class Broker:
             self.core.receive(_tag(socket, self.sockets.learners, peer), read(_CONTROL[kind], header), now)
         else:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
-        return COST_OF_SKIP if kind is MessageKind.SKIP else 1.0
 
     def _take_hello(self, socket: Socket, peer: bytes, hello: Message, frame: zmq.Frame, now: float) -> None:
         """Handle a HELLO.
@@ -418,13 +398,11 @@ class Broker:
         detail = f"this is the broker's {at} endpoint; a {right} connects to {endpoint}"
         self._send(socket, peer, Reject(code="wrong_endpoint", detail=detail).frames())
 
-    def _take_batch(self, peer: bytes, header: dict[str, Any], frames: list[zmq.Frame], now: float) -> bool:
+    def _take_batch(self, peer: bytes, header: dict[str, Any], frames: list[zmq.Frame], now: float) -> None:
         typed = read_batch_header(header)
         nbytes = sum(len(frame) for frame in frames)
-        accepted = self.core.receive_batch(_WORKER + peer, typed, frames, nbytes, now)  # type: ignore[arg-type]
-        if accepted:
+        if self.core.receive_batch(_WORKER + peer, typed, frames, nbytes, now):  # type: ignore[arg-type]
             self.metrics.observe(typed, nbytes, now, self.core.weights)
-        return accepted
 
     def _take_weights(self, peer: bytes, told: dict[str, Any], frames: list[zmq.Frame]) -> None:
         """Keep a version from the publisher, broadcast it, and acknowledge it. An older one is only acknowledged.
@@ -570,13 +548,7 @@ class Broker:
         except zmq.ZMQError as error:
             log.debug("peer %s has gone: %s", peer.hex(), error)
             if error.errno == errno.EHOSTUNREACH:
-                tagged = _tag(socket, self.sockets.learners, peer)
-                watch = self.sockets.watches[socket]
-                if self.core.knows(tagged):
-                    watch.left(peer)
-                else:
-                    watch.gone(peer)
-                self.core.gone(tagged)
+                self.core.gone(_tag(socket, self.sockets.learners, peer))
 
     def _send_weights(self, socket: Socket, peer: bytes, pull: WeightsPull) -> None:
         """Answer a peer that pulls weights. It must have a session, which ends where its key is revoked."""

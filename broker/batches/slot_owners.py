@@ -11,17 +11,12 @@ Without keys there are no groups, and every peer may have every slot. Of several
 
 from __future__ import annotations
 
-from collections import Counter
-
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import LearnerHello, Message, SupervisorHello, WorkerHello
 
 OTHER_GROUP = "other_group"
-
-MOST_SLOTS = 1 << 14
-"""Slots that the workers of one group, or without keys all workers, may ever have. The broker remembers each."""
 
 
 class SlotOwners:
@@ -33,8 +28,6 @@ class SlotOwners:
         self._own_slots = range(limits.workers)
         self._brokers, self._index = limits.brokers, limits.index
         self._state = state
-        self._taken = Counter(state.owners.values())
-        """Number of slots that each group has taken."""
 
     def owner(self, slot: int) -> str | None:
         """Return the group that has a slot; None for a slot that no worker with a key has taken."""
@@ -51,16 +44,7 @@ class SlotOwners:
     def take(self, slot: int, group: str | None) -> None:
         """Note that a worker of this group has joined in a slot. The caller has checked `may_join`."""
         if group is not None:
-            self._taken[group] += slot not in self._state.owners
             self._state.owners[slot] = group
-
-    def is_known(self, slot: int) -> bool:
-        """Return whether the broker remembers a slot in any case, so that it costs nothing more."""
-        return slot in self._own_slots or slot in self._state.incarnations
-
-    def has_place(self, slot: int) -> bool:
-        """Return whether a supervisor may report a death in a slot. It may have died before it joined."""
-        return self.is_known(slot) or len(self._state.incarnations) < MOST_SLOTS
 
     def own_has_joined(self) -> bool:
         """Return whether a worker of the fleet's own group has ever joined."""
@@ -87,10 +71,6 @@ class SlotOwners:
         if not self.may_join(slot, group):
             detail = f"slot {slot} belongs to workers {of_group(self.owner(slot))}; name another slot, or none"
             raise DecodeError(OTHER_GROUP, detail)
-        taken = len(self._state.incarnations) if group is None else self._taken[group]
-        if taken >= MOST_SLOTS and not self.is_known(slot):
-            detail = f"there have been workers like this one in {taken:,} slots; name one of these slots, or none"
-            raise DecodeError("too_many_slots", detail)
 
 
 def of_group(group: str | None) -> str:
