@@ -338,7 +338,7 @@ class Broker:
 
     def _hear(self, socket: Socket, watch: PortWatch, frames: list[zmq.Frame]) -> None:
         """Handle one message. Note whether its sender has introduced itself."""
-        peer, nbytes = frames[0].bytes, sum(len(frame) for frame in frames)
+        peer, nbytes = frames[0].bytes, sum(len(frame) for frame in frames[1:])
         account, tagged = watch.heard(source_of(frames[-1]), peer, nbytes), _tag(socket, self.sockets.learners, peer)
         try:
             if account.known or self._may_speak(socket, peer, frames[-1]):

@@ -468,8 +468,9 @@ class WorkerSessions:
             source.adopt_with_learner(now, {batch.seq: batch for batch in words.window})
             self.forget_peer(source)
             # A recorder may be older than the worker's batches where its machine lost its power.
-            totals = max(words.totals, source.totals, key=lambda told: (told.seq, told.stepped))
-            source.close(totals, words.window or source.rest_of(totals), words.reason)
+            totals = max(words.totals, source.totals, source.cut, key=lambda told: (told.seq, told.stepped))
+            window = words.window if totals.seq == words.totals.seq else []
+            source.close(totals, window or source.rest_of(totals), words.reason)
             source.leave_open(words.open_episodes)
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)

@@ -156,7 +156,10 @@ class PortWatch:
     # -- for the thread that receives ---------------------------------------------------------------------------------
 
     def heard(self, fd: int, route: bytes, nbytes: int) -> PeerAccount:
-        """Count a whole message of the connection at `fd`, which `source_of` knows. Return the account."""
+        """Count a whole message of the connection at `fd`, which `source_of` knows. Return the account.
+
+        nbytes: without the route, so no more than what has come.
+        """
         account = self._accounts.get(fd)
         if account is None or account.route != route:
             before, account = account, PeerAccount(route)
@@ -268,18 +271,21 @@ class PortWatch:
         If a message was taken and the port was empty since, all bytes that had come at the last look were taken too.
         """
         account = self._accounts.get(connection.fd)
+        taken, messages = (account.taken, account.messages) if account is not None else (0, 0)
+        received = bytes_received(connection.fd)
+        if received and taken > received:  # messages of an earlier connection at this descriptor, read late
+            account, taken, messages = None, 0, 0
         if account is not connection.account:
             connection.account, connection.taken, connection.messages = account, 0, 0
-        taken, messages = (account.taken, account.messages) if account is not None else (0, 0)
         news, connection.taken = taken - connection.taken, taken
         count, connection.messages = messages - connection.messages, messages
         connection.base += news
         if news and emptied:
             connection.base = max(connection.base, connection.received)
         connection.unfinished = connection.held if emptied and not news else 0
-        connection.received = bytes_received(connection.fd)
+        connection.received = received
         free = _FREE_BYTES_S * (now - connection.since)
-        connection.held = max(0, connection.received - connection.base - round(free))
+        connection.held = max(0, received - connection.base - round(free))
         if emptied:
             connection.behind = 0
         elif news:
