@@ -94,9 +94,7 @@ def main(minutes: float, seed: int) -> None:
     """Fuzz, and print what was tried."""
     logging.disable(logging.CRITICAL)
     schedules, said = fuzz(60.0 * minutes, seed)
-    lines = [
-        f"{schedules:,} schedules from seed {seed}, {sum(said.values()):,} messages of strangers; honest books exact in all"
-    ]
+    lines = [f"{schedules:,} schedules from seed {seed}, {sum(said.values()):,} messages; honest books exact in all"]
     lines += [f"{count:12,}  {kind}" for kind, count in sorted(said.items())]
     sys.stdout.write("\n".join(lines) + "\n")
 
