@@ -31,6 +31,8 @@ _MESSAGES = 50
 _LINGER_MS = 300
 _CONNECT_S = 1.0
 LARGE = (2**31 - 1, 2**40 - 1, 2**53 - 1, 2**62, 2**63 - 1)
+LARGE_EPOCHS = LARGE[2:]
+"""Beyond the type of an epoch: a smaller one would be that of a new learner."""
 FIRST_SLOT = 900_000
 """Slots from here on are strangers'."""
 
@@ -98,7 +100,7 @@ def _numbers(fleet_id: str, rng: random.Random) -> list[bytes]:
     messages: list[tuple[MessageKind, dict[str, Any]]] = [
         (MessageKind.HELLO, hello),
         (MessageKind.HELLO, {"role": "worker", "fleet_id": fleet_id, "token": "stranger", "slot": FIRST_SLOT}),
-        (MessageKind.HELLO, {"role": "learner", "fleet_id": fleet_id, "token": "stranger", "epoch": large}),
+        (MessageKind.HELLO, {"role": "learner", "fleet_id": fleet_id, "token": "stranger", "epoch": rng.choice(LARGE_EPOCHS)}),
         (MessageKind.HEARTBEAT, {**place, "settled": large}),
         (MessageKind.OBITUARY, {**place, "incarnation": large}),
         (MessageKind.COMMIT, {"epoch": large, "position": [{**place, "settled": settled}]}),
