@@ -10,21 +10,28 @@ from collections.abc import Iterable
 from functools import reduce
 
 from headrace.schemas.accounts.ledger import Count, HeldBatch, Settled, WorkerTotals, plus
+from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES, WINDOW
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.messages import Heartbeat, LastWords, Message, Skip, WorkerHello
+from headrace.schemas.messages import Heartbeat, LastWords, LearnerHello, Message, Skip, WorkerHello
 
 
 def check_books(message: Message) -> None:
-    """Raise `DecodeError` for a message whose counts do not add up."""
+    """Raise `DecodeError` for a message whose counts do not add up, or leave no room for the next life or learner."""
     match message:
         case WorkerHello():
+            _check_room("incarnation", message.incarnation, MOST_LIVES)
+            _check_room("learner epoch", message.weights[0], MOST_EPOCH)
             _check_totals(message.totals)
             _check_settled(message.settled, message.totals)
+        case LearnerHello():
+            _check_room("learner epoch", message.epoch, MOST_EPOCH)
         case Heartbeat():
+            _check_room("learner epoch", message.weights[0], MOST_EPOCH)
             _check_totals(message.totals)
         case Skip():
             check_books_of_batch(message.batch.seq, message.totals)
         case LastWords():
+            _check_room("incarnation", message.incarnation, MOST_LIVES)
             _check_last_words(message)
 
 
@@ -33,6 +40,11 @@ def check_books_of_batch(seq: int, totals: WorkerTotals) -> None:
     if totals.seq != seq:
         raise _implausible(f"batch {seq} with the totals of batch {totals.seq}")
     _check_totals(totals)
+
+
+def _check_room(name: str, number: int, most: int) -> None:
+    if number > most // 2:
+        raise _implausible(f"{name} {number}; no honest peer comes near {most}, and later ones need room")
 
 
 def _check_last_words(words: LastWords) -> None:
@@ -63,8 +75,8 @@ def _check_totals(totals: WorkerTotals) -> None:
 
 def _check_settled(settled: Settled, totals: WorkerTotals) -> None:
     """Check what a worker or its recorder says of its own batches: no more are settled than were cut."""
-    if settled.seq > totals.seq:
-        raise _implausible(f"{settled.seq} batches settled of {totals.seq}")
+    if settled.seq > totals.seq or totals.seq - settled.seq > WINDOW:
+        raise _implausible(f"{settled.seq} batches settled of {totals.seq}; at most {WINDOW} may be under way")
     total, shipped = settled.total(), _shipped(totals)
     if total[0] > shipped[0] or total[1] > shipped[1] or (settled.seq == totals.seq and total != shipped):
         raise _implausible(f"{total} settled in {settled.seq} batches; {shipped} are shipped in {totals.seq}")
