@@ -551,7 +551,7 @@ class WorkerSessions:
                 *source.key,
                 "known from Redis" if source.met_at is None else f"pid {source.pid} on {source.host!r}",
                 why,
-                source.totals.stepped,
+                max(source.totals.stepped, source.cut.stepped),
             )
         return Obituary(
             slot=source.slot,
