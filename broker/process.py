@@ -25,7 +25,6 @@ from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.files.rendezvous_file import RendezvousFile
 from headrace.broker.files.state_file import read_broker_file
 from headrace.broker.files.state_writer import StateWriter
-from headrace.broker.ports.charges import COST_OF_REPEAT, COST_OF_SKIP, Charges
 from headrace.broker.ports.keyed_peers import KeyedPeers
 from headrace.broker.ports.sockets import BrokerSockets, Socket, receive
 from headrace.broker.ports.weights_relay import WeightsRelay
@@ -73,7 +72,6 @@ from headrace.schemas.messages.shared_weights import SharedWeights
 from headrace.schemas.messages.weights import read_weights
 from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
 from headrace.schemas.peers import sockets
-from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
 from headrace.schemas.peers.descriptors import source_of
 from headrace.schemas.peers.heartbeat_interval import least_interval
@@ -235,12 +233,9 @@ class Broker:
         self.keyed = KeyedPeers(self.core, self.sockets, keys)
         endpoints, interval_s = self.sockets.endpoints, config.report_interval_s
         self.state_writer = StateWriter(self.core, run_dir, fleet_id, endpoints, interval_s)
-        self._charges = Charges(self.core, self.relay)
         self._held_back: dict[Peer, Send] = {}
         """The newest welcome of each peer that must not be sent before the state is in the file."""
         self._next_tick = 0.0
-        self._peers_wait = False
-        """True while peers wait that a port does not admit yet."""
         self._poller = zmq.Poller()
         own = (self.sockets.workers, self.sockets.learners, self.sockets.weights)
         for socket in (*own, *self.sockets.auth.sockets):
@@ -251,16 +246,17 @@ class Broker:
 
     def step(self) -> None:
         """Wait a moment for messages, take a burst from each socket, and answer."""
-        most_s = ADMISSION_S if self._peers_wait else _TICK_S
-        wait_s = max(0.0, min(most_s, self.core.next_due - time.monotonic()))
+        wait_s = max(0.0, min(_TICK_S, self.core.next_due - time.monotonic()))
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
-        if self.sockets.learners in ready:
-            self._drain(self.sockets.learners)
-        if self.sockets.workers in ready:
-            self._drain(self.sockets.workers)
+        for socket in (self.sockets.learners, self.sockets.workers):
+            if socket in ready:
+                self._drain(socket)
+            else:
+                self.sockets.watches[socket].emptied()
         if self.sockets.weights in ready:
             self._answer_subscribers()
-        self._peers_wait = self.sockets.admit(ready)
+        if any(socket in ready for socket in self.sockets.auth.sockets):
+            self.sockets.auth.judge()
         now = time.monotonic()
         self._flush(now)
         if now >= self._next_tick:  # after the answers have left, since a report takes its time
@@ -280,40 +276,28 @@ class Broker:
 
     def _drain(self, socket: Socket) -> None:
         watch, ends_at = self.sockets.watches[socket], time.monotonic() + _TURN_S
-        left = _BURST
-        while left and time.monotonic() < ends_at:
-            frames = receive(socket, watch.drops)
+        for _ in range(_BURST):
+            frames = receive(socket)
             if frames is None:
                 watch.emptied()
                 return
-            if frames:  # one that is dropped takes no place in the turn
-                left -= 1
-                self._hear(socket, watch, frames)
-        watch.behind()
+            self._hear(socket, watch, frames)
+            if time.monotonic() > ends_at:
+                return
 
     def _hear(self, socket: Socket, watch: PortWatch, frames: list[zmq.Frame]) -> None:
-        """Handle one message, and charge its sender for it. Do not read one that its sender cannot pay for."""
-        route, refused, cost = frames[0].bytes, self.core.refusals.total, 1.0
-        is_of_worker = socket is self.sockets.workers
-        peer, fd = (_WORKER if is_of_worker else _LEARNER) + route, source_of(frames[-1])
-        sizes = [len(frame) for frame in frames]
-        account, nbytes = watch.heard(fd, route, sum(sizes)), sum(sizes[1:])
-        heard = self._charges.note(watch, fd, account, peer, sum(sizes[1:3]), nbytes)
-        if is_of_worker and not self._charges.reads_of_worker(heard):
-            return
+        """Handle one message. Note whether its sender has introduced itself."""
+        route, nbytes = frames[0].bytes, sum(len(frame) for frame in frames[1:])
+        peer = (_WORKER if socket is self.sockets.workers else _LEARNER) + route
+        account = watch.heard(source_of(frames[-1]), route, nbytes)
         try:
             if account.known or self._may_speak(socket, peer, frames[-1]):
-                cost = self._take(socket, peer, frames[1:], nbytes)
+                self._take(socket, peer, frames[1:], nbytes)
         except DecodeError as error:
             self._refuse(peer, error)
         except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
             self._note_failure(peer, error)
-        if self.core.refusals.total != refused:
-            self._charges.charge_refusal(heard)
-        if is_of_worker:
-            self._charges.charge_worker(heard, cost)
-        else:
-            self._charges.charge_learner(heard)
+        account.known = account.known or self.core.knows(peer)
 
     def _may_speak(self, socket: Socket, peer: Peer, frame: zmq.Frame) -> bool:
         """Return whether a peer that is not known yet may send messages.
@@ -328,16 +312,15 @@ class Broker:
         self._send(peer, Reject(code=code, detail=detail))
         return False
 
-    def _take(self, socket: Socket, peer: Peer, frames: list[zmq.Frame], nbytes: int) -> float:
-        """Handle a message. Return how many messages it counts for, apart from its bytes; 0 for an accepted batch."""
+    def _take(self, socket: Socket, peer: Peer, frames: list[zmq.Frame], nbytes: int) -> None:
+        """Handle a message."""
         now, is_of_worker = time.monotonic(), socket is self.sockets.workers
         # A learner's weights may be larger than the largest batch.
         limits = self._limits if is_of_worker else DEFAULT_LIMITS
         kind, header = decode_header([frame.buffer for frame in frames], limits)
         if kind is MessageKind.BATCH and is_of_worker:
-            batch = read_batch_header(header)
-            return 0.0 if self.core.receive_batch(peer, batch, frames, nbytes, now) else COST_OF_REPEAT  # type: ignore[arg-type]
-        if kind is MessageKind.WEIGHTS and not is_of_worker:
+            self.core.receive_batch(peer, read_batch_header(header), frames, nbytes, now)  # type: ignore[arg-type]
+        elif kind is MessageKind.WEIGHTS and not is_of_worker:
             self._take_weights(peer, header, frames)
         elif kind is MessageKind.LEARNER_ROWS and not is_of_worker:
             self.core.learners.on_rows(peer, read(LearnerRows, header))
@@ -354,7 +337,6 @@ class Broker:
             self.core.receive(peer, read(_CONTROL[kind], header), now)
         else:
             raise DecodeError("unexpected_kind", f"{kind.name} is not for a broker")
-        return COST_OF_SKIP if kind is MessageKind.SKIP else 1.0
 
     def _take_hello(self, socket: Socket, peer: Peer, hello: Message, frame: zmq.Frame, now: float) -> None:
         """Handle a HELLO.
@@ -460,8 +442,6 @@ class Broker:
         except zmq.ZMQError as error:
             log.debug("peer %s has gone: %s", peer.hex(), error)
             if error.errno == errno.EHOSTUNREACH:
-                watch = self.sockets.watches[socket]
-                (watch.left if self.core.knows(peer) else watch.gone)(peer[1:])
                 self.core.gone(peer)
 
     def _broadcast(self) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.broker.batches.broker_observer import BrokerObserver
-from headrace.broker.batches.brought_counts import BroughtCounts
 from headrace.broker.batches.delivery_queue import DeliveryQueue
 from headrace.broker.batches.drop_policy import DropPolicy, may_be_dropped
 from headrace.broker.batches.limits import BrokerLimits
@@ -28,8 +27,6 @@ from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import Skip, SourcePosition
 
 log = logging.getLogger(__name__)
-
-_MOST_CLAIMED = 1 << 16
 
 
 class BatchStore:
@@ -49,8 +46,6 @@ class BatchStore:
         self.batches = 0
         self.steps = 0
         """Env steps of all sources ever: those of this broker, and those that Redis knew."""
-        self.brought = BroughtCounts(limits.workers)
-        """Counters that lives brought here from earlier brokers."""
         self.weights: Version = (0, 0)
         """The newest published version, against which staleness is measured."""
         self.is_reconciled = False
@@ -143,7 +138,7 @@ class BatchStore:
         if source is None or _is_unproved(source, settled.seq):
             self._claim(key, settled, [])
         elif why := source.dispute(settled):
-            self._note_lie(key, why)
+            self._note_dispute(key, why)
         elif settled.seq > source.settled.seq:  # commits also repeat positions, in case one was lost
             self.merge_settled(source, settled)
 
@@ -156,12 +151,10 @@ class BatchStore:
         if known is not None:
             known.settled = max(known.settled, settled, key=lambda told: told.seq)
             known.held = held or known.held
-        elif len(self._claimed) < _MOST_CLAIMED:
-            self._claimed[key] = _Claimed(settled, held)
         else:
-            self._note_lie(key, f"the learner claims more than {_MOST_CLAIMED} lives that no worker has proved")
+            self._claimed[key] = _Claimed(settled, held)
 
-    def _note_lie(self, key: tuple[int, int], why: str) -> None:
+    def _note_dispute(self, key: tuple[int, int], why: str) -> None:
         self.refusals.note("the learner", "implausible position", f"slot {key[0]} incarnation {key[1]}: {why}")
 
     def excess(self, source: Source, held: StoredBatch) -> tuple[str, str] | None:
@@ -303,8 +296,8 @@ class BatchStore:
             held = source.held.get(batch.seq)
             if held is not None and held.count == (batch.steps, batch.chunks):
                 held.mark_given()
-            elif held is not None or batch.seq > (source.accepted if source.native else source.cut.seq):
-                self._note_lie(source.key, f"it holds batch {batch.seq} of {batch.steps} steps, which never came")
+            elif held is not None or batch.seq > source.cut.seq:
+                self._note_dispute(source.key, f"it holds batch {batch.seq} of {batch.steps} steps, which never came")
             elif batch.seq > source.accepted:
                 source.with_learner[batch.seq] = batch
 

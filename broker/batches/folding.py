@@ -107,7 +107,6 @@ class Folding:
             self._news.add(slot)
             before = ours.row.totals if ours is not None else WorkerTotals()
             self._store.steps += theirs.row.totals.steps_of_envs - before.steps_of_envs
-            self._store.brought.add(slot, max(0, theirs.row.totals.largest - before.largest))
             for source in list(self._store.by_slot.get(slot, {}).values()):
                 if source.incarnation in theirs:
                     self._store.steps -= source.counted

@@ -11,23 +11,12 @@ Without keys there are no groups, and every peer may have every slot. Of several
 
 from __future__ import annotations
 
-from collections import Counter
-
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import LearnerHello, Message, SupervisorHello, WorkerHello
-from headrace.schemas.peers.message_budget import MessageBudget
 
 OTHER_GROUP = "other_group"
-
-MOST_SLOTS = 1 << 14
-"""Slots that the workers of one group, or without keys all workers, may ever have. The broker remembers each."""
-
-LIVES_AT_ONCE, LIVES_PER_S = 2048, 16.0
-"""New lives of one group, or without keys in all, at once and in each second after that. A thousand workers may start
-together, or die together unknown to a broker that lost its state.
-"""
 
 
 class SlotOwners:
@@ -39,8 +28,6 @@ class SlotOwners:
         self._own_slots = range(limits.workers)
         self._brokers, self._index = limits.brokers, limits.index
         self._state = state
-        self._taken = Counter(state.owners.values())
-        """Number of slots that each group has taken."""
 
     def owner(self, slot: int) -> str | None:
         """Return the group that has a slot; None for a slot that no worker with a key has taken."""
@@ -57,16 +44,7 @@ class SlotOwners:
     def take(self, slot: int, group: str | None) -> None:
         """Note that a worker of this group has joined in a slot. The caller has checked `may_join`."""
         if group is not None:
-            self._taken[group] += slot not in self._state.owners
             self._state.owners[slot] = group
-
-    def is_known(self, slot: int) -> bool:
-        """Return whether the broker remembers a slot in any case, so that it costs nothing more."""
-        return slot in self._own_slots or slot in self._state.incarnations
-
-    def has_place(self, slot: int) -> bool:
-        """Return whether a supervisor may report a death in a slot. It may have died before it joined."""
-        return self.is_known(slot) or len(self._state.incarnations) < MOST_SLOTS
 
     def own_has_joined(self) -> bool:
         """Return whether a worker of the fleet's own group has ever joined."""
@@ -93,10 +71,6 @@ class SlotOwners:
         if not self.may_join(slot, group):
             detail = f"slot {slot} belongs to workers {of_group(self.owner(slot))}; name another slot, or none"
             raise DecodeError(OTHER_GROUP, detail)
-        taken = len(self._state.incarnations) if group is None else self._taken[group]
-        if taken >= MOST_SLOTS and not self.is_known(slot):
-            detail = f"there have been workers like this one in {taken:,} slots; name one of these slots, or none"
-            raise DecodeError("too_many_slots", detail)
 
 
 def of_group(group: str | None) -> str:
@@ -110,25 +84,3 @@ def revocation(key: PeerKey) -> tuple[str, str]:
     group = f" --group {key.group}" if key.group else ""
     advice = f"ask the person who runs the broker for another key (headrace keys add {role}{group}), and start again"
     return "key_revoked", f"the {name} {key.public[:8].decode()}... of this peer is revoked; it must stop; {advice}"
-
-
-class NewLives:
-    """The budgets of lives that peers may begin or tell of, as each costs memory until it folds.
-
-    The slots of workers that the config starts have budgets of their own.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._own_slots = range(workers)
-        self._now = 0.0
-        self._budgets: dict[tuple[str | None, bool], MessageBudget] = {}
-        """By group, and whether the slots are the config's own."""
-
-    def may_begin(self, slot: int, group: str | None, now: float) -> bool:
-        """Count a new life in a slot, told by a peer of a group. Return False if there were too many."""
-        self._now = now
-        is_own = slot in self._own_slots
-        if (group, is_own) not in self._budgets:
-            most = max(LIVES_AT_ONCE, 2 * len(self._own_slots)) if is_own else LIVES_AT_ONCE
-            self._budgets[group, is_own] = MessageBudget(most, LIVES_PER_S, most, lambda: self._now)
-        return self._budgets[group, is_own].spend()

@@ -22,13 +22,7 @@ from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.open_episodes import OpenEpisodes
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer
-from headrace.schemas.messages import LastWords, WeightsRefusal, WorkerHello
-
-UNSEEN_AT_ONCE = 1_000
-UNSEEN_PER_S = 10_000
-"""Env steps of one life, at once and in a second, that count without a batch that arrived: those of open episodes, and
-those that the worker discarded. As many again count as arrived in batches.
-"""
+from headrace.schemas.messages import LastWords, WeightsRefusal
 
 Peer = bytes
 """The routing id of one connection; a reconnect is another peer."""
@@ -78,9 +72,7 @@ class Source:
     with_learner: dict[int, HeldBatch] = field(default_factory=dict)
     """Batches that the learner has, and that this broker (restarted since) has not yet accepted."""
     totals: WorkerTotals = field(default_factory=WorkerTotals)
-    """The worker's totals as of batch `accepted`; older only between a restart and the next batch. Its `env_steps` are
-    those that count (`counting`).
-    """
+    """The worker's totals as of batch `accepted`; older only between a restart and the next batch."""
     dropped: dict[str, list[int]] = field(default_factory=dict)
     """Batches that the broker has dropped and that are not settled yet: numbers by reason."""
     left: dict[int, HeldBatch] = field(default_factory=dict)
@@ -141,16 +133,6 @@ class Source:
     """The final books, when an earlier broker closed them."""
     met_at: float | None = None
     """Time at which its worker first joined this broker; None for a life known only from others."""
-    native: bool = False
-    """True if the life began with this broker, which has seen all of it."""
-    brought: int = 0
-    """The largest counter of the life when its worker joined."""
-    counters_met: dict[str, int] = field(default_factory=dict)
-    """Lifetime counters of its slot when its worker joined, by `flat_counters`."""
-    seen: int = 0
-    """Steps in batches of which this broker got the bytes."""
-    believed: int = 0
-    """Env steps that the life made before it joined, if `broker.json` knew the life."""
     cut: WorkerTotals = field(default_factory=WorkerTotals)
     """The totals with the highest number of a batch that its worker, its recorder or Redis told."""
     made_before: int = 0
@@ -173,37 +155,8 @@ class Source:
         """Return the env steps of this life, by the newest totals that this broker or an earlier one got."""
         return max(self.totals.steps_of_envs, self.made_before)
 
-    def meet(self, hello: WorkerHello, counters: dict[str, int], now: float, *, was_known: bool) -> None:
-        """Note that the worker has joined this broker for the first time, and with what.
-
-        was_known: `broker.json` knew the life when this broker began.
-        """
-        if self.met_at is None:
-            self.believed = hello.totals.steps_of_envs if was_known else 0
-            self.met_at, self.counters_met = now, counters
-            self.brought = max(hello.totals.largest, self.made_before)
-            before = self.brought or hello.totals.seq or self.accepted or self.cut.seq
-            self.native = not before and hello.weights == (0, 0)
-
-    def seconds_since_met(self, now: float) -> float:
-        """Return the seconds since the worker first joined this broker; 0 if it never has."""
-        return 0.0 if self.met_at is None else max(0.0, now - self.met_at)
-
-    def counting(self, totals: WorkerTotals, now: float) -> WorkerTotals:
-        """Return `totals` with no more env steps than count towards goals.
-
-        A worker tells how many env steps it made, and nothing proves those in no batch. So they count only as far as
-        the steps that arrived, and the time, make them plausible. The others count later, as both grow.
-        """
-        most = max(self.made_before, self.believed) + 2 * self.seen
-        most += UNSEEN_AT_ONCE + int(UNSEEN_PER_S * self.seconds_since_met(now))
-        if totals.steps_of_envs <= most:
-            return totals
-        return totals.model_copy(update={"env_steps": max(most, self.totals.steps_of_envs)})
-
-    def take_totals(self, totals: WorkerTotals, now: float) -> None:
+    def take_totals(self, totals: WorkerTotals) -> None:
         """Take newer totals as of batch `accepted`. Equal ones leave the row as it is."""
-        totals = self.counting(totals, now)
         if totals.__dict__ != self.totals.__dict__:
             self.totals = totals
 
@@ -221,7 +174,7 @@ class Source:
         total, shipped = settled.total(), (self.cut.shipped, self.cut.shipped_chunks)
         if settled.seq <= self.settled.seq:
             return ""
-        if settled.seq > (self.accepted if self.native else self.cut.seq):
+        if settled.seq > self.cut.seq:
             return f"batch {settled.seq} is settled; {self.cut.seq} are cut and {self.accepted} accepted"
         if settled.seq <= self.accepted:
             newly = takewhile(lambda held: held.seq <= settled.seq, self.held.values())  # they are in order of seq
@@ -243,9 +196,7 @@ class Source:
         self.accepted = held.seq
         self.accepted_count = plus(self.accepted_count, held.count)
         self.held[held.seq] = held
-        if held.nbytes:
-            self.seen += held.steps
-        self.totals = self.counting(totals, held.at)
+        self.totals = totals
         self.know_cut(totals)
         self.weights = max(self.weights, held.weights)  # news between two heartbeats, for the lag that people see
         self.batch_bytes = max(held.nbytes, self.batch_bytes * 15 // 16)

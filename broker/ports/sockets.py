@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +55,7 @@ class BrokerSockets:
             _check_host(config, keys)
         self._lock = lock_socket_folder(self._folder) if self._folder is not None else None
         self._own = sockets.OwnSockets(zmq.Context(), "the broker", 0.5)
-        self.auth = ZapAuthenticator(self._own, keys, ask=self._folder is None)
+        self.auth = ZapAuthenticator(self._own, keys)
         self.watches: dict[Socket, PortWatch] = {}
         """The watch over the connections of each socket."""
         places = connection_limit(BROKER_CONNECTIONS, ports=3)
@@ -97,18 +96,6 @@ class BrokerSockets:
             _bind_to_port(socket, config, role, before)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def admit(self, ready: Container[Socket]) -> bool:
-        """Admit as many of the peers that wait as each port may now; messages wait at the sockets in `ready`.
-
-        Return whether some still wait. Does not block.
-        """
-        if any(socket in ready for socket in self.auth.sockets):
-            self.auth.judge()
-        for role, socket in (("worker", self.workers), ("learner", self.learners), ("weights", self.weights)):
-            if self.auth.waiting(role):
-                self.auth.admit(role, self.watches[socket].admission.places(waits=socket in ready))
-        return any(map(self.auth.waiting, Endpoints.model_fields))
-
     def close(self) -> None:
         """Close all sockets; messages already sent have half a second to leave."""
         self._listing.remove()
@@ -125,22 +112,21 @@ class BrokerSockets:
             os.close(self._lock)
 
 
-def receive(socket: Socket, drops: Callable[[bytes], bool]) -> list[zmq.Frame] | None:
+def receive(socket: Socket) -> list[zmq.Frame] | None:
     """Return the next message, its frames without a copy; None if there is none, or its connection ended meanwhile.
 
-    If a message has more frames than any decoder takes, read the rest and drop it. Drop the whole message of a peer
-    if `drops` says so of its route, and return no frames.
+    If a message has more frames than any decoder takes, read the rest and drop it.
     """
     try:
         last = socket.recv(sockets.DONTWAIT, copy=False)
-        frames, most = [last], 0 if drops(last.bytes) else _MOST_FRAMES
+        frames = [last]
         while last.more:
             last = socket.recv(sockets.DONTWAIT, copy=False)
-            if len(frames) <= most:
+            if len(frames) <= _MOST_FRAMES:
                 frames.append(last)
     except zmq.Again:
         return None
-    return frames if most else []
+    return frames
 
 
 def _bind_in_folder(socket: Socket, folder: Path, role: str) -> None:

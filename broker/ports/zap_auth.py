@@ -1,13 +1,13 @@
 """Authentication of peers at the broker's ports: it answers ZAP requests, and counts the refused connections.
 
 The broker's own thread answers between two turns of its loop. So a handshake may take one turn longer, and there is no
-thread to stop at the end. It refuses a peer at once. The others wait for the admission of their port (`Admission`).
+thread to stop at the end.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from threading import Lock
@@ -26,30 +26,23 @@ Socket = zmq.Socket[bytes]
 
 _MOST_REQUESTS = 256
 """Requests that are judged in one turn."""
-_MOST_WAITING = 4096
-"""Peers that wait for one port. Beyond that number the oldest is forgotten: libzmq ends its handshake in time."""
 
 
 class ZapAuthenticator:
     """Authenticates the peers of one broker by keys, by a token, or not at all. Only the sockets' thread may use it.
 
-    Without keys it refuses none. If it does not `ask`, libzmq admits each peer by itself.
-
     Create it before the first socket binds: from then on libzmq may send requests. It ends with `own`.
     """
 
-    def __init__(self, own: sockets.OwnSockets, keys: BrokerKeys | ServerToken | None, *, ask: bool = True) -> None:
+    def __init__(self, own: sockets.OwnSockets, keys: BrokerKeys | ServerToken | None) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
         """Number of refused connections, by (port, reason)."""
         self._refused_lock = Lock()
         """Guards `refused`: the watches of the ports count there too, each in its own thread."""
         self._keys = keys
-        self._waiting: dict[str, deque[list[bytes]]] = {}
-        """By port, the answers that admit the peers that wait, the oldest first."""
         self._zap: Socket | None = None
-        if ask or keys is not None:
-            # MANDATORY tells whether the handshake that asked has ended.
-            self._zap = own.open(zmq.ROUTER, {"LINGER": 0, "ROUTER_MANDATORY": 1})
+        if keys is not None:
+            self._zap = own.open(zmq.ROUTER, {"LINGER": 0})
             self._zap.bind(zap.ENDPOINT)
 
     def guard(self, socket: Socket, port: str) -> Callable[[int, int], None]:
@@ -57,12 +50,9 @@ class ZapAuthenticator:
 
         Return a callback that counts a failed handshake by its (event, value). Any thread may call the callback.
         """
-        self._waiting[port] = deque(maxlen=_MOST_WAITING)
         if self._keys is not None:
             for name, value in self._keys.options(port).items():
                 socket.setsockopt(getattr(zmq, name), value)
-        elif self._zap is not None:
-            socket.setsockopt(zmq.ZAP_DOMAIN, port.encode())
         return partial(self._note_failure, port)
 
     @property
@@ -71,37 +61,19 @@ class ZapAuthenticator:
         return [self._zap] if self._zap is not None else []
 
     def judge(self) -> None:
-        """Take requests. Refuse those of peers that may not connect; let the others wait. Does not block."""
-        for _ in range(_MOST_REQUESTS if self._zap is not None else 0):
+        """Take requests, and answer each. Does not block."""
+        assert self._zap is not None
+        assert self._keys is not None
+        for _ in range(_MOST_REQUESTS):
             try:
-                route, empty, *request = self._zap.recv_multipart(sockets.DONTWAIT)  # type: ignore[union-attr]
+                route, empty, *request = self._zap.recv_multipart(sockets.DONTWAIT)
             except zmq.Again:
                 return
             verdict = zap.judge(request, self._keys)
-            answer = [route, empty, *verdict.frames]
             if verdict.why:
                 self._refuse(verdict.port, verdict.why, verdict.seen)
-                self._answer(answer)
-            else:
-                self._waiting[verdict.port].append(answer)
-
-    def waiting(self, port: str) -> bool:
-        """Return whether peers wait for this port."""
-        return bool(self._waiting[port])
-
-    def admit(self, port: str, most: int) -> None:
-        """Admit the peers that have waited longest, so many at most. Forget those whose handshake has ended."""
-        waiting = self._waiting[port]
-        while waiting and most:
-            most -= self._answer(waiting.popleft())
-
-    def _answer(self, answer: list[bytes]) -> bool:
-        """Answer one request. Return whether its handshake still went on.
-
-        The answer sets the user id that `key_of` reads from messages.
-        """
-        assert self._zap is not None
-        return sockets.reaches(self._zap, answer)
+            # The answer sets the user id that `key_of` reads from messages.
+            self._zap.send_multipart([route, empty, *verdict.frames], sockets.DONTWAIT)
 
     def key_of(self, frame: zmq.Frame) -> PeerKey | None:
         """Return the key of the connection on which a frame came, as it stands now; None without keys.

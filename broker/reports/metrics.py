@@ -107,7 +107,7 @@ class FleetMetrics(BrokerObserver):
         """Return the lifetime counters of a life that its ledger row does not have, without those that are 0."""
         before = self._counted_before.get(source.key, {})
         own: Mapping[str, int] = self._counted.get(source.key, {})
-        told = {FENCED_LIVES: int(source.end_reason == Discard.FENCED)} | told_counters(source, now)
+        told = {FENCED_LIVES: int(source.end_reason == Discard.FENCED)} | told_counters(source)
         counters = {name: before.get(name, 0) + count for name, count in own.items()}
         counters |= {name: max(before.get(name, 0), count) for name, count in told.items()}
         return {**before, **{name: count for name, count in counters.items() if count}}

@@ -12,9 +12,6 @@ from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lifetime_counters import SAMPLED_BYTES, WORKER_WAIT
 from headrace.schemas.accounts.worker_figures import BLOCKED_BY, TIME_PARTS
 
-MOST_BYTES_PER_S = 1 << 36
-"""Bytes of arrays that count of a life that began with this broker: more than the memory of one machine moves."""
-
 
 def row_figures(source: Source, now: float, unix_s: float) -> dict[str, Any]:
     """Return what a worker's row in Redis tells of its steps, time, envs and clients."""
@@ -48,16 +45,12 @@ def row_figures(source: Source, now: float, unix_s: float) -> dict[str, Any]:
     return row
 
 
-def told_counters(source: Source, now: float) -> dict[str, int]:
-    """Return the lifetime counters of a life that its heartbeats tell, within what its time allows."""
-    figures, lived_s = source.figures, source.seconds_since_met(now) + 1.0
+def told_counters(source: Source) -> dict[str, int]:
+    """Return the lifetime counters of a life that its heartbeats tell."""
+    figures = source.figures
     array_bytes, _ = figures.bytes_shipped or (0, 0)
-    counters = {SAMPLED_BYTES: array_bytes}
-    counters |= {keys.labelled(WORKER_WAIT, "reason", reason): int(s) for reason, s in figures.waited_s.items()}
-    if not source.native:  # nobody knows how long it has lived; the types of the fields bound it
-        return counters
-    most = {SAMPLED_BYTES: int(MOST_BYTES_PER_S * lived_s)}
-    return {name: min(count, most.get(name, int(lived_s))) for name, count in counters.items()}
+    waits = {keys.labelled(WORKER_WAIT, "reason", reason): int(s) for reason, s in figures.waited_s.items()}
+    return {SAMPLED_BYTES: array_bytes} | waits
 
 
 def fleet_figures(live: Iterable[Source], now: float) -> dict[str, float]:

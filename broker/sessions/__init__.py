@@ -1,1 +1,1 @@
-"""The broker's state machine: sessions with workers and learners, claims, leases and acknowledgements."""
+"""The broker's state machine: sessions with workers and learners, leases and acknowledgements."""

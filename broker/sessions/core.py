@@ -24,7 +24,7 @@ from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerLimits, Broke
 from headrace.broker.batches.slot_owners import SlotOwners
 from headrace.broker.batches.source import Peer, Source
 from headrace.broker.sessions.acknowledgements import Acknowledgements
-from headrace.broker.sessions.claims import Claims
+from headrace.broker.sessions.book_checks import check_books, check_books_of_batch
 from headrace.broker.sessions.learner_sessions import LearnerSessions
 from headrace.broker.sessions.outbox import Outbox, Send
 from headrace.broker.sessions.worker_sessions import WorkerSessions
@@ -70,7 +70,6 @@ class BrokerCore:
         self.workers = WorkerSessions(
             fleet_id, limits, self.state, self.store, self._outbox, self._acks, self.owners, self.folding.is_final
         )
-        self._claims = Claims(self.state, self.store, self.workers.peers, self.workers.supervisors, now)
         self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._started = now
         self._next_heartbeat = now
@@ -91,14 +90,14 @@ class BrokerCore:
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def receive(self, peer: Peer, message: Message, now: float, key: PeerKey | None = None) -> None:
-        """Handle a control message. Refuse a kind that brokers do not take, and an impossible claim.
+        """Handle a control message. Refuse a kind that brokers do not take, and one whose counts do not add up.
 
         `key`: for a HELLO, the key that its sender has shown; None where no keys are in use.
         """
         introduce, handler = self._introductions.get(type(message)), self._handlers.get(type(message))
         try:
             self.owners.judge(message, key)
-            self._claims.judge(peer, message, now)
+            check_books(message)
         except DecodeError as error:
             self._refuse(peer, message, error)
             return
@@ -121,7 +120,7 @@ class BrokerCore:
         self.learners.expel(peer)
 
     def _refuse(self, peer: Peer, message: Message, error: DecodeError) -> None:
-        """Count and log an impossible claim, and reject the message if its sender waits for an answer."""
+        """Count and log a message that is wrong, and reject it if its sender waits for an answer."""
         self.refusals.note(self.name_of(peer), f"{error.reason} {type(message).__name__}", error.detail)
         if isinstance(message, WorkerHello | LearnerHello | SupervisorHello):
             self._outbox.reject(peer, error.reason, error.detail)
@@ -137,7 +136,7 @@ class BrokerCore:
     def receive_batch(self, peer: Peer, header: BatchHeader, frames: list[Buffer], nbytes: int, now: float) -> bool:
         """Handle a BATCH of `nbytes` in all. Return whether it was accepted, which happens once for each batch id."""
         try:
-            self._claims.batch(peer, header, nbytes, now)
+            check_books_of_batch(header.seq, header.totals)
         except DecodeError as error:
             self.refusals.note(self.name_of(peer), f"{error.reason} batch", error.detail)
             self._outbox.send(peer, Reject(code=error.reason, detail=error.detail, fatal=False, seq=header.seq))
@@ -200,7 +199,6 @@ class BrokerCore:
             self.store.merge_settled(source, row.settled)
             if row.closed and row.held == (0, 0) and not source.closed and not source.held:
                 source.totals, source.closed, source.restored = row.totals, True, row
-                self.store.brought.add(row.slot, row.totals.largest)
                 source.end_reason, source.end_taken = source.end_reason or Discard.WORKER_KILLED, row.end_taken
             elif source.restored is not None and row.closed and row.settled.seq > source.restored.settled.seq:
                 source.restored = row  # Redis knows more than the file
@@ -208,7 +206,6 @@ class BrokerCore:
             self.state.incarnations[slot] = max(self.state.incarnations.get(slot, 0), incarnation)
         for slot, known in (counters or {}).items():
             self.state.counters[slot] = larger(known, self.state.counters.get(slot, {}))
-        self._claims.remember(incarnations, epoch)
         self.learners.raise_epoch((epoch, 0), self.workers.spaces)
 
     # -- finished lives -----------------------------------------------------------------------------------------------
@@ -316,6 +313,5 @@ class BrokerCore:
     def _raise_epoch(self, peer: Peer, version: Version) -> None:
         """Raise the learner epoch above that of a worker's weights, which may come from an earlier broker."""
         source = self.workers.peers.get(peer)
-        may_know = source is not None and (not source.native or self.weights == (0, 0))
-        if source is not None and may_know and self.workers.heeds(source):
+        if source is not None and self.workers.heeds(source):
             self.learners.raise_epoch(version, self.workers.spaces)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 from headrace.broker.batches.life_figures import RecentUsage
-from headrace.broker.batches.refusals import Refusals
-from headrace.broker.sessions.claims import IMPLAUSIBLE, MOST_BROUGHT, STEPS_AT_ONCE, STEPS_PER_S
 from headrace.schemas.accounts.lag_buckets import LAG_BUCKETS, up_to
 from headrace.schemas.accounts.redis_keys import CONSUMED_LAG, LEARNER_TIME, labelled
 from headrace.schemas.messages import LearnerFigures
@@ -27,64 +25,46 @@ class LearnerMeasures:
     Call `begin` when another learner gets it.
     """
 
-    def __init__(self, refusals: Refusals) -> None:
-        self._refusals = refusals
+    def __init__(self) -> None:
         self._consumed = [0] * LAG_BUCKETS
         """Steps handed out by lag, since this broker started."""
         self._told: list[int] | None = None
         """Steps by lag as the learner reported them last, since it opened its stream; None: not known."""
-        self._told_at = 0.0
         self._times: deque[Times] = deque(maxlen=int(WINDOW_S / _SAMPLE_S) + 2)
         self.usage = RecentUsage()
         self._threads = (0, 0)
 
-    def begin(self, now: float, *, is_new: bool) -> None:
+    def begin(self, *, is_new: bool) -> None:
         """Forget the last learner's figures.
 
         If the present one is not new, its first figures count steps before this broker.
         """
-        self._told, self._told_at = [0] * LAG_BUCKETS if is_new else None, now
+        self._told = [0] * LAG_BUCKETS if is_new else None
         self._times.clear()
         self.usage = RecentUsage()
         self._threads = (0, 0)
 
-    def take(self, figures: LearnerFigures, workers: int, now: float) -> None:
-        """Take newer figures. Count impossible ones as refused, and leave them out.
-
-        `workers` is the number of lives whose steps the learner may have been handed.
-        """
+    def take(self, figures: LearnerFigures, now: float) -> None:
+        """Take newer figures."""
         self.usage.take(figures.usage, now)
         self._threads = figures.torch_threads, figures.cores
         if len(figures.consumed_lag) == LAG_BUCKETS:
-            self._take_lag(figures.consumed_lag, workers, now)
+            self._take_lag(figures.consumed_lag)
         if figures.time_spent.keys() >= set(LEARNER_PARTS):
             self._take_times(tuple(figures.time_spent[part] for part in LEARNER_PARTS))
 
-    def _take_lag(self, counts: list[int], workers: int, now: float) -> None:
-        told, brought = (self._told, 0) if self._told is not None else ([0] * LAG_BUCKETS, MOST_BROUGHT)
-        grown = [count - before for count, before in zip(counts, told, strict=True)]
-        most = brought + STEPS_AT_ONCE + int(STEPS_PER_S * max(1, workers) * max(0.0, now - self._told_at))
-        if min(grown) < 0 or sum(grown) > most:
-            self._note_lie(f"{sum(grown)} more steps handed out; at most {most} can be, and no count goes back")
-            return
+    def _take_lag(self, counts: list[int]) -> None:
         if self._told is not None:
+            grown = [count - before for count, before in zip(counts, self._told, strict=True)]
             self._consumed = [count + more for count, more in zip(self._consumed, grown, strict=True)]
-        self._told, self._told_at = counts, now
+        self._told = counts
 
     def _take_times(self, times: Times) -> None:
-        newest = self._times[-1] if self._times else None
-        if newest is not None:
-            if any(later < earlier for earlier, later in zip(newest, times, strict=True)):
-                self._note_lie("seconds of a part of its time go back")
-                return
-            if sum(times) - sum(newest) < _SAMPLE_S:
-                return
+        if self._times and sum(times) - sum(self._times[-1]) < _SAMPLE_S:
+            return
         self._times.append(times)
         while len(self._times) > 2 and sum(times) - sum(self._times[1]) >= WINDOW_S:
             self._times.popleft()
-
-    def _note_lie(self, detail: str) -> None:
-        self._refusals.note("the learner", f"{IMPLAUSIBLE} figures", detail)
 
     def threads(self) -> dict[str, int]:
         """Return how many threads torch uses in it, and the cores that it may use; zeros where it does not tell."""

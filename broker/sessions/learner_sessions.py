@@ -49,9 +49,7 @@ class LearnerSessions:
         self._outbox = outbox
         self._warnings = CountedWarnings(log)
         self._weights_told: dict[str, Any] = {}
-        self.measures = LearnerMeasures(store.refusals)
-        self.progress = 0
-        """Number of commits that settled a batch or handed out one."""
+        self.measures = LearnerMeasures()
         self._newest_row: Version = (0, 0)
         """(epoch, number) of the newest row that observers have heard."""
         self.rows_stored: Version = (0, 0)
@@ -73,7 +71,7 @@ class LearnerSessions:
             self._fence(peer)
             return
         if learner is not holder:
-            self.measures.begin(now, is_new=learner.granted)
+            self.measures.begin(is_new=learner.granted)
         learner.take_identity(hello, now)
         if hello.channel == "publisher":
             learner.attach_publisher(peer)
@@ -206,10 +204,9 @@ class LearnerSessions:
         settles = [self._store.learn_position(position) for position in commit.position]
         if any(settles) or learner.committed_at is None:
             learner.committed_at = now
-        if learner.take_consumed(commit.consumed_batches) or any(settles):
-            self.progress += 1
+        learner.take_consumed(commit.consumed_batches)
         if commit.figures is not None:
-            self.measures.take(commit.figures, len(self._store.sources), now)
+            self.measures.take(commit.figures, now)
         self._store.limit_window(commit.window_steps)
         if now < learner.next_check:
             return

@@ -98,11 +98,9 @@ class LearnerLease:
         self.behind_since = now if self.behind_since is None else self.behind_since
         return now - self.behind_since
 
-    def take_consumed(self, consumed: int) -> bool:
-        """Note how many of all batches that it ever received the learner has handed out. Return whether that is new."""
-        before = len(self.outstanding)
+    def take_consumed(self, consumed: int) -> None:
+        """Note how many of all batches that it ever received the learner has handed out."""
         while self.consumed < consumed and self.outstanding:
             self.outstanding_bytes -= self.outstanding.popleft()
             self.consumed += 1
         self.consumed = max(self.consumed, consumed)
-        return len(self.outstanding) < before

@@ -11,12 +11,10 @@ from typing import Any
 
 from headrace.broker.batches.batch_store import BatchStore
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import OTHER_GROUP, NewLives, SlotOwners, of_group
+from headrace.broker.batches.slot_owners import OTHER_GROUP, SlotOwners, of_group
 from headrace.broker.batches.source import Peer, Source, StoredBatch
 from headrace.broker.sessions.acknowledgements import Acknowledgements
-from headrace.broker.sessions.claims import flat_counters
 from headrace.broker.sessions.outbox import Outbox
-from headrace.broker.sessions.waiting_ends import Life, WaitingEnds
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.runner_counters import Counters, larger
 from headrace.schemas.chunks.batch import BatchHeader
@@ -55,7 +53,6 @@ A supervisor kills a silent worker after three leases, and then reports the end.
 _LOOK_S = 1.0
 _FORGET_SUPERVISOR_S = 600.0
 _LONGEST_HOST = 64
-_MOST_SUPERVISORS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +89,8 @@ class WorkerSessions:
         self._outbox = outbox
         self._acks = acks
         self._owners = owners
-        self._ends = WaitingEnds()
-        self._lives = NewLives(limits.workers)
+        self._ends: dict[tuple[int, int], tuple[Peer | None, LastWords]] = {}
+        """Ends by (slot, incarnation) that wait for the first learner, each with the peer that gets the Ack."""
         self.supervisors: dict[Peer, _Supervisor] = {}
         self.last_close_at = math.inf
         """Time at which the books of all lost and superseded lives are closed; infinity if there are none."""
@@ -102,8 +99,6 @@ class WorkerSessions:
         """No worker's lease runs out before this time."""
         self._began = math.inf
         """Time of the first tick."""
-        self._in_file = dict(state.incarnations)
-        """The highest incarnation of each slot when this broker began."""
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -120,9 +115,7 @@ class WorkerSessions:
         if not self._same_spaces(peer, hello, group):
             self.refuse_life(peer, hello)
             return
-        source = self._place(peer, hello, now, group)
-        if source is None:
-            return
+        source = self._place(hello, now, group)
         slot, highest = source.slot, self._state.incarnations.get(source.slot, 0)
         if source.token and not same_token(source.token, hello.token) and not source.ended:
             detail = f"slot {slot} incarnation {source.incarnation} already belongs to another process"
@@ -131,10 +124,7 @@ class WorkerSessions:
         if source.incarnation < highest or source.ended:
             self._fence(peer, source)
             return
-        counters = flat_counters(self._state.counters.get(slot, {}))
-        if source.met_at is None:
-            source.meet(hello, counters, now, was_known=self._was_known(source))
-            self._store.brought.add(slot, source.brought)
+        source.met_at = now if source.met_at is None else source.met_at
         self._store.merge_settled(source, hello.settled)
         self._store.prove(source, hello.totals)
         source.token = hello.token
@@ -144,8 +134,8 @@ class WorkerSessions:
         self._attach(peer, source, hello, now)
         self._outbox.send(peer, self._welcome(source))
 
-    def _place(self, peer: Peer, hello: WorkerHello, now: float, group: str | None) -> Source | None:
-        """Return the source that a HELLO asks for; None, and tell the peer, if too many lives begin.
+    def _place(self, hello: WorkerHello, now: float, group: str | None) -> Source:
+        """Return the source that a HELLO asks for.
 
         A HELLO without an incarnation, repeated because the answer was slow, gets the same source again.
         """
@@ -154,27 +144,12 @@ class WorkerSessions:
             if given is not None and self._owners.may_join(given.slot, group):
                 return given
         slot = hello.slot if hello.slot is not None else self._free_slot(group, now)
-        life = slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1
-        return self._store.source(*life) if self._may_begin(peer, "a worker", life, group, now) else None
-
-    def _may_begin(self, peer: Peer, who: str, life: Life, group: str | None, now: float) -> bool:
-        """Return whether the broker knows a life, or has room for another. Tell the peer otherwise; it tries again."""
-        slot, incarnation = life
-        is_known = life in self._store.sources or life in self._ends or self._store.is_folded(slot, incarnation)
-        if is_known or incarnation == self._state.incarnations.get(slot) or self._lives.may_begin(slot, group, now):
-            return True
-        detail = f"too many lives of workers begin; slot {slot} incarnation {incarnation} must wait"
-        self._refuse(peer, who, "too_many_lives", detail)
-        return False
+        return self._store.source(slot, hello.incarnation or self._state.incarnations.get(slot, 0) + 1)
 
     def _refuse(self, peer: Peer, who: str, code: str, detail: str) -> None:
         """Refuse one message, which its sender may repeat. Count that."""
         self._store.refusals.note(who, code, detail)
         self._outbox.send(peer, Reject(code=code, detail=detail, fatal=False))
-
-    def _was_known(self, source: Source) -> bool:
-        """Return whether `broker.json` knew this life when this broker began."""
-        return source.incarnation <= self._in_file.get(source.slot, 0)
 
     def on_supervisor_hello(self, peer: Peer, hello: SupervisorHello, now: float, group: str | None) -> None:
         """Note a supervisor, which may report deaths from now on. Refuse one of another fleet; do not answer ours.
@@ -182,8 +157,6 @@ class WorkerSessions:
         If the fleet's own supervisor drains the fleet, end sampling.
         """
         if self._same_fleet(peer, hello.fleet_id):
-            if len(self.supervisors) >= _MOST_SUPERVISORS and peer not in self.supervisors:
-                del self.supervisors[min(self.supervisors, key=lambda known: self.supervisors[known].heard)]
             self.supervisors[peer] = _Supervisor(now, group)
             if hello.draining and group in (None, self._owners.own_group):
                 self._store.end_sampling()
@@ -303,7 +276,7 @@ class WorkerSessions:
         source.weights_told = {"weight_shapes": shapes, "weight_kinds": kinds} if shapes else {}
         source.weights = max(source.weights, hello.weights)
         if hello.totals.seq == source.accepted:
-            source.take_totals(hello.totals, now)
+            source.take_totals(hello.totals)
 
     def forget_peer(self, source: Source) -> None:
         """Forget this source's connection; send nothing to it any more."""
@@ -391,7 +364,7 @@ class WorkerSessions:
         source.env_silence_s, source.env_call = beat.env_silence_s, beat.env_call
         source.know_cut(beat.totals)
         if beat.totals.seq == source.accepted:
-            source.take_totals(beat.totals, now)
+            source.take_totals(beat.totals)
             self._store.rounds.learn(source, beat.weights, beat.round_steps)
         self._keep_counters(source.slot, beat.counters)
         self._store.note_changed(source)
@@ -452,25 +425,17 @@ class WorkerSessions:
             self._refuse(peer, "a supervisor", OTHER_GROUP, detail)
             return
         life = obituary.slot, obituary.incarnation
-        if not self._owners.has_place(obituary.slot):
-            detail = f"slot {obituary.slot} is unknown, and workers were in too many slots"
-            self._refuse(peer, "a supervisor", "too_many_slots", detail)
-            return
-        if not self._may_begin(peer, "a supervisor", life, supervisor.group, now):
-            return
         source = self._store.sources.get(life)
         if source is not None and source.is_unrecorded(obituary):
             obituary = self._end_as_told(source, obituary.reason, now, "its supervisor found no recorder of it")
-        if self._ends.add(peer, obituary, supervisor.group):
-            self.close_dead(now)
-        else:
-            detail = "too many ends of workers wait for the first learner; say it again later"
-            self._refuse(peer, "a supervisor", "too_many_ends", detail)
+        self._ends[life] = peer, obituary
+        self.close_dead(now)
 
     def close_dead(self, now: float) -> None:
         """Close the books of all workers reported dead, once the learner has said which batches it has."""
         if self._ends and self._store.is_reconciled:
-            for peer, words in self._ends.take_all():
+            ends, self._ends = self._ends, {}
+            for peer, words in ends.values():
                 self._close_books(peer, words, now)
 
     def _close_books(self, peer: Peer | None, words: LastWords, now: float) -> None:
@@ -488,11 +453,9 @@ class WorkerSessions:
             source.adopt_with_learner(now, {batch.seq: batch for batch in words.window})
             self.forget_peer(source)
             # A recorder may be older than the worker's batches where its machine lost its power.
-            totals = source.totals if source.totals.seq > words.totals.seq else words.totals
-            if source.met_at is None:
-                self._store.brought.add(words.slot, totals.largest)
-                source.believed = totals.steps_of_envs if self._was_known(source) else source.believed
-            source.close(source.counting(totals, now), words.window or source.rest_of(totals), words.reason)
+            totals = max(words.totals, source.totals, source.cut, key=lambda told: (told.seq, told.stepped))
+            window = words.window if totals.seq == words.totals.seq else []
+            source.close(totals, window or source.rest_of(totals), words.reason)
             source.leave_open(words.open_episodes)
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)
@@ -553,7 +516,7 @@ class WorkerSessions:
             closes_at = self._closes_at(source)
             if now > closes_at:
                 why = "no supervisor has told of its end"
-                self._ends.note(self._end_as_told(source, Discard.WORKER_KILLED, now, why))
+                self._ends[source.key] = None, self._end_as_told(source, Discard.WORKER_KILLED, now, why)
             elif closes_at < math.inf:
                 last = max(last, closes_at)
         self.last_close_at = last or math.inf
@@ -561,7 +524,7 @@ class WorkerSessions:
     def _end_as_told(self, source: Source, reason: str, now: float, why: str) -> Obituary:
         """Return the end of a life whose recorder is lost, with the steps that it had told of. Log it."""
         if source.met_at is None:
-            source.take_totals(source.cut, now)
+            source.take_totals(source.cut)
         if source.key not in self._ends:  # supervisors repeat it
             log.warning(
                 "worker %d (incarnation %d, %s) was lost, and %s: its books are closed with the %d steps that it had "
@@ -569,7 +532,7 @@ class WorkerSessions:
                 *source.key,
                 "known from Redis" if source.met_at is None else f"pid {source.pid} on {source.host!r}",
                 why,
-                source.totals.stepped,
+                max(source.totals.stepped, source.cut.stepped),
             )
         return Obituary(
             slot=source.slot,

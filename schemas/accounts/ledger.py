@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated
 
@@ -95,15 +94,14 @@ class Drop(StrEnum):
 class CounterRow:
     """The row of a counter: all facts about a field of `WorkerTotals` except its type, which has its bounds.
 
-    Recorder, folded lives, judge of claims, Redis, exporter and reference pages read these rows. Two values of one life
-    merge to the larger one, those of several lives to their sum.
+    Recorder, folded lives, Redis, exporter and reference pages read these rows. Two values of one life merge to the
+    larger one, those of several lives to their sum.
 
     - word: its place in an area of the recorder, for ever. New counters take the words from 96 on.
     - total: its name among the fleet's lifetime counters in Redis; "" if it has none.
     - unit, meaning: what the reference says of `total`.
     - layout: the first layout of recorder files that holds it.
     - value: the attribute to read where the field may be None; "" for the field itself.
-    - falls: whether it may fall within a life, and is part of another counter.
     """
 
     word: int
@@ -112,7 +110,6 @@ class CounterRow:
     meaning: str = ""
     layout: int = 1
     value: str = ""
-    falls: bool = False
 
 
 class WorkerTotals(BaseModel):
@@ -126,7 +123,7 @@ class WorkerTotals(BaseModel):
     stepped: Annotated[
         Natural, CounterRow(2, "agent_steps_total", "agent steps", "taken by workers; the ledger counts these")
     ] = 0
-    open: Annotated[OpenSteps, CounterRow(3, falls=True)] = 0
+    open: Annotated[OpenSteps, CounterRow(3)] = 0
     shipped: Annotated[Natural, CounterRow(4)] = 0
     shipped_chunks: Annotated[Natural, CounterRow(5, "chunks_total", "chunks", "in batches that workers cut")] = 0
     discarded: Annotated[dict[Reason, Natural], Field(max_length=MOST_REASONS)] = {}
@@ -157,13 +154,6 @@ class WorkerTotals(BaseModel):
         """Return `env_steps`; where that is not known, `stepped`, since every step is then an env's."""
         return self.stepped if self.env_steps is None else self.env_steps
 
-    @property
-    def largest(self) -> int:
-        """Return the largest counter of all; `discarded` and what is `open` are part of `stepped`."""
-        chunks = sum(count[1] for count in self.dropped.values())
-        largest: int = max(chunks, *_GROWING(self))
-        return largest
-
 
 COUNTERS: Mapping[str, CounterRow] = MappingProxyType(
     {
@@ -174,10 +164,6 @@ COUNTERS: Mapping[str, CounterRow] = MappingProxyType(
     }
 )
 """The rows of all counters, by their fields of `WorkerTotals`."""
-
-GROWING = tuple(row.value or name for name, row in COUNTERS.items() if not row.falls)
-"""The attributes of `WorkerTotals` that never fall within a life."""
-_GROWING = attrgetter(*GROWING)
 
 
 class HeldBatch(BaseModel):

@@ -1,8 +1,7 @@
 """Types of the integers in messages, and of short names: each has the bound that its meaning gives.
 
-A number from a peer is a claim. These bounds are the first judge: they hold wherever a message is read, and keep sums
-far below 2^63. The broker judges by what it knows too (`broker/sessions/claims.py`). All of them stand in
-docs/internals/numbers.md.
+These bounds hold wherever a message is read, and keep sums far below 2^63. The broker checks that counts add up too
+(`broker/sessions/book_checks.py`). All of them stand in docs/internals/numbers.md.
 """
 
 from __future__ import annotations

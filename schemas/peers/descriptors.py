@@ -6,26 +6,21 @@ libzmq owns the descriptors. It may close one at any time, and the kernel then g
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import struct
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 _BUFFER_BYTES = 8 << 20
 _BYTES = struct.Struct("=Q")
-_ACKED_AT, _RECEIVED_AT = 120, 128
-"""The places of tcpi_bytes_acked and tcpi_bytes_received in Linux's `struct tcp_info`."""
+_RECEIVED_AT = 128
+"""The place of tcpi_bytes_received in Linux's `struct tcp_info`."""
 _RESET = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
 _PEER, _PROCESS = struct.Struct("3i"), "process "
 """Linux's `struct ucred` (pid, uid, gid), and the beginning of the name of a Unix socket's peer."""
-TELLS_PEERS = hasattr(socket, "SO_PEERCRED")
-"""True where the system names the peers of all connections, so that one without a peer has ended."""
 _SRCFD = 2
 """libzmq's property of a frame."""
-_STATM = Path("/proc/self/statm")
 _FAMILY = socket.AF_INET6
 """Has room for the addresses of both families. The kernel knows the descriptor's own."""
 
@@ -87,21 +82,13 @@ def peer_in_words(peer: tuple[str, int]) -> str:
 
 def bytes_received(fd: int) -> int:
     """Return how many bytes have come at a descriptor in all; 0 where the system does not tell."""
-    return _told(fd, _RECEIVED_AT)
-
-
-def bytes_taken(fd: int) -> int | None:
-    """Return how many bytes that were sent at a descriptor the peer's system has taken; None where it does not tell."""
-    return _told(fd, _ACKED_AT) or None
-
-
-def _told(fd: int, at: int) -> int:
+    size = _RECEIVED_AT + _BYTES.size
     try:
         with _Borrowed(fd) as borrowed:
-            told = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + _BYTES.size)
+            told = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
     except (OSError, AttributeError, ValueError):  # ValueError: -1, of `source_of`
         return 0
-    return int(_BYTES.unpack_from(told, at)[0]) if len(told) >= at + _BYTES.size else 0
+    return int(_BYTES.unpack_from(told, _RECEIVED_AT)[0]) if len(told) >= size else 0
 
 
 def shut_down(fd: int, peer: tuple[str, int]) -> bool:
@@ -126,11 +113,3 @@ def shut_down(fd: int, peer: tuple[str, int]) -> bool:
             while copy.recv(_BUFFER_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
                 pass
     return True
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 where the system does not tell."""
-    try:
-        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0

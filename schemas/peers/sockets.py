@@ -6,7 +6,6 @@ minute. All options must be set before bind or connect, or they have no effect.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -90,20 +89,6 @@ def send(socket: Any, frames: Sequence[Any]) -> None:
     for frame in frames[:-1]:
         socket.send(frame, MORE | DONTWAIT, copy=False)
     socket.send(frames[-1], DONTWAIT, copy=False)
-
-
-def reaches(router: Any, message: Sequence[bytes]) -> bool:
-    """Send one message by a ROUTER with ROUTER_MANDATORY. Return False if its peer has gone.
-
-    Raises pyzmq's other errors.
-    """
-    try:
-        router.send_multipart(message, DONTWAIT)
-    except Exception as error:
-        if getattr(error, "errno", 0) != errno.EHOSTUNREACH:
-            raise
-        return False
-    return True
 
 
 def receive(dealer: Any) -> list[memoryview] | None:

@@ -34,8 +34,8 @@ class ZapAnswer:
     """The peer, as the log names it."""
 
 
-def judge(request: Sequence[bytes], keys: BrokerKeys | ServerToken | None) -> ZapAnswer:
-    """Judge the peer of one request by the key or the token that it shows. Without keys let it in.
+def judge(request: Sequence[bytes], keys: BrokerKeys | ServerToken) -> ZapAnswer:
+    """Judge the peer of one request by the key or the token that it shows.
 
     The connection's user id becomes its public key in Z85, or with a token its role. The status 400 tells the peer that
     the refusal is final, and it does not connect again.
@@ -46,8 +46,6 @@ def judge(request: Sequence[bytes], keys: BrokerKeys | ServerToken | None) -> Za
         role = keys.role_of(shown)
         user, who = role.encode(), ""
         why = "" if role in ROLES_AT[port] else "another role's name" if role else "another token"
-    elif keys is None:
-        user, who, why = b"", "", ""
     else:
         user = b85encode(shown[0]).translate(_Z85) if mechanism == b"CURVE" and shown else b""
         why, who = keys.judge(port, user)[1], f"{user[:8].decode()}... "

@@ -176,25 +176,25 @@ def test_a_learner_that_is_gone_slow_or_commits_nothing_and_a_full_window(tmp_pa
             stalls.until()
 
 
-class Liar(LoopThread):
-    """A worker from elsewhere that tries to bring a batch with more steps than bytes, again and again."""
+class WrongCounts(LoopThread):
+    """A worker from elsewhere that tries to bring a batch whose counts do not add up, again and again."""
 
     slot = 0
 
     def __init__(self, endpoint: str, fleet_id: str) -> None:
-        super().__init__("liar")
+        super().__init__("wrong counts")
         self._endpoint, self._fleet_id = endpoint, fleet_id
 
     def _run(self) -> None:
         with RawPeer(self._endpoint) as peer:
-            peer.send(WorkerHello(fleet_id=self._fleet_id, token="liar").frames())
+            peer.send(WorkerHello(fleet_id=self._fleet_id, token="wrong").frames())
             place = read(WorkerWelcome, peer.receive_kind(MessageKind.WELCOME).header)
             self.slot, who = place.slot, {"slot": place.slot, "incarnation": place.incarnation}
-            totals = WorkerTotals(seq=1, stepped=1 << 20, shipped=1 << 20, shipped_chunks=1)
-            lie = BatchHeader(fleet_id=self._fleet_id, **who, seq=1, steps=1 << 20, chunks=1, totals=totals)
+            totals = WorkerTotals(seq=1, stepped=1 << 21, shipped=1 << 20, shipped_chunks=1)
+            header = BatchHeader(fleet_id=self._fleet_id, **who, seq=1, steps=1 << 20, chunks=1, totals=totals)
             while not self.stopping.wait(_LOOK_S):
                 peer.send(Heartbeat(**who, totals=WorkerTotals()).frames())
-                peer.send(encode(MessageKind.BATCH, lie.model_dump()))
+                peer.send(encode(MessageKind.BATCH, header.model_dump()))
             peer.send(Bye(**who, totals=WorkerTotals(), settled=Settled(), reason="shutdown").frames())
             peer.receive_kind(MessageKind.ACK)
 
@@ -230,11 +230,11 @@ def test_a_worker_without_credit_a_batch_refused_again_and_again_and_a_redis_tha
         server.send_signal(signal.SIGCONT)
         stalls.until()
 
-        with Liar(stalls.fleet.endpoint("worker"), stalls.fleet_id) as liar:
+        with WrongCounts(stalls.fleet.endpoint("worker"), stalls.fleet_id) as wrong:
             found = stalls.until(("batches_refused", "broker"))["batches_refused"]
         assert since(found, 0)
-        assert re.search(rf"[\d,]+ of worker {liar.slot} .*\(implausible batch\)$", found["sentence"])
-        assert f"{1 << 20} steps in a batch of" in run_here(found["command"])
+        assert re.search(rf"[\d,]+ of worker {wrong.slot} .*\(implausible batch\)$", found["sentence"])
+        assert f"{1 << 21} steps, of which {1 << 20} are open" in run_here(found["command"])
         stalls.until()
 
 

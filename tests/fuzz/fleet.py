@@ -1,12 +1,11 @@
-"""Fuzzing of a whole fleet of real processes: liars at every port of its broker, and at its page.
+"""Fuzzing of a whole fleet of real processes: strangers send nonsense to every port of its broker, and to its page.
 
-A schedule has two turns, of a length each: in one the liars lie to the fleet, in the other to a sink beside it, which
+A schedule has two turns, of a length each: in one they send it to the fleet, in the other to a sink beside it, which
 costs the machine the same. All processes of the fleet must live, and keep within the memory that the settings allow.
 When all schedules are over, the fleet drains: its books must be exact, also to the audit that compares them with files.
 The rates of honest steps in both turns are printed.
 
-A liar never sends what only a key could tell from the truth: that an honest worker has died or has another place, or
-that it is a new learner.
+No stranger says a HELLO that the broker accepts: what a peer with a key may do then, it may do in earnest.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from fuzz.mutations import Mutator, peek, sealed
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.frames.wire import Buffer, MessageKind
-from headrace.schemas.messages import WorkerHello
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES, STRANGERS_BYTES
+from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from support.fleets.running_fleet import RunningFleet
 from support.pipeline.delivery import RawPeer
 from support.raw_zmtp import RawZmtp, frame, memory_of
@@ -40,24 +38,24 @@ from support.serving.raw_http import RawHttp
 
 TURN_S = float(os.environ.get("FUZZ_TURN_S", "5"))
 ROLES = ("worker", "learner", "weights")
-LIES_PER_S = 1000
-"""Of all liars together. Unpaced they would be a test of how two cores share their time."""
+MESSAGES_PER_S = 1000
+"""Of all strangers together. Unpaced they would be a test of how two cores share their time."""
 HONEST_SLOTS = range(2)
 HELD_BYTES, BATCH_BYTES = 64 << 20, 4 << 20
-GROWTH = {"broker": HELD_BYTES + 2 * ((64 << 20) + 4 * STRANGERS_BYTES)}
-"""Bytes by which a process may grow from its size without liars: the broker by the batches that it may hold, and by the
-unfinished messages of strangers at two ports, of tiny frames at worst (docs/internals/port-bounds.md).
+GROWTH = {"broker": HELD_BYTES + 2 * (128 << 20)}
+"""Bytes by which a process may grow from its size before: the broker by the batches that it may hold, and by the
+unfinished messages of strangers at two ports (docs/internals/port-bounds.md).
 """
 OTHERS_GROWTH = 128 << 20
 SETTINGS = {"allow_insecure": "true", "max_held_bytes": HELD_BYTES, "max_batch_bytes": BATCH_BYTES}
 _SAMPLES = [frames for _, frames in golden_samples.golden()]
-# Of bytes that no damage turns into frames. Zeros become empty frames: docs/internals/port-bounds.md on what they cost.
+# Of bytes that no damage turns into frames. Zeros become empty frames, which take much memory.
 _NEVER_ENDS = frame(b"\xff" * (1 << 18), more=True)
 _GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Number: 1\r\n\r\n"
 
 
-class Liars:
-    """One schedule's liars. Each `lie` says one message at one of `ports`, or at the `page`."""
+class Strangers:
+    """One schedule's strangers. Each `say` sends one message to one of `ports`, or to the `page`."""
 
     def __init__(
         self, seed: int, fleet_id: str, ports: Mapping[str, str], page: str, said: Counter[str], stack: ExitStack
@@ -68,7 +66,7 @@ class Liars:
         self._peers: dict[str, tuple[RawPeer, int]] = {}
         self._raw: dict[str, RawZmtp] = {}
 
-    def lie(self) -> None:
+    def say(self) -> None:
         rng = self._mutator.random
         role = rng.choice(("worker", "worker", "worker", "learner", "learner", "weights"))
         match rng.randrange(20):
@@ -79,10 +77,10 @@ class Liars:
             case _ if role == "weights":
                 self._say_raw(role)
             case _:
-                self._say(role)
+                self._say_mutated(role)
 
-    def _say(self, role: str) -> None:
-        """Send a mutated message as a stranger, or as a worker of the liar's own slot."""
+    def _say_mutated(self, role: str) -> None:
+        """Send a mutated message, of a slot that no worker has."""
         rng = self._mutator.random
         peer, slot = self._peers.get(role) or self._new_peer(role)
         frames = rng.choice(_SAMPLES)
@@ -95,7 +93,7 @@ class Liars:
             frames = sealed(kind, header, [bytes(part) for part in frames[2:]], payload["arrays"] if payload else [])
         if rng.random() < 0.9:
             frames = self._mutator.message(frames)
-        if not _is_taken_for_truth(frames):
+        if not _is_accepted(frames, self._fleet_id):
             peer.socket.send_multipart(frames, copy=False)
             self._said[f"{role}: {kind.name}"] += 1
         if rng.random() < 1 / STRANGE_MESSAGES:
@@ -104,9 +102,6 @@ class Liars:
     def _new_peer(self, role: str) -> tuple[RawPeer, int]:
         peer, slot = RawPeer(self._ports[role], role), next(self._slots)
         self._stack.callback(peer.__exit__)
-        if role == "worker" and self._mutator.random.random() < 0.5:
-            hello = WorkerHello(fleet_id=self._fleet_id, token=f"liar {slot}", slot=slot, incarnation=1)
-            peer.send(hello.frames())
         self._peers[role] = peer, slot
         return peer, slot
 
@@ -131,15 +126,14 @@ class Liars:
         self._said["page: request"] += 1
 
 
-def _is_taken_for_truth(frames: Sequence[Buffer]) -> bool:
+def _is_accepted(frames: Sequence[Buffer], fleet_id: str) -> bool:
+    """Return whether this may be a HELLO that the broker accepts. A learner's without a fleet is one for any fleet."""
     kind, header, _ = peek(frames)
-    if kind is MessageKind.HELLO and header.get("role") == "learner":
-        return not header.get("fleet_id")  # that of any fleet
-    return kind in (MessageKind.HELLO, MessageKind.OBITUARY) and header.get("slot") in HONEST_SLOTS
+    return kind is MessageKind.HELLO and header.get("fleet_id") in (fleet_id, "", None)
 
 
 class FuzzedFleet:
-    """A fleet, its processes as they were before the first lie, and its rates."""
+    """A fleet, its processes as they were before the first message of a stranger, and its rates."""
 
     def __init__(self, fleet: RunningFleet) -> None:
         self.fleet = fleet
@@ -147,26 +141,26 @@ class FuzzedFleet:
         self._before = {name: memory_of(pid) for name, pid in self._pids.items()}
         self._most = dict(self._before)
         self._honest: dict[bool, list[float]] = {False: [], True: []}
-        """The rates of honest steps, by whether the liars lied to the fleet."""
+        """The rates of honest steps, by whether strangers spoke to the fleet."""
 
     def play(self, seed: int, said: Counter[str]) -> None:
-        """Play both turns of a schedule, that with lies to the fleet first in every second one."""
+        """Play both turns of a schedule, that with strangers at the fleet first in every second one."""
         page = read_fleet_file(self.fleet.run_dir / "fleet.json")
         for to_fleet in (False, True) if seed % 2 else (True, False):
             with ExitStack() as stack:
                 if to_fleet:
                     ports = {role: self.fleet.endpoint(role) for role in ROLES}
-                    liars = Liars(seed, page.fleet_id, ports, page.endpoints["dashboard"], said, stack)
+                    strangers = Strangers(seed, page.fleet_id, ports, page.endpoints["dashboard"], said, stack)
                 else:
                     ports, sink = stack.enter_context(_sink())
-                    liars = Liars(seed, page.fleet_id, ports, sink, Counter(), stack)
-                self._turn(liars, to_fleet=to_fleet)
+                    strangers = Strangers(seed, page.fleet_id, ports, sink, Counter(), stack)
+                self._turn(strangers, to_fleet=to_fleet)
 
-    def _turn(self, liars: Liars, *, to_fleet: bool) -> None:
+    def _turn(self, strangers: Strangers, *, to_fleet: bool) -> None:
         began, before, said = time.monotonic(), self._steps(), 0
         while (elapsed := time.monotonic() - began) < TURN_S:
-            if said < elapsed * LIES_PER_S:
-                liars.lie()
+            if said < elapsed * MESSAGES_PER_S:
+                strangers.say()
                 said += 1
             else:
                 time.sleep(0.002)
@@ -206,7 +200,7 @@ class FuzzedFleet:
         alone, beside = (sum(rates) / max(1, len(rates)) for rates in (self._honest[False], self._honest[True]))
         sizes = ", ".join(f"{name} {most >> 20} ({self._before[name] >> 20})" for name, most in self._most.items())
         sys.stdout.write(
-            f"fleet: {alone:,.0f} honest steps a second beside lies to a sink, {beside:,.0f} beside lies to it "
+            f"fleet: {alone:,.0f} honest steps a second beside nonsense to a sink, {beside:,.0f} beside nonsense to it "
             f"({100 * beside / max(alone, 1):.0f} %)\nfleet: most MiB (before): {sizes}\n"
         )
 

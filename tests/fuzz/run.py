@@ -12,7 +12,7 @@ target and its seed, which go into `corpus.json`; `python tests/fuzz/run.py 0 TA
     raw        a broker's ports and a policy server's, from peers that speak ZMTP by hand
     files      the files of a run directory
     redis      the values in Redis
-    fleet      a whole fleet of real processes, from liars at its ports
+    fleet      a whole fleet of real processes, from strangers at its ports
 """
 
 from __future__ import annotations

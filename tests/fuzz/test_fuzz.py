@@ -44,7 +44,7 @@ SCHEDULES = {
 }
 """About a second each; the whole fleet takes half a minute. Their number is fixed: a fast machine plays no others.
 
-Of the broker, `tests/simulation/test_claims.py` plays more.
+Of the broker, `tests/simulation/test_book_checks.py` plays more.
 """
 
 

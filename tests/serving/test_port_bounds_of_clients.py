@@ -60,16 +60,12 @@ def test_strangers_are_cut_and_the_honest_peer_goes_on(
 ) -> None:
     caplog.set_level(logging.WARNING)
     with port(tmp_path) as (endpoint, go_on), ExitStack() as stack:  # type: ignore[attr-defined]
-        chatty, huge, tiny, *silent = (stack.enter_context(RawZmtp(endpoint)) for _ in range(6))
+        chatty, huge, *silent = (stack.enter_context(RawZmtp(endpoint)) for _ in range(5))
         go_on()
         huge.send(head(1 << 40, more=False))
         chatty.send(frame(b"\x1b[31mgarbage", more=False) * STRANGE_MESSAGES)
         for stranger in (chatty, huge):
             wait_until(lambda stranger=stranger: (go_on(), stranger.is_cut())[1], "the stranger to be cut")  # type: ignore[misc]
-        frames, sent = frame(b"", more=True) * (1 << 17), 0
-        while sent < 300 << 20 and tiny.send(frames):
-            sent += len(frames)
-        assert sent < 300 << 20, "the worker took it all"
         go_on()
         assert not any(stranger.is_cut() for stranger in silent)
         garbage = [record for record in caplog.records if "garbage" in record.getMessage()]

@@ -1,4 +1,4 @@
-"""Fuzzing of the broker's core with mutated messages, beside honest peers whose books must stay exact.
+"""Fuzzing of the broker's core with mutated messages of strangers, beside honest peers whose books must stay exact.
 
 Run it for N minutes, from a seed, with `python tests/simulation/fuzz.py N [SEED]`, or by `make fuzz MINUTES=N`.
 """
@@ -50,23 +50,23 @@ def settings_of(seed: int) -> Settings:
         session=session,
         round_steps=round_steps,
         publishes=stales,
-        liars=True,
+        strangers=True,
     )
 
 
 def play(seed: int) -> tuple[list[str], Counter[str]]:
-    """Play one schedule with liars. Return what is wrong with the honest peers' history, and the lies told."""
+    """Play one schedule. Return what is wrong with the honest peers' history, and what strangers said."""
     history = History()
     world = World(settings_of(seed), history)
     progressed = world.run()
     honest = [batch for batch in world.checkpoint[1] if batch[0] < world.settings.workers]
     problems = history.judge(honest, losses=LOSSES)
-    assert world.liars is not None
-    return problems + ([] if progressed else ["no progress"]), world.liars.said
+    assert world.strangers is not None
+    return problems + ([] if progressed else ["no progress"]), world.strangers.said
 
 
 def play_honestly(seed: int) -> Counter[str]:
-    """Play one schedule, and return the lies told.
+    """Play one schedule, and return what strangers said.
 
     Raises `AssertionError` with the seed when honest peers suffered. An exception that leaves the core goes on to the
     caller, with a note of the seed.
@@ -81,7 +81,7 @@ def play_honestly(seed: int) -> Counter[str]:
 
 
 def fuzz(seconds: float, seed: int = 0) -> tuple[int, Counter[str]]:
-    """Play schedules from `seed` on until the time is over, at least one. Return how many, and the lies told."""
+    """Play schedules from `seed` on until the time is over, at least one. Return how many, and what strangers said."""
     said: Counter[str] = Counter()
     schedules, end = 0, time.monotonic() + seconds
     while not schedules or time.monotonic() < end:
@@ -94,7 +94,7 @@ def main(minutes: float, seed: int) -> None:
     """Fuzz, and print what was tried."""
     logging.disable(logging.CRITICAL)
     schedules, said = fuzz(60.0 * minutes, seed)
-    lines = [f"{schedules:,} schedules from seed {seed}, {sum(said.values()):,} lies; honest books exact in all"]
+    lines = [f"{schedules:,} schedules from seed {seed}, {sum(said.values()):,} messages; honest books exact in all"]
     lines += [f"{count:12,}  {kind}" for kind, count in sorted(said.items())]
     sys.stdout.write("\n".join(lines) + "\n")
 

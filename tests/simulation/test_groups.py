@@ -16,12 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import MOST_SLOTS, SlotOwners
 from headrace.broker.files.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.credentials.key_files import PeerKey
-from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import (
     Bye,
     Commit,
@@ -387,24 +385,3 @@ def test_no_worker_of_another_group_ends_the_learner_of_a_restarted_broker() -> 
     core.receive(b"l", again, 0.0, key("learner"))
     assert not [send for send in core.take_outbox() if isinstance(send.content, Fenced)]
     assert state.epoch == 1
-
-
-@pytest.mark.parametrize("group", [None, GROUP])
-def test_a_worker_that_names_ever_new_slots_does_not_fill_the_broker(group: str | None) -> None:
-    state = BrokerState()
-    owners = SlotOwners(BrokerLimits(workers=1), state)
-    for slot in range(1, MOST_SLOTS + 1):
-        owners.take(slot, group)
-        state.incarnations[slot] = 1
-    shown = None if group is None else key("worker", group)
-    assert code_of(owners, slot=MOST_SLOTS + 1, who=shown) == "too_many_slots"
-    assert code_of(owners, slot=MOST_SLOTS, who=shown) == "", "a worker comes back"
-    assert code_of(owners, slot=0, who=None if group is None else key("worker")) == "", "one of the fleet's own"
-
-
-def code_of(owners: SlotOwners, slot: int, who: PeerKey | None) -> str:
-    try:
-        owners.judge(WorkerHello(fleet_id=FLEET, token="x", slot=slot, incarnation=1), who)
-    except DecodeError as error:
-        return error.reason
-    return ""

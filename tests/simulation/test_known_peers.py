@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import pytest
 
-from headrace.broker.batches import slot_owners
-from headrace.broker.batches.brought_counts import MOST_BROUGHT_IN_ALL, SURE_IN_OTHER_SLOT
-from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.batches.slot_owners import LIVES_PER_S
-from headrace.broker.sessions.claims import MOST_BROUGHT
+from headrace.broker.batches.limits import BrokerLimits
 from headrace.broker.sessions.core import BrokerCore
-from headrace.schemas.accounts.folded_lives import fold
-from headrace.schemas.accounts.ledger import HeldBatch, Settled, WorkerTotals
+from headrace.schemas.accounts.ledger import HeldBatch, Settled
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.messages import (
@@ -22,11 +16,9 @@ from headrace.schemas.messages import (
     Commit,
     LearnerHello,
     Message,
-    Obituary,
     Reject,
     Skip,
     SourcePosition,
-    SupervisorHello,
     WorkerHello,
     WorkerWelcome,
 )
@@ -36,16 +28,14 @@ from support.simulation.even_batches import settled, totals
 
 FLEET, WORKER, OTHER, LEARNER, SUPERVISOR = "fleet", b"w1", b"w2", b"l1", b"w3"
 MIB = 1 << 20
-LIVES = 50
-"""New lives at once where a test has `few_lives`."""
 
 
 class Broker:
     """A core that is told messages at a time, and its answers."""
 
-    def __init__(self, state: BrokerState | None = None, **limits: Any) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.now = 0.0
-        self.core = BrokerCore(FLEET, BrokerLimits(**limits), state)
+        self.core = BrokerCore(FLEET, BrokerLimits(**limits))
 
     def say(self, peer: bytes, message: Message) -> list[Any]:
         self.core.receive(peer, message, self.now)
@@ -162,133 +152,11 @@ def test_no_worker_has_more_batches_unsettled_than_a_recorder_has_places() -> No
     assert broker.accepted() == WINDOW
 
 
-@pytest.fixture
-def few_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_owners, "LIVES_AT_ONCE", LIVES)
-
-
-# -- lives ------------------------------------------------------------------------------------------------------------
-
-
-def obituary(slot: int, incarnation: int = 1, **changes: Any) -> Obituary:
-    said = {"totals": WorkerTotals(), "settled": Settled(), "reason": "worker_killed"} | changes
-    return Obituary(slot=slot, incarnation=incarnation, **said)
-
-
-@pytest.mark.usefixtures("few_lives")
-def test_workers_begin_only_so_many_lives_at_a_time_and_are_asked_to_wait() -> None:
-    broker = Broker()
-    answers = [broker.hello(b"w%d" % slot, slot) for slot in range(3 * LIVES)]
-    assert len(broker.core.sources) == LIVES
-    assert (answers[-1].code, answers[-1].fatal) == ("too_many_lives", False)
-    broker.now += 10.0
-    assert isinstance(broker.hello(b"late", 5000), WorkerWelcome)
-
-
-@pytest.mark.usefixtures("few_lives")
-def test_the_configs_own_workers_may_begin_while_others_have_begun_too_many() -> None:
-    broker = Broker(workers=4)
-    for slot in range(10, 10 + 2 * LIVES):
-        broker.hello(b"w%d" % slot, slot)
-    assert all(isinstance(broker.hello(b"own%d" % slot, slot), WorkerWelcome) for slot in range(4))
-
-
-@pytest.mark.usefixtures("few_lives")
-def test_obituaries_of_unknown_lives_are_bounded() -> None:
-    broker = Broker()
-    broker.say(LEARNER, LearnerHello(token="l", channel="stream"))
-    broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
-    last = [broker.say(SUPERVISOR, obituary(slot)) for slot in range(3 * LIVES)][-1]
-    assert len(broker.core.state.incarnations) == LIVES
-    assert [said.code for said in last] == ["too_many_lives"]
-    broker.now += 1.0
-    more = sum(isinstance(broker.say(SUPERVISOR, obituary(10_000 + i))[0], Ack) for i in range(100))
-    assert more == LIVES_PER_S
-
-
-@pytest.mark.usefixtures("few_lives")
-def test_a_restarted_broker_knows_its_workers_and_their_ends_whatever_their_number() -> None:
-    known = 4 * LIVES
-    broker = Broker(BrokerState(incarnations=dict.fromkeys(range(known), 3)))
-    broker.say(LEARNER, LearnerHello(token="l", channel="stream"))
-    broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
-    for slot in range(known // 2):
-        assert isinstance(broker.hello(b"w%d" % slot, slot, 3), WorkerWelcome)
-    for slot in range(known // 2, known):
-        assert [said.closed for said in broker.say(SUPERVISOR, obituary(slot, 3))] == [True]
-
-
 def test_a_connection_speaks_for_one_life_at_a_time() -> None:
     broker = Broker()
     for slot in range(50):
         broker.hello(WORKER, slot)
     assert [source.slot for source in broker.core.sources.values() if source.peer is not None] == [49]
-
-
-def brings(steps: int) -> WorkerTotals:
-    return WorkerTotals(stepped=steps, discarded={"env_crash": steps})
-
-
-def tell_of_deaths(broker: Broker, lives: list[tuple[int, int]], totals: WorkerTotals) -> list[str]:
-    """Return the codes of the refusals."""
-    broker.say(LEARNER, LearnerHello(token="l", channel="stream"))
-    broker.say(SUPERVISOR, SupervisorHello(fleet_id=FLEET, token="s"))
-    answers = [broker.say(SUPERVISOR, obituary(*life, totals=totals))[0] for life in lives]
-    return [said.code for said in answers if isinstance(said, Reject)]
-
-
-def brought(broker: Broker) -> int:
-    return sum(sum(source.totals.discarded.values()) for source in broker.core.sources.values())
-
-
-def test_what_lives_of_other_slots_bring_leaves_the_room_of_the_configs_own() -> None:
-    broker, slots = Broker(workers=4), range(1000, 1500)
-    codes = tell_of_deaths(broker, [(slot, 1) for slot in slots], brings(MOST_BROUGHT))
-    assert 450 < len(codes) < 500
-    assert {*codes} == {"implausible"}
-    for slot in range(4):
-        own = broker.hello(b"own%d" % slot, slot, totals=brings(MOST_BROUGHT))
-        assert isinstance(own, WorkerWelcome)
-    assert isinstance(broker.hello(b"other", 2000, totals=brings(SURE_IN_OTHER_SLOT)), WorkerWelcome)
-    assert broker.hello(b"more", 2001, totals=brings(SURE_IN_OTHER_SLOT * 1000)).code == "implausible"
-
-
-def test_what_lives_of_one_slot_bring_leaves_the_room_of_the_others() -> None:
-    broker = Broker(workers=4)
-    codes = tell_of_deaths(broker, [(0, number) for number in range(1, 100)], brings(MOST_BROUGHT))
-    assert len(codes) == 99 - MOST_BROUGHT_IN_ALL // 8 // MOST_BROUGHT
-    assert all(isinstance(broker.hello(b"%d" % n, n, totals=brings(MOST_BROUGHT)), WorkerWelcome) for n in (1, 2, 3))
-
-
-def test_what_all_lives_bring_stays_below_what_lua_can_count() -> None:
-    broker, lives = Broker(workers=100), [(slot, 1) for slot in range(100)]
-    steps = MOST_BROUGHT
-    while steps > SURE_IN_OTHER_SLOT // 4:
-        lives = [(slot, number + 1) for slot, number in lives] + [(slot, 1) for slot in range(1000, 1200)]
-        tell_of_deaths(broker, lives, brings(steps))
-        steps //= 2
-    assert MOST_BROUGHT_IN_ALL // 2 < brought(broker) <= MOST_BROUGHT_IN_ALL
-
-
-@pytest.mark.parametrize("folds", [False, True])
-def test_what_lives_brought_to_an_earlier_broker_leaves_less_room_at_the_next(*, folds: bool) -> None:
-    first, next_one, lives = Broker(workers=2), Broker(workers=2), [(0, number) for number in range(1, 100)]
-    assert len(tell_of_deaths(first, lives, brings(MOST_BROUGHT))) == 99 - MOST_BROUGHT_IN_ALL // 4 // MOST_BROUGHT
-    rows = [row for source in first.core.sources.values() if (row := source.ledger_row()) is not None]
-    folded = reduce(fold, rows, None) if folds else None
-    if folded is not None:
-        next_one.core.restore([], {0: 99}, 0, folded={0: folded})
-    else:
-        next_one.core.restore(rows, {0: 99}, 0)
-    assert tell_of_deaths(next_one, [(0, 100), (0, 101)], brings(MOST_BROUGHT)) == ["implausible"] * 2
-    assert isinstance(next_one.hello(b"own", 1, totals=brings(MOST_BROUGHT)), WorkerWelcome)
-
-
-def test_a_repeated_hello_brings_nothing_more() -> None:
-    broker = Broker(workers=100)
-    for _ in range(3):
-        share = brings(MOST_BROUGHT_IN_ALL // 200)
-        assert isinstance(broker.hello(WORKER, 1, totals=share), WorkerWelcome)
 
 
 # -- a worker beside a broker that stands still -----------------------------------------------------------------------

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from headrace.schemas.basics.bounds import MOST_BYTES, MOST_SECONDS
 from headrace.schemas.errors import DecodeError, EnvError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, MessageKind, decode, encode
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, decode
 from headrace.schemas.messages import Heartbeat
-from headrace.schemas.peers import peer_account
 from headrace.workers import EnvRunnerConfig
 from headrace.workers.envs.backend import Replies
 from headrace.workers.envs.process.control import NO_SEED, Command
-from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHeartbeat, EnvHostHello
+from headrace.workers.envs.remote.env_messages import EnvAnswers, EnvHostHello
 from headrace.workers.envs.remote.host.process import learn_spaces
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.order_frames import RemoteColumns, take_replies
 from headrace.workers.envs.remote.peer import EnvHostPeer
-from headrace.workers.envs.remote.pool import RemotePool
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
-from support.raw_zmtp import RawZmtp, on_the_wire
-from support.waiting import wait_until
 
 SPACES = learn_spaces(EnvRunnerConfig(env="CartPole-v1", num_envs=1))
 TOTALS = {"env_steps": 0, "agent_steps": 0}
@@ -185,66 +177,6 @@ def test_a_host_that_rests_is_used_where_no_other_is_left() -> None:
     places.restart(0)
     places.settle_in(1.0)
     assert places.hosts["bad"].taken() == [0]
-
-
-@contextmanager
-def a_pool() -> Iterator[RemotePool]:
-    """The driver of one env at a port for env hosts, and an honest host of a spare env beside it."""
-    port, stopping = RouterPort(RouterPortSettings("127.0.0.1", 0, None)), threading.Event()
-
-    def host() -> None:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
-            sock.linger = 0
-            sock.connect(port.endpoint)
-            sock.send_multipart(EnvHostHello(life="honest", num_envs=1, spaces=SPACES.model_dump(mode="json")).frames())
-            while not stopping.is_set():
-                if sock.poll(20) and "orders" in (header := decode(sock.recv_multipart()).header):
-                    answers = [(place, number) for place, number, *_ in header["orders"]]
-                    sock.send_multipart(EnvAnswers(life="honest", answers=answers, built=[0]).frames())
-
-    thread = threading.Thread(target=host)
-    thread.start()
-    config = EnvRunnerConfig(env="CartPole-v1", num_envs=1, env_placement="remote", env_hosts_port=1)
-    try:
-        pool = RemotePool(config, 0, lambda lane, again: NO_SEED, port, lambda spaces: "")
-        yield pool
-        pool.close()
-    finally:
-        stopping.set()
-        thread.join()
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [
-        EnvHeartbeat(life="liar").frames(),
-        EnvHostHello(life="liar", num_envs=1, spaces=SPACES.model_dump(mode="json")).frames(),
-        EnvAnswers(life="liar", answers=[(0, 9)]).frames(),
-        encode(MessageKind.HEARTBEAT, {"life": "liar", "later": "x" * (900 << 10)}),
-        [b"garbage"],
-    ],
-    ids=["heartbeats", "HELLOs", "answers to no order", "large heartbeats", "garbage"],
-)
-def test_a_known_host_that_floods_the_port_is_cut_and_the_other_stays(
-    lie: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The port drops the rest unread. If it read a message without its later frames, it would log a refusal."""
-    monkeypatch.setattr(peer_account, "KNOWN_PER_S", 0.0)
-    monkeypatch.setattr(peer_account, "REFUSED_PER_S", 0.0)
-    hello = EnvHostHello(life="liar", num_envs=1, spaces=SPACES.model_dump(mode="json"))
-    with a_pool() as pool, RawZmtp(pool.endpoint) as liar:
-        liar.send(on_the_wire(hello.frames()))
-        wait_until(lambda: pool.step_wait(0.02) is not None and len(pool.hosts) == 2, "the liar to join")
-        flood = on_the_wire(lie)
-        for _ in range(10 if len(flood) > 1 << 19 else 1100):
-            liar.send(flood)
-        wait_until(lambda: pool.step_wait(0.02) is not None and liar.is_cut(), "the liar to be cut")
-        wait_until(
-            lambda: pool.step_wait(0.02) is not None and not pool._router_port.wait(0.0), "the rest to be dropped"
-        )
-        assert len(pool.hosts) == 2, "its life ends later, by its lease"
-    refused = [record for record in caplog.records if "is refused" in record.getMessage()]
-    assert bool(refused) == (lie == [b"garbage"])
 
 
 def test_infos_of_one_message_have_8192_names_at_most_in_one_object() -> None:

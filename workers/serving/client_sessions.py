@@ -18,7 +18,6 @@ from headrace.schemas.errors.serving import (
     ServingError,
     UnknownSessionError,
 )
-from headrace.schemas.peers.message_budget import MessageBudget
 from headrace.workers.external.calls import Answer
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.served_episodes import ServedEpisodes
@@ -83,17 +82,10 @@ class ClientSessions:
         """Return the number of open sessions."""
         return len(self._sessions)
 
-    @property
-    def progress(self) -> int:
-        """The number of requests so far that began an episode, or passed a step on to the sampler."""
-        return self._episodes.taken
-
-    def budget_of(self, session: object, token: object) -> MessageBudget | None:
-        """Return the budget of the session of this name, if it is open, and this is its token."""
+    def has(self, session: object, token: object) -> bool:
+        """Return whether the session of this name is open, and this is its token."""
         known = self._sessions.get(session) if isinstance(session, str) else None
-        if known is None or not isinstance(token, str) or not same_token(known.token, token):
-            return None
-        return known.idle
+        return known is not None and isinstance(token, str) and same_token(known.token, token)
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of sessions, of their open episodes, and of finished episodes that are remembered."""

@@ -80,8 +80,6 @@ class SessionEpisodes:
         self.outbox: list[tuple[Address, Reply]] = []
         """Replies to send, each with its address."""
         self.latencies = Latencies()
-        self.taken = 0
-        """Number of new episodes and steps that were taken. Repeated and refused ones do not count."""
 
     def start(self, session: SessionRecord, start: EpisodeStart) -> Reply:
         """Start an episode. Raises `EpisodeError` and `ServingError`."""
@@ -95,7 +93,6 @@ class SessionEpisodes:
                 )
             self._table.start(start.episode, training_enabled=start.training_enabled)
             session.open[start.episode] = EpisodeRecord(session, start.episode, start.training_enabled)
-            self.taken += 1
         elif episode.step or episode.reply_to is not None or episode.training_enabled != start.training_enabled:
             raise EpisodeError(start.episode, "already_started")
         return Reply.of(EpisodeAnswer(request=start.request, episode=start.episode, next_step=0))
@@ -109,7 +106,6 @@ class SessionEpisodes:
             episode.reply_to, episode.reply_number = address, step.request
             episode.asked_at = self.latencies.begin()
             self._pass_on(episode, step, observation, action)
-            self.taken += 1
             return None
         return self._step_again(episode, step, address)
 

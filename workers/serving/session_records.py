@@ -17,8 +17,6 @@ from headrace.schemas.errors.episodes import (
 from headrace.schemas.errors.serving import code_of, facts_of
 from headrace.schemas.frames.wire import MessageKind
 from headrace.schemas.messages import Message
-from headrace.schemas.peers.message_budget import MessageBudget
-from headrace.schemas.peers.peer_account import idle_messages
 from headrace.workers.serving.serving_messages import MOST_WAITING_FOR, ClientReject
 
 
@@ -99,8 +97,6 @@ class SessionRecord:
     heard_at: float
     open: dict[str, EpisodeRecord] = field(default_factory=dict)
     ended: OrderedDict[str, EpisodeRecord] = field(default_factory=OrderedDict)
-    idle: MessageBudget = field(default_factory=idle_messages)
-    """Its budget over ZeroMQ for requests that bring nothing new."""
     shipped: int = 0
     """The number of chunk shipments taken."""
     shipment_reply_to: Address | None = None

@@ -95,10 +95,11 @@ def _numbers(fleet_id: str, rng: random.Random) -> list[bytes]:
     place = {"slot": slot, "incarnation": incarnation, "totals": totals}
     settled = {"seq": large, "committed": [large, large]}
     hello = {"role": "worker", "fleet_id": fleet_id, "token": "stranger", **place, "incarnation": large}
+    epoch = rng.choice(LARGE[1:])  # a smaller one would be that of a new learner
     messages: list[tuple[MessageKind, dict[str, Any]]] = [
         (MessageKind.HELLO, hello),
         (MessageKind.HELLO, {"role": "worker", "fleet_id": fleet_id, "token": "stranger", "slot": FIRST_SLOT}),
-        (MessageKind.HELLO, {"role": "learner", "fleet_id": fleet_id, "token": "stranger", "epoch": large}),
+        (MessageKind.HELLO, {"role": "learner", "fleet_id": fleet_id, "token": "stranger", "epoch": epoch}),
         (MessageKind.HEARTBEAT, {**place, "settled": large}),
         (MessageKind.OBITUARY, {**place, "incarnation": large}),
         (MessageKind.COMMIT, {"epoch": large, "position": [{**place, "settled": settled}]}),

@@ -38,7 +38,7 @@ from headrace.schemas.messages.learner_messages import LEARNER_PARTS
 from headrace.workers.fleet.session import SessionState as WorkerState
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import SessionLimits, Shipment
-from support.simulation.liars import Liars
+from support.simulation.strangers import Strangers
 
 FLEET = "simulated"
 LEASE_S = 4.0
@@ -92,8 +92,8 @@ class Settings:
     """Synchronous sampling with rounds of so many steps; 0: not synchronous."""
     publishes: bool = False
     """The learner publishes weights while it trains."""
-    liars: bool = False
-    """Other peers lie beside the honest ones, while the world is hostile."""
+    strangers: bool = False
+    """Other connections send faulty messages beside the honest ones, while the world is hostile."""
 
 
 @dataclass
@@ -412,7 +412,7 @@ class World:
         self.settings = settings
         self.random = random.Random(settings.seed)
         self.history = history
-        self.liars = Liars(settings.seed) if settings.liars else None
+        self.strangers = Strangers(settings.seed) if settings.strangers else None
         self.now = 0.0
         self.hostile = True
         self.links: dict[bytes, Link] = {}
@@ -595,7 +595,7 @@ class World:
         honest worker sends more batches than it was told.
         """
         is_tight = self.settings.limits.max_held_bytes < 1 << 20
-        counts = self.broker.refusals.counts if self.broker is not None and self.liars is None else {}
+        counts = self.broker.refusals.counts if self.broker is not None and self.strangers is None else {}
         for (peer, kind), count in counts.items():
             if is_tight and kind == "no_room":
                 continue
@@ -671,9 +671,9 @@ class World:
     def broker_gets(self, peer: bytes, content: Message | BatchHeader | tuple[int, int]) -> None:
         if self.broker is None:
             return
-        if self.liars is not None and self.hostile and not isinstance(content, tuple):
-            for liar, lie in self.liars.lies_beside(peer, content):
-                self._hand_over(liar, lie)
+        if self.strangers is not None and self.hostile and not isinstance(content, tuple):
+            for stranger, message in self.strangers.beside(content):
+                self._hand_over(stranger, message)
         self._hand_over(peer, content)
         self._flush_broker()
 
@@ -703,8 +703,7 @@ class World:
         assert self.broker is not None
         epoch, newest = self.broker.weights
         most, key = self.settings.limits.max_staleness, (header.slot, header.incarnation, header.seq)
-        # A liar may say that it holds a batch, which is then never dropped.
-        if most is not None and key not in self.given and header.learner_epoch == epoch and self.liars is None:
+        if most is not None and key not in self.given and header.learner_epoch == epoch:
             lag = newest - header.weights_seq
             if lag > most and self.broker.store.is_reconciled:
                 self.history.problems.append(f"batch {key} goes out {lag} versions behind, with max_staleness {most}")

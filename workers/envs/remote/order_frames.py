@@ -104,8 +104,8 @@ def take_replies(
     arrays: Mapping[str, NDArray[Any]],
     columns: RemoteColumns,
     replies: Replies,
-) -> bool:
-    """Add the answers to orders under way to `replies`, and return whether there are any. Ignore repeated answers.
+) -> None:
+    """Add the answers to orders under way to `replies`. Ignore repeated answers.
 
     Raises `DecodeError` for a bad message. Some of the host's orders may then count as answered.
     """
@@ -133,7 +133,6 @@ def take_replies(
     replies.failures += [
         Failure(lanes[place], error, stepped=returned, at=at) for place, at, returned, error in errors if place in lanes
     ]
-    return bool(lanes)
 
 
 def _check_results(told: EnvAnswers, commands: Mapping[int, Command], failed: Set[int]) -> None:

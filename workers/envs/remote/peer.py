@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import Usage
-from headrace.schemas.peers.peer_account import idle_messages
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.env_messages import NO_SEED, EnvHostHello
 
@@ -44,8 +43,6 @@ class EnvHostPeer:
         self.lanes: list[int | None] = [None] * hello.num_envs
         """The lane of each place."""
         self.under_way: dict[int, HostOrder] = {}
-        self.idle = idle_messages()
-        """Its budget for messages that bring nothing new."""
         self.cpu_s = 0.0
         """Seconds of processor time since its first heartbeat."""
         self.rss_bytes: int | None = None

@@ -48,8 +48,6 @@ log = logging.getLogger(__name__)
 _SLICE_S = 0.02
 _CALLS = {Command.STEP: UserCall.STEP, Command.RESET: UserCall.RESET}
 """The call of an env that each order asks for. All others build one."""
-_COST_OF_LIFE = 64.0
-"""Cost of a HELLO that begins another life on the same connection, in addition to that of a message."""
 _MOST_BYTES = 1 << 36
 """Bytes of one observation of each env."""
 
@@ -258,19 +256,14 @@ class RemotePool:
             return
         has_messages = self._router_port.wait(timeout_s)
         for route, frames in self._router_port.receive(has_news=lambda: bool(replies)) if has_messages else ():
-            is_new = False
             try:
-                is_new = self._take(route, decode(frames), replies)
+                self._take(route, decode(frames), replies)
             except DecodeError as error:
-                self._router_port.refuse()
                 self._warnings.warn(route, error.reason, f"a message at the port for env hosts is refused: {error}")
                 fatal = error.reason in ("version_mismatch", "bad_message", "bad_space")
                 self._say(route, Reject(code=error.reason, detail=str(error), fatal=fatal))
             except Exception as error:  # noqa: BLE001  one host's message must not end the worker
-                self._router_port.refuse()
                 self._warnings.failed("a message at the port for env hosts was dropped: the worker failed on it", error)
-            if not is_new:
-                self._router_port.charge()
         now = time.monotonic()
         if now >= self._judge_at:
             for host in list(self._places.hosts.values()):
@@ -281,17 +274,17 @@ class RemotePool:
                     self._places.part(host, f"lives, but {waited}")
                     self._say(host.route, Fenced(detail=f"this env host {waited}, so its envs have other places now"))
 
-    def _take(self, route: bytes, message: WireMessage, replies: Replies) -> bool:
-        """Handle a message. Return whether it has answered an order. All others bring nothing new."""
+    def _take(self, route: bytes, message: WireMessage, replies: Replies) -> None:
+        """Handle a message."""
         if message.kind is MessageKind.HELLO:
             self._greet(route, read(EnvHostHello, message.header))
-            return False
+            return
         host = self._places.hosts.get(str(message.header.get("life")))
         if host is None:
             if message.kind is not MessageKind.BYE:
                 self._say(route, Fenced(detail="this life of the env host is over, or was begun with another worker"))
-            return False
-        self._router_port.know(host.idle)
+            return
+        self._router_port.know()
         now = time.monotonic()
         host.hear(route, now)
         match message.kind:
@@ -303,13 +296,12 @@ class RemotePool:
                 self._say(route, EnvHeartbeat(life=host.life))
             case MessageKind.ENV_ANSWERS:
                 try:
-                    return take_replies(host, read(EnvAnswers, message.header), message.arrays, self._arrays, replies)
+                    take_replies(host, read(EnvAnswers, message.header), message.arrays, self._arrays, replies)
                 except DecodeError as error:
                     self._places.part(host, f"was refused: {error}")
                     raise
             case MessageKind.BYE:
                 self._places.part(host, f"has left ({read(EnvHostBye, message.header).reason})")
-        return False
 
     def _greet(self, route: bytes, hello: EnvHostHello) -> None:
         """Welcome a host that begins a life, or whose welcome was lost. Refuse a host whose spaces differ."""
@@ -321,24 +313,21 @@ class RemotePool:
             if detail := problem_of(spaces, self._kind_problem, self.spaces if self._columns is not None else None):
                 text = f"env host {one_line(hello.host[:LONGEST_NAME])}/{hello.pid} is refused: {one_line(detail)}"
                 self._warnings.warn(route, "other_spaces", text)
-                self._router_port.refuse()
                 self._say(route, Reject(code="other_spaces", detail=detail))
                 return
             for other in [other for other in self._places.hosts.values() if other.route == route]:
                 self._places.part(other, "has begun another life")
             if detail := self._places.make_room(hello.num_envs):
-                self._router_port.refuse()
                 self._say(route, Reject(code="full", detail=detail, fatal=False))
                 return
             if self._columns is None:
                 self.spaces, self._columns = spaces, self._new_columns(spaces)
             host = self._places.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
-            self._router_port.charge(_COST_OF_LIFE)
             log.info("env host %s has connected", host.name)
             if (theirs := hello.headrace_version) != (own := headrace_version()):
                 text = f"env host {host.name} runs headrace {theirs or 'of no told version'}, this worker {own}"
                 self._warnings.warn(b"", "version", text)
-        self._router_port.know(host.idle)
+        self._router_port.know()
         config = self._config
         self._say(
             route,

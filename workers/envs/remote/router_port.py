@@ -1,8 +1,7 @@
 """The port of a worker to which env hosts, or clients, connect: one ROUTER socket, with keys, with a token, or without.
 
 The worker answers libzmq's question whether to admit a peer (`schemas/peers/zap.py`) when it next looks at the port. So
-a handshake takes until the next poll of the envs. A peer retries a handshake that takes too long. Soon after a flood
-few peers are admitted at a time (`schemas/peers/admission.py`).
+a handshake takes until the next poll of the envs. A peer retries a handshake that takes too long.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import errno
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +22,11 @@ from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
-from headrace.schemas.peers.admission import ADMISSION_S
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.connection_limit import connection_limit
 from headrace.schemas.peers.descriptors import source_of
-from headrace.schemas.peers.message_budget import MessageBudget
-from headrace.schemas.peers.peer_account import PeerAccount
 from headrace.schemas.peers.port_listing import PortListing
-from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortBounds, PortWatch
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PeerAccount, PortBounds, PortWatch
 from headrace.schemas.peers.ports import ports_to_try
 from headrace.schemas.peers.zap import ENDPOINT, judge
 from headrace.schemas.settings.config import is_loopback
@@ -43,18 +38,7 @@ _TURN_S, _SHORT_TURN_S = 0.02, 0.002
 """Seconds after which `receive` ends, whatever still waits: envs and clients have their turn. The turn is short once it
 has brought something new, since its sender waits for what comes next.
 """
-_HEADER_BYTES = 1024
-"""Bytes of a header that cost as much as one message. A heartbeat of 0.6 MiB with 110,000 orders takes 0.2 s."""
-_SMALL, _LARGE_BURST, _LARGE_PER_S = 64.0, 4096, 256.0
-"""A stranger's message of up to 64 KiB is always read. The costs of larger ones of all strangers: at once, and in each
-second. A HELLO is larger where spaces have thousands of parts.
-"""
 _MOST_FRAMES = DEFAULT_LIMITS.frames
-_MOST_WAITING = 4096
-"""Peers that wait in their handshakes, at most. Later ones push out the first, which try again."""
-
-Speaker = tuple[int, PeerAccount, int]
-"""The connection of a message: its descriptor and its account; and the bytes of the message's header."""
 _MESSAGES_HELD = 4
 """How many of the largest messages all connections together may hold unfinished."""
 
@@ -99,11 +83,8 @@ class RouterPort:
         self._listing = PortListing((), "")
         self._who = settings.who
         self._warnings = CountedWarnings(log)
-        self._large = MessageBudget(_LARGE_BURST, _LARGE_PER_S, _LARGE_BURST)
         self._watch: PortWatch | None = None
-        self._waiting: deque[list[bytes]] = deque(maxlen=_MOST_WAITING)
-        """The answers that admit the peers that wait in their handshakes, the oldest first."""
-        self.speaker: Speaker | None = None
+        self._speaker = PeerAccount()
         """The connection of the message that `receive` yielded last."""
         self._own = sockets.OwnSockets(zmq.Context(), f"a port for {self._who}", 0.2)
         self._poller = zmq.Poller()
@@ -118,8 +99,7 @@ class RouterPort:
             self._listing = PortListing([self.endpoint], self._keys.word)
 
     def _open_zap(self) -> zmq.Socket[bytes]:
-        # MANDATORY tells whether the handshake that asked has ended.
-        zap: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, {"ROUTER_MANDATORY": 1})
+        zap: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, {})
         zap.bind(ENDPOINT)
         self._poller.register(zap, zmq.POLLIN)
         return zap
@@ -162,8 +142,6 @@ class RouterPort:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something comes, at most `timeout_s`. Return whether it is a message. Admit new connections."""
         speaking = False
-        if self._waiting:
-            timeout_s = min(timeout_s, ADMISSION_S)
         for socket, _ in self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)):
             if self._zap is not None and socket is self._zap:
                 self._judge(self._zap)
@@ -171,12 +149,10 @@ class RouterPort:
                 speaking = True
         if not speaking and self._watch is not None:
             self._watch.emptied()
-        if self._waiting:
-            self._admit(waits=speaking)
         return speaking
 
     def _judge(self, zap: zmq.Socket[bytes]) -> None:
-        """Take requests of handshakes. Refuse those of peers that may not connect; let the others wait."""
+        """Take requests of handshakes, and answer each."""
         assert self._keys is not None
         for _ in range(_BURST):
             try:
@@ -186,121 +162,52 @@ class RouterPort:
             if isinstance(self._keys, BrokerKeys):
                 self._keys.known.look()
             verdict = judge(request, self._keys)
-            answer = [route, empty, *verdict.frames]
             if verdict.why:
                 text = f"refused at the port for {self._who}: {verdict.why} ({verdict.seen})"
                 self._warnings.warn(b"", "key", text)
-                sockets.reaches(zap, answer)
-            else:
-                self._waiting.append(answer)
-
-    def _admit(self, *, waits: bool) -> None:
-        """Admit the peers that have waited longest, as many as the port may now. `waits`: a message waits at it.
-
-        A handshake that has ended meanwhile takes no place.
-        """
-        assert self._watch is not None
-        places = self._watch.admission.places(waits=waits)
-        while self._waiting and places:
-            places -= sockets.reaches(self._zap, self._waiting.popleft())
+            zap.send_multipart([route, empty, *verdict.frames], sockets.DONTWAIT)
 
     def receive(
         self, most: int = _BURST, has_news: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield (route, frames) of each message that waits, at most `most` or a burst. `has_news` makes the turn short.
 
-        Before the next message, call `know` if the message was accepted, or `refuse` if it was not, and `charge` if it
-        brought nothing new.
+        Before the next message, call `know` if the message was accepted.
         """
         watch, began = self._watch, time.monotonic()
         assert watch is not None
-        left = min(most, _BURST)
-        while left:
-            message = _receive(self._socket, watch.drops)
+        for _ in range(min(most, _BURST)):
+            message = _receive(self._socket)
             if message is None:
                 watch.emptied()
                 return
             route, frames, fd = message
-            if frames:
-                left -= 1
-                nbytes = sum(map(len, frames))
-                account = watch.heard(fd, route, nbytes)
-                if account.known:
-                    watch.count_unread(fd, account)
-                header_bytes = len(frames[1]) if len(frames) > 1 else 0  # a message in a single frame is small
-                self.speaker = fd, account, header_bytes
-                if header_bytes <= _HEADER_BYTES or self._reads(account, header_bytes / _HEADER_BYTES):
-                    yield route, frames
-                if not account.known:
-                    watch.strange(fd, account, nbytes)
+            self._speaker = watch.heard(fd, route, sum(map(len, frames)))
+            yield route, frames
             took = time.monotonic() - began
             if took > _TURN_S or (took > _SHORT_TURN_S and has_news()):
-                watch.behind()
                 return
-
-    def _reads(self, account: PeerAccount, cost: float) -> bool:
-        """Return whether to read a message whose header costs so much. Charge a known peer that cannot pay for it.
-
-        All strangers together pay for their large messages. A stranger repeats one that is not read.
-        """
-        if not account.known:
-            return cost <= _SMALL or self._large.spend(cost)
-        if account.idle.has(cost):
-            return True
-        self.charge()
-        return False
 
     @property
     def knows(self) -> bool:
         """Return whether the peer of the last message has introduced itself."""
-        return self.speaker is not None and self.speaker[1].known
+        return self._speaker.known
 
-    def know(self, budget: MessageBudget) -> None:
-        """Note that the peer of the last message has introduced itself, and pays from this budget.
-
-        A host or a session has one budget, whatever its connection, so that it gains nothing by a new one.
-        """
-        if self.speaker is not None:
-            self.speaker[1].known, self.speaker[1].idle = True, budget
-
-    def refuse(self) -> None:
-        """Note that the last message was refused."""
-        if self.speaker is not None and self._watch is not None:
-            fd, account, header_bytes = self.speaker
-            self._watch.refused(fd, account, 1.0 + header_bytes / _HEADER_BYTES * account.known)
-
-    def charge(self, cost: float = 1.0, speaker: Speaker | None = None) -> None:
-        """Charge the peer of a message that brought nothing new, in addition to its bytes. Cut one that cannot pay.
-
-        Without a `speaker` it is the last message. Strangers are bounded by the watch.
-        """
-        speaker = speaker or self.speaker
-        if speaker is None or self._watch is None:
-            return
-        fd, account, header_bytes = speaker
-        if account.known:
-            self._watch.spoke(fd, account, cost + header_bytes / _HEADER_BYTES)
+    def know(self) -> None:
+        """Note that the peer of the last message has introduced itself."""
+        self._speaker.known = True
 
     def send(self, route: bytes, frames: list[Buffer]) -> bool:
-        """Send one message without waiting. Return False if the peer is gone, or leaves too much unread."""
-        if self._watch is not None and not self._watch.may_send(route, sum(map(len, frames))):
-            return False
+        """Send one message without waiting. Return False if the peer is gone, or too many messages wait for it."""
         try:
             more = sockets.DONTWAIT | sockets.MORE
             self._socket.send(route, more)
             for frame in frames[:-1]:
                 self._send(frame, more)
             self._send(frames[-1], sockets.DONTWAIT)
-        except zmq.ZMQError as error:  # EHOSTUNREACH: that connection has ended
-            self._note_gone(route, error)
+        except zmq.ZMQError:  # EHOSTUNREACH: that connection has ended
             return False
         return True
-
-    def _note_gone(self, route: bytes, error: zmq.ZMQError) -> None:
-        if error.errno == errno.EHOSTUNREACH and self._watch is not None and self.speaker is not None:
-            account = self.speaker[1]
-            if account.route == route and not account.known:
-                self._watch.gone(route)
 
     def _send(self, frame: Buffer, flags: int) -> None:
         self._socket.send(frame, flags, copy=len(frame) < sockets.COPY_BELOW_BYTES)
@@ -311,19 +218,18 @@ class RouterPort:
         self._own.close()
 
 
-def _receive(socket: zmq.Socket[bytes], drops: Callable[[bytes], bool]) -> tuple[bytes, list[bytes], int] | None:
+def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes], int] | None:
     """Return (first frame, the others, descriptor of the connection), or None. Drop frames beyond any decoder's limit.
 
-    Return no other frames of a peer if `drops` says so of its route.
     A `Frame` knows whether more follow, which is cheaper than asking the socket.
     """
     try:
         first = socket.recv(sockets.DONTWAIT)
         frame = socket.recv(sockets.DONTWAIT, copy=False)
-        frames, most = ([], -1) if drops(first) else ([frame.bytes], _MOST_FRAMES)
+        frames = [frame.bytes]
         while frame.more:
             frame = socket.recv(sockets.DONTWAIT, copy=False)
-            if len(frames) <= most:
+            if len(frames) <= _MOST_FRAMES:
                 frames.append(frame.bytes)
     except zmq.Again:  # also in the midst of one, whose beginning was lost when Ctrl-C came
         return None

@@ -19,7 +19,7 @@ from headrace.schemas.frames.wire import (
     encode,
 )
 from headrace.schemas.messages import read
-from headrace.workers.envs.remote.router_port import RouterPort, Speaker
+from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.serving_messages import REQUESTS, ChunkShipment, ClientRequest
@@ -30,21 +30,15 @@ from headrace.workers.serving.space_codec import SpaceCodec, read_each
 log = logging.getLogger(__name__)
 
 _NO_HEADER: dict[str, Any] = {}
-_COST = 0.25
-"""Cost of a request that brings nothing new. A client that connects again repeats the steps of all its episodes, 1,024
-at most.
-"""
 
 
 class ZmqAddress:
     """The route of a connection. Two addresses with the same route are equal."""
 
-    __slots__ = ("joined", "listener", "route", "speaker")
+    __slots__ = ("joined", "listener", "route")
 
-    def __init__(self, route: bytes, listener: ZmqListener, speaker: Speaker | None, *, joined: bool) -> None:
+    def __init__(self, route: bytes, listener: ZmqListener, *, joined: bool) -> None:
         self.route, self.listener = route, listener
-        self.speaker = speaker
-        """The connection, which pays for a request that brings nothing new."""
         self.joined = joined
         """True if the request came in one frame; its answer goes out in one frame, too."""
 
@@ -105,7 +99,7 @@ class ZmqListener:
         steps: list[_ReceivedStep] = []
         most = max(len(sessions), 1)  # a client has one request under way; to look for more costs time for nothing
         for route, frames in self._router_port.receive(most, has_news=lambda: bool(steps)):
-            address = ZmqAddress(route, self, self._router_port.speaker, joined=len(frames) == 1)
+            address = ZmqAddress(route, self, joined=len(frames) == 1)
             header = _NO_HEADER
             try:
                 parts = split_frame(frames)
@@ -114,24 +108,14 @@ class ZmqListener:
                     steps.append(self._read_step(header, parts, address))
                 else:
                     self._deliver_steps(steps, sessions, now)  # requests stay in order
-                    before = sessions.progress
                     self._deliver_other(kind, header, parts, address, sessions, now)
-                    if sessions.progress == before:
-                        self._router_port.charge(_COST)
-                if not self._router_port.knows:
-                    self._introduce(header, sessions)
+                if not self._router_port.knows and sessions.has(header.get("session"), header.get("token")):
+                    self._router_port.know()
             except HeadraceError as error:
-                self._router_port.refuse()
                 self.send(address, refusal_of(error, _number_of(header)))
             except Exception as error:  # noqa: BLE001  one client's message must not end the thread that serves all
-                self._router_port.refuse()
                 self._fail(address, _number_of(header), error)
         self._deliver_steps(steps, sessions, now)
-
-    def _introduce(self, header: dict[str, Any], sessions: ClientSessions) -> None:
-        """Note that the sender of a request is known if the session is its own."""
-        if (budget := sessions.budget_of(header.get("session"), header.get("token"))) is not None:
-            self._router_port.know(budget)
 
     def _read_step(self, header: dict[str, Any], parts: Sequence[Buffer], address: ZmqAddress) -> _ReceivedStep:
         step = _ReceivedStep(address, read(self._codec.step_message, header))
@@ -149,7 +133,7 @@ class ZmqListener:
         packed = [step.packed for step in steps if step.packed is not None]
         rows = iter(self._read_packed(packed) if packed else ())
         for step in steps:
-            row, before = step.row if step.packed is None else next(rows), sessions.progress
+            row = step.row if step.packed is None else next(rows)
             try:
                 if isinstance(row, HeadraceError):
                     self.send(step.address, refusal_of(row, step.request.request))
@@ -159,8 +143,6 @@ class ZmqListener:
                     sessions.step(step.request, step.address, now, row, step.action)
             except Exception as error:  # noqa: BLE001  as in `deliver_to`
                 self._fail(step.address, step.request.request, error)
-            if sessions.progress == before:
-                self._router_port.charge(_COST, step.address.speaker)
         steps.clear()
 
     def _read_packed(self, packed: list[Buffer]) -> Sequence[Any]:
