@@ -20,6 +20,7 @@ from headrace.deploy.run.goal import EPISODES_NEEDED, Goal, RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.terminal.output import chosen_output
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
+from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import Drop
 from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
 from headrace.schemas.basics.printable import one_line
@@ -86,7 +87,7 @@ class ProgressView:
             goal=goal,
             steps_per_s=gauges.get("env_steps_per_s", 0.0),
             weights=(int(gauges.get("learner_epoch", 0)), int(gauges.get("weights_seq", 0))),
-            weights_lag=weights_lag(snapshot),
+            weights_lag=int(added_up(snapshot.workers.values()).get("weights_lag", 0)),
             held_batches=int(gauges.get("held_batches", 0)),
             dropped=dropped_steps(snapshot.totals),
             discarded={reason: steps for reason, steps in snapshot.fleet.discarded.items() if steps},
@@ -189,11 +190,6 @@ def name_revoked(revoked: Mapping[str, int]) -> str:
     keys = ", ".join(one_line(name) for name in sorted(revoked))
     count = sum(revoked.values())
     return f"{count:,} {'session' if count == 1 else 'sessions'} ended ({keys})"
-
-
-def weights_lag(snapshot: Snapshot) -> int:
-    """Return the most versions by which a worker is behind, among workers in the newest learner epoch."""
-    return max([0, *(int(number(worker.get("weights_behind"))) for worker in snapshot.workers.values())])
 
 
 def dropped_steps(totals: Mapping[str, float]) -> dict[str, int]:

@@ -104,6 +104,7 @@ class CounterRow:
     - layout: the first layout of recorder files that holds it.
     - value: the attribute to read where the field may be None; "" for the field itself.
     - falls: whether it may fall within a life, and is part of another counter.
+    - shown, chart: as of a `figures.Metric`.
     """
 
     word: int
@@ -113,6 +114,8 @@ class CounterRow:
     layout: int = 1
     value: str = ""
     falls: bool = False
+    shown: str = ""
+    chart: str = ""
 
 
 class WorkerTotals(BaseModel):
@@ -132,8 +135,21 @@ class WorkerTotals(BaseModel):
     discarded: Annotated[dict[Reason, Natural], Field(max_length=MOST_REASONS)] = {}
     dropped: CountsByReason = {}
     """Dropped by the worker itself before the batch got a number, such as the last cut of a fenced worker."""
-    episodes: Annotated[Natural, CounterRow(6, "episodes_total", "episodes", "finished")] = 0
-    env_failures: Annotated[Natural, CounterRow(7, "env_failures_total", "failures", "of sub-environments")] = 0
+    episodes: Annotated[
+        Natural,
+        CounterRow(
+            *(6, "episodes_total", "episodes", "finished"),
+            shown="Episodes: {episodes_total}; mean length {episode_len_mean}",
+        ),
+    ] = 0
+    env_failures: Annotated[
+        Natural,
+        CounterRow(
+            *(7, "env_failures_total", "failures", "of sub-environments"),
+            shown="Env failures: {env_failures_total}; {env_rebuilds_total} rebuilds",
+            chart="Failures: envs failed",
+        ),
+    ] = 0
     env_rebuilds: Annotated[Natural, CounterRow(8, "env_rebuilds_total", "rebuilds", "of sub-environments")] = 0
     env_steps: Annotated[
         Natural | None,
@@ -144,6 +160,7 @@ class WorkerTotals(BaseModel):
             "taken by workers' envs, one for all agents that acted",
             layout=2,
             value="steps_of_envs",
+            shown="Env steps",
         ),
     ] = None
     """Steps of envs, counted once for all agents that acted. None from a peer or a book that knows envs of one agent
