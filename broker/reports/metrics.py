@@ -321,20 +321,15 @@ def _of_episodes(name: str, episodes: Iterable[tuple[float, int]]) -> dict[str, 
 
 
 def _worker_state(source: Source, newest: Version, now: float, unix_s: float) -> dict[str, Any]:
-    state = row_figures(source, now, unix_s) | {
-        "incarnation": source.incarnation,
-        "host": source.host,
-        "pid": source.pid,
-        "headrace_version": source.headrace_version,
+    names = ("incarnation", "host", "pid", "headrace_version", "blocked", "accepted", "env_call")
+    state = row_figures(source, now, unix_s) | {name: getattr(source, name) for name in names}
+    state |= {
         "weights_epoch": source.weights[0],
         "weights_seq": source.weights[1],
         "weights_behind": max(0, newest[1] - source.weights[1]) if source.weights[0] == newest[0] else -1,
-        "blocked": source.blocked,
-        "accepted": source.accepted,
         "settled": source.settled.seq,
         "held_batches": len(source.held),
         "env_silence_s": round(source.env_silence_s, 3),
-        "env_call": source.env_call,
         "unix_s": unix_s,
     }
     if source.env_failures:

@@ -31,9 +31,7 @@ _ALWAYS = (
 
 COLUMNS = ("kind", "time", "elapsed_s", *_ALWAYS, "restarts", "queued_steps", "weights_lag", "learner_row")
 """The first columns of `headrace report --csv`. Further ones stand after them in the order in which they came up."""
-
-
-NOTHING_BEFORE: Mapping[str, float] = MappingProxyType({})
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def fleet_row(
@@ -41,7 +39,7 @@ def fleet_row(
     restarts: Mapping[str, int],
     unix_s: float,
     elapsed_s: float,
-    before: Mapping[str, float] = NOTHING_BEFORE,
+    before: Mapping[str, float] = _NOTHING,
 ) -> Row:
     """Return the row of the whole fleet. `before` has the last row's gauges; histograms cover the time since then."""
     row: dict[str, float | int | str] = {

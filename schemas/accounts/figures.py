@@ -23,7 +23,7 @@ from headrace.schemas.accounts.worker_figures import BLOCKED_BY, TIME_PARTS
 
 LEARNER_PARTS = ("wait", "decode", "train", "publish")
 """The parts of a learner's time (`learner_stub/link/time_spent.py`)."""
-_OF_PROCESS = "of the broker's and the learner's own process; absent where the system does not tell"
+_OWN = "of the broker's and the learner's own process; absent where the system does not tell"
 _VALUES = {"quantile": QUANTILES, "role": ("broker", "learner")}
 
 
@@ -32,11 +32,11 @@ class Metric:
     """A figure. With a `label` it has a field for each value of that (see `labelled`).
 
     - counts: True for a gauge that counts since the broker started, and so only grows. Prometheus gets it as a counter.
-    - values: those of its label that are known; by default those that each figure with such a label has.
+    - values: those of its label that are known, unless each figure with such a label has the same.
     - column: its column in the rows of a run, by default its name without the ending.
     - shown: the heading of its tile on the page and in `top`, or of its column in the table of workers; "" if they do
-      not show it. "Heading: text; note; note": a tile's text and notes have the names of figures in braces. A note is
-      left out while one of its figures is unknown.
+      not show it. "Heading: text; note; note": text, by default the figure, and notes of a tile have the names of
+      figures in braces. A note is left out while one of its figures is unknown.
     - chart: the chart of page and report that draws it: "Heading, unit: name of the curve".
     - of, add: a figure over all workers: the member of their rows, and how to add the members up.
     """
@@ -79,8 +79,7 @@ GAUGE_TABLE = (
     ),
     Metric(
         *("episode_return_mean", "return", "of the last `episodes_window` finished episodes"),
-        shown="Mean return: {episode_return_mean}; {episode_return_min} to {episode_return_max} in {episodes_window} "
-        "episodes",
+        shown="Mean return; {episode_return_min} to {episode_return_max} in {episodes_window} episodes",
         chart="Return of episodes: mean",
     ),
     Metric("episode_return_min", "return", "of those episodes"),
@@ -141,10 +140,8 @@ GAUGE_TABLE = (
         column="learner_time",
         chart="Time of the learner, %",
     ),
-    Metric(
-        "process_cpu_share", "1", f"{_OF_PROCESS}: processor seconds per second", "role", chart="Processor time, cores"
-    ),
-    Metric("process_rss_bytes", "bytes", f"{_OF_PROCESS}: memory that it has", "role", chart="Memory, bytes"),
+    Metric("process_cpu_share", "1", f"{_OWN}: processor seconds per second", "role", chart="Processor time, cores"),
+    Metric("process_rss_bytes", "bytes", f"{_OWN}: memory that it has", "role", chart="Memory, bytes"),
     Metric(
         *("oldest_unsettled_age_s", "s", "since the oldest held batch was accepted"),
         chart="Age of the oldest batch, s: since the broker accepted it",
@@ -166,11 +163,9 @@ GAUGE_TABLE = (
     Metric("redis_failures", "attempts", "to reach Redis that failed since the broker started", counts=True),
     Metric(
         *("aborted_return_mean", "return", "of the last `aborted_window` aborted episodes; absent before the first"),
-        chart="Return of episodes: of aborted ones",
+        chart="Return of episodes: aborted ones",
     ),
-    Metric(
-        "aborted_len_mean", "env steps", "of those episodes", chart="Length of episodes, env steps: of aborted ones"
-    ),
+    Metric("aborted_len_mean", "env steps", "of those episodes", chart="Length of episodes, env steps: aborted ones"),
     Metric(
         "aborted_window",
         "episodes",
@@ -210,9 +205,7 @@ GAUGE_TABLE = (
         chart="Time of workers, %",
     ),
     Metric("clients", "sessions", "of clients at all policy servers; absent without one", chart="Clients: connected"),
-    Metric(
-        "client_requests_per_s", "requests/s", "of these clients, over the last seconds", chart="Clients: requests/s"
-    ),
+    Metric("client_requests_per_s", "requests/s", "of these clients, over the last seconds", chart="Clients: requests"),
     Metric(
         *("client_latency_s", "s", "from a step's arrival to its answer, averaged over busy servers", "quantile"),
         values=("0.5", "0.95"),
@@ -286,15 +279,11 @@ SLOT_TABLE = (
 """What the books and the supervisor tell of a slot. Redis does not have these figures under `workers`."""
 
 
-def _largest(told: Iterable[float]) -> float:
-    return max(0, *told)
-
-
 FLEET_TABLE = (
     Metric(
         *("weights_lag", "versions", "by which the worker furthest behind is behind the newest weights"),
         of="weights_behind",
-        add=_largest,
+        add=lambda told: max(0, *told),
         chart="Lag of weights, versions: worker furthest behind",
     ),
     Metric("envs", "envs", "of all connected workers", of="num_envs"),
@@ -318,10 +307,12 @@ def added_up(workers: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
     Any program may have written the rows: a member that is no number counts as 0.
     """
-    rows = list(workers)
-    members = {figure.name: [_member(row, figure.of) for row in rows] for figure in FLEET_TABLE}
-    told = {name: [value for value in values if value is not None] for name, values in members.items()}
-    return {figure.name: figure.add(told[figure.name]) for figure in FLEET_TABLE if told[figure.name]}
+    rows, sums = list(workers), dict[str, float]()
+    for figure in FLEET_TABLE:
+        told = [member for row in rows if (member := _member(row, figure.of)) is not None]
+        if told:
+            sums[figure.name] = figure.add(told)
+    return sums
 
 
 def _member(row: Any, path: str) -> float | None:

@@ -36,8 +36,8 @@ _OF_LIVES = (
         "episodes",
         "that were given up before their end, as batches and reports of deaths tell: an env failed, a client was lost, "
         "or a worker left or was killed",
-        shown="Aborted episodes: {aborted_episodes_total}; return {aborted_return_mean}, of finished ones "
-        "{episode_return_mean}; length {aborted_len_mean}, of finished ones {episode_len_mean}",
+        shown="Aborted episodes; return {aborted_return_mean}, of finished ones {episode_return_mean}; length "
+        "{aborted_len_mean}, of finished ones {episode_len_mean}",
         chart="Failures: episodes aborted",
     ),
     Metric(
@@ -57,7 +57,7 @@ _OF_LIVES = (
 _NAMES_OF_LIVES = frozenset(metric.name for metric in _OF_LIVES)
 
 _OF_TOTALS: dict[str, Callable[[WorkerTotals], int]] = {
-    row.total: attrgetter(row.value or name) for name, row in COUNTERS.items() if row.total
+    row.metric.name: attrgetter(row.value or name) for name, row in COUNTERS.items() if row.metric
 }
 
 _OF_ROW: tuple[tuple[Metric, Callable[[LedgerRow], int]], ...] = (
@@ -101,11 +101,7 @@ _DROPPED = Metric(
 _DROPPED_CHUNKS = Metric("dropped_chunks_total", "chunks", "cut and never committed", "reason", values=tuple(Drop))
 
 COUNTER_TABLE = (
-    *(
-        Metric(row.total, row.unit, row.meaning, shown=row.shown, chart=row.chart)
-        for row in COUNTERS.values()
-        if row.total
-    ),
+    *(row.metric for row in COUNTERS.values() if row.metric),
     _DISCARDED,
     _DROPPED,
     _DROPPED_CHUNKS,

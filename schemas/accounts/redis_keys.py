@@ -276,23 +276,16 @@ _HISTORY = (
     "Gauges that are no whole numbers have six digits. Counters by module and gauges that are times are left out. "
     "Written by the call that writes the gauges, so each entry is of one moment"
 )
-HISTORY_5S = Key(
-    "history:5s",
-    "stream",
-    "as in gauges and totals",
-    "broker",
-    f"the newest hour: {_HISTORY}",
-    example="1795280625000-0 env_steps_per_s 41230.5 env_steps_total 81920 ...",
-    when="every 5 s",
-)
-HISTORY_60S = Key(
-    "history:60s",
-    "stream",
-    "as in gauges and totals",
-    "broker",
-    f"the newest 24 hours: {_HISTORY}",
-    example="1795280640000-0 env_steps_per_s 41230.5 env_steps_total 81920 ...",
-    when="every minute",
+HISTORY_5S, HISTORY_60S = (
+    Key(
+        *(f"history:{seconds}s", "stream", "as in gauges and totals", "broker", f"the newest {span}: {_HISTORY}"),
+        example=f"{unix_ms}-0 env_steps_per_s 41230.5 env_steps_total 81920 ...",
+        when=when,
+    )
+    for seconds, span, unix_ms, when in (
+        (5, "hour", 1795280625000, "every 5 s"),
+        (60, "24 hours", 1795280640000, "every minute"),
+    )
 )
 RINGS = ((HISTORY_5S, 5, 720), (HISTORY_60S, 60, 1440))
 """(key, interval in seconds, most entries)."""

@@ -91,7 +91,10 @@ def test_weights_lag_is_the_lag_of_the_worker_furthest_behind() -> None:
 def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
     stream = io.StringIO()
     view = ProgressView(
-        12.0, START, Goal(until_return=475.0), steps_per_s=8200.0, weights=(2, 3), restarts={"worker": 1, "broker": 0}
+        *(12.0, START, Goal(until_return=475.0)),
+        steps_per_s=8200.0,
+        figures={"learner_epoch": 2.0, "weights_seq": 3.0},
+        restarts={"worker": 1, "broker": 0},
     )
     with ProgressDisplay(stream) as progress:
         progress.show(view)

@@ -285,7 +285,6 @@ def _sums(facts: Facts) -> Document:
         **added_up(workers),
         "restarts": sum(restarts.values()),
         "restarts_by_role": restarts,
-        "lives": sum(snapshot.incarnations.values()),
     }
 
 

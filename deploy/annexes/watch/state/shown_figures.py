@@ -29,8 +29,9 @@ def tiles_of(numbers: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the tiles of a fleet as texts. `numbers` has its figures without a label by name."""
     tiles = []
     for figure in TILES:
-        title, _, told = figure.shown.partition(": ")
-        text, *notes = (_filled(part, numbers) for part in (told or f"{{{figure.name}}}").split("; "))
+        heading, *templates = figure.shown.split("; ")
+        title, _, own = heading.partition(": ")
+        text, *notes = (_filled(part, numbers) for part in (own or f"{{{figure.name}}}", *templates))
         tiles.append({"key": figure.name, "title": title, "text": text or "-", "note": "; ".join(filter(None, notes))})
     return tiles
 
