@@ -19,8 +19,9 @@ from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.redis_keys import QUANTILES, unlabelled
 
 LAG_QUANTILES = (0.5, 0.95)
-_METRICS = {(metric.name, metric.label): metric for metric in (*GAUGE_TABLE, *COUNTER_TABLE)}
 _LAGS = tuple(metric for metric in GAUGE_TABLE if metric.label == "le")
+_TOLD = (metric for metric in (*GAUGE_TABLE, *COUNTER_TABLE) if not metric.name.endswith("unix_s"))
+_METRICS = {(metric.name, metric.label): metric for metric in _TOLD if metric not in _LAGS}
 _WHOLE = ("epoch", "version", "batches", "workers", "episodes")
 """Units of gauges that are whole numbers, as all counters are."""
 _ALWAYS = (
@@ -31,7 +32,6 @@ _ALWAYS = (
 
 COLUMNS = ("kind", "time", "elapsed_s", *_ALWAYS, "restarts", "queued_steps", "weights_lag", "learner_row")
 """The first columns of `headrace report --csv`. Further ones stand after them in the order in which they came up."""
-_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def fleet_row(
@@ -39,7 +39,7 @@ def fleet_row(
     restarts: Mapping[str, int],
     unix_s: float,
     elapsed_s: float,
-    before: Mapping[str, float] = _NOTHING,
+    before: Mapping[str, float] = MappingProxyType({}),
 ) -> Row:
     """Return the row of the whole fleet. `before` has the last row's gauges; histograms cover the time since then."""
     row: dict[str, float | int | str] = {
@@ -57,15 +57,14 @@ def fleet_row(
 def history_row(unix_s: float, values: Mapping[str, float], began_unix_s: float, before: Mapping[str, float]) -> Row:
     """Return the row of the whole fleet for gauges and totals, such as an entry of a history ring in Redis.
 
-    It lacks what the rings do not hold: what the rows of workers add up to, restarts, queued steps, numbers by policy.
+    It lacks what the rings do not hold, and moments, which are no figures of a curve.
     """
     row: dict[str, Any] = {"kind": "fleet", "time": round(unix_s, 3), "elapsed_s": round(unix_s - began_unix_s, 3)}
     row |= dict.fromkeys(_ALWAYS, 0)
     for field, told in sorted(values.items()):
         name, label, text = unlabelled(field)
         metric = _METRICS.get((name, label))
-        is_moment, is_other_quantile = name.endswith("unix_s"), label == "quantile" and text not in QUANTILES
-        if metric is None or label == "le" or is_moment or is_other_quantile:
+        if metric is None or (label == "quantile" and text not in QUANTILES):
             continue
         value = int(told) if metric.unit in _WHOLE or name.endswith("_total") else told
         if label == "reason":

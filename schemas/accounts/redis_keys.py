@@ -335,14 +335,12 @@ CHECK = Key(
     "written and deleted before a start, to see whether the fleet may use each command that it needs",
 )
 
-
 SESSIONS_REVOKED, GONE_KEY = "sessions_revoked", "removed"
 
 QUANTILES = ("0.05", "0.25", "0.5", "0.75", "0.95")
 ACCEPTED_LAG, CONSUMED_LAG = "accepted_lag_agent_steps_bucket", "consumed_lag_agent_steps_bucket"
 LEARNER_TIME = "learner_time_share"
 WORKER_RATE, MANY_WORKERS = "worker_env_steps_per_s_quantile", 17
-
 
 _ESCAPES = (("\\", r"\\"), ('"', r"\""), ("\n", r"\n"))
 _PLAIN = {escaped: plain for plain, escaped in _ESCAPES}

@@ -47,9 +47,7 @@ WindowSteps = Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] | None
 force.
 """
 
-
 TimeOfParts = Annotated[dict[Annotated[str, Field(max_length=20)], Seconds], Field(max_length=16)]
-
 
 Threads = Annotated[int, Field(ge=0, le=1 << 16)]
 
