@@ -79,7 +79,7 @@ GAUGE_TABLE = (
     ),
     Metric(
         *("episode_return_mean", "return", "of the last `episodes_window` finished episodes"),
-        shown="Mean return; {episode_return_min} to {episode_return_max} in {episodes_window} episodes",
+        shown="Mean return; {episode_return_min} to {episode_return_max}; of the newest {episodes_window}",
         chart="Return of episodes: mean",
     ),
     Metric("episode_return_min", "return", "of those episodes"),
@@ -98,7 +98,7 @@ GAUGE_TABLE = (
     Metric("episodes_window", "episodes", "that these are taken over, at most 100"),
     Metric(
         *("weights_seq", "version", "seq of the newest published weights"),
-        shown="Weights: {learner_epoch}/{weights_seq}; slowest worker {weights_lag} versions behind",
+        shown="Weights: {learner_epoch}/{weights_seq}; slowest worker is behind by {weights_lag}",
     ),
     Metric("learner_epoch", "epoch", "of the learner that holds the lease"),
     Metric(
@@ -108,7 +108,7 @@ GAUGE_TABLE = (
     ),
     Metric(
         *("held_batches", "batches", "accepted and neither committed nor dropped"),
-        shown="Queue: {held_batches} batches; {held_bytes}; oldest {oldest_unsettled_age_s}",
+        shown="Queued batches; {held_bytes}; oldest {oldest_unsettled_age_s}",
         chart="Queue, batches: held by the broker",
     ),
     Metric("held_bytes", "bytes", "of those of these batches that the broker has in memory"),

@@ -117,7 +117,7 @@ _STEPPED = Metric("agent_steps_total", "agent steps", "taken by workers; the led
 _EPISODES = Metric("episodes_total", "episodes", "finished", shown="Episodes; mean length {episode_len_mean}")
 _ENV_FAILURES = Metric(
     *("env_failures_total", "failures", "of sub-environments"),
-    shown="Env failures; {env_rebuilds_total} rebuilds",
+    shown="Env failures; rebuilt {env_rebuilds_total}",
     chart="Failures: envs failed",
 )
 _ENV_STEPS = Metric(

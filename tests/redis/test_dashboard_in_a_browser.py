@@ -230,9 +230,7 @@ def _draws_the_history(browser: Browser) -> None:
     shown = browser.ask(f"{captions}.textContent, one.querySelector('figcaption').textContent]))")
     assert shown["Queue, batches"] == "held by the broker 3"
     assert shown["Steps of single workers, env steps/s"] == "5 % to 95 % 15 to 105quartiles 35 to 85median 60"
-    assert (
-        shown["Return of episodes"] == "5 % to 95 % 15 to 105quartiles 35 to 85mean 12.25median 60of aborted ones 9.5"
-    )
+    assert shown["Return of episodes"] == "5 % to 95 % 15 to 105quartiles 35 to 85mean 12.25median 60aborted ones 9.5"
     # 20 workers take a batch of 32 env steps each in five seconds.
     assert shown["Throughput, steps/s"] == "env steps taken 128agent steps committed 128"
     assert shown["Time of the learner, %"] == "wait 25decode 25train 25publish 25"
