@@ -187,7 +187,6 @@ class FleetMetrics(BrokerObserver):
         gauges: dict[str, float] = {
             "unix_s": time.time(),
             "env_steps_per_s": sum(steps for _, steps in self._arrivals) / span,
-            "episodes_window": len(self._episodes),
             "weights_seq": core.weights[1],
             "learner_epoch": core.state.epoch,
             "messages_refused": core.refusals.total,
@@ -197,17 +196,14 @@ class FleetMetrics(BrokerObserver):
             "oldest_unsettled_age_s": now - min((batch.at for batch in held), default=now),
         }
         live = core.live()
-        gauges |= fleet_figures(live, now) | _spread_of_workers(live, now) | self._aborted_gauges()
+        gauges |= fleet_figures(live, now) | _spread_of_workers(live, now)
         gauges |= {keys.labelled(keys.SESSIONS_REVOKED, "key", key): count for key, count in core.revoked.items()}
         if core.workers.last_close_at < math.inf:
             gauges["lost_lives_close_unix_s"] = time.time() + max(0.0, core.workers.last_close_at - now)
-        if self._episodes:
-            returns, lengths = zip(*self._episodes, strict=True)
-            for name, values in (("episode_return", returns), ("episode_len", lengths)):
-                gauges[f"{name}_mean"] = sum(values) / len(values)
-                gauges[f"{name}_min"], gauges[f"{name}_max"] = min(values), max(values)
-                spread = quantiles(values)
-                gauges |= {keys.labelled(f"{name}_quantile", "quantile", at): own for at, own in spread.items()}
+        gauges |= _of_episodes("episode", self._episodes) | {"episodes_window": len(self._episodes)}
+        aborted = _of_episodes("aborted", self._aborted).items()
+        gauges |= {name: value for name, value in aborted if name.endswith("_mean")}
+        gauges["aborted_window"] = len(self._aborted)
         gauges |= {keys.labelled(keys.ACCEPTED_LAG, "le", le): steps for le, steps in up_to(self._accepted_lag)}
         measures = core.learners.measures
         gauges |= measures.consumed_lag()
@@ -215,15 +211,6 @@ class FleetMetrics(BrokerObserver):
         gauges |= _of_process("broker", self._usage, now)
         if core.has_learner:
             gauges |= measures.time_share() | _of_process("learner", measures.usage, now)
-        return gauges
-
-    def _aborted_gauges(self) -> dict[str, float]:
-        """Return the means over aborted episodes, to compare with those of finished ones."""
-        gauges: dict[str, float] = {"aborted_window": len(self._aborted)}
-        if self._aborted:
-            returns, lengths = zip(*self._aborted, strict=True)
-            gauges["aborted_return_mean"] = sum(returns) / len(returns)
-            gauges["aborted_len_mean"] = sum(lengths) / len(lengths)
         return gauges
 
     def _policy_returns(self) -> dict[str, dict[str, Any]]:
@@ -330,45 +317,40 @@ def _lag(header: BatchHeader, newest: Version) -> int:
 
 
 def _spread(returns: Sequence[float], lengths: Sequence[int]) -> dict[str, Any]:
-    of_lengths = (
-        {"len_mean": sum(lengths) / len(lengths), "len_min": min(lengths), "len_max": max(lengths)} if lengths else {}
+    return (
+        _means("len", lengths) | _means("return", returns) | {"agents": len(returns), "quantiles": quantiles(returns)}
     )
-    return of_lengths | {
-        "return_mean": sum(returns) / len(returns),
-        "return_min": min(returns),
-        "return_max": max(returns),
-        "agents": len(returns),
-        "quantiles": quantiles(returns),
-    }
+
+
+def _means(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}_mean": sum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+
+
+def _of_episodes(name: str, episodes: Iterable[tuple[float, int]]) -> dict[str, float]:
+    """Return the gauges of these (return, length) pairs: means, extremes and quantiles; empty for none."""
+    gauges: dict[str, float] = {}
+    for part, values in zip(("return", "len"), zip(*episodes, strict=True), strict=False):
+        gauges |= _means(f"{name}_{part}", values)
+        field = f"{name}_{part}_quantile"
+        gauges |= {keys.labelled(field, "quantile", at): own for at, own in quantiles(values).items()}
+    return gauges
 
 
 def _worker_state(source: Source, newest: Version, now: float, unix_s: float) -> dict[str, Any]:
-    failure = _env_failure(source, now) if source.env_failures else {}
-    return (
-        failure
-        | row_figures(source, now, unix_s)
-        | {
-            "incarnation": source.incarnation,
-            "host": source.host,
-            "pid": source.pid,
-            "headrace_version": source.headrace_version,
-            "weights_epoch": source.weights[0],
-            "weights_seq": source.weights[1],
-            "weights_behind": max(0, newest[1] - source.weights[1]) if source.weights[0] == newest[0] else -1,
-            "blocked": source.blocked,
-            "accepted": source.accepted,
-            "settled": source.settled.seq,
-            "held_batches": len(source.held),
-            "env_silence_s": round(source.env_silence_s, 3),
-            "env_call": source.env_call,
-            "unix_s": unix_s,
-        }
-    )
-
-
-def _env_failure(source: Source, now: float) -> dict[str, Any]:
-    return {
-        "env_failures": source.env_failures,
-        "env_failure": source.env_failure,
-        "env_failure_age_s": now - source.env_failed_at,
+    names = ("incarnation", "host", "pid", "headrace_version", "blocked", "accepted", "env_call")
+    state = row_figures(source, now, unix_s) | {name: getattr(source, name) for name in names}
+    state |= {
+        "weights_epoch": source.weights[0],
+        "weights_seq": source.weights[1],
+        "weights_behind": max(0, newest[1] - source.weights[1]) if source.weights[0] == newest[0] else -1,
+        "settled": source.settled.seq,
+        "held_batches": len(source.held),
+        "env_silence_s": round(source.env_silence_s, 3),
+        "unix_s": unix_s,
     }
+    if source.env_failures:
+        state |= {"env_failures": source.env_failures, "env_failure": source.env_failure}
+        state["env_failure_age_s"] = now - source.env_failed_at
+    return state

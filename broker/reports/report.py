@@ -30,24 +30,10 @@ log = logging.getLogger(__name__)
 LIVE_S = 15.0
 """Seconds after which gauges, workers' states, returns by module and logged metrics expire if no broker reports."""
 
-_WRITTEN = (
-    keys.FLEET,
-    keys.LEDGER,
-    keys.FOLDED,
-    keys.TOTALS,
-    keys.SOURCES,
-    keys.GAUGES,
-    keys.WORKERS,
-    keys.LEASE,
-    keys.INCARNATIONS,
-    keys.RUNNER_STATE,
-    keys.EVENTS,
-    keys.METRICS,
-    keys.METRIC_SUMS,
-    keys.POLICIES,
-    keys.ERRORS,
-    *(key for key, _, _ in keys.RINGS),
-)
+_APART = (keys.WEIGHTS_CURRENT, keys.LEARNER_ROWS)
+_OF_BROKER = (key for key in keys.TABLE if key.writer == "broker" and "{" not in key.name)
+_WRITTEN = tuple(key for key in _OF_BROKER if key not in _APART)
+"""In the order in which the script names them."""
 _RINGS = [[seconds * 1000, most] for _, seconds, most in keys.RINGS]
 
 

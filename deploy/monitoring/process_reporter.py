@@ -13,6 +13,7 @@ from headrace.broker.redis.client import REDIS_FAILURES, connect
 from headrace.broker.redis.parser import HashParser
 from headrace.broker.redis.scripts import CLAIM
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.figures import RESTARTS
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import unlabelled
 from headrace.schemas.basics.printable import printable
@@ -173,7 +174,7 @@ class ProcessReporter:
             self._restarts_before = {unlabelled(name)[2]: count for name, count in fields.items()}
         before = self._restarts_before
         return {
-            keys.labelled(keys.RESTARTS.name, keys.RESTARTS.label, role): before.get(role, 0) + self._restarts[role]
+            keys.labelled(RESTARTS.name, RESTARTS.label, role): before.get(role, 0) + self._restarts[role]
             for role in sorted(before.keys() | self._restarts.keys())
         }
 

@@ -20,8 +20,8 @@ from headrace.deploy.run.goal import EPISODES_NEEDED, Goal, RunNumbers
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.terminal.output import chosen_output
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
-from headrace.schemas.accounts.ledger import Drop
-from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
+from headrace.schemas.accounts.figures import added_up
+from headrace.schemas.accounts.redis_keys import revoked_sessions
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 
@@ -29,6 +29,7 @@ LIVE_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 5.0
 STALE_S = 2.0
 _BAR_WIDTH = 30
+_WHOLE = ("learner_epoch", "weights_seq", "weights_lag", "held_batches")
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,8 @@ class ProgressView:
     start: RunNumbers = field(default_factory=RunNumbers)
     """The steps of earlier runs in the same directory, and the first mean return of this one over enough episodes."""
     steps_per_s: float = 0.0
-    weights: tuple[int, int] = (0, 0)
-    """(learner epoch, seq) of the newest weights."""
-    weights_lag: int = 0
-    """Number of versions by which the slowest worker's weights are behind the newest."""
-    held_batches: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Gauges, and what the rows of workers add up to."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Steps that were cut and will not reach the learner, by reason."""
     discarded: Mapping[str, int] = field(default_factory=dict)
@@ -85,10 +83,8 @@ class ProgressView:
             numbers=RunNumbers.of(gauges, snapshot.totals, snapshot.policies),
             goal=goal,
             steps_per_s=gauges.get("env_steps_per_s", 0.0),
-            weights=(int(gauges.get("learner_epoch", 0)), int(gauges.get("weights_seq", 0))),
-            weights_lag=weights_lag(snapshot),
-            held_batches=int(gauges.get("held_batches", 0)),
-            dropped=dropped_steps(snapshot.totals),
+            figures={**gauges, **added_up(snapshot.workers.values())},
+            dropped={reason: steps for reason, (steps, _) in snapshot.fleet.dropped.items() if steps},
             discarded={reason: steps for reason, steps in snapshot.fleet.discarded.items() if steps},
             agent_steps=snapshot.fleet.stepped,
             restarts=restarts,
@@ -102,6 +98,7 @@ class ProgressView:
     def rows(self) -> list[tuple[str, str]]:
         """Return (label, value) pairs, in the order in which they are shown."""
         n = self.numbers
+        epoch, seq, lag, held = (int(self.figures.get(name, 0)) for name in _WHOLE)
         mean = n.show_mean_return()
         if self.goal.until_return is not None:
             mean += f" of {self.goal.until_return:g}"
@@ -111,8 +108,8 @@ class ProgressView:
             ("env steps", f"{self._steps()} ({self.steps_per_s:,.0f}/s)"),
             ("episodes", f"{n.episodes:,}"),
             ("mean return", mean),
-            ("weights", f"{self.weights[0]}/{self.weights[1]} (lag {self.weights_lag})"),
-            ("queue", f"{self.held_batches} batches"),
+            ("weights", f"{epoch}/{seq} (lag {lag})"),
+            ("queue", f"{held} batches"),
             ("restarts", name_restarts(self.restarts)),
         ]
         lost = {"dropped": self.dropped, "discarded": self.discarded}
@@ -189,20 +186,6 @@ def name_revoked(revoked: Mapping[str, int]) -> str:
     keys = ", ".join(one_line(name) for name in sorted(revoked))
     count = sum(revoked.values())
     return f"{count:,} {'session' if count == 1 else 'sessions'} ended ({keys})"
-
-
-def weights_lag(snapshot: Snapshot) -> int:
-    """Return the most versions by which a worker is behind, among workers in the newest learner epoch."""
-    return max([0, *(int(number(worker.get("weights_behind"))) for worker in snapshot.workers.values())])
-
-
-def dropped_steps(totals: Mapping[str, float]) -> dict[str, int]:
-    """Return the dropped steps by reason; leave out reasons without steps."""
-    counts = {
-        reason.value: int(totals.get(labelled("dropped_agent_steps_total", "reason", reason.value), 0))
-        for reason in Drop
-    }
-    return {reason: steps for reason, steps in counts.items() if steps}
 
 
 def env_failures(snapshot: Snapshot) -> str:

@@ -11,68 +11,27 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.deploy.loggers import Row
-from headrace.deploy.report.progress import weights_lag
 from headrace.deploy.run.goal import RunNumbers
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
+from headrace.schemas.accounts.figures import GAUGE_TABLE, added_up
 from headrace.schemas.accounts.lag_buckets import lag_quantiles
-from headrace.schemas.accounts.redis_keys import WORKER_RATE, unlabelled
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
+from headrace.schemas.accounts.redis_keys import QUANTILES, unlabelled
 
-RETURNS_AND_LENGTHS = tuple(
-    f"{name}_{reduce}" for name in ("episode_return", "episode_len") for reduce in ("mean", "min", "max")
+LAG_QUANTILES = (0.5, 0.95)
+_LAGS = tuple(metric for metric in GAUGE_TABLE if metric.label == "le")
+_TOLD = (metric for metric in (*GAUGE_TABLE, *COUNTER_TABLE) if not metric.name.endswith("unix_s"))
+_METRICS = {(metric.name, metric.label): metric for metric in _TOLD if metric not in _LAGS}
+_WHOLE = ("epoch", "version", "batches", "workers", "episodes")
+"""Units of gauges that are whole numbers, as all counters are."""
+_ALWAYS = (
+    *("env_steps", "learner_epoch", "weights_seq", "agent_steps", "env_steps_per_s", "episodes", "episodes_window"),
+    *("workers", "held_batches", "committed_steps", "dropped_steps", "discarded_steps"),
 )
-QUANTILES = {"0.05": "p5", "0.25": "p25", "0.5": "p50", "0.75": "p75", "0.95": "p95"}
-"""Value of the label `quantile` -> end of the column."""
-_PLAIN = (
-    *("held_bytes", "held_agent_steps", "oldest_unsettled_age_s", "clients", "client_requests_per_s"),
-    *("window_batches", "window_bytes", "compression_ratio", "messages_refused", "redis_failures"),
-)
-_COUNTED = (
-    *("aborted_episodes", "env_failures", "env_rebuilds", "fenced_lives"),
-    *("sampled_bytes", "accepted_bytes", "committed_bytes"),
-)
-"""Counters of the fleet, without their ending `_total`."""
-_OF_ABORTED = ("aborted_return_mean", "aborted_len_mean")
-_QUANTILES_OF = {
-    "episode_return_quantile": "episode_return",
-    "episode_len_quantile": "episode_len",
-    "client_latency_s": "client_latency_s",
-    WORKER_RATE: "worker_env_steps_per_s",
-}
-_BY_LABEL = {
-    "worker_time_share": "worker_time",
-    "learner_time_share": "learner_time",
-    "process_cpu_share": "process_cpu_share",
-    "process_rss_bytes": "process_rss_bytes",
-}
-_LAGS = {"accepted_lag_agent_steps_bucket": "accepted_lag", "consumed_lag_agent_steps_bucket": "consumed_lag"}
-_LAG_QUANTILES = (0.5, 0.95)
+"""Columns of each row of the fleet: 0 where Redis has nothing yet."""
 
-COLUMNS = (
-    "kind",
-    "time",
-    "elapsed_s",
-    "env_steps",
-    "learner_epoch",
-    "weights_seq",
-    "agent_steps",
-    "env_steps_per_s",
-    "episodes",
-    "episodes_window",
-    *RETURNS_AND_LENGTHS,
-    "weights_lag",
-    "workers",
-    "held_batches",
-    "restarts",
-    "dropped_steps",
-    "discarded_steps",
-    "learner_row",
-    "committed_steps",
-    "queued_steps",
-)
+COLUMNS = ("kind", "time", "elapsed_s", *_ALWAYS, "restarts", "queued_steps", "weights_lag", "learner_row")
 """The first columns of `headrace report --csv`. Further ones stand after them in the order in which they came up."""
-
-
-NOTHING_BEFORE: Mapping[str, float] = MappingProxyType({})
 
 
 def fleet_row(
@@ -80,34 +39,15 @@ def fleet_row(
     restarts: Mapping[str, int],
     unix_s: float,
     elapsed_s: float,
-    before: Mapping[str, float] = NOTHING_BEFORE,
+    before: Mapping[str, float] = MappingProxyType({}),
 ) -> Row:
     """Return the row of the whole fleet. `before` has the last row's gauges; histograms cover the time since then."""
-    gauges, ledger = snapshot.gauges, snapshot.fleet
-    numbers = RunNumbers.of(gauges, snapshot.totals)
-    dropped = {reason: steps for reason, (steps, _) in ledger.dropped.items()}
     row: dict[str, float | int | str] = {
-        "kind": "fleet",
-        "time": round(unix_s, 3),
-        "elapsed_s": round(elapsed_s, 3),
-        "env_steps": numbers.steps,
-        "learner_epoch": int(gauges.get("learner_epoch", 0)),
-        "weights_seq": int(gauges.get("weights_seq", 0)),
-        "agent_steps": ledger.stepped,
-        "env_steps_per_s": gauges.get("env_steps_per_s", 0.0),
-        "episodes": numbers.episodes,
-        "episodes_window": numbers.window,
-        **{name: gauges[name] for name in RETURNS_AND_LENGTHS if name in gauges},
-        "weights_lag": weights_lag(snapshot),
-        "workers": len(snapshot.workers),
-        "held_batches": int(gauges.get("held_batches", 0)),
-        "committed_steps": ledger.committed[0],
-        "queued_steps": ledger.queued,
-        **_counter_columns(snapshot.totals),
-        **gauge_columns(gauges, before),
-        **_with_total("restarts", restarts),
-        **_with_total("dropped_steps", dropped),
-        **_with_total("discarded_steps", ledger.discarded),
+        **history_row(unix_s, {**snapshot.totals, **snapshot.gauges}, unix_s - elapsed_s, before),
+        **added_up(snapshot.workers.values()),
+        "queued_steps": snapshot.fleet.queued,
+        "restarts": sum(restarts.values()),
+        **{f"restarts/{role}": count for role, count in restarts.items() if count},
     }
     for module_id, returns in snapshot.policies.items():
         row |= {f"policies/{module_id}/{name}": value for name, value in returns.items()}
@@ -115,60 +55,25 @@ def fleet_row(
 
 
 def history_row(unix_s: float, values: Mapping[str, float], began_unix_s: float, before: Mapping[str, float]) -> Row:
-    """Return the row of the whole fleet for an entry of a history ring in Redis, which `FleetView.history` gave.
+    """Return the row of the whole fleet for gauges and totals, such as an entry of a history ring in Redis.
 
-    It lacks what the rings do not hold: restarts, queued steps, and numbers by policy.
+    It lacks what the rings do not hold, and moments, which are no figures of a curve.
     """
-    totals = {name: int(value) for name, value in values.items() if unlabelled(name)[0].endswith("_total")}
-    numbers = RunNumbers.of(values, totals)
-    by_reason: dict[str, dict[str, int]] = {"dropped": {}, "discarded": {}}
-    for field, count in totals.items():
-        name, _, reason = unlabelled(field)
-        if reason and name in ("dropped_agent_steps_total", "discarded_agent_steps_total"):
-            by_reason[name.partition("_")[0]][reason] = count
-    return {
-        "kind": "fleet",
-        "time": round(unix_s, 3),
-        "elapsed_s": round(unix_s - began_unix_s, 3),
-        "env_steps": numbers.steps,
-        "learner_epoch": int(values.get("learner_epoch", 0)),
-        "weights_seq": int(values.get("weights_seq", 0)),
-        "agent_steps": totals.get("agent_steps_total", 0),
-        "env_steps_per_s": values.get("env_steps_per_s", 0.0),
-        "episodes": numbers.episodes,
-        "episodes_window": numbers.window,
-        **{name: values[name] for name in (*RETURNS_AND_LENGTHS, "workers", "held_batches") if name in values},
-        "committed_steps": totals.get("committed_agent_steps_total", 0),
-        **_counter_columns(totals),
-        **gauge_columns(values, before),
-        **_with_total("dropped_steps", by_reason["dropped"]),
-        **_with_total("discarded_steps", by_reason["discarded"]),
-    }
-
-
-def _counter_columns(totals: Mapping[str, int]) -> dict[str, int]:
-    return {name: totals[f"{name}_total"] for name in _COUNTED if f"{name}_total" in totals}
-
-
-def gauge_columns(gauges: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Return the columns of those gauges that exist: an older broker lacks some, and only some fleets have others."""
-    row = {name: gauges[name] for name in _PLAIN if name in gauges}
-    if gauges.get("aborted_window"):
-        row |= {name: gauges[name] for name in _OF_ABORTED if name in gauges}
-    blocked = [value for field, value in gauges.items() if unlabelled(field)[0] == "workers_blocked"]
-    if blocked:
-        row["workers_blocked"] = sum(blocked)
-    for field, value in sorted(gauges.items()):
-        name, _, label = unlabelled(field)
-        if name in _QUANTILES_OF and label in QUANTILES:
-            row[f"{_QUANTILES_OF[name]}_{QUANTILES[label]}"] = value
-        elif name in _BY_LABEL:
-            row[f"{_BY_LABEL[name]}/{label}"] = value
-    for name, column in _LAGS.items():
-        row |= {
-            f"{column}_p{round(100 * q)}": value
-            for q, value in lag_quantiles(name, before, gauges, _LAG_QUANTILES).items()
-        }
+    row: dict[str, Any] = {"kind": "fleet", "time": round(unix_s, 3), "elapsed_s": round(unix_s - began_unix_s, 3)}
+    row |= dict.fromkeys(_ALWAYS, 0)
+    for field, told in sorted(values.items()):
+        name, label, text = unlabelled(field)
+        metric = _METRICS.get((name, label))
+        if metric is None or (label == "quantile" and text not in QUANTILES):
+            continue
+        value = int(told) if metric.unit in _WHOLE or name.endswith("_total") else told
+        if label == "reason":
+            row[metric.column_for()] = value + row.get(metric.column_for(), 0)
+        if value or label != "reason":
+            row[metric.column_for(text)] = value
+    for metric in _LAGS:
+        lags = lag_quantiles(metric.name, before, values, LAG_QUANTILES)
+        row |= {metric.column_for(str(quantile)): lag for quantile, lag in lags.items()}
     return row
 
 
@@ -202,8 +107,3 @@ def evaluation_row(told: Mapping[str, Any], snapshot: Snapshot | None, began_uni
     for name, own in {"return": told["return"], "len": told["length"], **several}.items():
         row |= {f"evaluation/{name}_{part}": own[part] for part in ("mean", "std", "min", "max")}
     return row
-
-
-def _with_total(name: str, parts: Mapping[str, int]) -> dict[str, int]:
-    """Return the sum, and each part that is not 0."""
-    return {name: sum(parts.values())} | {f"{name}/{part}": count for part, count in parts.items() if count}

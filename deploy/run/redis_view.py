@@ -29,24 +29,9 @@ READ_TIMEOUT_S = 2.0
 
 _ROW_VALUES: TypeAdapter[dict[str, float]] = TypeAdapter(RowValues, config=ConfigDict(allow_inf_nan=False))
 
-_READ = (
-    keys.FLEET,
-    keys.LEDGER,
-    keys.FOLDED,
-    keys.TOTALS,
-    keys.SOURCES,
-    keys.GAUGES,
-    keys.WORKERS,
-    keys.LEASE,
-    keys.INCARNATIONS,
-    keys.METRICS,
-    keys.POLICIES,
-    keys.ERRORS,
-    keys.PROCESSES,
-    keys.SUPERVISOR_TOTALS,
-)
-
 _OF_ONE_NAME = tuple(key for key in keys.TABLE if "{" not in key.name)
+_OF_BROKER_ALONE = (keys.RUNNER_STATE, keys.METRIC_SUMS)
+_READ = tuple(key for key in _OF_ONE_NAME if key.type == "hash" and key not in _OF_BROKER_ALONE)
 
 MOST_ROWS_AT_ONCE = 500
 MOST_EVENTS = 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from headrace.schemas.accounts import figures
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 
@@ -28,9 +29,9 @@ def _section(key: keys.Key) -> Iterable[str]:
     yield ""
     tables = {
         keys.TOTALS: COUNTER_TABLE,
-        keys.GAUGES: keys.GAUGE_TABLE,
-        keys.WORKERS: keys.WORKER_TABLE,
-        keys.SUPERVISOR_TOTALS: (keys.RESTARTS,),
+        keys.GAUGES: figures.GAUGE_TABLE,
+        keys.WORKERS: figures.WORKER_TABLE,
+        keys.SUPERVISOR_TOTALS: (figures.RESTARTS,),
     }
     if key in tables:
         yield from ("| name | unit | meaning |", "|---|---|---|")
@@ -41,7 +42,7 @@ def _section(key: keys.Key) -> Iterable[str]:
         yield ""
 
 
-def _field(metric: keys.Metric) -> str:
+def _field(metric: figures.Metric) -> str:
     return (
         keys.labelled(metric.name, metric.label, metric.label.upper())
         if metric.label

@@ -25,6 +25,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
+from headrace.schemas.accounts.figures import Metric
 from headrace.schemas.basics.bounds import (
     MOST_REASONS,
     BatchCount,
@@ -98,18 +99,27 @@ class CounterRow:
     larger one, those of several lives to their sum.
 
     - word: its place in an area of the recorder, for ever. New counters take the words from 96 on.
-    - total: its name among the fleet's lifetime counters in Redis; "" if it has none.
-    - unit, meaning: what the reference says of `total`.
+    - metric: its row among the fleet's lifetime counters; None if it is none of them.
     - layout: the first layout of recorder files that holds it.
     - value: the attribute to read where the field may be None; "" for the field itself.
     """
 
     word: int
-    total: str = ""
-    unit: str = ""
-    meaning: str = ""
+    metric: Metric | None = None
     layout: int = 1
     value: str = ""
+
+
+_STEPPED = Metric("agent_steps_total", "agent steps", "taken by workers; the ledger counts these")
+_EPISODES = Metric("episodes_total", "episodes", "finished", shown="Episodes; mean length {episode_len_mean}")
+_ENV_FAILURES = Metric(
+    *("env_failures_total", "failures", "of sub-environments"),
+    shown="Env failures; rebuilt {env_rebuilds_total}",
+    chart="Failures: envs failed",
+)
+_ENV_STEPS = Metric(
+    "env_steps_total", "env steps", "taken by workers' envs, one for all agents that acted", shown="Env steps"
+)
 
 
 class WorkerTotals(BaseModel):
@@ -119,30 +129,20 @@ class WorkerTotals(BaseModel):
     """
 
     model_config = _MODEL
-    seq: Annotated[Natural, CounterRow(1, "batches_total", "batches", "cut by workers")] = 0
-    stepped: Annotated[
-        Natural, CounterRow(2, "agent_steps_total", "agent steps", "taken by workers; the ledger counts these")
-    ] = 0
+    seq: Annotated[Natural, CounterRow(1, Metric("batches_total", "batches", "cut by workers"))] = 0
+    stepped: Annotated[Natural, CounterRow(2, _STEPPED)] = 0
     open: Annotated[OpenSteps, CounterRow(3)] = 0
     shipped: Annotated[Natural, CounterRow(4)] = 0
-    shipped_chunks: Annotated[Natural, CounterRow(5, "chunks_total", "chunks", "in batches that workers cut")] = 0
+    shipped_chunks: Annotated[
+        Natural, CounterRow(5, Metric("chunks_total", "chunks", "in batches that workers cut"))
+    ] = 0
     discarded: Annotated[dict[Reason, Natural], Field(max_length=MOST_REASONS)] = {}
     dropped: CountsByReason = {}
     """Dropped by the worker itself before the batch got a number, such as the last cut of a fenced worker."""
-    episodes: Annotated[Natural, CounterRow(6, "episodes_total", "episodes", "finished")] = 0
-    env_failures: Annotated[Natural, CounterRow(7, "env_failures_total", "failures", "of sub-environments")] = 0
-    env_rebuilds: Annotated[Natural, CounterRow(8, "env_rebuilds_total", "rebuilds", "of sub-environments")] = 0
-    env_steps: Annotated[
-        Natural | None,
-        CounterRow(
-            14,
-            "env_steps_total",
-            "env steps",
-            "taken by workers' envs, one for all agents that acted",
-            layout=2,
-            value="steps_of_envs",
-        ),
-    ] = None
+    episodes: Annotated[Natural, CounterRow(6, _EPISODES)] = 0
+    env_failures: Annotated[Natural, CounterRow(7, _ENV_FAILURES)] = 0
+    env_rebuilds: Annotated[Natural, CounterRow(8, Metric("env_rebuilds_total", "rebuilds", "of sub-environments"))] = 0
+    env_steps: Annotated[Natural | None, CounterRow(14, _ENV_STEPS, layout=2, value="steps_of_envs")] = None
     """Steps of envs, counted once for all agents that acted. None from a peer or a book that knows envs of one agent
     only.
     """

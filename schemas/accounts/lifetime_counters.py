@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
+from headrace.schemas.accounts.figures import Metric
 from headrace.schemas.accounts.folded_lives import FoldedLives
-from headrace.schemas.accounts.ledger import COUNTERS, LedgerRow, WorkerTotals
-from headrace.schemas.accounts.redis_keys import Metric, labelled, unlabelled
+from headrace.schemas.accounts.ledger import COUNTERS, Discard, Drop, LedgerRow, WorkerTotals
+from headrace.schemas.accounts.redis_keys import labelled, unlabelled
+from headrace.schemas.accounts.worker_figures import BLOCKED_BY
 
 ACCEPTED_BYTES, COMMITTED_BYTES = "accepted_bytes_total", "committed_bytes_total"
 SAMPLED_BYTES, ABORTED_EPISODES = "sampled_bytes_total", "aborted_episodes_total"
@@ -34,21 +36,28 @@ _OF_LIVES = (
         "episodes",
         "that were given up before their end, as batches and reports of deaths tell: an env failed, a client was lost, "
         "or a worker left or was killed",
+        shown="Aborted episodes; return {aborted_return_mean}, of finished ones {episode_return_mean}; length "
+        "{aborted_len_mean}, of finished ones {episode_len_mean}",
+        chart="Failures: episodes aborted",
     ),
-    Metric(FENCED_LIVES, "lives", "of workers that the broker fenced: a newer life has their slot"),
+    Metric(
+        *(FENCED_LIVES, "lives", "of workers that the broker fenced: a newer life has their slot"),
+        chart="Failures: lives of workers fenced",
+    ),
     Metric(
         WORKER_WAIT,
         "s",
         "that workers waited before they sampled on, in whole seconds of each life, by what they waited for: room in "
         "the window, or the next round",
         "reason",
+        values=BLOCKED_BY,
     ),
 )
 """Counters that the broker counts for each life, or takes from heartbeats. The ledger's rows do not have them."""
 _NAMES_OF_LIVES = frozenset(metric.name for metric in _OF_LIVES)
 
 _OF_TOTALS: dict[str, Callable[[WorkerTotals], int]] = {
-    row.total: attrgetter(row.value or name) for name, row in COUNTERS.items() if row.total
+    row.metric.name: attrgetter(row.value or name) for name, row in COUNTERS.items() if row.metric
 }
 
 _OF_ROW: tuple[tuple[Metric, Callable[[LedgerRow], int]], ...] = (
@@ -62,7 +71,11 @@ _OF_ROW: tuple[tuple[Metric, Callable[[LedgerRow], int]], ...] = (
         lambda row: row.settled.seq,
     ),
     (
-        Metric("committed_agent_steps_total", "agent steps", "committed by the learner"),
+        Metric(
+            *("committed_agent_steps_total", "agent steps", "committed by the learner"),
+            column="committed_steps",
+            chart="Throughput, steps/s: agent steps committed",
+        ),
         lambda row: row.settled.committed[0],
     ),
     (Metric("committed_chunks_total", "chunks", "committed by the learner"), lambda row: row.settled.committed[1]),
@@ -71,12 +84,24 @@ _OF_ROW: tuple[tuple[Metric, Callable[[LedgerRow], int]], ...] = (
 _BY_MODULE = Metric(
     "accepted_module_agent_steps_total", "agent steps", "in accepted batches, by the module that acted", "module"
 )
-_DISCARDED = Metric("discarded_agent_steps_total", "agent steps", "that never became a chunk", "reason")
-_DROPPED = Metric("dropped_agent_steps_total", "agent steps", "cut and never committed", "reason")
-_DROPPED_CHUNKS = Metric("dropped_chunks_total", "chunks", "cut and never committed", "reason")
+_LOST = "Steps that did not reach the learner, agent steps"
+_DISCARDED = Metric(
+    *("discarded_agent_steps_total", "agent steps", "that never became a chunk", "reason"),
+    values=tuple(Discard),
+    column="discarded_steps",
+    chart=f"{_LOST}: discarded",
+)
+_DROPPED = Metric(
+    *("dropped_agent_steps_total", "agent steps", "cut and never committed", "reason"),
+    values=tuple(Drop),
+    column="dropped_steps",
+    shown="Agent steps lost: {lost}; {lost_share}",
+    chart=f"{_LOST}: dropped",
+)
+_DROPPED_CHUNKS = Metric("dropped_chunks_total", "chunks", "cut and never committed", "reason", values=tuple(Drop))
 
 COUNTER_TABLE = (
-    *(Metric(row.total, row.unit, row.meaning) for row in COUNTERS.values() if row.total),
+    *(row.metric for row in COUNTERS.values() if row.metric),
     _DISCARDED,
     _DROPPED,
     _DROPPED_CHUNKS,

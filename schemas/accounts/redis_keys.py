@@ -32,20 +32,6 @@ class Key:
     expires: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A value of `totals` or `gauges`. With a `label` it has a field for each value of that (see `labelled`).
-
-    `counts`: True for a gauge that counts since the broker started, and so only grows. Prometheus gets it as a counter.
-    """
-
-    name: str
-    unit: str
-    meaning: str
-    label: str = ""
-    counts: bool = False
-
-
 TOLD_SETTINGS = (
     "broker.lease_s",
     "broker.max_batch_bytes",
@@ -140,7 +126,7 @@ WORKERS = Key(
     "broker",
     'field "slot": JSON of the newest state of the worker in that slot, of unix_s; the key expires when no broker '
     "reports. WORKER_TABLE has its members",
-    example='0 {"unix_s":1795280623.4,"pid":4711,"weights_behind":1,...}',
+    example='0 {"unix_s":1795280623.4,"pid":4711,"num_envs":8,...}',
     expires="as `gauges`",
 )
 LEASE = Key(
@@ -290,23 +276,16 @@ _HISTORY = (
     "Gauges that are no whole numbers have six digits. Counters by module and gauges that are times are left out. "
     "Written by the call that writes the gauges, so each entry is of one moment"
 )
-HISTORY_5S = Key(
-    "history:5s",
-    "stream",
-    "as in gauges and totals",
-    "broker",
-    f"the newest hour: {_HISTORY}",
-    example="1795280625000-0 env_steps_per_s 41230.5 env_steps_total 81920 ...",
-    when="every 5 s",
-)
-HISTORY_60S = Key(
-    "history:60s",
-    "stream",
-    "as in gauges and totals",
-    "broker",
-    f"the newest 24 hours: {_HISTORY}",
-    example="1795280640000-0 env_steps_per_s 41230.5 env_steps_total 81920 ...",
-    when="every minute",
+HISTORY_5S, HISTORY_60S = (
+    Key(
+        *(f"history:{seconds}s", "stream", "as in gauges and totals", "broker", f"the newest {span}: {_HISTORY}"),
+        example=f"{unix_ms}-0 env_steps_per_s 41230.5 env_steps_total 81920 ...",
+        when=when,
+    )
+    for seconds, span, unix_ms, when in (
+        (5, "hour", 1795280625000, "every 5 s"),
+        (60, "24 hours", 1795280640000, "every minute"),
+    )
 )
 RINGS = ((HISTORY_5S, 5, 720), (HISTORY_60S, 60, 1440))
 """(key, interval in seconds, most entries)."""
@@ -344,7 +323,9 @@ SUPERVISOR_TOTALS = Key(
     example='restarts_total{role="worker"} 3',
     when="as `processes`",
 )
-RESTARTS = Metric("restarts_total", "restarts", "of processes by the supervisor", "role")
+
+TABLE = tuple(key for key in tuple(globals().values()) if isinstance(key, Key))
+"""All keys that stay: those above. `CHECK` does not."""
 
 CHECK = Key(
     "check:{one}",
@@ -354,176 +335,12 @@ CHECK = Key(
     "written and deleted before a start, to see whether the fleet may use each command that it needs",
 )
 
-TABLE = (
-    FLEET,
-    LEDGER,
-    FOLDED,
-    TOTALS,
-    SOURCES,
-    GAUGES,
-    WORKERS,
-    LEASE,
-    INCARNATIONS,
-    WEIGHTS_CURRENT,
-    WEIGHTS_BLOB,
-    CHECKPOINT_CURRENT,
-    CHECKPOINT_BLOB,
-    RUNNER_STATE,
-    EVENTS,
-    METRICS,
-    METRIC_SUMS,
-    POLICIES,
-    ERRORS,
-    LEARNER_ROWS,
-    HISTORY_5S,
-    HISTORY_60S,
-    PROCESSES,
-    HOLDER,
-    SUPERVISOR_TOTALS,
-)
-"""All keys that stay. `CHECK` does not."""
-
-
 SESSIONS_REVOKED, GONE_KEY = "sessions_revoked", "removed"
 
 QUANTILES = ("0.05", "0.25", "0.5", "0.75", "0.95")
 ACCEPTED_LAG, CONSUMED_LAG = "accepted_lag_agent_steps_bucket", "consumed_lag_agent_steps_bucket"
 LEARNER_TIME = "learner_time_share"
 WORKER_RATE, MANY_WORKERS = "worker_env_steps_per_s_quantile", 17
-
-_OF_PROCESS = "of the broker's and the learner's own process; absent where the system does not tell"
-
-GAUGE_TABLE = (
-    Metric("unix_s", "s", "time of these values, by the broker's clock"),
-    Metric("env_steps_per_s", "env steps/s", "in accepted batches, over the last seconds"),
-    Metric("episode_return_mean", "return", "of the last `episodes_window` finished episodes"),
-    Metric("episode_return_min", "return", "of those episodes"),
-    Metric("episode_return_max", "return", "of those episodes"),
-    Metric("episode_len_mean", "env steps", "of those episodes"),
-    Metric("episode_len_min", "env steps", "of those episodes"),
-    Metric("episode_len_max", "env steps", "of those episodes"),
-    Metric("episode_return_quantile", "return", "of those episodes, linear between two of them", "quantile"),
-    Metric("episode_len_quantile", "env steps", "of those episodes, linear between two of them", "quantile"),
-    Metric("episodes_window", "episodes", "that these are taken over, at most 100"),
-    Metric("weights_seq", "version", "seq of the newest published weights"),
-    Metric("learner_epoch", "epoch", "of the learner that holds the lease"),
-    Metric(
-        "messages_refused", "messages", "of peers, or claims in them, refused since the broker started", counts=True
-    ),
-    Metric("held_batches", "batches", "accepted and neither committed nor dropped"),
-    Metric("held_bytes", "bytes", "of those of these batches that the broker has in memory"),
-    Metric("held_agent_steps", "agent steps", "in these batches"),
-    Metric(
-        ACCEPTED_LAG,
-        "agent steps",
-        "accepted since the broker started in batches whose weights were at most `le` versions behind the newest at "
-        "that moment, by the newest weights in the batch; those of an earlier learner are behind all versions of the "
-        "present one",
-        "le",
-    ),
-    Metric(
-        CONSUMED_LAG,
-        "agent steps",
-        "given to the learner's user since the broker started, of weights at most `le` versions behind the newest at "
-        "that moment, each step by its own weights",
-        "le",
-    ),
-    Metric(
-        LEARNER_TIME,
-        "1",
-        "share of the learner's time by part: wait (for data), decode, train (with commits and checkpoints), publish; "
-        "over 10 s or more before its last commit; absent without a learner",
-        "part",
-    ),
-    Metric("process_cpu_share", "1", f"{_OF_PROCESS}: processor seconds per second", "role"),
-    Metric("process_rss_bytes", "bytes", f"{_OF_PROCESS}: memory that it has", "role"),
-    Metric("oldest_unsettled_age_s", "s", "since the oldest held batch was accepted"),
-    Metric(
-        "lost_lives_close_unix_s",
-        "s",
-        "time by which the books of lost workers are closed that newer ones have followed and of whose end no "
-        "supervisor has told; absent without any",
-    ),
-    Metric(
-        SESSIONS_REVOKED,
-        "sessions",
-        'ended since the broker started because their key, ROLE or ROLE.GROUP, was revoked; "removed": the file of '
-        "the key is gone",
-        "key",
-        counts=True,
-    ),
-    Metric("redis_failures", "attempts", "to reach Redis that failed since the broker started", counts=True),
-    Metric("aborted_return_mean", "return", "of the last `aborted_window` aborted episodes; absent before the first"),
-    Metric("aborted_len_mean", "env steps", "of those episodes"),
-    Metric(
-        "aborted_window",
-        "episodes",
-        "that were given up before their end because an env failed, a client was lost, or a worker left or was "
-        "killed; at most 100. Of those that a killed worker left open, what it had shipped counts. Where they are "
-        "longer or shorter than finished ones, the learner's data is censored",
-    ),
-    Metric("workers", "workers", "connected"),
-    Metric(
-        "compression_ratio", "1", "of the arrays in these workers' batches to their messages, in bytes; absent at first"
-    ),
-    Metric("workers_blocked", "workers", "that wait, by what they wait for", "reason"),
-    Metric("window_batches", "batches", "that workers keep, since they are not settled; some are on their way"),
-    Metric("window_bytes", "bytes", "of those of these batches that workers have in memory"),
-    Metric(
-        WORKER_RATE,
-        "env steps/s",
-        f"of single workers, linear between two of them; absent for fewer than {MANY_WORKERS} workers",
-        "quantile",
-    ),
-    Metric("worker_time_share", "1", "of the workers' recent time, on average; the parts sum to 1", "part"),
-    Metric("clients", "sessions", "of clients at all policy servers; absent without one"),
-    Metric("client_requests_per_s", "requests/s", "of these clients, over the last seconds"),
-    Metric("client_latency_s", "s", "from a step's arrival to its answer, averaged over busy servers", "quantile"),
-)
-
-WORKER_TABLE = (
-    Metric("unix_s", "s", "time of these values, by the broker's clock"),
-    Metric("incarnation", "", "of the worker"),
-    Metric("host", "", "on which it runs"),
-    Metric("pid", "", "of its process there"),
-    Metric("headrace_version", "", "of Headrace, there; empty where the worker does not tell it"),
-    Metric("joined_unix_s", "s", "time at which it joined this broker"),
-    Metric("weights_epoch", "epoch", "of the learner whose weights it uses"),
-    Metric("weights_seq", "version", "of these weights"),
-    Metric("weights_behind", "versions", "that these are older than the newest; -1 for an earlier learner's"),
-    Metric("blocked", "", "window or round where it waits for that before it samples on, else empty"),
-    Metric("blocked_since_unix_s", "s", "since when; absent where it does not wait"),
-    Metric("env_steps", "env steps", "of this life, as of its last accepted batch"),
-    Metric("env_steps_per_s", "env steps/s", "in accepted batches, over the last seconds"),
-    Metric("episodes", "episodes", "finished in this life"),
-    Metric("array_bytes", "bytes", "of the arrays in its batches of this life; absent before the first heartbeat"),
-    Metric("sent_bytes", "bytes", "of these batches as messages, which compression makes smaller"),
-    Metric("window_batches", "batches", "that it keeps, since they are not settled; absent before the first heartbeat"),
-    Metric("window_bytes", "bytes", "of those of these batches that it has in memory"),
-    Metric("accepted", "batch", "number of the last accepted batch"),
-    Metric("settled", "batch", "number up to which its batches are committed or dropped"),
-    Metric("held_batches", "batches", "accepted and neither committed nor dropped"),
-    Metric("cpu_share", "1", "processor seconds of its process per second; absent before the first heartbeat"),
-    Metric("rss_bytes", "bytes", "of memory that its process has, without processes of envs"),
-    Metric("envs_cpu_share", "1", "processor seconds per second of processes or hosts of its envs; absent without"),
-    Metric("envs_rss_bytes", "bytes", "of memory that these have together; what they share counts in each"),
-    Metric("num_envs", "envs", "that step together"),
-    Metric("envs_lost", "envs", "of these that are down: they wait to be rebuilt, or for a host"),
-    Metric("env_silence_s", "s", "for which none of its envs has answered, while it waits for one"),
-    Metric("env_call", "", "that has been in progress longest, in words; empty while its envs answer"),
-    Metric("env_failures", "failures", "of its envs in this life; absent without any, as the next two"),
-    Metric("env_failure", "", "the newest of these in words"),
-    Metric("env_failure_age_s", "s", "since the broker heard of it"),
-    Metric("time_share", "1", "of its recent time by part, which sum to 1; absent for the first seconds"),
-    Metric(
-        "env_hosts",
-        "hosts",
-        "connected, wanted so that all envs have a place, and versions of Headrace that they tell; absent without them",
-    ),
-    Metric("serving", "", "clients, requests_per_s, latency_p50_s and latency_p95_s; absent without a policy server"),
-)
-"""Members of the JSON of a worker in `workers`."""
-
 
 _ESCAPES = (("\\", r"\\"), ('"', r"\""), ("\n", r"\n"))
 _PLAIN = {escaped: plain for plain, escaped in _ESCAPES}

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
+from headrace.schemas.accounts.figures import LEARNER_PARTS as LEARNER_PARTS
 from headrace.schemas.accounts.lag_buckets import LagCounts
 from headrace.schemas.accounts.ledger import HeldBatch, Settled
 from headrace.schemas.accounts.logged_metrics import RowValues
@@ -46,12 +47,7 @@ WindowSteps = Annotated[int, Field(ge=0, le=MOST_WINDOW_STEPS)] | None
 force.
 """
 
-
-LEARNER_PARTS = ("wait", "decode", "train", "publish")
-"""The parts of a learner's time (`learner_stub/link/time_spent.py`)."""
-
 TimeOfParts = Annotated[dict[Annotated[str, Field(max_length=20)], Seconds], Field(max_length=16)]
-
 
 Threads = Annotated[int, Field(ge=0, le=1 << 16)]
 

@@ -28,8 +28,9 @@ from bench.turns import cpu_s, in_turns
 from headrace.broker.redis.client import connect
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.run.redis_inventory import Inventory
+from headrace.schemas.accounts.figures import GAUGE_TABLE
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
-from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, QUANTILES, labelled
+from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
 from support.browser import CHROMIUM, Browser
 from support.dashboards import Dashboard, States
 

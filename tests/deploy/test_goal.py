@@ -8,11 +8,12 @@ import orjson
 import pytest
 from rich.console import Console
 
-from headrace.deploy.report.progress import ProgressDisplay, ProgressView, progress_table, weights_lag
+from headrace.deploy.report.progress import ProgressDisplay, ProgressView, progress_table
 from headrace.deploy.report.summary import Summary, ledger_table, print_summary, summarise
 from headrace.deploy.run.goal import Goal, RunNumbers, show_return
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.errors import HeadraceError
 
@@ -82,14 +83,18 @@ def test_the_mean_return_of_each_policy_is_shown_beside_that_of_all() -> None:
 
 def test_weights_lag_is_the_lag_of_the_worker_furthest_behind() -> None:
     workers = {0: {"weights_behind": 2}, 1: {"weights_behind": 5}, 2: {"weights_behind": -1}, 3: {}}
-    assert weights_lag(Snapshot(workers=workers)) == 5
-    assert weights_lag(Snapshot()) == 0
+    assert added_up(workers.values())["weights_lag"] == 5
+    assert added_up([{"weights_behind": -1}])["weights_lag"] == 0
+    assert added_up([]) == {}
 
 
 def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
     stream = io.StringIO()
     view = ProgressView(
-        12.0, START, Goal(until_return=475.0), steps_per_s=8200.0, weights=(2, 3), restarts={"worker": 1, "broker": 0}
+        *(12.0, START, Goal(until_return=475.0)),
+        steps_per_s=8200.0,
+        figures={"learner_epoch": 2.0, "weights_seq": 3.0},
+        restarts={"worker": 1, "broker": 0},
     )
     with ProgressDisplay(stream) as progress:
         progress.show(view)

@@ -14,7 +14,8 @@ import yaml
 
 from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name
 from headrace.deploy.run.key_pairs import make_keys
-from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, LEARNER_TIME
+from headrace.schemas.accounts.figures import GAUGE_TABLE
+from headrace.schemas.accounts.redis_keys import LEARNER_TIME
 from headrace.schemas.settings.config import DRAIN_TIMEOUT_S
 from headrace.schemas.settings.config_loading import load_config
 from support.containers.kustomize import Object, build, pod_spec

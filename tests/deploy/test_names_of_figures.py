@@ -5,69 +5,53 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name, metrics_text
-from headrace.deploy.annexes.watch.report.run_report import series_of
-from headrace.deploy.annexes.watch.report.run_series import RunSeries
+from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
+from headrace.deploy.annexes.watch.state.shown_figures import TILES
 from headrace.deploy.loggers import Row, RunInfo
 from headrace.deploy.loggers.opening import open_loggers
 from headrace.deploy.monitoring.facts import Facts
-from headrace.deploy.report.run_rows import QUANTILES, fleet_row, history_row, learner_row
+from headrace.deploy.report.run_rows import fleet_row, learner_row
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
+from headrace.schemas.accounts.figures import FLEET_TABLE, GAUGE_TABLE, Metric
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
-from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, Metric, labelled, unlabelled
+from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.settings.config import LoggingSection
 
 PAGE = Path(__file__).parents[2] / "docs/guides/prometheus.md"
-LABELS = {"le": ("0", "+Inf"), "quantile": tuple(QUANTILES), "reason": ("a", "b"), "role": ("broker", "learner")}
-WORD = re.compile(r"(REASON|ROLE|PART|ID|STATISTIC|NAME)")
+WORD = re.compile(r"(REASON|ROLE|PART|ID|STATISTIC|NAME|KEY)")
 """Words of the page that stand for any text."""
 NO_FIGURES = {"kind", "time", "elapsed_s", "learner_row"}
-ONLY_IN_REDIS = {
-    *("unix_s", "lost_lives_close_unix_s", "sessions_revoked", "aborted_window"),
-    *("batches_total", "chunks_total", "accepted_chunks_total", "committed_chunks_total", "dropped_chunks_total"),
-    *("settled_batches_total", "accepted_agent_steps_total", "accepted_module_agent_steps_total"),
-    "worker_wait_s_total",
-}
-"""Gauges and counters that rows do not have: moments, counts in chunks and batches, and what other columns imply."""
+MEMBERS = ("weights_behind", "num_envs", "envs_lost", "cpu_share", "rss_bytes", "envs_cpu_share", "envs_rss_bytes")
 
 
 def fields(metric: Metric) -> list[str]:
-    values = LABELS.get(metric.label, ("one", "two")) if metric.label else ()
-    return [labelled(metric.name, metric.label, value) for value in values] or [metric.name]
+    values = metric.known_values() or ("0", "+Inf")
+    return [labelled(metric.name, metric.label, value) for value in values] if metric.label else [metric.name]
 
 
-GAUGES = {field: 1.5 + n for n, field in enumerate(one for metric in GAUGE_TABLE for one in fields(metric))}
+GAUGES = {field: 1.0 + n for n, field in enumerate(one for metric in GAUGE_TABLE for one in fields(metric))}
 GAUGES |= {"learner_epoch": 3.0, "weights_seq": 70.0, "episodes_window": 100.0, "workers": 1.0, "held_batches": 5.0}
 TOTALS = {field: 100 + n for n, field in enumerate(one for metric in COUNTER_TABLE for one in fields(metric))}
 LEARNED = LearnerRowView(3, 9, 1000.0, TOTALS["env_steps_total"], 70, {"loss": 0.25, "hunter/kl (mean)": 0.5})
 
 
 def the_fleet() -> Snapshot:
-    """Return a fleet with a value for each gauge and counter. Its books have those of the counters."""
-
-    def by_reason(name: str) -> dict[str, int]:
-        return {unlabelled(field)[2]: count for field, count in TOTALS.items() if field.startswith(name)}
-
-    books = FleetLedger(
-        stepped=TOTALS["agent_steps_total"],
-        committed=(TOTALS["committed_agent_steps_total"], 1),
-        queued=17,
-        dropped={reason: (steps, 1) for reason, steps in by_reason("dropped_agent_steps_total").items()},
-        discarded=by_reason("discarded_agent_steps_total"),
-    )
+    """Return a fleet with a value for each figure."""
     of_policy = {f"{name}_{part}": 3.0 for name in ("return", "len") for part in ("mean", "min", "max")}
     return Snapshot(
         gauges=GAUGES,
         totals=TOTALS,
-        fleet=books,
-        workers={0: {"weights_behind": 4}},
+        fleet=FleetLedger(queued=17),
+        workers={0: {**dict.fromkeys(MEMBERS, 4), "env_hosts": {"connected": 1, "wanted": 2}}},
         supervisor_totals={labelled("restarts_total", "role", role): count for role, count in RESTARTS.items()},
         policies={"hunter": {**of_policy, "agents": 30.0}},
         metrics={"goals (all)": LoggedMetric(reduce="sum", value=17.0)},
@@ -132,26 +116,14 @@ def test_each_column_of_the_rows_has_the_value_of_the_metric_that_the_page_names
     }
 
 
-def test_each_gauge_and_counter_of_redis_is_in_the_rows_or_known_to_be_absent() -> None:
-    in_rows = {re.split(r"[{]", metric_of(name).removeprefix("sum(").removesuffix(")"))[0] for name in figures()}
-    names = {metric.name for metric in (*GAUGE_TABLE, *COUNTER_TABLE)}
-    in_rows |= {f"{exposed_name(name)}" for name in names if name.endswith("_lag_agent_steps_bucket")}
-
-    def exposed(name: str) -> set[str]:
-        bare = exposed_name(name.removesuffix("_total"))
-        return {bare, f"{bare}_total"}
-
-    assert {name for name in names if not exposed(name) & in_rows} == ONLY_IN_REDIS
-
-
-def test_rows_made_from_the_history_in_redis_have_the_same_names_and_values() -> None:
-    of_fleet = rows()[0]
-    of_history = history_row(1000.0, {**GAUGES, **TOTALS}, 990.0, {})
-    absent = {"weights_lag", "queued_steps", "restarts"}
-    prefixes = ("policies/", "callbacks/", "restarts/")
-    assert of_history == {
-        name: value for name, value in of_fleet.items() if name not in absent and not name.startswith(prefixes)
-    }
+def test_each_figure_is_in_the_rows_and_each_text_names_figures_that_exist() -> None:
+    known, in_rows = (*GAUGE_TABLE, *COUNTER_TABLE, *FLEET_TABLE), figures().keys()
+    moments = {metric.name for metric in known if metric.name.endswith("unix_s")}
+    columns = {one.name: one.column_for("0.5" if one.label in ("quantile", "le") else "") for one in known}
+    assert {name for name, column in columns.items() if not any(c.startswith(column) for c in in_rows)} == moments
+    numbers = fleet_state(Facts(1000.0, the_fleet()), [])["numbers"].keys()
+    named = {name for figure in TILES for _, name, _, _ in Formatter().parse(figure.shown) if name}
+    assert named - numbers == {"lost", "lost_share", "workers_wanted"}, "which are of the books and the settings"
 
 
 def logged(tmp_path: Path, name: str) -> None:
@@ -168,7 +140,7 @@ AXES = {"env_steps"}
 """Figures that TensorBoard has as its own axis."""
 
 
-def test_tensorboard_groups_all_figures_and_the_report_has_the_names_of_the_columns(tmp_path: Path) -> None:
+def test_tensorboard_groups_all_figures(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'headrace[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -180,7 +152,6 @@ def test_tensorboard_groups_all_figures_and_the_report_has_the_names_of_the_colu
     groups = {"sampling", "broker", "processes", "learner", "learner_time", "policies", "callbacks"}
     assert {tag.partition("/")[0] for tag in tags} == groups
     assert {"sampling/episode_return_mean", "broker/held_batches", "learner/loss", "processes/restarts"} < tags
-    assert set(series_of(RunSeries(rows()))) == set(figures())
 
 
 def test_wandb_gets_all_figures_under_the_names_of_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,5 +173,8 @@ def test_mlflow_gets_all_figures_under_the_names_of_the_columns(
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("headrace").experiment_id])
     allowed = {re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name) for name in figures()} | {"time", "elapsed_s"}
-    totals = {"restarts", "dropped_steps", "discarded_steps"}
+    totals = {
+        "restarts",
+        *(metric.column_for() for metric in (*GAUGE_TABLE, *COUNTER_TABLE) if metric.label == "reason"),
+    }
     assert set(run.data.metrics) == (allowed - totals) | {f"{name}/total" for name in totals}

@@ -209,13 +209,11 @@ def test_a_row_has_only_values_that_the_broker_reports() -> None:
         labelled("workers_blocked", "reason", "window"): 2.0,
         labelled("workers_blocked", "reason", "weights"): 1.0,
         labelled("discarded_agent_steps_total", "reason", "shutdown"): 5.0,
-        "aborted_return_mean": 1.0,
-        "aborted_window": 0.0,
         "env_steps_total": 70.0,
     }
     made = history_row(100.0, told, 90.0, {})
     assert made["elapsed_s"] == 10.0
     assert (made["env_steps"], made["discarded_steps"], made["discarded_steps/shutdown"]) == (70, 5, 5)
     assert (made["episode_return_p25"], made["worker_time/env"], made["workers_blocked"]) == (3.0, 0.75, 3.0)
-    assert "aborted_return_mean" not in made
+    assert (made["workers_blocked/window"], made["workers_blocked/weights"]) == (2, 1)
     assert "held_bytes" not in made

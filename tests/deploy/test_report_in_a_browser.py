@@ -112,7 +112,7 @@ def test_a_report_opens_in_a_browser_without_a_request_and_has_the_numbers_of_th
     write_report(run_dir, None, None, None)
     seen = shown(run_dir / "report.html", tmp_path, themes=["dark"])
     assert books_of(seen["tables"]) == as_on_page(ledger)
-    assert (seen["tiles"]["env steps"], seen["tiles"]["steps lost"], seen["tiles"]["restarts"]) == (
+    assert (seen["tiles"]["Env steps"], seen["tiles"]["Agent steps lost"], seen["tiles"]["Restarts"]) == (
         *("1,234,567", "1,560", "2"),
     )
 
@@ -131,7 +131,7 @@ def test_a_report_draws_curves_over_time_and_env_steps(tmp_path: Path) -> None:
     lines = [orjson.dumps(one) for pair in zip(rows, learned, strict=True) for one in pair]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"kind": "fleet", "time": NaN}', b""]))
     _report(tmp_path)
-    titles = ["Mean return by policy", "Throughput, env steps/s", "Queue, batches", "learner: loss"]
+    titles = ["Mean return by policy", "Throughput, steps/s", "Queue, batches", "learner: loss"]
     with Browser(tmp_path / "profile") as browser:
         browser.open((tmp_path / "report.html").as_uri())
         browser.wait("document.querySelectorAll('#charts canvas').length === 4")
@@ -197,7 +197,7 @@ def test_reports_of_a_run_with_kills_during_it_and_after_it(tmp_path: Path) -> N
         facts = orjson.loads(names["json"].read_bytes())
         assert facts["state"] == "running"
         seen = shown(names["html"], tmp_path / "during", tmp_path)
-        assert books_of(seen["tables"])[0] == facts["ledger"]["stepped"] == number(seen["tiles"]["env steps"]) > 0
+        assert books_of(seen["tables"])[0] == facts["ledger"]["stepped"] == number(seen["tiles"]["Env steps"]) > 0
         assert same_series(names["csv"], facts["series"], grows=True) > 10
         fleet.terminate()
         result = fleet.finish()
@@ -208,7 +208,7 @@ def test_reports_of_a_run_with_kills_during_it_and_after_it(tmp_path: Path) -> N
     assert books_of(seen["tables"]) == as_on_page(result["ledger"])
     assert sum(books_of(seen["tables"])[1].values()) == result["ledger"]["stepped"]
     assert books["ledger"]["stepped"] == result["ledger"]["stepped"]
-    assert number(seen["tiles"]["env steps"]) == result["env_steps"]
+    assert number(seen["tiles"]["Env steps"]) == result["env_steps"]
     assert number(seen["tiles"]["restarts"]) == sum(result["restarts"].values()) >= 4
     facts = orjson.loads(names["json"].read_bytes())
     assert same_series(names["csv"], facts["series"]) > 30

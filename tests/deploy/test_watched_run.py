@@ -68,7 +68,7 @@ def test_top_and_report_show_a_run_from_its_training_to_its_end(tmp_path: Path) 
 
 
 def watch(terminal: OnTerminal, fleet: RunningFleet) -> None:
-    terminal.shows("2 of 2")
+    terminal.shows("2, 2 wanted")
     terminal.shows("= committed")
     assert terminal.shows("\n Ctrl-C quits").count("\n") == 23
 
@@ -93,7 +93,7 @@ def reports_of_an_ended_run(run_dir: Path, summary: dict[str, Any]) -> None:
     assert books["source"] == "Redis"
     assert books["stepped"] == summary["ledger"]["stepped"]
     assert books["discarded"] == summary["ledger"]["discarded"]
-    assert facts["numbers"]["env_steps"] == summary["env_steps"]
+    assert facts["numbers"]["env_steps_total"] == summary["env_steps"]
     assert [mark["what"] for mark in facts["marks"]] == ["worker restarted"]
     assert {one["key"]: one["value"] for one in facts["settings"]}["logging.interval_s"] == 0.3
     said = " ".join(page.texts)

@@ -19,9 +19,10 @@ from typer.main import get_command
 from headrace.deploy.command.cli import app
 from headrace.deploy.monitoring.finding_kinds import KINDS
 from headrace.deploy.report.run_rows import COLUMNS
+from headrace.schemas.accounts.figures import GAUGE_TABLE
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
-from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, TABLE
+from headrace.schemas.accounts.redis_keys import TABLE
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import known_keys

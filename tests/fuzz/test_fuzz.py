@@ -17,14 +17,13 @@ from fuzz.learner import SPACES, batch_of
 from fuzz.run import TARGETS, fuzz, read_corpus
 from fuzz.worker import shipment, welcome
 
-from headrace.deploy.report.progress import weights_lag
 from headrace.deploy.run.evaluation_log import EvaluationLog
-from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import EarlierRun
 from headrace.deploy.run.run_dir import RunDir
 from headrace.learner_stub.streaming.continuity import SourceEpisodes
 from headrace.learner_stub.streaming.ready_batches import ReadyBatches
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
+from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.chunks.batch import read_batch_header
 from headrace.schemas.chunks.batch_reader import UnreadBatch
@@ -207,7 +206,7 @@ def test_a_malformed_line_of_evaluations_is_left_out(key: str, value: Any, tmp_p
 
 
 def test_a_worker_state_of_another_type_in_redis_has_no_lag() -> None:
-    assert weights_lag(Snapshot(workers={0: {"weights_behind": {}}, 1: {"weights_behind": 3}})) == 3
+    assert added_up([{"weights_behind": {}}, {"weights_behind": 3}])["weights_lag"] == 3
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 1e-300, 61.0, 1e300])

@@ -16,6 +16,7 @@ from headrace.broker.reports.metrics import FleetMetrics
 from headrace.broker.reports.report import Report
 from headrace.broker.reports.worker_rows import fleet_figures, row_figures
 from headrace.learner_stub import EpisodeStream
+from headrace.schemas.accounts.figures import WORKER_TABLE
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.accounts.lifetime_counters import (
     ACCEPTED_BYTES,
@@ -24,7 +25,7 @@ from headrace.schemas.accounts.lifetime_counters import (
     WORKER_WAIT,
     row_counters,
 )
-from headrace.schemas.accounts.redis_keys import WORKER_TABLE, labelled
+from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.accounts.worker_figures import TIME_PARTS, Ports
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConfigError

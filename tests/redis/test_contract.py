@@ -26,6 +26,7 @@ from headrace.deploy.run.redis_inventory import Inventory
 from headrace.deploy.run.redis_server import check_url
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.figures import GAUGE_TABLE, RESTARTS, WORKER_TABLE
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.errors import ExitCode, RedisContractError
@@ -93,7 +94,7 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monk
                 return types.keys() >= set(keys.TABLE)
 
             fleet.wait_until(look, "every key of the table")
-        members = {member.name for member in keys.WORKER_TABLE}
+        members = {member.name for member in WORKER_TABLE}
         fleet.wait_until(lambda: members - AT_TIMES <= seen().workers.get(0, {}).keys(), "all of a worker's row")
         snapshot = seen()
         assert snapshot.settings.keys() == set(keys.TOLD_SETTINGS)
@@ -112,7 +113,7 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monk
         assert group.where.endswith(f"counts.py:{1 + COUNTS[: COUNTS.index('raise')].count(chr(10))}")
         assert group.traceback.rstrip().endswith("RuntimeError: the simulator diverged")
         assert {name for row in snapshot.workers.values() for name in row} <= members
-        assert snapshot.supervisor_totals[keys.labelled(keys.RESTARTS.name, "role", "worker")] == 2
+        assert snapshot.supervisor_totals[keys.labelled(RESTARTS.name, "role", "worker")] == 2
         assert snapshot.totals["sampled_bytes_total"] > 0 < snapshot.totals["committed_bytes_total"]
         assert all(of_policy["len_min"] <= of_policy["len_max"] for of_policy in snapshot.policies.values())
         fleet.terminate()
@@ -124,9 +125,9 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monk
     at_times = {keys.SESSIONS_REVOKED, "lost_lives_close_unix_s", "workers_blocked"}
     at_times |= {"clients", "client_requests_per_s", "client_latency_s", "aborted_return_mean", "aborted_len_mean"}
     at_times |= {keys.WORKER_RATE}
-    gauges = {metric.name for metric in keys.GAUGE_TABLE}
+    gauges = {metric.name for metric in GAUGE_TABLE}
     assert gauges - at_times <= {keys.unlabelled(field)[0] for field in snapshot.gauges} <= gauges
-    labels = {metric.name: metric.label for metric in keys.GAUGE_TABLE}
+    labels = {metric.name: metric.label for metric in GAUGE_TABLE}
     assert all(labels[name] == label for name, label, _ in map(keys.unlabelled, snapshot.gauges))
     assert snapshot.policy_quantiles["short"].keys() == set(keys.QUANTILES)
 

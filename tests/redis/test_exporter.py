@@ -27,11 +27,12 @@ from headrace.deploy.annexes.watch.web.web_port import WebPort
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.redis_view import LearnerRowView, Snapshot
+from headrace.schemas.accounts.figures import GAUGE_TABLE, Metric
 from headrace.schemas.accounts.ledger import Drop, LedgerRow
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.process_state import ProcessState
-from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, Metric, labelled
+from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.settings.config import FleetConfig
 from support.waiting import TIMEOUT_S, wait_until

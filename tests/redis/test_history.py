@@ -13,6 +13,7 @@ from headrace.broker.redis.rows import ReceivedRow, RedisRows
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.accounts import redis_keys as keys
+from headrace.schemas.accounts.figures import GAUGE_TABLE, WORKER_TABLE
 from headrace.schemas.accounts.lag_buckets import LAG_LABELS
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE, without_row_counters
@@ -42,7 +43,7 @@ PARTS = {keys.LEARNER_TIME: LEARNER_PARTS}
 def every_gauge() -> list[str]:
     """Return the field of each gauge, with all values that its label usually has."""
     fields = []
-    for metric in keys.GAUGE_TABLE:
+    for metric in GAUGE_TABLE:
         values = PARTS.get(metric.name) or LABELS.get(metric.label, ("a", "b", "c", "d", "e", "f"))
         fields += [keys.labelled(metric.name, metric.label, one) for one in values] if metric.label else [metric.name]
     return fields
@@ -155,7 +156,7 @@ def test_all_keys_of_a_fleet_take_the_memory_that_the_reference_states(
 ) -> None:
     clock = Clock()
     merge = MergeScript(client, fleet_id, clock=clock)
-    workers = {slot: {member.name: 123456.789 for member in keys.WORKER_TABLE} for slot in range(64)}
+    workers = {slot: {member.name: 123456.789 for member in WORKER_TABLE} for slot in range(64)}
     for i in range(2300):
         clock.now += 5.0 if i < 800 else 60.0
         gauges = dict.fromkeys(every_gauge(), i / 7)

@@ -34,11 +34,11 @@ READ = """
 def page_texts(state: dict[str, Any]) -> Texts:
     """Return the texts that the page should have for a state, by section and by name. A table's head has no name."""
     return {
-        "tiles": _tiles(state),
+        "tiles": {one["key"]: [one["text"], one["note"]] for one in state["tiles"]},
         "learner": _learner(state["learner"], state["labelled"]),
         "redis": _redis(state["redis"]),
         "logged": {name: [some(value)] for name, value in state["logged"].items()},
-        "workers": _workers(state["workers"]),
+        "workers": _workers(state["columns"], state["workers"]),
         "policies": {
             "": ["Policy", "Mean return", "Least", "Most", "Mean length", "Agents"],
             **{
@@ -55,40 +55,6 @@ def page_texts(state: dict[str, Any]) -> Texts:
         "ledger": _ledger(state["ledger"]),
         "findings": {one["kind"]: _finding(one) for one in state["findings"]},
         "errors": {f"{one['exception']}, {one['count']} times": _error(one) for one in state["errors"]},
-    }
-
-
-def _tiles(state: dict[str, Any]) -> dict[str, list[str]]:
-    n, books = state["numbers"], state["ledger"]
-    least, most = some(n["episode_return_min"]), some(n["episode_return_max"])
-    return {
-        "env_steps_per_s": [some(n["env_steps_per_s"]), ""],
-        "env_steps_total": [whole(n["env_steps_total"]), ""],
-        "episode_return_mean": [
-            some(n["episode_return_mean"]),
-            f"{least} to {most} in {whole(n['episodes_window'])} episodes",
-        ],
-        "episodes_total": [whole(n["episodes_total"]), f"mean length {some(n['episode_len_mean'])}"],
-        "aborted_episodes_total": [
-            whole(n["aborted_episodes_total"]),
-            f"return {some(n['aborted_return_mean'])}, of finished ones {some(n['episode_return_mean'])}; "
-            f"length {some(n['aborted_len_mean'])}, of finished ones {some(n['episode_len_mean'])}",
-        ],
-        "held_batches": [
-            f"{whole(n['held_batches'])} batches",
-            f"{size(n['held_bytes'])}; oldest {span(n['oldest_unsettled_age_s'])}",
-        ],
-        "weights_seq": [
-            f"{whole(n['learner_epoch'])}/{whole(n['weights_seq'])}",
-            f"slowest worker {whole(n['weights_lag'])} versions behind",
-        ],
-        "workers": [whole(n["workers_connected"]), f"{whole(n['workers_blocked_now'])} blocked"],
-        "restarts": [
-            whole(n["restarts"]),
-            ", ".join(f"{role} {count}" for role, count in n["restarts_by_role"].items() if count),
-        ],
-        "env_failures_total": [whole(n["env_failures_total"]), f"{whole(n['env_rebuilds_total'])} rebuilds"],
-        "lost": [whole(books["lost"]), percent(books["lost_share"])],
     }
 
 
@@ -121,25 +87,18 @@ def _redis(redis: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def _workers(workers: list[dict[str, Any]]) -> dict[str, list[str]]:
-    heads = "Worker, State, Env steps/s, Env steps, Episodes, Versions behind, Held, Env failures, Restarts, CPU"
-    rows = {"": [*heads.split(", "), "Memory", "Host"]}
-    for one in workers:
-        steps = [some(one["env_steps_per_s"]), whole(one["env_steps_all"]), whole(one["episodes_all"])]
-        counts = ("weights_behind", "held_batches", "env_failures_all", "restarts")
-        rows[one["name"]] = [
-            joined(one["state"], one["doing"], "blocked" if one.get("blocked") else ""),
-            *steps,
-            *(whole(one[name]) for name in counts),
-            _with_envs(percent, one["cpu_share"], one.get("envs_cpu_share")),
-            _with_envs(size, one["rss_bytes"], one.get("envs_rss_bytes")),
-            one["host"],
-        ]
-    return rows
+TEXTS: dict[str, Callable[[Any], str]] = {
+    "": lambda value: str(value or "-"),
+    "1": lambda value: percent(value),
+    "bytes": lambda value: size(value),
+    "versions": lambda value: "older epoch" if value < 0 else whole(value),
+}
+"""Texts of a worker's figures by their unit. All others are plain numbers."""
 
 
-def _with_envs(text: Callable[[Any], str], own: float | None, envs: float | None) -> str:
-    return text(own) if envs is None else f"{text(own)} + {text(envs)} of envs"
+def _workers(columns: list[dict[str, str]], workers: list[dict[str, Any]]) -> dict[str, list[str]]:
+    shown = {one["name"]: [TEXTS.get(c["unit"], some)(one.get(c["key"])) for c in columns[1:]] for one in workers}
+    return {"": [column["title"] for column in columns], **shown}
 
 
 def _peers(workers: list[dict[str, Any]]) -> dict[str, list[str]]:

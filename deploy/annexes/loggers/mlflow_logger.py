@@ -12,12 +12,16 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from headrace.deploy.loggers.protocol import Row, RunInfo
+from headrace.schemas.accounts.figures import GAUGE_TABLE, RESTARTS
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 
 DEFAULT_EXPERIMENT = "headrace"
 FLEET_TAG = "headrace.fleet_id"
 _MOST_AT_ONCE = 100
 _LONGEST_PARAM = 500
-_TOTALS = ("restarts", "dropped_steps", "discarded_steps")
+_TOTALS = {metric.column_for() for metric in (*GAUGE_TABLE, *COUNTER_TABLE) if metric.label == "reason"} | {
+    RESTARTS.column_for()
+}
 """Columns that are folders of further ones. A store of files cannot have both a metric and a folder of one name."""
 _not_allowed = re.compile(r"[^A-Za-z0-9_\-. /:]")
 

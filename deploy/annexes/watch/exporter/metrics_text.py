@@ -1,6 +1,6 @@
 """Metrics of fleets in the text formats of Prometheus and OpenMetrics, for `headrace exporter` and the dashboard.
 
-Names, meanings and units of counters and gauges are those of `schemas/accounts/redis_keys.py`: a metric that is added
+Names, meanings and units of counters and gauges are those of `schemas/accounts/figures.py`: a metric that is added
 there appears here. `exposed_name` makes them names as Prometheus wants them.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric as Family
@@ -20,12 +19,10 @@ from headrace.deploy.monitoring.facts import Facts, ProcessState
 from headrace.deploy.monitoring.finding_kinds import KINDS
 from headrace.deploy.monitoring.findings import find
 from headrace.deploy.monitoring.processes import GONE, STOPPED, SUPERVISOR
-from headrace.deploy.report.progress import number, weights_lag
 from headrace.deploy.run.redis_view import Snapshot
-from headrace.schemas.accounts.ledger import Discard, Drop
-from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE, WORKER_WAIT
-from headrace.schemas.accounts.redis_keys import GAUGE_TABLE, RESTARTS, Metric, labelled, unlabelled
-from headrace.schemas.accounts.worker_figures import BLOCKED_BY
+from headrace.schemas.accounts.figures import FLEET_TABLE, GAUGE_TABLE, RESTARTS, Metric, added_up
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
+from headrace.schemas.accounts.redis_keys import labelled, unlabelled
 
 PREFIX = "headrace_"
 _SPELT = (("_unix_s", "_timestamp_seconds"), ("_per_s", "_per_second"), ("_s", "_seconds"))
@@ -38,14 +35,8 @@ _LABELS = {"quantile": "q"}
 returns may be.
 """
 
-_REASONS = {
-    "discarded_agent_steps_total": tuple(Discard),
-    "dropped_agent_steps_total": tuple(Drop),
-    "dropped_chunks_total": tuple(Drop),
-    WORKER_WAIT: BLOCKED_BY,
-}
 _ZEROS = {metric.name: 0 for metric in COUNTER_TABLE if not metric.label} | {
-    labelled(name, "reason", reason): 0 for name, reasons in _REASONS.items() for reason in reasons
+    labelled(metric.name, metric.label, value): 0 for metric in COUNTER_TABLE for value in metric.known_values()
 }
 """Counters that Redis does not have yet are 0, so that their first steps count as an increase. If Redis has none, the
 fleet is new, or Redis lost them: zeros would look like a counter reset.
@@ -60,21 +51,7 @@ _OF_LEASE = {
     "committed_unix_s": ("learner_committed_timestamp_seconds", "seconds: unix time of the learner's last commit"),
 }
 _QUEUED = ("queued_agent_steps", "agent steps: taken and neither committed nor dropped nor discarded")
-_LAG = ("weights_lag", "versions: by which the worker furthest behind is behind the newest weights")
 _WORKERS_WANTED = ("workers_wanted", "workers: that this fleet's configuration asks for on the supervisor's machine")
-_OF_WORKERS = {
-    "num_envs": ("envs", "envs: of all connected workers"),
-    "envs_lost": ("envs_lost", "envs: of these that are down. They wait to be rebuilt, or for a host"),
-    "cpu_share": ("workers_cpu_share", "share: processor seconds per second of all connected workers"),
-    "rss_bytes": ("workers_rss_bytes", "bytes: of memory that these workers have, without processes of envs"),
-    "envs_cpu_share": ("envs_cpu_share", "share: processor seconds per second of processes and hosts of envs"),
-    "envs_rss_bytes": ("envs_rss_bytes", "bytes: of memory that these have. What they share counts in each"),
-}
-"""Members of the rows of workers that are added up."""
-_OF_ENV_HOSTS = {
-    "connected": ("env_hosts_connected", "hosts: of envs that are connected to workers"),
-    "wanted": ("env_hosts_wanted", "hosts: that workers want, so that all their envs have a place"),
-}
 _DISK_FREE = ("disk_free_bytes", "bytes: free on the disk of the run directory")
 _POLICY = ("policy_return", "return: of the newest agents that this policy played. statistic is mean, min or max")
 _POLICY_LENGTH = ("policy_len", "agent steps: of the same agents' episodes. statistic is as of policy_return")
@@ -148,9 +125,8 @@ def _add_fleet(families: _Families, facts: Facts | None, labels: Mapping[str, st
     _add_own(families, _ENDED, _has_ended(facts), labels)
     _add_counters(families, {**_ZEROS, **snapshot.totals} if snapshot.totals else {}, labels)
     _add_counters(families, snapshot.supervisor_totals, labels)
-    _add_gauges(families, snapshot.gauges, labels)
+    _add_gauges(families, {**snapshot.gauges, **added_up(snapshot.workers.values())}, labels)
     _add_derived(families, snapshot, labels)
-    _add_sums(families, snapshot.workers.values(), labels)
     if facts.learner_row is not None and "unix_s" in snapshot.gauges:
         for name, figure in sorted(facts.learner_row.values.items()):
             _add_own(families, _LEARNER_FIGURE, figure, {**labels, "name": name})
@@ -188,7 +164,7 @@ def _add_counters(families: _Families, totals: Mapping[str, int], labels: Mappin
 
 
 def _add_gauges(families: _Families, gauges: Mapping[str, float], labels: Mapping[str, str]) -> None:
-    for metric, label, value in _of_table(GAUGE_TABLE, gauges):
+    for metric, label, value in _of_table((*GAUGE_TABLE, *FLEET_TABLE), gauges):
         kind, suffix = "gauge", ""
         if metric.label == _BUCKET:
             kind, suffix = "histogram", "_bucket"
@@ -239,8 +215,6 @@ def _add_derived(families: _Families, snapshot: Snapshot, labels: Mapping[str, s
         if key in snapshot.lease:
             _add_own(families, metric, snapshot.lease[key], labels)
     _add_own(families, _QUEUED, snapshot.fleet.queued, labels)
-    if snapshot.workers:
-        _add_own(families, _LAG, weights_lag(snapshot), labels)
     for module, values in sorted(snapshot.policies.items()):
         for metric, name in ((_POLICY, "return"), (_POLICY_LENGTH, "len")):
             for statistic in ("mean", "min", "max"):
@@ -250,16 +224,6 @@ def _add_derived(families: _Families, snapshot: Snapshot, labels: Mapping[str, s
             _add_own(families, _POLICY_AGENTS, values["agents"], {**labels, "module": module})
     for name, logged in sorted(snapshot.metrics.items()):
         _add_own(families, _LOGGED, logged.value, {**labels, "name": name})
-
-
-def _add_sums(families: _Families, workers: Collection[Mapping[str, Any]], labels: Mapping[str, str]) -> None:
-    """Add what the rows of workers sum up to. A sum is absent if no worker tells its part."""
-    hosts = [told for worker in workers if isinstance(told := worker.get("env_hosts"), Mapping)]
-    for rows, sums in ((workers, _OF_WORKERS), (hosts, _OF_ENV_HOSTS)):
-        for key, metric in sums.items():
-            told = [number(row[key]) for row in rows if key in row]
-            if told:
-                _add_own(families, metric, sum(told), labels)
 
 
 def _add_process(families: _Families, process: ProcessState, labels: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
 from headrace.deploy.annexes.watch.page.hub import INTERVALS, Hub
+from headrace.deploy.annexes.watch.state.shown_figures import PAGE_CHARTS, PAGE_CURVES
 from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
 from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import FleetConfig
@@ -28,26 +29,6 @@ _ALIVE_S = 15.0
 _FRESH_S = 3.0
 MOST_VIEWERS = 100
 RENDEZVOUS = f"/{RENDEZVOUS_FILE}"
-
-PAGE_CURVES = (
-    "env_steps_",
-    "committed_agent_steps_per_s",
-    "dropped_agent_steps_per_s",
-    "discarded_agent_steps_per_s",
-    "episode_return_",
-    "episode_len_mean",
-    "held_batches",
-    "held_bytes",
-    "oldest_unsettled_age_s",
-    "accepted_lag",
-    "consumed_lag",
-    "worker_",
-    "learner",
-    "workers",
-    "client_",
-    "clients",
-)
-"""How the names of the curves begin that the page draws."""
 
 
 def make_app(hub: Hub) -> Starlette:
@@ -81,8 +62,11 @@ def make_app(hub: Hub) -> Starlette:
             return PlainTextResponse(f"interval_s is one of {', '.join(map(str, INTERVALS))}\n", 400)
         hub.want()
         names = None if request.query_params.get("all") else PAGE_CURVES
-        text = await run_in_threadpool(lambda: orjson.dumps(hub.series(int(interval_s), after, names).document()))
-        return Response(text, media_type="application/json")
+
+        def document() -> bytes:
+            return orjson.dumps({**hub.series(int(interval_s), after, names).document(), "charts": PAGE_CHARTS})
+
+        return Response(await run_in_threadpool(document), media_type="application/json")
 
     async def metrics(request: Request) -> Response:
         await hub.fresh(_FRESH_S)

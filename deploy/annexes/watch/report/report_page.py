@@ -5,24 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from headrace.deploy.annexes.watch.report.run_series import RunSeries
+from headrace.deploy.annexes.watch.state.shown_figures import REPORT_CHARTS, Chart, tiles_of
 from headrace.deploy.monitoring.html_page import folded, page, paragraph, table, text, tiles
 from headrace.deploy.monitoring.losses import loss_of
 from headrace.deploy.report.progress import duration, short_number
 from headrace.schemas.basics.printable import one_line, printable
 
-Chart = Mapping[str, Any]
-"""What `charts.js` draws: `title`, `unit`, `scale`, `lines` and `bands`."""
 Line = Mapping[str, Any]
 """A curve: `name` of the column, `label`, and `dots` where its values belong to single moments."""
-Band = tuple[str, str, str]
-"""The columns of the lower and the upper edge, and the label."""
 
 MOST_CURVES = 8
 """Curves of a chart."""
@@ -32,36 +28,7 @@ MOST_ROWS = 200
 _LONGEST = 300
 _FIRST_FIGURES = ("loss", "policy_loss", "value_loss", "entropy", "kl", "explained_variance", "learning_rate")
 _NO_FIGURES = ("update", "steps", "episodes", "epochs")
-_CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("Throughput", "env steps/s", {"env_steps_per_s": "env steps/s"}),
-    (
-        "Lag of weights",
-        "versions",
-        {
-            "weights_lag": "worker furthest behind",
-            "accepted_lag_p50": "half of the steps, at the broker",
-            "accepted_lag_p95": "95 % of them",
-            "consumed_lag_p50": "half of the steps, at the learner",
-            "consumed_lag_p95": "95 % of these",
-        },
-    ),
-    ("Queue", "batches", {"held_batches": "held by the broker", "window_batches": "kept by workers"}),
-    ("Age of the oldest batch", "s", {"oldest_unsettled_age_s": "since the broker accepted it"}),
-    ("Workers", "", {"workers": "connected", "workers_blocked": "that wait for room"}),
-    (
-        "Failures",
-        "",
-        {
-            "env_failures": "envs failed",
-            "aborted_episodes": "episodes aborted",
-            "fenced_lives": "lives of workers fenced",
-            "messages_refused": "messages refused since the broker started",
-        },
-    ),
-    ("Clients", "", {"clients": "connected", "client_requests_per_s": "requests/s"}),
-    ("Latency for clients", "s", {"client_latency_s_p50": "half", "client_latency_s_p95": "95 %"}),
-)
-"""Titles, units, and the labels of columns."""
+_EVALUATED = "evaluation/return_mean"
 _ASSETS = files("headrace.deploy.annexes.watch.page") / "assets"
 _SCRIPTS = (
     *(_ASSETS / name for name in ("uPlot.iife.min.js", "elements.js", "charts.js")),
@@ -82,7 +49,6 @@ outline-offset: 2px } button[aria-pressed="true"] { background: var(--ink); colo
 _AXES = """<p class="buttons" role="group" aria-label="Horizontal axis">
 <button type="button" data-axis="time" aria-pressed="true">Time</button>
 <button type="button" data-axis="steps" aria-pressed="false">Env steps</button></p>"""
-_SHARES = ("env", "inference", "connectors", "serialise", "wait", "other", "decode", "train", "publish")
 
 
 def report_html(facts: Mapping[str, Any], series: RunSeries) -> str:
@@ -139,19 +105,12 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _key_numbers(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    numbers = facts["numbers"]
-    yield "env steps", _count(numbers["env_steps"])
-    yield "episodes", _count(numbers["episodes"])
-    mean, window = numbers["mean_return"], numbers["episodes_window"]
-    yield f"mean return of {_count(window)} episodes" if window else "mean return", _value(mean)
-    rate = "over the run" if facts["state"] == "ended" else "now"
-    yield f"env steps/s {rate}", _value(numbers["env_steps_per_s"])
-    yield "weights version", _count(numbers["weights_seq"])
-    yield "time", duration(facts["seconds"])
-    yield "restarts", _count(sum(facts["restarts"].values()))
-    books = facts["ledger"]
+    books, restarts = facts["ledger"], facts["restarts"]
+    numbers = {**facts["numbers"], "restarts": sum(restarts.values()), "restarts_by_role": restarts}
     if books is not None:
-        yield "steps lost", _count(sum(books["dropped"].values()) + sum(books["discarded"].values()))
+        numbers["lost"] = sum(books["dropped"].values()) + sum(books["discarded"].values())
+    yield "Time", duration(facts["seconds"])
+    yield from ((tile["title"], tile["text"]) for tile in tiles_of(numbers) if tile["text"] != "-")
 
 
 def _curves(charts: Sequence[Chart], series: RunSeries) -> Iterator[str]:
@@ -183,48 +142,23 @@ def _rows(charts: Sequence[Chart], series: RunSeries) -> str:
 
 
 def _charts(series: RunSeries) -> Iterator[Chart]:
-    def chart(title: str, unit: str, lines: Iterable[Line], bands: Iterable[Band] = (), scale: int = 1) -> Chart:
-        found = [line for line in lines if line["name"] in series.columns][:MOST_CURVES]
-        return {"title": title, "unit": unit, "scale": scale, "lines": found, "bands": list(bands)}
+    def chart(title: str, lines: Iterable[Line]) -> Chart:
+        return {"title": title, "unit": "", "scale": 1, "lines": list(lines)[:MOST_CURVES], "bands": []}
 
-    def parts(prefix: str, order: Sequence[str] = ()) -> Iterator[Line]:
-        names = [f"{prefix}{name}" for name in order] + series.names(prefix)
-        for column in dict.fromkeys(names):
-            yield _line(column, _bounded(column.removeprefix(prefix)))
-
-    returns = [*_means("episode_return"), {**_line("evaluation/return_mean", "evaluation"), "dots": True}]
-    yield chart("Return of episodes", "", returns, _spread(series, "episode_return"))
-    yield chart("Length of episodes", "env steps", _means("episode_len"), _spread(series, "episode_len"))
     by_policy = [name for name in series.names("policies/") if name.endswith("/return_mean")]
-    yield chart("Mean return by policy", "", (_line(name, _bounded(name.split("/")[1])) for name in by_policy))
-    for title, unit, lines in _CHARTS:
-        yield chart(title, unit, starmap(_line, lines.items()))
-    yield chart("Time of the workers", "%", parts("worker_time/", _SHARES), scale=100)
-    yield chart("Time of the learner", "%", parts("learner_time/", _SHARES), scale=100)
-    lost = series.names("dropped_steps/") + series.names("discarded_steps/")
-    named = (_line(name, _bounded(name.replace("_steps/", ": "))) for name in lost)
-    yield chart("Steps that did not reach the learner", "agent steps", named)
-    if "aborted_return_mean" in series.columns:
-        both = [_line("aborted_return_mean", "of aborted episodes"), _line("episode_return_mean", "of finished ones")]
-        yield chart("Mean return of aborted episodes", "", both)
-    yield chart("Processor time", "cores", parts("process_cpu_share/"))
-    yield chart("Memory", "bytes", parts("process_rss_bytes/"))
+    yield chart("Mean return by policy", (_line(name, _bounded(name.split("/")[1])) for name in by_policy))
+    for known in REPORT_CHARTS:
+        lines = [line for line in known["lines"] if line["name"] in series.columns][:MOST_CURVES]
+        bands = [band for band in known["bands"] if {*band[:2]} <= series.columns.keys()]
+        if known["title"] == "Return of episodes" and _EVALUATED in series.columns:
+            lines.append({**_line(_EVALUATED, "evaluation"), "dots": True})
+        yield {**known, "lines": lines, "bands": bands}
     for column in [*_figures(series), *series.names("callbacks/")[:MOST_CHARTS]]:
-        yield chart(_bounded(column.replace("/", ": ", 1)), "", [_line(column, "logged")])
+        yield chart(_bounded(column.replace("/", ": ", 1)), [_line(column, "logged")])
 
 
 def _line(column: str, label: str) -> Line:
     return {"name": column, "label": label}
-
-
-def _means(name: str) -> list[Line]:
-    return [_line(f"{name}_mean", "mean"), _line(f"{name}_p50", "median")]
-
-
-def _spread(series: RunSeries, name: str) -> list[Band]:
-    """Return the band of the middle half of the episodes, or from the least to the most without quantiles."""
-    bands = [(f"{name}_p25", f"{name}_p75", "middle half"), (f"{name}_min", f"{name}_max", "least to most")]
-    return [band for band in bands if band[0] in series.columns and band[1] in series.columns][:1]
 
 
 def _figures(series: RunSeries) -> list[str]:

@@ -33,7 +33,9 @@ from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.env_errors import EnvErrorRow
+from headrace.schemas.accounts.figures import GAUGE_TABLE
 from headrace.schemas.accounts.ledger import FleetLedger
+from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.redis_keys import RINGS
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import HeadraceError
@@ -197,24 +199,15 @@ def _changed(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _numbers(snapshot: Snapshot | None, told: Mapping[str, Any], series: RunSeries) -> dict[str, Any]:
-    """Return the key numbers: as told at the run's end, else of the same moment as the books, else of the last row."""
-    last = dict(series.last)
+    """Return figures by name: as told at the run's end, else of the same moment as the books, else of the last row."""
+    unlabelled = (metric for metric in (*GAUGE_TABLE, *COUNTER_TABLE) if not metric.label)
+    numbers: dict[str, Any] = {metric.name: series.last.get(metric.column_for()) for metric in unlabelled}
+    numbers["weights_lag"] = series.last.get("weights_lag")
     if snapshot is not None:
-        last |= {name.removesuffix("_total"): count for name, count in snapshot.totals.items()}
-        last |= snapshot.gauges
-    numbers = {
-        "env_steps": last.get("env_steps"),
-        "episodes": last.get("episodes"),
-        "mean_return": last.get("episode_return_mean"),
-        "episodes_window": last.get("episodes_window"),
-        "env_steps_per_s": last.get("env_steps_per_s"),
-        "weights_seq": last.get("weights_seq"),
-    }
-    rates = _object(told, "rates")
-    for name in numbers:
-        value = rates.get(name, told.get(name))
-        numbers[name] = value if value is not None else numbers[name]
-    return numbers
+        numbers |= {**snapshot.totals, **snapshot.gauges}
+    ended = {"env_steps_total": "env_steps", "episodes_total": "episodes", "episode_return_mean": "mean_return"}
+    at_end = {name: told.get(key) for name, key in ended.items()} | _object(told, "rates")
+    return numbers | {name: value for name, value in at_end.items() if value is not None}
 
 
 def _ledger(snapshot: Snapshot | None, told: Mapping[str, Any], series: RunSeries) -> dict[str, Any] | None:

@@ -6,6 +6,8 @@ findings             what is wrong, worst first: cause, since when, limit, comma
 fleet                id, env, version, state, times, addresses
 redis                whether its numbers are old, since when, and the server's own health
 numbers              gauges and totals by their names in Redis, and a few sums of them
+tiles                those that the page and `top` show, as texts: key, title, text, note
+columns              of the table of workers: key (the member of a row), title, unit
 labelled             those with a label: {name: {value of the label: number}}
 ledger               agent steps from stepped to committed, with each loss by its name
 policies, logged     returns by module; metrics that callbacks logged
@@ -24,12 +26,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from headrace.deploy.annexes.watch.state.shown_figures import columns_of, tiles_of
 from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
 from headrace.deploy.monitoring.losses import loss_of
-from headrace.deploy.report.progress import STALE_S, number, weights_lag
+from headrace.deploy.report.progress import STALE_S, number
 from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.process_state import ProcessState
@@ -86,23 +90,28 @@ def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = 
     slow, snapshot = slow or SlowFacts(), facts.snapshot
     by_name, by_label = _split(snapshot)
     line, limit = verdict(facts, findings), find_bottleneck(facts, findings)
+    fleet, numbers, workers = _fleet(facts), by_name | _sums(facts), _workers(facts, slow)
+    books = ledger(snapshot.fleet, snapshot.rows.values())
+    of_books = {name: books[name] for name in ("lost", "lost_share")}
     return {
         "unix_s": facts.unix_s,
         "verdict": line,
         "severity": _severity(facts, findings, line),
         "bottleneck": limit.in_words() if limit is not None else "",
         "findings": [_finding(finding, facts.unix_s) for finding in findings],
-        "fleet": _fleet(facts),
+        "fleet": fleet,
         "redis": _redis(facts, slow),
-        "numbers": by_name | _sums(facts),
+        "numbers": numbers,
+        "tiles": tiles_of({**numbers, **of_books, "workers_wanted": fleet["workers_wanted"]}),
+        "columns": columns_of(workers),
         "labelled": by_label,
-        "ledger": ledger(snapshot.fleet, snapshot.rows.values()),
+        "ledger": books,
         "policies": [
             {"module": module, **numbers, "quantiles": dict(snapshot.policy_quantiles.get(module, {}))}
             for module, numbers in sorted(snapshot.policies.items())
         ],
         "logged": {name: metric.value for name, metric in sorted(snapshot.metrics.items())},
-        "workers": _workers(facts, slow),
+        "workers": workers,
         "errors": _env_errors(snapshot, facts.unix_s),
         "processes": list(_processes(facts, slow, by_label)),
         "learner": _learner(facts),
@@ -273,16 +282,10 @@ def _sums(facts: Facts) -> Document:
     return {
         "workers_connected": len(snapshot.workers),
         "workers_blocked_now": sum(bool(worker.get("blocked")) for worker in workers),
-        "weights_lag": weights_lag(snapshot),
-        "weights_lag_mean": _mean([max(0.0, number(worker.get("weights_behind"))) for worker in workers]),
+        **added_up(workers),
         "restarts": sum(restarts.values()),
         "restarts_by_role": restarts,
-        "lives": sum(snapshot.incarnations.values()),
     }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _workers(facts: Facts, slow: SlowFacts) -> list[Document]:
@@ -309,6 +312,12 @@ def _worker(
     newest = rows.get(max(rows, default=(slot, 0)))
     steps = sum(row.totals.steps_of_envs for row in rows.values())
     state = process.state if process is not None else "connected" if told else "gone"
+    state = "stopped by a signal" if process is not None and process.is_stopped else state
+    doing = process.doing if process is not None else ""
+    # What it did before it joined may be seconds old.
+    shown = "" if told and doing in ("loading", "building") else doing
+    waits = f"waits: {told['blocked']}" if told.get("blocked") else ""
+    books = ledger(add_up(rows), rows.values())
     return {
         "env_steps_all": steps,
         "agent_steps_all": sum(row.totals.stepped for row in rows.values()),
@@ -317,17 +326,19 @@ def _worker(
         **told,
         "slot": slot,
         "name": f"worker-{slot}",
-        "state": "stopped by a signal" if process is not None and process.is_stopped else state,
+        "state": state,
+        "status": "; ".join(said for said in (state, shown, waits) if said),
         "is_connected": bool(told),
         "incarnation": told.get("incarnation", newest.incarnation if newest is not None else 0),
         "lives": facts.snapshot.incarnations.get(slot, 0),
         "restarts": process.restarts if process is not None else None,
         "last_words": process.last_words if process is not None else "",
-        "doing": process.doing if process is not None else "",
+        "doing": doing,
         "silent_s": process.silent_s if process is not None else None,
         "cpu_share": slow.cpu_shares.get(f"worker-{slot}", told.get("cpu_share")),
         "rss_bytes": process.rss_bytes if process is not None else told.get("rss_bytes"),
-        "ledger": ledger(add_up(rows), rows.values()),
+        "ledger": books,
+        "lost": books["lost"],
     }
 
 

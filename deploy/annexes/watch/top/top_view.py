@@ -6,90 +6,29 @@ Nothing here computes a number of the fleet. Every text of a peer is shown on on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
+from headrace.deploy.annexes.watch.state.shown_figures import TILES, as_text
 from headrace.deploy.report.progress import duration, short_number
 from headrace.schemas.basics.printable import one_line
 
 Document = Mapping[str, Any]
 Curves = Mapping[str, Sequence[float | None]]
 
-SHOWN_CURVES = ("env_steps_per_s", "episode_return_mean", "held_batches", "accepted_agent_steps_per_s")
+SHOWN_CURVES = tuple(figure.name for figure in TILES if figure.chart)
+"""Curves that stand beside the tiles of these figures."""
 _STYLES = {"ok": "bold green", "warning": "bold yellow", "error": "bold red", "ended": "bold", "unknown": "bold"}
 _BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _MOST_FINDINGS = 3
 _SPARK = 14
+_LABEL = 17
+_WIDTHS = {"slot": 7, "status": 15, "host": 20}
+"""Widths of columns with text, and of the first. The others have room for their headings and a short number."""
 _TROUBLE = "yellow"
 _LONGEST = 400
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerColumn:
-    """A column of the table of workers: its header, width, and what it shows."""
-
-    name: str
-    width: int
-    value: Callable[[Document], Any]
-    show: Callable[[Any], str]
-    is_text: bool = False
-
-
-def _of(name: str) -> Callable[[Document], Any]:
-    return lambda worker: worker.get(name)
-
-
-def _count(value: Any) -> str:
-    return short_number(value) if _is_number(value) else "-"
-
-
-def _share(value: Any) -> str:
-    return f"{100 * value:.0f} %" if _is_number(value) else "-"
-
-
-def _megabytes(value: Any) -> str:
-    return f"{value / (1 << 20):,.0f}" if _is_number(value) else "-"
-
-
-def _lost(worker: Document) -> Any:
-    return worker.get("ledger", {}).get("lost")
-
-
-def _state(worker: Document) -> str:
-    state = str(worker.get("state", ""))
-    if worker.get("blocked"):
-        return f"waits: {worker['blocked']}" if isinstance(worker["blocked"], str) else "waits for room"
-    doing = worker.get("doing")
-    if doing and (doing not in ("loading", "building") or not worker.get("is_connected")):
-        return f"{state}, {doing}"  # the activity before it joined may be seconds old
-    return state
-
-
-def _behind(worker: Document) -> Any:
-    behind = worker.get("weights_behind")
-    return None if behind is None or (_is_number(behind) and behind < 0) else behind
-
-
-COLUMNS = (
-    WorkerColumn("slot", 6, _of("slot"), str),
-    WorkerColumn("state", 16, _state, str, is_text=True),
-    WorkerColumn("steps/s", 8, _of("env_steps_per_s"), _count),
-    WorkerColumn("env steps", 10, _of("env_steps_all"), _count),
-    WorkerColumn("lag", 5, _behind, _count),
-    WorkerColumn("lost", 7, _lost, _count),
-    WorkerColumn("failures", 9, _of("env_failures_all"), _count),
-    WorkerColumn("restarts", 9, _of("restarts"), _count),
-    WorkerColumn("CPU", 6, _of("cpu_share"), _share),
-    WorkerColumn("MiB", 7, _of("rss_bytes"), _megabytes),
-    WorkerColumn("episodes", 9, _of("episodes_all"), _count),
-    WorkerColumn("held", 6, _of("held_batches"), _count),
-    WorkerColumn("pid", 9, _of("pid"), lambda pid: str(pid) if _is_number(pid) else "-"),
-    WorkerColumn("host", 20, _of("host"), lambda host: str(host or "-"), is_text=True),
-)
-"""In the order of their importance: those at the end are left out where the terminal is narrow."""
 
 
 def screen(document: Document, curves: Curves, width: int, height: int, blocks: str) -> list[Text]:
@@ -128,7 +67,6 @@ def head(document: Document, curves: Curves, width: int, blocks: str, most: int 
         lines.append(Text(f"These numbers are {age} old: Redis does not answer.", style="yellow"))
     lines += _ledger(document)
     lines += _numbers(document, curves, width, blocks)
-    lines += _aborted(document["numbers"])
     lines += _shares(document)
     lines += _errors(document)
     return lines
@@ -152,47 +90,21 @@ def _finding(one: Document) -> Text:
 
 
 def _numbers(document: Document, curves: Curves, width: int, blocks: str) -> Iterator[Text]:
-    numbers, learner = document["numbers"], document["learner"]
-    wanted = document["fleet"].get("workers_wanted")
-    workers = _count(numbers.get("workers_connected")) + (f" of {wanted}" if wanted else "")
-    blocked = numbers.get("workers_blocked_now")
-    epoch, seq = learner.get("epoch"), numbers.get("weights_seq")
-    restarts = ", ".join(f"{count} ({role})" for role, count in numbers.get("restarts_by_role", {}).items() if count)
-    cells = (
-        ("env steps/s", _count(numbers.get("env_steps_per_s")), "env_steps_per_s"),
-        ("mean return", _count(numbers.get("episode_return_mean")), "episode_return_mean"),
-        ("env steps", _whole(numbers.get("env_steps_total")), ""),
-        ("episodes", _whole(numbers.get("episodes_total")), ""),
-        ("workers", workers + (f", {blocked} waiting" if blocked else ""), ""),
-        ("weights", f"{_whole(epoch)}/{_whole(seq)}, lag {_count(numbers.get('weights_lag'))}", ""),
-        ("queue", f"{_count(numbers.get('held_batches'))} batches", "held_batches"),
-        ("oldest batch", _seconds(numbers.get("oldest_unsettled_age_s")), ""),
-        ("restarts", restarts or "none", ""),
-    )
+    """Yield the tiles, two in a line where both have room there."""
     half = max(38, width // 2)
-    rows = [cells[start : start + 2] for start in range(0, len(cells), 2)] if width >= 76 else [(c,) for c in cells]
-    for row in rows:
-        line = Text()
-        for label, value, curve in row:
-            cell = Text(f"{label:<13}", style="dim").append(_line(value), style="bold")
-            if curve:
-                spark = sparkline(curves.get(curve, ()), min(_SPARK, max(0, half - cell.cell_len - 3)), blocks)
-                cell.pad_right(max(0, half - _SPARK - 2 - cell.cell_len))
-                cell.append(f" {spark}", style="cyan")
-            cell.pad_right(max(0, half - cell.cell_len))
-            line.append_text(cell)
-        yield line
-
-
-def _aborted(numbers: Document) -> Iterator[Text]:
-    """Yield return and length of aborted episodes beside those of finished ones, if some were aborted."""
-    if numbers.get("aborted_window"):
-        returns, lengths = (
-            f"{_count(numbers.get(f'aborted_{name}_mean'))} (finished {_count(numbers.get(f'episode_{name}_mean'))})"
-            for name in ("return", "len")
-        )
-        count = _whole(numbers.get("aborted_episodes_total"))
-        yield Text(_line(f"aborted      {count}: return {returns}, length {lengths}"))
+    line = Text()
+    for tile in document["tiles"]:
+        cell = Text(f"{tile['title']:<{_LABEL}}", style="dim").append(tile["text"], style="bold")
+        cell.append(f", {tile['note']}" if tile["note"] else "")
+        spark = sparkline(curves.get(tile["key"], ()), min(_SPARK, max(0, half - cell.cell_len - 3)), blocks)
+        cell.append(f" {spark}" if spark else "", style="cyan")
+        if line and max(line.cell_len, cell.cell_len) >= half:
+            yield line
+            line = Text()
+        if line:
+            line.pad_right(half - line.cell_len)
+        line.append_text(cell)
+    yield line
 
 
 def _ledger(document: Document) -> Iterator[Text]:
@@ -234,11 +146,12 @@ def _errors(document: Document) -> Iterator[Text]:
 def _table(document: Document, width: int, height: int | None) -> list[Text]:
     """Return the table of workers, those first that do not run. `height` is None for all of them."""
     workers = sorted(document["workers"], key=lambda worker: (_style(worker) != _TROUBLE, worker["slot"]))
-    columns = _fitting(width)
-    lines = [Text("".join(_cell(column.name, column) for column in columns), style="bold")]
+    columns = list(_fitting(document["columns"], width))
+    lines = [Text("".join(_cell(column["title"], column) for column in columns), style="bold")]
     shown = workers if height is None or len(workers) < height else workers[: max(0, height - 2)]
     for worker in shown:
-        lines.append(Text("".join(_cell(_line(c.show(c.value(worker))), c) for c in columns), style=_style(worker)))
+        texts = (_cell(as_text(worker.get(one["key"]), one["unit"], short_number), one) for one in columns)
+        lines.append(Text("".join(texts), style=_style(worker)))
     if len(workers) > len(shown):
         lines.append(Text(f"and {len(workers) - len(shown):,} workers more", style="dim"))
     if not workers:
@@ -246,23 +159,25 @@ def _table(document: Document, width: int, height: int | None) -> list[Text]:
     return lines
 
 
-def _fitting(width: int) -> list[WorkerColumn]:
+def _width(column: Document) -> int:
+    most = 11 if column["unit"] == "bytes" else 6
+    return _WIDTHS.get(column["key"], max(most, len(column["title"]) + 1))
+
+
+def _fitting(columns: Sequence[Document], width: int) -> Iterator[Document]:
     taken = 0
-    columns: list[WorkerColumn] = []
-    for column in COLUMNS:
-        taken += column.width
-        if taken <= width or not columns:
-            columns.append(column)
-        else:
-            break
-    return columns
+    for column in columns:
+        taken += _width(column)
+        if taken > width and column is not columns[0]:
+            return
+        yield column
 
 
-def _cell(value: str, column: WorkerColumn) -> str:
-    text = Text(value)
-    text.truncate(column.width - 1, overflow="ellipsis")
-    space = " " * (column.width - 1 - text.cell_len)
-    return f"{text.plain}{space} " if column.is_text else f"{space}{text.plain} "
+def _cell(value: str, column: Document) -> str:
+    text, room = Text(value), _width(column) - 1
+    text.truncate(room, overflow="ellipsis")
+    space = " " * (room - text.cell_len)
+    return f"{space}{text.plain} " if column["unit"] or column["key"] == "slot" else f"{text.plain}{space} "
 
 
 def _style(worker: Document) -> str:
@@ -290,18 +205,6 @@ def blocks_for(encoding: str | None) -> str:
     except (UnicodeEncodeError, LookupError):
         return _PLAIN_BLOCKS
     return _BLOCKS
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _whole(value: Any) -> str:
-    return f"{value:,.0f}" if _is_number(value) else "-"
-
-
-def _seconds(value: Any) -> str:
-    return f"{value:.1f} s" if _is_number(value) else "-"
 
 
 def _line(value: object) -> str:

@@ -6,34 +6,7 @@ let state = null;
 let sorting = { column: "slot", falls: false };
 const slotShown = /^\/worker\/(\d+)$/.test(location.pathname) ? Number(location.pathname.split("/")[2]) : null;
 
-/* [key, label, value, note]; the key is the name in Redis where it is one value of Redis. */
-function tiles(s) {
-  const n = s.numbers;
-  const roles = Object.entries(n.restarts_by_role).filter(([, count]) => count).map(([role, count]) => `${role} ${count}`);
-  return [
-    ["env_steps_per_s", "Env steps/s", some(n.env_steps_per_s)],
-    ["env_steps_total", "Env steps", whole(n.env_steps_total)],
-    ["episode_return_mean", "Mean return", some(n.episode_return_mean), isNumber(n.episode_return_mean)
-      ? `${some(n.episode_return_min)} to ${some(n.episode_return_max)} in ${plural(n.episodes_window, "episode")}` : ""],
-    ["episodes_total", "Episodes", whole(n.episodes_total), isNumber(n.episode_len_mean)
-      ? `mean length ${some(n.episode_len_mean)}` : ""],
-    ...(n.aborted_window ? [["aborted_episodes_total", "Aborted episodes", whole(n.aborted_episodes_total),
-      `return ${some(n.aborted_return_mean)}, of finished ones ${some(n.episode_return_mean)}; length ${
-        some(n.aborted_len_mean)}, of finished ones ${some(n.episode_len_mean)}`]] : []),
-    ["held_batches", "Queue", isNumber(n.held_batches) ? plural(n.held_batches, "batch", "batches") : "-", filled([
-      isNumber(n.held_bytes) && bytes(n.held_bytes),
-      isNumber(n.oldest_unsettled_age_s) && `oldest ${duration(n.oldest_unsettled_age_s)}`])],
-    ["weights_seq", "Weights", isNumber(n.weights_seq) ? `${whole(n.learner_epoch)}/${whole(n.weights_seq)}` : "-",
-      `slowest worker ${plural(n.weights_lag, "version")} behind`],
-    ["workers", "Workers", whole(n.workers_connected), filled([
-      isNumber(s.fleet.workers_wanted) && `${whole(s.fleet.workers_wanted)} of this machine`,
-      n.workers_blocked_now && `${whole(n.workers_blocked_now)} blocked`])],
-    ["restarts", "Restarts", whole(n.restarts), roles.join(", ")],
-    ["env_failures_total", "Env failures", whole(n.env_failures_total), plural(n.env_rebuilds_total || 0, "rebuild")],
-    ["lost", "Agent steps lost", whole(s.ledger.lost), percent(s.ledger.lost_share)],
-  ];
-}
-
+/* Tiles are [key, label, value, note]. */
 function showTiles(parent, list) {
   keyed(parent, list, ([key]) => key,
     ([key, label]) => make("div", { "data-of": key }, make("dt", { text: label }), make("dd"), make("dd", { class: "note" })),
@@ -127,46 +100,38 @@ function showErrors(groups) {
   });
 }
 
-const doing = (worker) => filled([worker.state, worker.doing, worker.blocked && "blocked"]);
-/* The figure of a worker's process, and beside it that of the processes of its envs. */
-const withEnvs = (text, own, envs) => isNumber(envs) ? `${text(own)} + ${text(envs)} of envs` : text(own);
-/* [key, heading, text of the value, is text] */
-const WORKER_COLUMNS = [
-  ["slot", "Worker", (w) => w.name],
-  ["state", "State", doing, true],
-  ["env_steps_per_s", "Env steps/s", (w) => some(w.env_steps_per_s)],
-  ["env_steps_all", "Env steps", (w) => whole(w.env_steps_all)],
-  ["episodes_all", "Episodes", (w) => whole(w.episodes_all)],
-  ["weights_behind", "Versions behind", (w) => w.weights_behind === -1 ? "older epoch" : whole(w.weights_behind)],
-  ["held_batches", "Held", (w) => whole(w.held_batches)],
-  ["env_failures_all", "Env failures", (w) => whole(w.env_failures_all)],
-  ["restarts", "Restarts", (w) => whole(w.restarts)],
-  ["cpu_share", "CPU", (w) => withEnvs(percent, w.cpu_share, w.envs_cpu_share)],
-  ["rss_bytes", "Memory", (w) => withEnvs(bytes, w.rss_bytes, w.envs_rss_bytes)],
-  ["host", "Host", (w) => w.host || "-", true],
-];
+/* A figure of a worker as text, by its unit. Others are plain numbers. */
+const TEXTS = { "": (value) => String(value || "-"), "1": percent, bytes, s: duration,
+  versions: (value) => value < 0 ? "older epoch" : whole(value) };
+const textOf = (w, column) => column.key === "slot" ? w.name : (TEXTS[column.unit] || some)(w[column.key]);
+const isText = (column) => !column.unit && column.key !== "slot";
 const MOST_ROWS = 200;
 
 function showWorkers(s) {
   const table = $("workers");
   const head = table.tHead.rows[0];
-  if (!head.cells.length) {
-    head.append(...WORKER_COLUMNS.map(([key, title, , isText]) => {
-      const button = make("button", { type: "button", text: title });
+  const columns = s.columns;
+  const names = columns.map((column) => column.key).join();
+  if (table.dataset.columns !== names) { /* a worker tells a figure that none has told before */
+    table.dataset.columns = names;
+    keyed(table.tBodies[0], [], null);
+    head.replaceChildren(...columns.map((column) => {
+      const button = make("button", { type: "button", text: column.title });
       button.addEventListener("click", () => {
-        sorting = { column: key, falls: sorting.column === key ? !sorting.falls : !isText && key !== "slot" };
+        const { key } = column;
+        sorting = { column: key, falls: sorting.column === key ? !sorting.falls : !isText(column) && key !== "slot" };
         showWorkers(state);
       });
-      return make("th", { scope: "col", class: isText ? "text" : null }, button);
+      return make("th", { scope: "col", class: isText(column) ? "text" : null }, button);
     }));
   }
-  WORKER_COLUMNS.forEach(([key], i) => {
+  columns.forEach(({ key }, i) => {
     if (key === sorting.column) head.cells[i].setAttribute("aria-sort", sorting.falls ? "descending" : "ascending");
     else head.cells[i].removeAttribute("aria-sort");
   });
   const wanted = $("filter").value.toLowerCase();
   const found = s.workers.filter((w) => !wanted
-    || [w.name, doing(w), w.host, w.env_failure].join(" ").toLowerCase().includes(wanted));
+    || [w.name, w.status, w.host, w.env_failure].join(" ").toLowerCase().includes(wanted));
   const value = (w) => w[sorting.column] ?? "";
   found.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a.slot - b.slot) * (sorting.falls ? -1 : 1));
   const worst = new Map();
@@ -177,10 +142,10 @@ function showWorkers(s) {
   }
   keyed(table.tBodies[0], found.slice(0, MOST_ROWS), (w) => w.slot, (w) => make("tr", {},
     make("th", { scope: "row" }, make("a", { href: `/worker/${w.slot}`, text: w.name })),
-    ...WORKER_COLUMNS.slice(1).map(([key, , , isText]) => make("td", { "data-of": key, class: isText ? "text" : null }))),
+    ...columns.slice(1).map((column) => make("td", { "data-of": column.key, class: isText(column) ? "text" : null }))),
   (row, w) => {
     row.dataset.severity = worst.get(w.name) || "";
-    WORKER_COLUMNS.forEach(([, , text], i) => { if (i) say(row.cells[i], text(w)); });
+    columns.forEach((column, i) => { if (i) say(row.cells[i], textOf(w, column)); });
   });
   say($("workers-note"), found.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${whole(found.length)} are shown.`
     : found.length ? "" : wanted ? "No worker matches the filter." : "No worker has joined yet.");
@@ -266,7 +231,7 @@ function showWorker(s) {
   const w = s.workers.find((one) => one.slot === slotShown);
   say($("worker-name"), `worker-${slotShown}`);
   if (!w) return say($("worker-words"), "No such worker is known.");
-  showTiles($("worker-facts"), WORKER_COLUMNS.slice(1).map(([key, label, text]) => [key, label, text(w)]));
+  showTiles($("worker-facts"), s.columns.slice(1).map((column) => [column.key, column.title, textOf(w, column)]));
   keyed($("worker-share"), w.time_share ? ["share"] : [], (one) => one,
     () => make("div", {}, make("h3", { text: "Its time" }), make("div", { class: "bar", role: "img" }),
       make("div", { class: "legend" })), (element) => showShare(element, w.time_share));
@@ -317,7 +282,7 @@ function show(s) {
   showFindings(s.findings.filter((one) => slotShown === null || one.whom === `worker-${slotShown}`
     || one.slots.includes(slotShown)));
   if (slotShown !== null) return showWorker(s);
-  showTiles($("tiles"), tiles(s));
+  showTiles($("tiles"), s.tiles.map((tile) => [tile.key, tile.title, tile.text, tile.note]));
   showLedger($("fleet-ledger"), s.ledger);
   showErrors(s.errors);
   showWorkers(s);

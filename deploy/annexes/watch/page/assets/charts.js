@@ -1,35 +1,9 @@
 "use strict";
 /* Charts over time or env steps. uPlot draws; the curves come ready, and null is where nothing is known.
-   The page gets them from /series.json. A report has its own list of `charts`, and its times are seconds since the run
-   began (`isElapsed`). */
+   The page gets them from /series.json, a report has them in itself; its times are seconds since the run began
+   (`isElapsed`). Both have `charts`: `lines`, with `dots` for values of single moments, and `bands`: lower and upper edge
+   of a shaded band, and its label. A chart without data is not shown. */
 
-const PARTS = ["env", "inference", "connectors", "serialise", "wait", "decode", "train", "publish", "other"];
-const shares = (name) => PARTS.map((part) => ({ name: `${name}{part="${part}"}`, label: part }));
-const at = (name, quantile) => `${name}{quantile="${quantile}"}`;
-
-/* `lines`: curves, with `dots` for values of single moments; `bands`: lower and upper edge of a shaded band; a chart
-   without data is not shown. */
-const CHARTS = [
-  { title: "Throughput", unit: "steps/s", lines: [
-    { name: "env_steps_per_s", label: "env steps taken" },
-    { name: "committed_agent_steps_per_s", label: "agent steps committed" } ] },
-  { title: "Return of episodes", unit: "", lines: [{ name: "episode_return_mean", label: "mean" }], bands: [
-    [at("episode_return_quantile", "0.05"), at("episode_return_quantile", "0.95"), "5 % to 95 %"],
-    [at("episode_return_quantile", "0.25"), at("episode_return_quantile", "0.75"), "quartiles"] ] },
-  { title: "Weights lag", unit: "versions", lines: [
-    { name: at("accepted_lag", "0.5"), label: "median, as accepted" },
-    { name: at("accepted_lag", "0.95"), label: "95 %" },
-    { name: at("consumed_lag", "0.5"), label: "median, as consumed" } ] },
-  { title: "Queue", unit: "batches", lines: [{ name: "held_batches", label: "batches held by the broker" }] },
-  { title: "Oldest batch not settled", unit: "s", lines: [{ name: "oldest_unsettled_age_s", label: "age" }] },
-  { title: "Steps of single workers", unit: "env steps/s", lines: [
-    { name: at("worker_env_steps_per_s_quantile", "0.5"), label: "median worker" } ], bands: [
-    [at("worker_env_steps_per_s_quantile", "0.05"), at("worker_env_steps_per_s_quantile", "0.95"), "5 % to 95 %"],
-    [at("worker_env_steps_per_s_quantile", "0.25"), at("worker_env_steps_per_s_quantile", "0.75"), "quartiles"] ] },
-  { title: "Time of workers", unit: "%", scale: 100, lines: shares("worker_time_share") },
-  { title: "Time of the learner", unit: "%", scale: 100, lines: shares("learner_time_share") },
-  { title: "Length of episodes", unit: "env steps", lines: [{ name: "episode_len_mean", label: "mean" }] },
-];
 const MOST_LEARNER_CHARTS = 24;
 const ELAPSED_TICKS = [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
   172800, 432000, 864000, 2592000];
@@ -46,9 +20,9 @@ const Charts = (() => {
   const hasData = (name) => (data.curves[name] || []).some((value) => value !== null);
 
   function specs() {
-    if (data.charts) return data.charts;
+    if (data.isElapsed) return data.charts;
     const own = Object.keys(data.curves).filter((name) => name.startsWith("learner/")).slice(0, MOST_LEARNER_CHARTS);
-    return [...CHARTS, ...own.map((name) => (
+    return [...(data.charts || []), ...own.map((name) => (
       { title: name.replace("learner/", ""), unit: "", isOfLearner: true, lines: [{ name, label: "logged" }] }))];
   }
 
