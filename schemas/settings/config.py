@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -461,6 +462,15 @@ class FleetConfig(ConfigSection):
     def _modules(self) -> int:
         """Return the number of modules; a cut gives one batch for each."""
         return len(self.sampling.policies or ("default_policy",))
+
+    def replaced(self, values: Mapping[str, Any]) -> FleetConfig:
+        """Return a copy with other values of some settings, by dotted key. They are not checked again."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        changed = {section: getattr(self, section).model_copy(update=own) for section, own in sections.items()}
+        return self.model_copy(update=changed)
 
     def value_of(self, key: str) -> Any:
         """Return the value of a setting by its dotted key; of `worker.window_batches`, the number in force."""

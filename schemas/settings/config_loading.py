@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from headrace.schemas.basics.run_files import read_regular, read_stream
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.settings import ENV_PREFIX
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.env_prefix import ENV_PREFIX
 from headrace.schemas.settings.nearest_names import CARRIED, CUT, instead_of_cut, nearest_name
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import typer
 
 from headrace.deploy.fleet.roles import no_exit_from
 from headrace.deploy.run.options import Asked
-from headrace.deploy.run.saved_policy import ResolvedPolicy, Which, resolve_policy, resolve_settings
+from headrace.deploy.run.saved_policy import ResolvedPolicy, Which, resolve_policy, settings_for
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.basics.stop_event import stop_event
@@ -104,7 +104,8 @@ def watch(asked: Asked, options: EvaluateOptions) -> None:
     run_dir = Path(options.run)
     if not run_dir.is_dir():
         raise RunDirError(options.run, "there is no such folder; --watch needs the run directory of a fleet")
-    resolved, origin = resolve_settings(options.run, asked)
+    asked = settings_for(options.run, asked)
+    resolved = asked.settings
     set_up_logging(Identity(resolved.fleet.fleet_id, "evaluator"))
     if not resolved.learner.evaluate_every_steps:
         raise ConfigError(
@@ -120,7 +121,7 @@ def watch(asked: Asked, options: EvaluateOptions) -> None:
         run_dir,
         EPISODES,
         f"{resolved.learner.evaluate_every_steps:,}",
-        origin,
+        asked.origin,
     )
     with no_exit_from(EnvError, "the env or the module"), stop_event() as stopping:
         watch_run(resolved, run_dir, options.num_envs, options.seed, stopping)

@@ -16,7 +16,7 @@ from headrace.deploy.annexes.ray.wanted_workers import read_wanted
 from headrace.deploy.annexes.ray.worker_actor import WorkerStart
 from headrace.deploy.annexes.ray.workers_on_ray import WorkersOnRay, keep_workers
 from headrace.deploy.run.fleet_file import read_addresses
-from headrace.deploy.run.joining import rendezvous_in, resolve_role
+from headrace.deploy.run.joining import in_run, rendezvous_in
 from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.several_brokers import check_one_broker
 from headrace.deploy.terminal.logs import Identity, set_up_logging
@@ -74,7 +74,7 @@ class _Found:
 
 def _find_fleet(asked: Asked, endpoint: str | None) -> _Found:
     """Return the fleet at the address or the rendezvous that is given, else that of the run."""
-    config, _ = asked.resolve()
+    config = asked.settings
     check_one_broker(config, "headrace ray")
     if endpoint is not None:
         if not config.fleet.fleet_id:
@@ -83,7 +83,7 @@ def _find_fleet(asked: Asked, endpoint: str | None) -> _Found:
     if rendezvous_in(asked):
         return _Found(config, _await_fleet(config), rendezvous=config.fleet.rendezvous)
     run_dir = chosen_run(config)
-    config, _ = resolve_role(asked.with_flags({"fleet.run_dir": str(run_dir)}))
+    config, _ = in_run(asked, config, run_dir)
     fleet_id, endpoints = read_addresses(run_dir)
     if "worker" not in endpoints:
         raise RunDirError(str(run_dir), "no broker serves from it", "start `headrace up`, or give --endpoint")
