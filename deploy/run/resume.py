@@ -132,8 +132,8 @@ def existing_run(run: Path) -> Path:
 
 def write_settings(config: FleetConfig) -> bytes:
     """Return the content of settings.json. It lacks the run directory's path, so that the directory may be moved."""
-    fleet = config.fleet.model_copy(update={"run_dir": ""})
-    return orjson.dumps(config.model_copy(update={"fleet": fleet}).model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+    moved = config.replaced({"fleet.run_dir": ""})
+    return orjson.dumps(moved.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
 
 
 def read_told(checkpoint: Path) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.peers.descriptors import TELLS_PEERS
 from headrace.schemas.peers.handshakes import Handshakes
 from headrace.schemas.peers.message_budget import MessageBudget
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
+from headrace.workers.envs.remote.router_port import RouterPort
 from support.raw_zmtp import RawZmtp, frame
 from support.waiting import wait_until
 
@@ -23,7 +23,7 @@ RICH = MessageBudget(1e9, 1e9, 1e9)
 
 @contextmanager
 def a_port(token: str = "") -> Iterator[RouterPort]:
-    port = RouterPort(RouterPortSettings("127.0.0.1", 0, ServerToken(token) if token else None))
+    port = RouterPort("127.0.0.1", 0, ServerToken(token) if token else None)
     try:
         yield port
     finally:

@@ -25,7 +25,7 @@ from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.order_frames import RemoteColumns, take_replies
 from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.pool import RemotePool
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
+from headrace.workers.envs.remote.router_port import RouterPort
 from support.raw_zmtp import RawZmtp, on_the_wire
 from support.waiting import wait_until
 
@@ -190,7 +190,7 @@ def test_a_host_that_rests_is_used_where_no_other_is_left() -> None:
 @contextmanager
 def a_pool() -> Iterator[RemotePool]:
     """The driver of one env at a port for env hosts, and an honest host of a spare env beside it."""
-    port, stopping = RouterPort(RouterPortSettings("127.0.0.1", 0, None)), threading.Event()
+    port, stopping = RouterPort("127.0.0.1", 0, None), threading.Event()
 
     def host() -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as sock:

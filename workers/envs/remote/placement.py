@@ -9,7 +9,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.remote.pool import RemotePool
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings, env_port_keys
+from headrace.workers.envs.remote.router_port import RouterPort, env_port_keys
 from headrace.workers.envs.remote.spaces_check import KindProblem
 
 _HIGHEST_PORT = 65_535
@@ -41,7 +41,7 @@ class RemotePlacement:
                 raise ConfigError(message, key="env_hosts_port")
         keys = env_port_keys(config.env_hosts_keys, config.env_hosts_keys_group)
         router_port = RouterPort(
-            RouterPortSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure)
+            config.env_hosts_host, self._port, keys, allow_insecure=config.env_hosts_allow_insecure
         )
         self._port = urlsplit(router_port.endpoint).port or 0
         on_wait, kind_problem = self._on_wait, self._kind_problem
