@@ -90,7 +90,7 @@ def start_worker(
     if count is not None:
         _start_group(asked, endpoint, count, scratch_dir)
         return
-    joined = _join_to_work(asked, endpoint, slot)
+    joined = join_to_work(asked, endpoint, slot)
     if joined is None:
         return
     config, fleet_id, where = joined.config, joined.fleet_id, joined.endpoint
@@ -130,7 +130,7 @@ def _start_group(asked: Asked, endpoint: str | None, count: int, scratch_dir: Pa
 
     environment = child_environment(asked.settings.sampling.torch_threads)
     with early_or_new(environment) as fork_server:  # it imports torch while we look for the fleet
-        joined = _join_to_work(asked, endpoint)
+        joined = join_to_work(asked, endpoint)
         if joined is None:
             return
         set_up_logging(Identity(joined.fleet_id, "supervisor"))
@@ -144,7 +144,7 @@ def _start_group(asked: Asked, endpoint: str | None, count: int, scratch_dir: Pa
         run_group(joined, options, count, fork_server, scratch_dir)
 
 
-def _join_to_work(asked: Asked, endpoint: str | None, slot: int | None = None) -> Joined | None:
+def join_to_work(asked: Asked, endpoint: str | None, slot: int | None = None) -> Joined | None:
     """Find the fleet as `join` does. Raises `ConfigError` if the fleet's name stays unknown."""
     joined = join(asked, endpoint, "worker", slot)
     if joined is not None and not joined.fleet_id:

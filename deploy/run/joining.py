@@ -15,6 +15,7 @@ from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.run_dir import RUNS, file_name_of
 from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, PeerKeys, check_fingerprint, client_keys, expected_key
 from headrace.schemas.errors import ConfigError, RefusedError, RunDirError, no_fleet_error
@@ -29,7 +30,6 @@ log = logging.getLogger("headrace.fleet")
 STOPPED_WAIT_S = 10.0
 """Seconds for which a process that ends with its fleet waits for a fleet that has stopped and may start again."""
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
-_HIGHEST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def await_place(source: AddressSource, role: str, config: FleetConfig, fleet_id:
 def check_port(address: str, option: str, other: str = "") -> None:
     """Raise `ConfigError` unless `address` is tcp://HOST:PORT. `option` names it, and `other` is another form of it."""
     matched = _ENDPOINT.fullmatch(address)
-    if matched is None or not 0 < int(matched[1]) <= _HIGHEST_PORT:
+    if matched is None or not 0 < int(matched[1]) <= HIGHEST_PORT:
         raise ConfigError(f"should be tcp://HOST:PORT{other}, got {address!r:.80}", key=option)
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
+from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.credentials.keys import CLIENT, CLIENT_PORT, TOKEN_FILE, BrokerKeys, keys_folder, port_keys
 from headrace.schemas.credentials.loopback_token import ServerToken, token_for_port
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
-from headrace.schemas.settings.serving_settings import HIGHEST_PORT, ServingSection
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.config import EnvRunnerConfig, runner_config
