@@ -54,6 +54,7 @@ def at_broker(config: FleetConfig, index: int) -> FleetConfig:
             "fleet.rendezvous": fleet.rendezvous.replace(PLACEHOLDER, str(index)) or str(run_dir / RENDEZVOUS_FILE),
             "broker.count": 1,
             "broker.index": 0,
+            "broker.max_held_batches": None,  # all brokers together hold the batches of an update
         }
     )
 
