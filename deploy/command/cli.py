@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -27,8 +26,8 @@ from headrace.deploy.command.option_table import command
 from headrace.deploy.process.exit_record import exit_record_path, write_exit_record
 from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.run.annexes import COMMANDS, part
-from headrace.deploy.run.named_code import resolve_found
-from headrace.deploy.run.options import Asked, chosen_run, describe_origin, named_fleet, resolve_each
+from headrace.deploy.run.named_code import with_found
+from headrace.deploy.run.options import Asked, as_toml, chosen_run, named_fleet, resolve_each
 from headrace.deploy.run.several_brokers import whole_run_dir
 from headrace.deploy.terminal.output import wants_tracebacks
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, open_std_streams, say
@@ -128,32 +127,31 @@ def up(
 
     It ends at its goal, its timeout or Ctrl-C; then it is drained and the ledger is shown.
     """
-    from headrace.deploy.fleet.up import UpOptions
     from headrace.deploy.fleet.up import up as run_fleet
-    from headrace.deploy.terminal.config_print import print_config as config_text
 
-    is_named = asked.config is not None
+    found = None
     if resume is not None:
-        asked = _resumed(resume, asked)
-    resolved, origins = asked.resolve() if is_named else resolve_found(asked, with_loggers=True)
+        asked, found = _resumed(resume, asked)
+    asked = with_found(asked, found, with_loggers=True)
     if print_config:
-        typer.echo(config_text(resolved, origins), nl=False)
+        typer.echo(as_toml(asked), nl=False)
         return
-    origin = describe_origin(asked.config, origins)
-    summary = run_fleet(resolved, UpOptions(as_json, asked.config, origin, resume is not None))
-    _print_end(summary, resolved, as_json=as_json)
+    summary = run_fleet(
+        asked.settings, as_json=as_json, config_path=asked.config, origin=asked.origin, resume=found is not None
+    )
+    _print_end(summary, asked.settings, as_json=as_json)
     if summary.failure is not None:
         raise summary.failure
 
 
-def _resumed(resume: Path, asked: Asked) -> Asked:
-    """Return the settings for going on with a run: by default, the config file is that of the run's settings."""
+def _resumed(resume: Path, asked: Asked) -> tuple[Asked, Path]:
+    """Return the settings for going on with a run, and the file with the run's own."""
     from headrace.deploy.run.resume import existing_run
 
     if asked.flags["fleet.run_dir"] is not None:
         raise ConfigError("leave out --run-dir: --resume names the run directory", key="--resume")
     run = existing_run(resume)
-    return replace(asked.with_flags({"fleet.run_dir": str(run)}), config=asked.config or run / "settings.json")
+    return asked.with_flags({"fleet.run_dir": str(run)}), run / "settings.json"
 
 
 def _print_end(summary: Summary, config: FleetConfig, *, as_json: bool) -> None:

@@ -23,17 +23,13 @@ from headrace.deploy.run.health_file import HealthFile
 from headrace.deploy.run.joining import (
     Joined,
     await_place,
-    check_port,
     check_published,
     env_host_keys,
+    in_run,
     join,
-    lent_to,
-    of_its_broker,
-    rendezvous_in,
-    resolve_role,
-    worker_at,
+    join_worker,
 )
-from headrace.deploy.run.options import Asked, describe_origin
+from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.several_brokers import at_broker, whole_run_dir
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.schemas.basics.run_files import RENDEZVOUS_FILE, rendezvous_path
@@ -62,7 +58,7 @@ def run_start_check(config: Path | None) -> None:
     """Check what `config` names, in this process."""
     from headrace.deploy.fleet.check_process import NOTE, STEP
 
-    resolved, _ = Asked(config).resolve()
+    resolved = Asked(config).settings
 
     def say(step: str) -> None:
         print(STEP + step, flush=True)  # noqa: T201
@@ -91,37 +87,32 @@ def start_worker(
 
     The group has recorders and logs in `scratch_dir` while it lives; None: in the run directory.
     """
-    if endpoint is None:
-        asked = of_its_broker(asked, slot)
     if count is not None:
         _start_group(asked, endpoint, count, scratch_dir)
         return
-    joined = _join_to_work(asked, endpoint)
+    joined = join_to_work(asked, endpoint, slot)
     if joined is None:
         return
-    resolved, origin, fleet_id, where = joined.config, joined.origin, joined.fleet_id, joined.endpoint
-    recorders = _folder(Path(resolved.fleet.run_dir) / "recorders")
+    config, fleet_id, where = joined.config, joined.fleet_id, joined.endpoint
+    recorders = _folder(Path(config.fleet.run_dir) / "recorders")
     set_up_logging(Identity(fleet_id, "worker", slot, incarnation or None))
     place = "any slot" if slot is None else f"slot {slot} incarnation {incarnation or 'new'}"
-    log.info(
-        "headrace %s worker, %s, of fleet %s at %s; config: %s", version("headrace"), place, fleet_id, where, origin
-    )
+    told = version("headrace"), place, fleet_id, where, joined.origin
+    log.info("headrace %s worker, %s, of fleet %s at %s; config: %s", *told)
     from headrace.workers.fleet.memory import keep_large_arrays
     from headrace.workers.fleet.worker import run_worker
 
-    watched = LivenessFile.from_environment()
-    _warn_of_limits(resolved, "worker", watched)
-    patience_s, end = resolved.worker.connect_timeout_s, None
+    patience_s, end = config.worker.connect_timeout_s, None
     if incarnation:  # `up` has started it, and brings the broker back at the same address
         patience_s = math.inf
-        end = Rendezvous(str(rendezvous_path(resolved.fleet.rendezvous, Path(resolved.fleet.run_dir))))
+        end = Rendezvous(str(rendezvous_path(config.fleet.rendezvous, Path(config.fleet.run_dir))))
+    health = _health_file(config, "worker")
     # torch and other modules live as long as this process, so the garbage collector need not scan them
     gc.freeze()
     keep_large_arrays()
-    health = _health_file(resolved, "worker", watched)
     with no_exit_from(EnvError, "the env or the module"), health:
         run_worker(
-            resolved,
+            config,
             endpoint=where,
             fleet_id=fleet_id,
             slot=slot,
@@ -133,13 +124,13 @@ def start_worker(
 
 def _start_group(asked: Asked, endpoint: str | None, count: int, scratch_dir: Path | None) -> None:
     """Run a group of workers. They find the fleet as the group does: by a fixed address, or by a rendezvous."""
-    from headrace.deploy.fleet.worker_group import FleetElsewhere, run_group
+    from headrace.deploy.fleet.worker_group import run_group
     from headrace.deploy.process.child_environment import child_environment
     from headrace.deploy.process.fork_server import early_or_new
 
-    threads = asked.resolve()[0].sampling.torch_threads
-    with early_or_new(child_environment(threads)) as fork_server:  # it imports torch while we look for the fleet
-        joined = _join_to_work(asked, endpoint)
+    environment = child_environment(asked.settings.sampling.torch_threads)
+    with early_or_new(environment) as fork_server:  # it imports torch while we look for the fleet
+        joined = join_to_work(asked, endpoint)
         if joined is None:
             return
         set_up_logging(Identity(joined.fleet_id, "supervisor"))
@@ -150,13 +141,12 @@ def _start_group(asked: Asked, endpoint: str | None, count: int, scratch_dir: Pa
             options = ["--rendezvous", str(joined.source.path / RENDEZVOUS_FILE)]
         else:
             options = ["--endpoint", joined.endpoint, "--fleet-id", joined.fleet_id]
-        fleet = FleetElsewhere(joined.fleet_id, joined.endpoint, options, joined.source)
-        run_group(joined.config, fleet, count, fork_server, scratch_dir)
+        run_group(joined, options, count, fork_server, scratch_dir)
 
 
-def _join_to_work(asked: Asked, endpoint: str | None) -> Joined | None:
+def join_to_work(asked: Asked, endpoint: str | None, slot: int | None = None) -> Joined | None:
     """Find the fleet as `join` does. Raises `ConfigError` if the fleet's name stays unknown."""
-    joined = join(asked, endpoint, "worker")
+    joined = join(asked, endpoint, "worker", slot)
     if joined is not None and not joined.fleet_id:
         raise ConfigError("the fleet to join is unknown; give --fleet-id, or --run-dir of a fleet on this machine")
     return joined
@@ -164,29 +154,26 @@ def _join_to_work(asked: Asked, endpoint: str | None) -> Joined | None:
 
 def start_broker(asked: Asked, *, max_env_steps: int | None = None) -> None:
     """Run the broker until it is told to stop."""
-    config, _ = asked.resolve()
-    if config.broker.count > 1:
-        if config.broker.index is None:
-            detail = f"should say which of the {config.broker.count} brokers this one is, from 0 on"
+    config, section = asked.settings, asked.settings.broker
+    if section.count > 1:
+        if section.index is None:
+            detail = f"should say which of the {section.count} brokers this one is, from 0 on"
             raise ConfigError(detail, key="broker.index")
-        own = {"broker.count": config.broker.count, "broker.index": config.broker.index}
-        asked = asked.with_flags({**at_broker(config, config.broker.index), **own})
-    resolved, origin = resolve_role(asked)
-    run_dir = _folder(Path(resolved.fleet.run_dir))
-    fleet_id = resolved.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
+        config = at_broker(config, section.index).model_copy(update={"broker": section})
+    config, origin = in_run(asked, config, chosen_run(config))
+    run_dir = _folder(Path(config.fleet.run_dir))
+    fleet_id = config.fleet.fleet_id or f"fleet-{secrets.token_hex(4)}"
     set_up_logging(Identity(fleet_id, "broker"))
-    where = "Unix sockets" if resolved.broker.transport == "ipc" else resolved.broker.host
+    where = "Unix sockets" if config.broker.transport == "ipc" else config.broker.host
     log.info("headrace %s broker of fleet %s on %s; config: %s", version("headrace"), fleet_id, where, origin)
     from headrace.broker.process import run_broker
 
-    url, watched = resolved.redis.url or None, LivenessFile.from_environment()
-    _warn_of_limits(resolved, "broker", watched)
-    with _health_file(resolved, "broker", watched) as health:
+    with _health_file(config, "broker") as health:
         run_broker(
-            resolved,
+            config,
             fleet_id=fleet_id,
             run_dir=run_dir,
-            redis_url=url,
+            redis_url=config.redis.url or None,
             max_env_steps=max_env_steps,
             alive=health.alive,
         )
@@ -194,7 +181,7 @@ def start_broker(asked: Asked, *, max_env_steps: int | None = None) -> None:
 
 def start_learner(asked: Asked, *, endpoint: str | None) -> None:
     """Run the reference learner until it is told to stop."""
-    if endpoint is None and asked.resolve()[0].broker.count > 1:
+    if endpoint is None and asked.settings.broker.count > 1:
         _start_learner_of_all(asked)
         return
     joined = join(asked, endpoint, "learner")
@@ -204,41 +191,39 @@ def start_learner(asked: Asked, *, endpoint: str | None) -> None:
 
 def _start_learner_of_all(asked: Asked) -> None:
     """Run the reference learner of several brokers. It waits for the first of them; the others may come later."""
-    config, _ = asked.resolve()
-    named = [at_broker(config, index) for index in range(config.broker.count)]
-    places = [Rendezvous(str(settings["fleet.rendezvous"]), config.broker.ports) for settings in named]
+    config = asked.settings
+    shares = [at_broker(config, index).fleet for index in range(config.broker.count)]
+    places = [Rendezvous(share.rendezvous, config.broker.ports) for share in shares]
     if await_place(FirstOf(places), "learner", config, config.fleet.fleet_id) is None:
         return
     endpoints = [place.find("learner") for place in places]
     if not any(endpoints):
         raise no_fleet_error(places[0].where, places[0].problem)
-    resolved, origin = resolve_role(asked.with_flags({"fleet.run_dir": str(whole_run_dir(config))}), endpoints[0])
-    for place, settings in zip(places, named, strict=True):
+    config, origin = in_run(asked, config, whole_run_dir(config))
+    for place, share in zip(places, shares, strict=True):
         if (published := place.look()) is not None:
-            check_published(published, place.where, resolved, str(settings["fleet.fleet_id"]), "learner")
-        place.fleet_id = str(settings["fleet.fleet_id"])
-    _learn(resolved, origin, resolved.fleet.fleet_id, endpoints, places)
+            check_published(published, place.where, config, share.fleet_id, "learner")
+        place.fleet_id = share.fleet_id
+    _learn(config, origin, config.fleet.fleet_id, endpoints, places)
 
 
 def _learn(
-    resolved: FleetConfig,
+    config: FleetConfig,
     origin: str,
     fleet_id: str,
     where: str | Sequence[str],
     source: AddressSource | Sequence[AddressSource] | None,
 ) -> None:
-    run_dir = _folder(Path(resolved.fleet.run_dir))
+    run_dir = _folder(Path(config.fleet.run_dir))
     set_up_logging(Identity(fleet_id, "learner"))
     at = where if isinstance(where, str) else ", ".join(address or "(not known yet)" for address in where)
     log.info("headrace %s learner at %s; config: %s", version("headrace"), at, origin)
     from headrace.deploy.fleet.checkpoint_copy import copied_to_redis
 
-    watched = LivenessFile.from_environment()
-    _warn_of_limits(resolved, "learner", watched)
-    health = _health_file(resolved, "learner", watched)
-    with no_exit_from(ModuleError, "the module"), health, copied_to_redis(run_dir, resolved.redis, fleet_id):
+    health = _health_file(config, "learner")
+    with no_exit_from(ModuleError, "the module"), health, copied_to_redis(run_dir, config.redis, fleet_id):
         part("run_learner")(
-            resolved,
+            config,
             endpoint=where,
             run_dir=run_dir,
             alive=health.alive,
@@ -248,64 +233,34 @@ def _learn(
 
 
 def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> None:
-    """Lend envs to the worker at `connect`, or to that of `slot`, until told to stop, or refused.
-
-    With a rendezvous, the worker is listed there, and may have any slot if `slot` is None. Otherwise it belongs to the
-    run in the run directory.
-    """
-    source: AddressSource | None = None
-    if connect is None:
-        asked = of_its_broker(asked, slot)
-    where = rendezvous_in(asked) if connect is None else ""
-    if where:
-        resolved, origins = asked.resolve()
-        origin = f"{describe_origin(asked.config, origins)}; rendezvous: {where}"
-        connect, source = worker_at(where, resolved, slot)
-        if connect is None:
-            return
-    elif connect is not None:
-        if asked.flags["fleet.run_dir"] is not None:
-            raise ConfigError("give either --connect or --run-dir", key="--connect")
-        resolved, origins = asked.resolve()
-        origin = describe_origin(asked.config, origins)
-        check_port(connect, "--connect")
-    else:
-        slot = slot or 0
-        resolved, origin, connect = lent_to(asked, slot)
-        if not connect:
-            return
-        source = RunDirAddresses(Path(resolved.fleet.run_dir))
-    keys = env_host_keys(resolved)
-    set_up_logging(Identity(resolved.fleet.fleet_id, ENV_HOST))
-    sampling = resolved.sampling
-    log.info(
-        "headrace %s env-host, %d x %s for the worker at %s; config: %s",
-        version("headrace"),
-        sampling.num_envs,
-        sampling.env,
-        connect,
-        origin,
-    )
+    """Lend envs to the worker that `join_worker` finds, until told to stop, or refused."""
+    joined = join_worker(asked, connect, slot)
+    if joined is None:
+        return
+    config, where, source, sampling = joined.config, joined.endpoint, joined.source, joined.config.sampling
+    keys = env_host_keys(config)
+    set_up_logging(Identity(joined.fleet_id, ENV_HOST))
+    told = version("headrace"), sampling.num_envs, sampling.env, where, joined.origin
+    log.info("headrace %s env-host, %d x %s for the worker at %s; config: %s", *told)
     from headrace.workers.config import EnvRunnerConfig
     from headrace.workers.envs.process.child import AGENTS_CHILD
     from headrace.workers.fleet.link import StoppedError
 
     settings = {**sampling.model_dump(), "env_placement": "process", "policies": None, "policy_mapping_fn": None}
-    alive = LivenessFile.from_environment()
-    _warn_of_limits(resolved, ENV_HOST, alive)
-    most_s = _patience_s(resolved, alive)
-    place = FleetPlace(connect, f"envs-{slot}", source, server="worker", patience_s=most_s, first_patience_s=most_s)
-    with no_exit_from(EnvError, "the env"), _health_file(resolved, ENV_HOST, alive) as health, suppress(StoppedError):
+    with no_exit_from(EnvError, "the env"), _health_file(config, ENV_HOST) as health, suppress(StoppedError):
+        most_s = _patience_s(config, is_watched=health.is_watched)
+        role = f"envs-{slot or 0}"
+        place = FleetPlace(where, role, source, server="worker", patience_s=most_s, first_patience_s=most_s)
 
         def look() -> None:
             health.alive()
-            if resolved.worker.ends_with_fleet and place.has_stopped(time.monotonic()):
+            if config.worker.ends_with_fleet and place.has_stopped(time.monotonic()):
                 log.info("the fleet has stopped; this env host leaves, as worker.ends_with_fleet says")
                 raise StoppedError("the fleet has stopped")
 
         part("run_env_host")(
             EnvRunnerConfig(**settings),
-            connect,
+            where,
             keys,
             look,
             AGENTS_CHILD,
@@ -315,29 +270,29 @@ def start_env_host(asked: Asked, *, connect: str | None, slot: int | None) -> No
         )
 
 
-def _health_file(config: FleetConfig, role: str, watched: LivenessFile) -> HealthFile:
-    """Return the file for `headrace health`, in the run directory."""
+def _health_file(config: FleetConfig, role: str) -> HealthFile:
+    """Return the file for `headrace health`, in the run directory. Log each limit that is below the role's needs.
+
+    A supervisor that started this process has already checked the whole fleet's needs.
+    """
+    watched = LivenessFile.from_environment()
+    if not watched.is_watched:
+        part("warn_of_limits")(config, role)
     run_dir, sampling = Path(config.fleet.run_dir) if config.fleet.run_dir else None, config.sampling
     first_env_s = sampling.construct_timeout_s if role == ENV_HOST else 0.0
     return HealthFile(
         run_dir,
         role,
         watched,
-        starts_within_s=FIRST_SIGN_S + first_env_s + _patience_s(config, watched),
+        starts_within_s=FIRST_SIGN_S + first_env_s + _patience_s(config, is_watched=watched.is_watched),
         silent_within_s=silence_limits(config)[role],
         recorders=run_dir / "recorders" if run_dir is not None and role == "worker" else None,
     )
 
 
-def _warn_of_limits(config: FleetConfig, role: str, watched: LivenessFile) -> None:
-    """Log each limit that is below the role's needs. A supervisor has already checked the whole fleet's needs."""
-    if not watched.is_watched:
-        part("warn_of_limits")(config, role)
-
-
-def _patience_s(config: FleetConfig, alive: LivenessFile) -> float:
+def _patience_s(config: FleetConfig, *, is_watched: bool) -> float:
     """Return how long a process waits for a lost fleet: for ever under a supervisor, which restarts the fleet."""
-    return math.inf if alive.is_watched else config.worker.connect_timeout_s
+    return math.inf if is_watched else config.worker.connect_timeout_s
 
 
 @contextmanager

@@ -49,17 +49,6 @@ STANDSTILL_S = 3.0
 """Seconds without a new step after which a run counts as waiting. Numbers come about once a second."""
 
 
-@dataclass(frozen=True)
-class UpOptions:
-    """Options of `up` beyond the configuration."""
-
-    json: bool = False
-    config_path: Path | None = None
-    config_origin: str = "defaults"
-    resume: bool = False
-    """True to go on with the run in the run directory even if settings of its training differ."""
-
-
 @dataclass
 class RunOutcome:
     """The outcome of a run; filled in during the run."""
@@ -72,8 +61,18 @@ class RunOutcome:
     bottlenecks: Bottlenecks = field(default_factory=Bottlenecks)
 
 
-def up(config: FleetConfig, options: UpOptions) -> Summary:
+def up(
+    config: FleetConfig,
+    *,
+    as_json: bool = False,
+    config_path: Path | None = None,
+    origin: str = "defaults",
+    resume: bool = False,
+) -> Summary:
     """Run a fleet until its goal, its timeout, a failure or a signal; drain it; return its summary.
+
+    `origin` says in words where the configuration came from. `resume`: go on with the run in the run directory even if
+    settings of its training differ.
 
     Raises only errors of the settings, the run directory and keys (`ConfigError`, `RunDirError`, `KeysError`); later
     errors are in the summary.
@@ -82,7 +81,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
     path = Path(config.fleet.run_dir) if config.fleet.run_dir else new_run_dir(config.sampling.env)
     with RunDir(path) as run_dir, StopSignals() as signals, early_or_new(child_environment(1)) as fork_server:
         earlier = EarlierRun.of(run_dir)
-        changes = earlier.check(config, resume=options.resume) if earlier is not None else []
+        changes = earlier.check(config, resume=resume) if earlier is not None else []
         set_up_logging(Identity(config.fleet.fleet_id, "supervisor"))
         part("warn_of_limits")(config, "fleet")
         log.info("checking env, modules and ports before anything starts")
@@ -94,8 +93,8 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
             run_dir.remove_unless_used()
             outcome.failure, outcome.seconds = error, time.monotonic() - outcome.began
             return _summarise(config.fleet.fleet_id, run_dir, outcome)
-        origin = str(options.config_path.absolute()) if options.config_path else None
-        with Fleet(config, run_dir, signals, origin, fork_server) as fleet:
+        file = str(config_path.absolute()) if config_path else None
+        with Fleet(config, run_dir, signals, file, fork_server) as fleet:
             set_up_logging(Identity(fleet.fleet_id, "supervisor"), file=run_dir.logs / "supervisor.log")
             facts = RunFacts(run_dir.path)
             service_manager().follow(fleet.loop)
@@ -107,9 +106,9 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
                 try:
                     fleet.start()
                     outcome.start = fleet.numbers_before
-                    _announce(fleet, options, earlier, changes)
+                    _announce(fleet, origin, earlier, changes)
                     service_manager().ready()
-                    with ProgressDisplay(sys.stderr if options.json else sys.stdout) as progress:
+                    with ProgressDisplay(sys.stderr if as_json else sys.stdout) as progress:
                         _run(fleet, outcome, progress, run_log)
                 except HeadraceError as error:
                     outcome.failure = error
@@ -125,7 +124,7 @@ def up(config: FleetConfig, options: UpOptions) -> Summary:
             return summary
 
 
-def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, changes: list[str]) -> None:
+def _announce(fleet: Fleet, origin: str, earlier: EarlierRun | None, changes: list[str]) -> None:
     """Log what was started, where the run goes on from, how to start further peers, and the goal."""
     if fleet.stop_asked:
         return
@@ -139,7 +138,7 @@ def _announce(fleet: Fleet, options: UpOptions, earlier: EarlierRun | None, chan
         "worker" if fleet.config.fleet.workers == 1 else "workers",
         fleet.config.sampling.env,
         endpoints,
-        options.config_origin,
+        origin,
     )
     if earlier is not None:
         before = fleet.numbers_before

@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -34,6 +33,7 @@ from headrace.deploy.process.recorders import Life, has_delivered, recorder_path
 from headrace.deploy.process.service_manager import service_manager
 from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.process.supervisor import Role, Service, Supervisor
+from headrace.deploy.run.joining import Joined
 from headrace.deploy.run.run_dir import file_name_of, write_private
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.schemas.accounts.recorder import read_recorder
@@ -41,8 +41,6 @@ from headrace.schemas.chunks.episode_log import log_path
 from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import ExitCode, HeadraceError, writing
 from headrace.schemas.messages.shared_weights import remove_unused_weights
-from headrace.schemas.peers.fleet_address import AddressSource
-from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -54,29 +52,16 @@ _FINAL_S = 5.0
 """Seconds that the end waits for the broker to say that the books are final. Recorders are kept otherwise."""
 
 
-@dataclass(frozen=True)
-class FleetElsewhere:
-    """The fleet that a group works for.
-
-    `endpoint` is the broker's address, and `source` gives its new address when the broker moves. `options` are the
-    options of `headrace worker` that name the fleet.
-    """
-
-    fleet_id: str
-    endpoint: str
-    options: Sequence[str]
-    source: AddressSource | None = None
-
-
 def run_group(
-    config: FleetConfig, fleet: FleetElsewhere, count: int, fork_server: ForkServer, scratch_dir: Path | None
+    fleet: Joined, options: Sequence[str], count: int, fork_server: ForkServer, scratch_dir: Path | None
 ) -> None:
     """Keep `count` workers alive until a stop signal, then drain them. `fork_server` has their environment.
 
-    Raises the error that ended the group, `RunDirError` where its folder cannot be made, or `KeysError`.
+    `options` are those of `headrace worker` that name the fleet. Raises the error that ended the group, `RunDirError`
+    where its folder cannot be made, or `KeysError`.
     """
     with StopSignals() as signals:
-        group = WorkerGroup(config, fleet, signals, fork_server, scratch_dir)
+        group = WorkerGroup(fleet, options, signals, fork_server, scratch_dir)
         with LogRotation(group.logs), StandstillWatch(group.loop, group.folder):
             try:
                 group.start(count)
@@ -93,13 +78,14 @@ class WorkerGroup:
 
     def __init__(
         self,
-        config: FleetConfig,
-        fleet: FleetElsewhere,
+        fleet: Joined,
+        options: Sequence[str],
         signals: StopSignals,
         fork_server: ForkServer | None = None,
         scratch_dir: Path | None = None,
     ) -> None:
-        self._config, self._fleet, self._signals = config, fleet, signals
+        self._config, self._fleet, self._options, self._signals = fleet.config, fleet, options, signals
+        config = fleet.config
         self._run_dir = Path(config.fleet.run_dir)
         self.folder = (scratch_dir / file_name_of(fleet.fleet_id) if scratch_dir else self._run_dir).absolute()
         self.recorders, self.logs = self.folder / "recorders", self.folder / "logs"
@@ -141,7 +127,7 @@ class WorkerGroup:
             return
         for number in range(count):
             name = f"worker-{self._name}-{number}"
-            command = group_worker(self._config_json, self.folder, self._fleet.options)
+            command = group_worker(self._config_json, self.folder, self._options)
             self.supervisor.start(worker_of_group(self._config, name, command, self._slot_of(name)))
         many = "1 worker" if count == 1 else f"{count} workers"
         log.info("%s for fleet %s at %s; files in %s", many, self._fleet.fleet_id, self._fleet.endpoint, self.folder)

@@ -15,7 +15,7 @@ from headrace.deploy.report.progress import number
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.settings.config import FleetConfig, is_loopback
-from headrace.schemas.settings.config_loading import known_keys
+from headrace.schemas.settings.config_loading import by_key, known_keys
 
 _SHOWN_ADDRESSES = 3
 _OF_ENV_HOSTS = (
@@ -110,11 +110,9 @@ def _learner_lines(config: FleetConfig, at: Endpoints) -> str:
 
 def _settings(config: FleetConfig, prefixes: tuple[str, ...]) -> str:
     """Return, as options for a shell, the settings under these prefixes that are not at their defaults."""
-    words, now = [], config.model_dump(mode="json")
-    for key, default in known_keys().items():
-        section, _, name = key.partition(".")
-        if key.startswith(prefixes) and now[section][name] != default:
-            value = now[section][name]
+    words, defaults = [], known_keys()
+    for key, value in by_key(config.model_dump(mode="json")).items():
+        if key.startswith(prefixes) and value != defaults[key]:
             text = value if isinstance(value, str) else orjson.dumps(value).decode()
             words += ["--set", f"{key}={text}"]
     return "".join(f" {shlex.quote(word)}" for word in words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from headrace.schemas.settings.env_prefix import ENV_PREFIX
+from headrace.schemas.settings import ENV_PREFIX
 
 EXIT_RECORD = "HEADRACE_EXIT_RECORD"
 """Variable with the path of a process's exit record. It is for that process only."""

@@ -91,6 +91,11 @@ class HealthFile:
         if self._place is not None:
             _remove(self._place)
 
+    @property
+    def is_watched(self) -> bool:
+        """Return whether a supervisor started this process and watches it."""
+        return self._watched.is_watched
+
     def alive(self) -> None:
         """Give a sign of life."""
         self._watched.touch()

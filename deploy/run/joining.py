@@ -10,19 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.deploy.run.fleet_file import read_addresses, read_fleet_file
-from headrace.deploy.run.named_code import resolve_found
-from headrace.deploy.run.options import Asked, chosen_run, describe_origin
+from headrace.deploy.run.named_code import with_found
+from headrace.deploy.run.options import Asked, chosen_run
 from headrace.deploy.run.run_dir import RUNS, file_name_of
 from headrace.deploy.run.several_brokers import at_broker, index_for
 from headrace.deploy.terminal.logs import Identity, set_up_logging
+from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.basics.stop_event import stop_event
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, PeerKeys, check_fingerprint, client_keys, expected_key
-from headrace.schemas.errors import (
-    ConfigError,
-    RefusedError,
-    RunDirError,
-    no_fleet_error,
-)
+from headrace.schemas.errors import ConfigError, RefusedError, RunDirError, no_fleet_error
 from headrace.schemas.peers.fleet_address import AddressSource, RunDirAddresses, await_address
 from headrace.schemas.peers.rendezvous import Published, Rendezvous
 from headrace.schemas.peers.socket_folder import check_socket, is_socket
@@ -34,12 +30,11 @@ log = logging.getLogger("headrace.fleet")
 STOPPED_WAIT_S = 10.0
 """Seconds for which a process that ends with its fleet waits for a fleet that has stopped and may start again."""
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
-_HIGHEST_PORT = 65_535
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The fleet of a worker or learner before it connects. `source` gives the new address when the fleet moves."""
+    """The fleet of a process before it connects. `source` gives the new address when the fleet moves."""
 
     config: FleetConfig
     origin: str
@@ -48,33 +43,79 @@ class Joined:
     source: AddressSource | None
 
 
-def join(asked: Asked, endpoint: str | None, role: str) -> Joined | None:
-    """Find the fleet by its address, its rendezvous or its run directory. Return None after a stop signal."""
-    where = rendezvous_in(asked) if endpoint is None else ""
-    if where:
-        return _meet(where, asked, role)
-    resolved, origin = resolve_role(asked, endpoint)
-    if endpoint is None:
-        if not _await_run(resolved, role):
-            return None
-        resolved, origin = resolve_role(asked.with_flags({"fleet.run_dir": resolved.fleet.run_dir}))
-    fleet_id, found = _place(resolved, endpoint, role)
-    source = RunDirAddresses(Path(resolved.fleet.run_dir)) if endpoint is None else None
-    return Joined(resolved, origin, fleet_id, found, source)
+def join(asked: Asked, endpoint: str | None, role: str, slot: int | None = None) -> Joined | None:
+    """Find the fleet by its address, its rendezvous or its run directory. Return None after a stop signal.
+
+    `slot`: that of a worker. Of several brokers it joins its own.
+    """
+    if endpoint is not None:
+        own = asked.settings.fleet
+        run_dir = own.run_dir or RUNS / file_name_of(own.fleet_id or endpoint)
+        config, origin = in_run(asked, asked.settings, run_dir)
+        if is_socket(endpoint):
+            check_socket(endpoint)
+        else:
+            check_port(endpoint, "--endpoint", " or ipc:///PATH")
+        return Joined(config, origin, config.fleet.fleet_id, endpoint, None)
+    config, where = _of_its_broker(asked, slot)
+    return _meet(where, asked, config, role) if where else _join_run(asked, config, role)
+
+
+def join_worker(asked: Asked, connect: str | None, slot: int | None) -> Joined | None:
+    """Find the worker that takes env hosts: at `connect`, or that of `slot`. Return None after a stop signal.
+
+    With a rendezvous, the worker is listed there, and may have any slot if `slot` is None. Otherwise it belongs to the
+    run in the run directory.
+    """
+    if connect is not None:
+        if asked.flags["fleet.run_dir"] is not None:
+            raise ConfigError("give either --connect or --run-dir", key="--connect")
+        check_port(connect, "--connect")
+        return Joined(asked.settings, asked.origin, asked.settings.fleet.fleet_id, connect, None)
+    config, where = _of_its_broker(asked, slot)
+    if not where:
+        return _join_run(asked, config, f"envs-{slot or 0}", slot=slot or 0)
+    address, source = _worker_at(where, config, slot)
+    if address is None:
+        return None
+    return Joined(config, f"{asked.origin}; rendezvous: {where}", config.fleet.fleet_id, address, source)
+
+
+def _of_its_broker(asked: Asked, slot: int | None) -> tuple[FleetConfig, str]:
+    """Return the settings of a worker, and the rendezvous that they name; "" for none.
+
+    In a fleet of several brokers, both are those of the worker's own broker.
+    """
+    config = asked.settings
+    if config.broker.count == 1:
+        return config, rendezvous_in(asked)
+    config = at_broker(config, index_for(config, slot))
+    return config, config.fleet.rendezvous
 
 
 def rendezvous_in(asked: Asked) -> str:
     """Return the rendezvous that the settings name; "" for none, or if a flag names a run directory instead."""
-    named = str(asked.flags.get("fleet.rendezvous") or "")
-    return named or ("" if asked.flags.get("fleet.run_dir") else asked.resolve()[0].fleet.rendezvous)
+    by_run_dir = asked.flags.get("fleet.run_dir") and not asked.flags.get("fleet.rendezvous")
+    return "" if by_run_dir else asked.settings.fleet.rendezvous
 
 
-def _meet(where: str, asked: Asked, role: str) -> Joined | None:
+def in_run(asked: Asked, config: FleetConfig, run_dir: str | Path) -> tuple[FleetConfig, str]:
+    """Return the settings of a process that keeps its files in `run_dir`, and their origin in words.
+
+    They are those of the run there if the user names no file, else `config`. Raises `ConfigError`.
+    """
+    own = Path(run_dir) / "config.json"
+    if asked.config is None and own.exists():
+        asked = replace(asked, config=own) if asked.allow is None else with_found(asked, own)
+        config = asked.settings
+    return config.replaced({"fleet.run_dir": str(run_dir)}), asked.origin
+
+
+def _meet(where: str, asked: Asked, config: FleetConfig, role: str) -> Joined | None:
     """Find the fleet at a rendezvous, which may appear later. Raises `UnreachableError`, `RefusedError`, `KeysError`.
 
     Without a run directory, this process keeps its files in a folder named after the fleet.
     """
-    config, _ = asked.resolve()
     wanted = config.fleet.fleet_id
     rendezvous = Rendezvous(where, config.broker.ports)
     endpoint = await_place(rendezvous, role, config, wanted)
@@ -84,11 +125,33 @@ def _meet(where: str, asked: Asked, role: str) -> Joined | None:
     if not endpoint or published is None:
         raise no_fleet_error(where, rendezvous.problem)
     fleet_id = wanted or published.fleet_id
-    resolved, origin = resolve_role(asked.with_flags({"fleet.fleet_id": fleet_id}), endpoint)
-    check_published(published, where, resolved, wanted, role)
+    config, origin = in_run(asked, config, config.fleet.run_dir or RUNS / file_name_of(fleet_id or endpoint))
+    check_published(published, where, config, wanted, role)
     rendezvous.fleet_id = fleet_id
     source = None if where.startswith("dns://") else rendezvous
-    return Joined(resolved, f"{origin}; rendezvous: {where}", fleet_id, endpoint, source)
+    config = config.replaced({"fleet.fleet_id": fleet_id})
+    return Joined(config, f"{origin}; rendezvous: {where}", fleet_id, endpoint, source)
+
+
+def _join_run(asked: Asked, config: FleetConfig, role: str, slot: int | None = None) -> Joined | None:
+    """Find the fleet of a run directory, by default of the newest run. Return None after a stop signal.
+
+    A run that has stopped or is starting may have other settings afterwards. `slot`: of the worker that an env host
+    serves. Raises `RunDirError`.
+    """
+    run_dir = chosen_run(config)
+    config, origin = in_run(asked, config, run_dir)
+    if slot is not None and (config.sampling.env_placement != "remote" or slot >= config.fleet.workers):
+        wanted = f"its fleet has no worker {slot} that takes env hosts"
+        raise RunDirError(str(run_dir), wanted, "start it with --set sampling.env_placement=remote, or give --connect")
+    if not RunDirAddresses(run_dir, running=True).find(role):
+        if not _await_run(config, role, may_be_new=slot is not None and asked.config is not None):
+            return None
+        config, origin = in_run(asked, config, run_dir)
+    fleet_id, endpoints = read_addresses(run_dir)
+    if role not in endpoints:
+        raise RunDirError(str(run_dir), "no broker has served from it yet; start `headrace up`, or give --endpoint")
+    return Joined(config, origin, config.fleet.fleet_id or fleet_id, endpoints[role], RunDirAddresses(run_dir))
 
 
 def check_published(published: Published, where: str, config: FleetConfig, wanted: str, role: str) -> None:
@@ -102,31 +165,6 @@ def _check_fleet(where: str, published: Published | None, wanted: str) -> None:
     if published is not None and wanted and published.fleet_id and wanted != published.fleet_id:
         detail = f"{where} is of fleet {published.fleet_id!r}, and this process is for {wanted!r}"
         raise RefusedError("wrong_fleet", detail)
-
-
-def of_its_broker(asked: Asked, slot: int | None) -> Asked:
-    """Return the settings of a worker. In a fleet of several brokers, they name only the broker of this worker."""
-    config, _ = asked.resolve()
-    return asked if config.broker.count == 1 else asked.with_flags(at_broker(config, index_for(config, slot)))
-
-
-def resolve_role(asked: Asked, endpoint: str | None = None) -> tuple[FleetConfig, str]:
-    """Return the configuration, by default that of the fleet in the run directory, and its origin in words.
-
-    Without a run directory and an `endpoint`, use the newest run. With an `endpoint` only, the broker may be on another
-    machine, and this process keeps its files in a folder named after the fleet.
-    """
-    run_dir = asked.flags.get("fleet.run_dir")
-    if run_dir is None and not (config := asked.resolve()[0]).fleet.run_dir:
-        elsewhere = RUNS / file_name_of(config.fleet.fleet_id or endpoint or "")
-        run_dir = str(chosen_run(config) if endpoint is None else elsewhere)
-        asked = asked.with_flags({"fleet.run_dir": run_dir})
-    if asked.config is None and run_dir is not None and (Path(run_dir) / "config.json").exists():
-        asked = replace(asked, config=Path(run_dir) / "config.json")
-        resolved, origins = asked.resolve() if asked.allow is None else resolve_found(asked)
-    else:
-        resolved, origins = asked.resolve()
-    return resolved, describe_origin(asked.config, origins)
 
 
 def _await_run(config: FleetConfig, role: str, *, may_be_new: bool = False) -> bool:
@@ -171,35 +209,18 @@ def await_place(source: AddressSource, role: str, config: FleetConfig, fleet_id:
         return None if stopping.is_set() else address
 
 
-def _place(config: FleetConfig, endpoint: str | None, role: str) -> tuple[str, str]:
-    """Return (fleet id, endpoint) from the arguments, else from the run directory."""
-    if endpoint is not None:
-        if is_socket(endpoint):
-            check_socket(endpoint)
-        else:
-            check_port(endpoint, "--endpoint", " or ipc:///PATH")
-        return config.fleet.fleet_id, endpoint
-    fleet_id, endpoints = read_addresses(Path(config.fleet.run_dir))
-    if role not in endpoints:
-        raise RunDirError(
-            config.fleet.run_dir, "no broker has served from it yet; start `headrace up`, or give --endpoint"
-        )
-    return config.fleet.fleet_id or fleet_id, endpoints[role]
-
-
 def check_port(address: str, option: str, other: str = "") -> None:
     """Raise `ConfigError` unless `address` is tcp://HOST:PORT. `option` names it, and `other` is another form of it."""
     matched = _ENDPOINT.fullmatch(address)
-    if matched is None or not 0 < int(matched[1]) <= _HIGHEST_PORT:
+    if matched is None or not 0 < int(matched[1]) <= HIGHEST_PORT:
         raise ConfigError(f"should be tcp://HOST:PORT{other}, got {address!r:.80}", key=option)
 
 
-def worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | None, AddressSource | None]:
+def _worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | None, AddressSource | None]:
     """Return the address of a worker that takes env hosts, and the source of its later addresses.
 
-    The address is None after a stop signal.
-
-    The worker may appear later. Raises `UnreachableError`, `RefusedError` and `KeysError`.
+    The worker may appear later. The address is None after a stop signal. Raises `UnreachableError`, `RefusedError` and
+    `KeysError`.
     """
     if where.startswith("dns://"):
         first = config.sampling.env_hosts_port
@@ -214,21 +235,6 @@ def worker_at(where: str, config: FleetConfig, slot: int | None) -> tuple[str | 
         _check_fleet(where, rendezvous.look(), config.fleet.fleet_id)
         rendezvous.fleet_id = config.fleet.fleet_id
     return address, source
-
-
-def lent_to(asked: Asked, slot: int) -> tuple[FleetConfig, str, str]:
-    """Return the run's configuration, its origin, and the address for env hosts of the worker in `slot`.
-
-    Waits for the run as workers do; the address is "" after a stop signal.
-    """
-    resolved, _ = resolve_role(asked)
-    run_dir, role = resolved.fleet.run_dir, f"envs-{slot}"
-    if resolved.sampling.env_placement != "remote" or slot >= resolved.fleet.workers:
-        wanted = f"its fleet has no worker {slot} that takes env hosts"
-        raise RunDirError(run_dir, wanted, "start it with --set sampling.env_placement=remote, or give --connect")
-    is_running = _await_run(resolved, role, may_be_new=asked.config is not None)
-    resolved, origin = resolve_role(asked.with_flags({"fleet.run_dir": run_dir}))
-    return resolved, origin, _place(resolved, None, role)[1] if is_running else ""
 
 
 def env_host_keys(config: FleetConfig) -> PeerKeys | None:

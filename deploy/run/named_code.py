@@ -15,13 +15,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from headrace.deploy.run.options import Asked, parse_sets
 from headrace.deploy.run.seal import is_sealed
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.config_loading import Origins, values_of_environment
+from headrace.schemas.settings.config_loading import values_of_environment
 from headrace.schemas.settings.plugins import load_object
 
 _RECORDED = "headrace.workers.envs.video:recorded"
@@ -59,22 +61,27 @@ Named = tuple[str, str]
 """A setting's key, and a name in it."""
 
 
-def resolve_found(asked: Asked, *, with_loggers: bool = False) -> tuple[FleetConfig, Origins]:
-    """Resolve the configuration with a file that the user did not name, or without a file.
+def with_found(asked: Asked, found: Path | None, *, with_loggers: bool = False) -> Asked:
+    """Return the settings with the file at `found`, if the user names no file. None: there is no such file.
 
     `with_loggers`: the caller also builds the run's loggers. Raises `ConfigError`, also for names that are not to be
     built.
     """
+    if asked.config is not None:
+        return asked
     allow = asked.allow or ()
     _check_form(allow)
-    config, origins = asked.resolve()
-    if asked.config is not None and not is_sealed(asked.config):
+    if found is None:
+        return asked
+    asked = replace(asked, config=found)
+    config = asked.settings
+    if not is_sealed(found):
         typed = set(_texts([parse_sets(asked.sets or ()), asked.flags, values_of_environment()]))
         named = [one for one in names_in(config) if with_loggers or one[0] != "logging.loggers"]
         foreign = [(key, name) for key, name in named if not (name in typed or _may_be_built(key, name, allow))]
         if foreign:
-            raise _foreign_code_error(str(asked.config), foreign)
-    return config, origins
+            raise _foreign_code_error(str(found), foreign)
+    return asked
 
 
 def _foreign_code_error(file: str, named: Sequence[Named]) -> ConfigError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import Origins, load_config, take_stream
-from headrace.schemas.settings.redis_url import read_redis_url
+from headrace.schemas.settings.redis_url import read_redis_url, without_password
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Configurations that were tuned for one env each, and came with the package."""
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def recipes() -> list[str]:
@@ -44,7 +47,7 @@ def config_file(path: Path | None) -> Path | None:
     raise ConfigError(f"{path} is neither a file nor a recipe; the recipes are {', '.join(recipes())}", key="--config")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Asked:
     """The settings that a command line names: a file, `--set`, and flags by dotted name. None was not given.
 
@@ -57,14 +60,33 @@ class Asked:
     flags: Mapping[str, Any] = field(default_factory=dict)
     allow: Iterable[str] | None = None
 
-    def resolve(self) -> tuple[FleetConfig, Origins]:
-        """Resolve defaults < file < environment < `--set` < flags. Raises `ConfigError`."""
+    @cached_property
+    def resolved(self) -> tuple[FleetConfig, Origins]:
+        """Return defaults < file < environment < `--set` < flags, and where each value is from.
+
+        File and environment are read once. Raises `ConfigError`.
+        """
         given = {key: value for key, value in self.flags.items() if value is not None}
         return load_config(self.config, {**parse_sets(self.sets or ()), **given})
 
+    @property
+    def settings(self) -> FleetConfig:
+        """Return the configuration. Raises `ConfigError`."""
+        return self.resolved[0]
+
+    @property
+    def origin(self) -> str:
+        """Return, in a few words, where the configuration came from."""
+        sources = list(self.resolved[1].values())
+        flags, environment = sources.count("flag"), sum(source.startswith("environment") for source in sources)
+        words = [str(self.config or "defaults")]
+        words += [f"{environment} from the environment"] if environment else []
+        words += [f"{flags} flag{'s' if flags > 1 else ''}"] if flags else []
+        return " + ".join(words)
+
     def run_dir(self) -> Path:
         """Return the run directory of a command; see `chosen_run`."""
-        return chosen_run(self.resolve()[0])
+        return chosen_run(self.settings)
 
     def with_flags(self, flags: Mapping[str, Any]) -> Asked:
         """Return the same with other or more flags."""
@@ -94,23 +116,13 @@ def named_fleet(config: FleetConfig) -> tuple[str, str] | None:
 def resolve_each(asked: Asked) -> list[FleetConfig]:
     """Return the configuration as the processes of each broker have it; of all brokers, or that of broker.index.
 
-    Raises the errors of `Asked.resolve` and `at_broker`.
+    Raises the errors of `Asked.resolved` and `at_broker`.
     """
-    config, _ = asked.resolve()
+    config = asked.settings
     if config.broker.count == 1:
         return [config]
     chosen = range(config.broker.count) if config.broker.index is None else [config.broker.index]
-    return [asked.with_flags(at_broker(config, index)).resolve()[0] for index in chosen]
-
-
-def describe_origin(config: Path | None, origins: Origins) -> str:
-    """Return, in a few words, where the configuration came from."""
-    sources = [str(config)] if config else ["defaults"]
-    flags = sum(source == "flag" for source in origins.values())
-    environment = sum(source.startswith("environment") for source in origins.values())
-    sources += [f"{environment} from the environment"] if environment else []
-    sources += [f"{flags} flag{'s' if flags > 1 else ''}"] if flags else []
-    return " + ".join(sources)
+    return [at_broker(config, index) for index in chosen]
 
 
 def named_redis(text: str, key: str = "--redis-url") -> str:
@@ -133,3 +145,31 @@ def parse_sets(sets: Iterable[str]) -> dict[str, Any]:
         except orjson.JSONDecodeError:
             found[key.strip()] = value
     return found
+
+
+def as_toml(asked: Asked) -> str:
+    """Return the configuration as TOML, with each value's origin behind it. A Redis password is not shown."""
+    config, origins = asked.resolved
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="json").items():
+        lines += ["", f"[{section}]"]
+        for key, value in values.items():
+            if (section, key) == ("redis", "url") and value:
+                value = without_password(value)
+            text = f"# {key} is not set" if value is None else f"{key} = {to_toml(value)}"
+            lines.append(f"{text:<44}  # {origins.get(f'{section}.{key}', 'default')}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def to_toml(value: Any) -> str:
+    """Return a JSON-like value as TOML on one line. None within a table is left out, since TOML has no null."""
+    if isinstance(value, dict):
+        pairs = (f"{_key(k)} = {to_toml(v)}" for k, v in value.items() if v is not None)
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(to_toml(v) for v in value) + "]"
+    return orjson.dumps(value).decode()
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else orjson.dumps(key).decode()

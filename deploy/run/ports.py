@@ -119,7 +119,7 @@ def with_env_ports(config: FleetConfig) -> FleetConfig:
     if sampling.env_placement != "remote" or sampling.env_hosts_port or not config.fleet.workers:
         return config
     first = first_of_free(config.env_hosts_host, config.fleet.workers, "env hosts", "broker.host")
-    return config.model_copy(update={"sampling": sampling.model_copy(update={"env_hosts_port": first})})
+    return config.replaced({"sampling.env_hosts_port": first})
 
 
 def env_endpoints(config: FleetConfig) -> dict[str, str]:
@@ -161,8 +161,7 @@ def with_client_ports(config: FleetConfig) -> FleetConfig:
         port = first_of_free(serving.host, workers, "clients", "serving.host", never=http_port or 0)
     if http_port == 0:
         http_port = first_of_free(serving.host, workers, "clients by HTTP", "serving.host", never=port)
-    found = serving.model_copy(update={"port": port, "http_port": http_port})
-    return config.model_copy(update={"serving": found})
+    return config.replaced({"serving.port": port, "serving.http_port": http_port})
 
 
 def client_endpoints(config: FleetConfig) -> dict[str, str]:

@@ -24,7 +24,7 @@ from headrace.schemas.errors import RunDirError
 from headrace.schemas.frames.safetensors import LONGEST_HEADER
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.config_loading import known_keys
+from headrace.schemas.settings.config_loading import by_key, known_keys
 
 FIXED = frozenset(
     (
@@ -132,8 +132,8 @@ def existing_run(run: Path) -> Path:
 
 def write_settings(config: FleetConfig) -> bytes:
     """Return the content of settings.json. It lacks the run directory's path, so that the directory may be moved."""
-    fleet = config.fleet.model_copy(update={"run_dir": ""})
-    return orjson.dumps(config.model_copy(update={"fleet": fleet}).model_dump(mode="json"), option=orjson.OPT_INDENT_2)
+    moved = config.replaced({"fleet.run_dir": ""})
+    return orjson.dumps(moved.model_dump(mode="json"), option=orjson.OPT_INDENT_2)
 
 
 def read_told(checkpoint: Path) -> dict[str, Any] | None:
@@ -175,12 +175,10 @@ def _changed(before: Mapping[str, Any], config: FleetConfig) -> Iterator[tuple[s
     """Yield (key, "key: was -> is") of each setting that differs. A key missing in `before` had its default."""
     if not before:
         return
-    now = config.model_dump(mode="json")
-    for dotted, default in known_keys().items():
-        section, _, key = dotted.partition(".")
-        was = before.get(section, {}).get(key, orjson.loads(orjson.dumps(default)))
-        if was != now[section][key]:
-            yield dotted, f"{dotted}: {_shown(was)} -> {_shown(now[section][key])}"
+    known = orjson.loads(orjson.dumps(known_keys())) | by_key(before)
+    for key, now in by_key(config.model_dump(mode="json")).items():
+        if known[key] != now:
+            yield key, f"{key}: {_shown(known[key])} -> {_shown(now)}"
 
 
 def _is_of_training(key: str) -> bool:

@@ -35,8 +35,8 @@ def index_for(config: FleetConfig, slot: int | None) -> int:
     return zlib.crc32(platform.node().encode()) % count
 
 
-def at_broker(config: FleetConfig, index: int) -> dict[str, str | int]:
-    """Return the settings, by dotted name, for the processes of one broker. They name no other broker.
+def at_broker(config: FleetConfig, index: int) -> FleetConfig:
+    """Return the settings for the processes of one broker. They name no other broker.
 
     Raises `ConfigError` if the fleet has no name, or if all brokers would publish in the same place.
     """
@@ -47,13 +47,16 @@ def at_broker(config: FleetConfig, index: int) -> dict[str, str | int]:
         detail = f"should contain {PLACEHOLDER}, since broker.count = {count}, got {fleet.rendezvous!r:.120}"
         raise ConfigError(detail, key="fleet.rendezvous")
     run_dir = whole_run_dir(config) / f"broker-{index}"
-    return {
-        "fleet.fleet_id": broker_fleet_id(fleet.fleet_id, index, count),
-        "fleet.run_dir": str(run_dir),
-        "fleet.rendezvous": fleet.rendezvous.replace(PLACEHOLDER, str(index)) or str(run_dir / RENDEZVOUS_FILE),
-        "broker.count": 1,
-        "broker.index": 0,
-    }
+    return config.replaced(
+        {
+            "fleet.fleet_id": broker_fleet_id(fleet.fleet_id, index, count),
+            "fleet.run_dir": str(run_dir),
+            "fleet.rendezvous": fleet.rendezvous.replace(PLACEHOLDER, str(index)) or str(run_dir / RENDEZVOUS_FILE),
+            "broker.count": 1,
+            "broker.index": 0,
+            "broker.max_held_batches": None,  # all brokers together hold the batches of an update
+        }
+    )
 
 
 def whole_run_dir(config: FleetConfig) -> Path:

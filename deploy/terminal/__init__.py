@@ -1,1 +1,1 @@
-"""Terminal output: standard streams, colours, log lines and their files, and settings as text."""
+"""Terminal output: standard streams, colours, log lines and their files."""

@@ -1,6 +1,6 @@
 """A trained policy: found in a run directory, a learner's checkpoint or Redis, with the settings it was trained with.
 
-The settings name code that is built: env, module, connectors. Only `resolve_settings` decides which settings to trust:
+The settings name code that is built: env, module, connectors. Only `settings_for` decides which settings to trust:
 the file beside the checkpoint, or another file that the caller names, overridden by the caller's single settings.
 `run/named_code.py` decides which code a file beside the checkpoint may name.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,8 @@ from headrace.broker.redis.blob import weights_in
 from headrace.broker.redis.client import REDIS_FAILURES, connect, unusable
 from headrace.deploy.run.checkpoint_facts import BEST_FILE, NEWEST_FILE, counts_of, mean_return_of
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.deploy.run.named_code import resolve_found
-from headrace.deploy.run.options import Asked, describe_origin, named_redis
+from headrace.deploy.run.named_code import with_found
+from headrace.deploy.run.options import Asked, named_redis
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.chunks.module_spaces import DEFAULT_MODULE_ID
 from headrace.schemas.errors import (
@@ -138,25 +138,20 @@ def build_policy(found: ResolvedPolicy, spaces: Any = None, seed: int | None = N
 def resolve_policy(where: str, asked: Asked, fleet_id: str = "", which: Which = "newest") -> ResolvedPolicy:
     """Find the policy at `where` and the settings to build it. The module's docstring says which settings are trusted.
 
-    Raises what `find_policy` and `resolve_settings` raise, and `ConfigError` if the settings lack a policy at `where`.
+    Raises what `find_policy` and `settings_for` raise, and `ConfigError` if the settings lack a policy at `where`.
     """
-    resolved, origin = resolve_settings(where, asked)
-    saved = find_policy(where, fleet_id or resolved.fleet.fleet_id, which)
-    _check_policies(saved, resolved)
-    return ResolvedPolicy(saved, resolved, origin)
+    asked = settings_for(where, asked)
+    saved = find_policy(where, fleet_id or asked.settings.fleet.fleet_id, which)
+    _check_policies(saved, asked.settings)
+    return ResolvedPolicy(saved, asked.settings, asked.origin)
 
 
-def resolve_settings(where: str, asked: Asked) -> tuple[FleetConfig, str]:
-    """Return the settings for the policy at `where`, and their origin in words.
+def settings_for(where: str, asked: Asked) -> Asked:
+    """Return the settings for the policy at `where`: by default, those in the file beside it.
 
     Raises `ConfigError`, also for code that a file beside the policy names and `allow` does not.
     """
-    if asked.config is None:
-        asked = replace(asked, config=_config_beside(where))
-        resolved, origins = resolve_found(asked)
-    else:
-        resolved, origins = asked.resolve()
-    return resolved, describe_origin(asked.config, origins)
+    return with_found(asked, _config_beside(where) if asked.config is None else None)
 
 
 def find_policy(where: str, fleet_id: str, which: Which = "newest") -> SavedPolicy:

@@ -14,9 +14,9 @@ import orjson
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from headrace.schemas.settings import ENV_PREFIX
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_section import FIELDS, meaning_of
-from headrace.schemas.settings.env_prefix import ENV_PREFIX
 from headrace.schemas.settings.sampling_settings import PolicySettings
 from headrace.workers.config import EnvRunnerConfig
 

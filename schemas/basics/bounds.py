@@ -84,5 +84,7 @@ Token = Annotated[str, Field(max_length=120)]
 
 ChosenName = Annotated[str, Field(max_length=600)]
 """A name that a user chose, of a fleet or of a policy."""
+HIGHEST_PORT = 65_535
+
 BROKER_CONNECTIONS = 4096
 """Connections at each port of a broker. Beyond that the one that is silent for longest is closed."""

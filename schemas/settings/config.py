@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.schemas.basics.bounds import BROKER_CONNECTIONS, MOST_SILENCE_S, WINDOW
+from headrace.schemas.basics.bounds import BROKER_CONNECTIONS, HIGHEST_PORT, MOST_SILENCE_S, WINDOW
 from headrace.schemas.credentials.key_files import group_rule, is_group
 from headrace.schemas.credentials.loopback_token import token_path
 from headrace.schemas.settings.config_section import ConfigSection
 from headrace.schemas.settings.redis_url import read_redis_url
 from headrace.schemas.settings.sampling_settings import SamplingSettings
-from headrace.schemas.settings.serving_settings import ServingSection
+from headrace.schemas.settings.serving_settings import ServingSection, check_last_port
 from headrace.schemas.settings.slurm_settings import SlurmSection
 
 DRAIN_TIMEOUT_S = 10.0
 """Seconds that a worker waits after SIGTERM until its batches are accepted."""
 LEAST_WINDOW = 4
-_HIGHEST_PORT = 65_535
 DEFAULT_WINDOW = 16
 """Batches in a worker's window when the learner's need, or the length of batches, is not known."""
 
@@ -111,7 +111,7 @@ class BrokerSection(ConfigSection):
     one learner consumes all"""
     index: int | None = Field(default=None, ge=0, le=63)
     """which broker this one is, or which one workers without a slot join; absent: by their machine"""
-    port: int = Field(default=0, ge=0, le=_HIGHEST_PORT - 2)
+    port: int = Field(default=0, ge=0, le=HIGHEST_PORT - 2)
     """port for workers; the next one is for learners, and the one after that relays weights; 0 takes free ones"""
     allow_insecure: bool = False
     """serve other machines without keys and unencrypted, and every user of this one without a token, as broker and in
@@ -306,7 +306,7 @@ class DashboardSection(ConfigSection):
 
     enabled: bool = True
     """`up` serves the page and prints its address"""
-    port: int = Field(default=0, ge=0, le=_HIGHEST_PORT)
+    port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
     """of the page, on 127.0.0.1; 0: a free one, which `up` names at its start and in fleet.json"""
 
 
@@ -444,12 +444,8 @@ class FleetConfig(ConfigSection):
                 f"fleet.env_hosts = {hosts} cannot serve fleet.workers = {workers}, since each serves one worker; "
                 f"take {max(workers, 1)} or more of them, or other workers"
             )
-        port = self.sampling.env_hosts_port
-        if placement == "remote" and port and port + workers - 1 > _HIGHEST_PORT:
-            raise ValueError(
-                f"sampling.env_hosts_port = {port} leaves no port for each of fleet.workers = {workers}: the slot is "
-                f"added to it, up to {_HIGHEST_PORT}; lower it"
-            )
+        if placement == "remote":
+            check_last_port("sampling.env_hosts_port", self.sampling.env_hosts_port, workers)
 
     @property
     def env_hosts_host(self) -> str:
@@ -461,6 +457,15 @@ class FleetConfig(ConfigSection):
     def _modules(self) -> int:
         """Return the number of modules; a cut gives one batch for each."""
         return len(self.sampling.policies or ("default_policy",))
+
+    def replaced(self, values: Mapping[str, Any]) -> FleetConfig:
+        """Return a copy with other values of some settings, by dotted key. They are not checked again."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        changed = {section: getattr(self, section).model_copy(update=own) for section, own in sections.items()}
+        return self.model_copy(update=changed)
 
     def value_of(self, key: str) -> Any:
         """Return the value of a setting by its dotted key; of `worker.window_batches`, the number in force."""

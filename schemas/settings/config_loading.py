@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from headrace.schemas.basics.run_files import read_regular, read_stream
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
+from headrace.schemas.settings import ENV_PREFIX
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.env_prefix import ENV_PREFIX
 from headrace.schemas.settings.nearest_names import CARRIED, CUT, instead_of_cut, nearest_name
 
 log = logging.getLogger(__name__)
@@ -94,23 +94,18 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = 
         said = first["msg"].replace("Input should", "should").replace("String should", "should")
         got = "" if key == "redis.url" else f", got {first['input']!r:.80}"  # it may have a password
         raise ConfigError(f"{said}{got}", key=key, source=source) from error
-    for section, content in config.model_dump().items():
-        for key, value in content.items():
-            if (odd := _beyond_json(value)) is not None:
-                dotted = f"{section}.{key}"
-                raise ConfigError(odd, key=dotted, source=(origins or {}).get(dotted))
+    for key, value in by_key(config.model_dump()).items():
+        if (odd := _beyond_json(value)) is not None:
+            raise ConfigError(odd, key=key, source=(origins or {}).get(key))
     return config
 
 
 def _check_depth(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Raise `ConfigError` for a value that is nested deeper than the messages which carry it may be."""
     most = DEFAULT_LIMITS.header_depth - 2  # settings.json has it in two tables
-    for section, content in values.items():
-        for key, value in content.items() if isinstance(content, Mapping) else ():
-            if is_deeper([value], most):
-                dotted = f"{section}.{key}"
-                said = f"is nested deeper than {most - 1} levels"
-                raise ConfigError(said, key=dotted, source=origins.get(dotted))
+    for key, value in by_key(values).items():
+        if is_deeper([value], most):
+            raise ConfigError(f"is nested deeper than {most - 1} levels", key=key, source=origins.get(key))
 
 
 def _beyond_json(value: Any) -> str | None:
@@ -133,11 +128,13 @@ def _beyond_json(value: Any) -> str | None:
 
 def known_keys() -> dict[str, Any]:
     """Return every dotted key with its default."""
-    return {
-        f"{section}.{key}": value
-        for section, values in FleetConfig().model_dump().items()
-        for key, value in values.items()
-    }
+    return by_key(FleetConfig().model_dump())
+
+
+def by_key(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in the sections of `tree` by dotted key."""
+    sections = {name: content for name, content in tree.items() if isinstance(content, Mapping)}
+    return {f"{name}.{key}": value for name, content in sections.items() for key, value in content.items()}
 
 
 def _nearest(key: str) -> str:
@@ -192,9 +189,7 @@ def _leave_out_cut(tree: Mapping[str, Any], path: Path) -> None:
 def _check_sizes(tree: Mapping[str, Any], source: str) -> None:
     """Raise `ConfigError` for too many sections, keys or entries: pydantic makes an error for each wrong one."""
     most = DEFAULT_LIMITS.names
-    sections = {name: content for name, content in tree.items() if isinstance(content, dict)}
-    values = {f"{name}.{key}": value for name, content in sections.items() for key, value in content.items()}
-    for key, part in (("", tree), *sections.items(), *values.items()):
+    for key, part in (("", tree), *tree.items(), *by_key(tree).items()):
         if isinstance(part, dict | list) and len(part) > most:
             raise ConfigError(f"has {len(part):,} entries, and at most {most:,}", key=key or None, source=source)
 

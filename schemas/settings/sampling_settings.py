@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.schemas.accounts.user_calls import UserCall
+from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.chunks.module_spaces import check_mapping_table, check_module_ids
 from headrace.schemas.settings.config_section import ConfigSection
 
@@ -93,7 +94,7 @@ class SamplingSettings(ConfigSection):
     env_placement: Literal["inline", "process", "remote"] = "inline"
     """where envs live: in the runner's own process; in others, where one may hang, crash or leak; or with `headrace
     env-host`s on any machines, which connect to this worker"""
-    env_hosts_port: int = Field(default=0, ge=0, le=65_535)
+    env_hosts_port: int = Field(default=0, ge=0, le=HIGHEST_PORT)
     """remote envs: port for their hosts, to which the worker's slot is added; 0 takes a free one. A worker listens on
     loopback where broker.host is, and else on all addresses, with broker.allow_insecure and broker.lease_s"""
     envs_per_process: int = Field(default=4, ge=1)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from headrace.schemas.basics.bounds import MOST_SILENCE_S
+from headrace.schemas.basics.bounds import HIGHEST_PORT, MOST_SILENCE_S
 from headrace.schemas.settings.config_section import ConfigSection
 
-HIGHEST_PORT = 65_535
+
+def check_last_port(key: str, first: int, workers: int) -> None:
+    """Raise ValueError unless each of `workers` workers, whose slot is added to `first`, has a port. `key` names it."""
+    if first + workers - 1 > HIGHEST_PORT:
+        raise ValueError(
+            f"{key} = {first} leaves no port for each of fleet.workers = {workers}: the slot is added to it, up to "
+            f"{HIGHEST_PORT}; lower it"
+        )
 
 
 class ServingSection(ConfigSection):
@@ -45,11 +52,7 @@ class ServingSection(ConfigSection):
         if not self.enabled or workers < 1:
             return
         for name, first in (("port", port), ("http_port", http_port)):
-            if first + workers - 1 > HIGHEST_PORT:
-                raise ValueError(
-                    f"serving.{name} = {first} leaves no port for each of fleet.workers = {workers}: the slot is added "
-                    f"to it, up to {HIGHEST_PORT}; lower it"
-                )
+            check_last_port(f"serving.{name}", first, workers)
         apart = abs(port - http_port)
         if not (port and http_port and apart < workers):
             return

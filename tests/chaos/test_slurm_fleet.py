@@ -150,7 +150,7 @@ def test_a_fleet_with_env_hosts_shares_a_node_with_a_fleet_that_fails(cluster: S
     hosted = hosted.replace("[sampling]", '[sampling]\nenv_placement = "remote"')
     one = SlurmFleet(cluster, tmp_path / "one", tmp_path / "one.toml", late)
     two = SlurmFleet(cluster, tmp_path / "two", tmp_path / "two.toml", hosted)
-    config, _ = Asked(one.toml, flags={"fleet.run_dir": str(one.run_dir)}).resolve()
+    config = Asked(one.toml, flags={"fleet.run_dir": str(one.run_dir)}).settings
     prepare(config)
     head, workers = dry_run(config)
     workers.remove("--dependency=after:HEAD_JOB_ID")

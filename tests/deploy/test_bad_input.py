@@ -111,7 +111,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingBroker]:
 )
 def test_a_value_out_of_range_is_refused(setting: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Asked(sets=[setting]).resolve()
+        _ = Asked(sets=[setting]).settings
     for part in parts:
         assert part in str(caught.value)
 
@@ -136,14 +136,14 @@ def test_the_command_reports_a_bad_value_in_one_sentence() -> None:
 def test_a_bad_config_file_is_refused(tmp_path: Path, content: str, parts: tuple[str, ...]) -> None:
     (tmp_path / "bad.toml").write_text(content)
     with pytest.raises(ConfigError) as caught:
-        Asked(tmp_path / "bad.toml").resolve()
+        _ = Asked(tmp_path / "bad.toml").settings
     for part in parts:
         assert part in str(caught.value)
 
 
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_bytes(b"\xef\xbb\xbf[fleet]\nworkers = 7\n")
-    assert Asked(tmp_path / "fleet.toml").resolve()[0].fleet.workers == 7
+    assert Asked(tmp_path / "fleet.toml").settings.fleet.workers == 7
 
 
 def test_settings_may_come_from_a_pipe_that_the_user_names() -> None:
@@ -153,7 +153,7 @@ def test_settings_may_come_from_a_pipe_that_the_user_names() -> None:
     named = config_file(Path(f"/dev/fd/{reader}"))
     os.close(reader)
     for _ in range(2):
-        assert Asked(named).resolve()[0].fleet.workers == 7
+        assert Asked(named).settings.fleet.workers == 7
 
 
 def test_a_pipe_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +162,13 @@ def test_a_pipe_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"came to no end within 0.02 s \(from .*/pipe\)"):
         config_file(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="pipe is no regular file"):
-        Asked(tmp_path / "pipe").resolve()
+        _ = Asked(tmp_path / "pipe").settings
 
 
 def test_a_device_without_end_is_read_up_to_a_bound() -> None:
     with pytest.raises(ConfigError, match="more than 16 MiB"):
-        Asked(config_file(Path("/dev/zero"))).resolve()
-    assert "/dev/null" not in Asked(config_file(Path("/dev/null"))).resolve()[1].values()
+        _ = Asked(config_file(Path("/dev/zero"))).settings
+    assert "/dev/null" not in Asked(config_file(Path("/dev/null"))).resolved[1].values()
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])

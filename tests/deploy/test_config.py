@@ -13,8 +13,7 @@ import pytest
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.exit_record import exit_record_path
 from headrace.deploy.process.liveness_file import LivenessFile
-from headrace.deploy.run.options import Asked, describe_origin
-from headrace.deploy.terminal.config_print import print_config, to_toml
+from headrace.deploy.run.options import Asked, as_toml, to_toml
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import known_keys, load_config
@@ -42,54 +41,53 @@ def test_print_config_prints_a_file_that_gives_the_same_config(monkeypatch: pyte
     monkeypatch.delenv("HEADRACE_DASHBOARD__ENABLED")  # which is set for all tests
     path = tmp_path / "mine.toml"
     path.write_text('[sampling]\nenv_config = {size = 3, "odd key" = [1, "a\\"b"]}\n')
-    config, origins = Asked(path, ["learner.gamma=0.9", "fleet.fleet_id=abc"], {"sampling.num_envs": 4}).resolve()
-    text = print_config(config, origins)
+    asked = Asked(path, ["learner.gamma=0.9", "fleet.fleet_id=abc"], {"sampling.num_envs": 4})
+    text = as_toml(asked)
     again = tmp_path / "again.toml"
     again.write_text(text)
-    assert load_config(again, environ={})[0] == config
+    assert load_config(again, environ={})[0] == asked.settings
     assert re.search(r"^num_envs = 4 +# flag$", text, re.M)
     assert re.search(r"^gamma = 0.9 +# flag$", text, re.M)
     assert re.search(r"^lease_s = 7.5 +# environment HEADRACE_BROKER__LEASE_S$", text, re.M)
     assert re.search(rf"^env_config = .* +# {re.escape(str(path))}$", text, re.M)
     assert re.search(r"^epochs = 10 +# default$", text, re.M)
-    assert describe_origin(path, origins) == f"{path} + 1 from the environment + 3 flags"
+    assert asked.origin == f"{path} + 1 from the environment + 3 flags"
 
 
 def test_a_flag_reaches_into_a_table_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[module]\nconfig = {hidden = [8], activation = "relu"}\n')
     sets = ["module.config.hidden=[32]", "sampling.env_config.a.b=true", "sampling.env_config.a.c=x"]
-    config, origins = Asked(path, sets).resolve()
+    config, origins = Asked(path, sets).resolved
     assert config.module.config == {"hidden": [32], "activation": "relu"}
     assert config.sampling.env_config == {"a": {"b": True, "c": "x"}}
     assert origins["module.config"] == "flag"
     with pytest.raises(ConfigError, match=r"unknown key; did you mean learner\.gamma"):
-        Asked(path, ["learner.gamma.x=1"]).resolve()
+        _ = Asked(path, ["learner.gamma.x=1"]).settings
 
 
 def test_print_config_shows_no_password() -> None:
-    config, origins = Asked(sets=["redis.url=redis://:secret@127.0.0.1:6379/0"]).resolve()
-    text = print_config(config, origins)
+    text = as_toml(Asked(sets=["redis.url=redis://:secret@127.0.0.1:6379/0"]))
     assert "secret" not in text
     assert tomllib.loads(text)["redis"]["url"].endswith("@127.0.0.1:6379/0")
 
 
 def test_flags_win_over_set_and_a_flag_of_none_is_ignored() -> None:
-    config, _ = Asked(
+    config = Asked(
         None, ["sampling.num_envs=3", "sampling.seed=1"], {"sampling.num_envs": 5, "sampling.seed": None}
-    ).resolve()
+    ).settings
     assert (config.sampling.num_envs, config.sampling.seed) == (5, 1)
 
 
 @pytest.mark.parametrize("text", ["sampling.num_envs", "num_envs=3", "=3"])
 def test_set_wants_section_key_value(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not SECTION\.KEY=VALUE"):
-        Asked(sets=[text]).resolve()
+        _ = Asked(sets=[text]).settings
 
 
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"sampling.num_env: unknown key; did you mean sampling.num_envs"):
-        Asked(sets=["sampling.num_env=3"]).resolve()
+        _ = Asked(sets=["sampling.num_env=3"]).settings
 
 
 def test_children_get_the_resolved_values_whatever_the_environment_says(
@@ -98,7 +96,7 @@ def test_children_get_the_resolved_values_whatever_the_environment_says(
     """A flag beats HEADRACE_...; a child that read both from file and environment would see it the other way round."""
     monkeypatch.setenv("HEADRACE_SAMPLING__NUM_ENVS", "4")
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
-    config, _ = Asked(sets=["learner.target_kl=null"], flags={"sampling.num_envs": 9}).resolve()
+    config = Asked(sets=["learner.target_kl=null"], flags={"sampling.num_envs": 9}).settings
     path = tmp_path / "config.json"
     path.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     environment = child_environment(1)

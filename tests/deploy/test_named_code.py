@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from headrace.deploy import load_policy
-from headrace.deploy.run.named_code import OWN, names_in, resolve_found
+from headrace.deploy.run.named_code import OWN, names_in, with_found
 from headrace.deploy.run.options import Asked
 from headrace.deploy.run.seal import is_sealed, seal_of, write_sealed
 from headrace.schemas.errors import ConfigError, ExitCode
@@ -144,15 +144,16 @@ def test_headraces_own_code_needs_no_allow_option(tmp_path: Path) -> None:
 
 def test_code_that_the_user_names_or_allows_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     craft(tmp_path, {"env": "mine_too:make_env"})
+    file = tmp_path / "config.json"
     (tmp_path / "mine_too.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"--allow mine_too:make_env \(in a program allow=\[\"mine_too:make_env\""):
-        resolve_found(Asked(tmp_path / "config.json"))
+        with_found(Asked(), file)
     for allowed in ("mine_too:", "mine_too:make_env"):
-        assert resolve_found(Asked(tmp_path / "config.json", allow=[allowed]))[0].sampling.env == "mine_too:make_env"
-    assert resolve_found(Asked(tmp_path / "config.json", ["sampling.env=mine_too:make_env"]))
+        assert with_found(Asked(allow=[allowed]), file).settings.sampling.env == "mine_too:make_env"
+    assert with_found(Asked(sets=["sampling.env=mine_too:make_env"]), file)
     monkeypatch.setenv("HEADRACE_SAMPLING__ENV", "mine_too:make_env")
-    assert resolve_found(Asked(tmp_path / "config.json"))
+    assert with_found(Asked(), file)
 
 
 def test_every_setting_that_names_code_is_checked() -> None:

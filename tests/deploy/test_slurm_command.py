@@ -27,7 +27,7 @@ KNOWN_TO_BOTH = {
 
 
 def settings(**values: object) -> FleetConfig:
-    return Asked(flags={key.replace("__", "."): value for key, value in values.items()}).resolve()[0]
+    return Asked(flags={key.replace("__", "."): value for key, value in values.items()}).settings
 
 
 def test_a_dry_run_shows_the_lines_and_writes_nothing(tmp_path: Path) -> None:
@@ -72,13 +72,13 @@ def test_jobs_use_only_options_that_both_versions_of_slurm_have(tmp_path: Path) 
 )
 def test_settings_that_cannot_work_on_a_cluster_are_refused(key: str, value: object, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        for_cluster(Asked(flags={key: value}).resolve()[0], tmp_path)
+        for_cluster(Asked(flags={key: value}).settings, tmp_path)
 
 
 def test_jobs_get_keys_an_address_for_all_nodes_and_the_settings_of_the_moment(tmp_path: Path) -> None:
     toml, run = tmp_path / "fleet.toml", tmp_path / "run"
     toml.write_text(f'[fleet]\nrun_dir = "{run}"\nworkers = 7\n[learner]\ngamma = 0.5\n')
-    prepare(Asked(toml).resolve()[0])
+    prepare(Asked(toml).settings)
     toml.write_text("[learner]\ngamma = 0.9\n")
     frozen, _ = load_config(run / "slurm" / "settings.json", {})
     assert (frozen.learner.gamma, frozen.fleet.workers, frozen.broker.host) == (0.5, 0, "0.0.0.0")

@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.deploy.fleet.up import UpOptions, up
+from headrace.deploy.fleet.up import up
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.process.proc_stat import is_alive
@@ -125,7 +125,7 @@ def stepping(run_dir: Path) -> FleetFile:
 def test_up_runs_to_its_goal_and_drains_workers_learner_and_broker_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = up(config_for(tmp_path, until_return=20.0), UpOptions(json=True))
+    summary = up(config_for(tmp_path, until_return=20.0), as_json=True)
     assert summary.failure is None
     assert summary.goal_reached
     assert summary.mean_return is not None
@@ -149,14 +149,14 @@ def test_a_run_cuts_logs_that_are_too_large(tmp_path: Path, monkeypatch: pytest.
     log.parent.mkdir()
     log.write_text("printed by an env\n" * 10_000)
     monkeypatch.setattr(log_rotation, "MOST_BYTES", 1 << 16)
-    assert up(config_for(tmp_path, until_steps=500), UpOptions(json=True)).goal_reached
+    assert up(config_for(tmp_path, until_steps=500), as_json=True).goal_reached
     assert log.stat().st_size <= 1 << 16
     assert "printed by an env\n" * 3000 in rotated_path(log).read_text()
 
 
 @pytest.mark.thorough
 def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:
-    line = up(config_for(tmp_path, until_steps=500), UpOptions(json=True)).as_json()
+    line = up(config_for(tmp_path, until_steps=500), as_json=True).as_json()
     assert b"\n" not in line
     found = orjson.loads(line)
     assert found["goal_reached"] is True
@@ -169,10 +169,10 @@ def test_the_summary_as_json_is_one_object_on_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_second_run_in_a_directory_continues_and_ignores_old_numbers(tmp_path: Path) -> None:
-    first = up(config_for(tmp_path, until_return=15.0), UpOptions(json=True))
+    first = up(config_for(tmp_path, until_return=15.0), as_json=True)
     (tmp_path / "drained").unlink()
     (tmp_path / "ready").unlink()
-    second = up(config_for(tmp_path, until_return=15.0, timeout_s=TIMEOUT_S), UpOptions(json=True))
+    second = up(config_for(tmp_path, until_return=15.0, timeout_s=TIMEOUT_S), as_json=True)
     assert second.fleet_id == first.fleet_id
     assert second.goal_reached
     assert second.steps > first.steps
@@ -181,7 +181,7 @@ def test_a_second_run_in_a_directory_continues_and_ignores_old_numbers(tmp_path:
 
 @pytest.mark.thorough
 def test_a_timeout_drains_and_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    summary = up(config_for(tmp_path, until_return=1e9, timeout_s=1.5), UpOptions(json=True))
+    summary = up(config_for(tmp_path, until_return=1e9, timeout_s=1.5), as_json=True)
     assert summary.failure is not None
     assert summary.failure.exit_code is ExitCode.TIMEOUT
     assert "not reached within 1.5 s" in str(summary.failure)
@@ -198,7 +198,7 @@ def test_the_first_signal_drains_and_is_no_failure(
         os.kill(os.getpid(), signal.SIGINT)
 
     meanwhile(interrupt)
-    summary = up(config_for(tmp_path), UpOptions(json=True))
+    summary = up(config_for(tmp_path), as_json=True)
     assert (summary.failure, summary.goal_reached, summary.balanced) == (None, False, True)
     assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
 
@@ -222,7 +222,7 @@ def test_the_second_signal_stops_the_fleet_without_a_drain(
         os.kill(os.getpid(), signal.SIGTERM)
 
     meanwhile(interrupt)
-    summary = up(config_for(tmp_path), UpOptions(json=True))
+    summary = up(config_for(tmp_path), as_json=True)
     assert "second signal" in str(summary.failure)
     assert len(pids) == 5
     assert not [pid for pid in pids if is_alive(pid)]
@@ -241,7 +241,7 @@ def test_a_killed_process_is_restarted_and_the_run_ends_without_failure(
         os.kill(os.getpid(), signal.SIGTERM)
 
     meanwhile(kill)
-    summary = up(config_for(tmp_path), UpOptions(json=True))
+    summary = up(config_for(tmp_path), as_json=True)
     assert summary.failure is None
     assert sum(summary.restarts.values()) == 1
     assert summary.restarts[name.partition("-")[0]] == 1
@@ -260,7 +260,7 @@ def test_an_error_of_a_role_ends_the_fleet_with_its_code_and_sentence(
     script = ENDS.format(code=4, sentence="environment Nope cannot be found")
     spec = ProcessSpec("worker-0", Role.WORKER, lambda _: [sys.executable, "-c", script], slot=0)
     monkeypatch.setattr(child_commands, "worker", lambda *_: spec)
-    error = failing(up(config_for(tmp_path, workers=1), UpOptions(json=True)))
+    error = failing(up(config_for(tmp_path, workers=1), as_json=True))
     assert (str(error), error.exit_code) == ("worker-0: environment Nope cannot be found", ExitCode.ENV)
     assert read_fleet_file(tmp_path / "fleet.json").processes == []
 
@@ -269,14 +269,14 @@ def test_a_broker_whose_port_is_taken_ends_the_start(tmp_path: Path, monkeypatch
     script = ENDS.format(code=6, sentence="tcp://127.0.0.1:1 is already in use")
     spec = ProcessSpec("broker", Role.BROKER, lambda _: [sys.executable, "-c", script])
     monkeypatch.setattr(child_commands, "broker", lambda *_: spec)
-    error = failing(up(config_for(tmp_path), UpOptions(json=True)))
+    error = failing(up(config_for(tmp_path), as_json=True))
     assert (str(error), error.exit_code) == ("broker: tcp://127.0.0.1:1 is already in use", ExitCode.PORT_IN_USE)
 
 
 def test_a_crash_loop_ends_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ProcessSpec("learner", Role.LEARNER, lambda _: [sys.executable, "-c", "raise RuntimeError('diverged')"])
     monkeypatch.setattr(child_commands, "learner", lambda *_: spec)
-    error = failing(up(config_for(tmp_path), UpOptions(json=True)))
+    error = failing(up(config_for(tmp_path), as_json=True))
     assert isinstance(error, FleetError)
     assert error.exit_code is ExitCode.CRASH_LOOP
     assert "RuntimeError: diverged" in str(error)
@@ -286,7 +286,7 @@ def test_an_own_redis_that_cannot_start_is_an_error_with_its_reason(tmp_path: Pa
     files = tmp_path / "redis" / "appendonlydir"
     files.mkdir(parents=True)
     (files / "appendonly.aof.manifest").write_bytes(b"garbage")
-    error = failing(up(config_for(tmp_path), UpOptions(json=True)))
+    error = failing(up(config_for(tmp_path), as_json=True))
     assert error.exit_code is ExitCode.REDIS_UNAVAILABLE
     for part in ("own Redis server does not start", "AOF", "redis.log", str(tmp_path / "redis"), "move it away"):
         assert part in str(error)
@@ -295,6 +295,6 @@ def test_an_own_redis_that_cannot_start_is_an_error_with_its_reason(tmp_path: Pa
 def test_a_redis_that_does_not_answer_is_one_typed_error(tmp_path: Path, free_port: int) -> None:
     config = config_for(tmp_path)
     redis = config.redis.model_copy(update={"url": f"redis://127.0.0.1:{free_port}/0"})
-    error = failing(up(config.model_copy(update={"redis": redis}), UpOptions(json=True)))
+    error = failing(up(config.model_copy(update={"redis": redis}), as_json=True))
     assert isinstance(error, RedisUnavailableError)
     assert "--redis-url" in str(error)

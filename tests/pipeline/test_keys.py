@@ -39,7 +39,7 @@ from headrace.schemas.frames.wire import MessageKind, decode_header
 from headrace.schemas.messages import Obituary, WeightsPull
 from headrace.schemas.peers import sockets
 from headrace.schemas.settings.config import FleetConfig, KeysSection
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
+from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.fleet.membership import Membership
 from headrace.workers.fleet.session import SessionState
 from support.pipeline.delivery import FLEET, BrokerThread, Envs, Feeder, StartBroker, StartFeeder, batches_of
@@ -427,7 +427,7 @@ def test_a_slot_stays_with_its_key_group_after_a_broker_restart(
 
 def test_a_workers_port_lets_in_all_groups_of_env_hosts_until_their_key_is_revoked(folder: Path) -> None:
     add_key(folder, ENV_HOST, "lab")
-    port = RouterPort(RouterPortSettings("127.0.0.1", 0, port_keys(folder, ENV_HOST)))
+    port = RouterPort("127.0.0.1", 0, port_keys(folder, ENV_HOST))
     try:
         outcomes = [knock(port, read_client_keys(folder, ENV_HOST, group)) for group in ("", "lab")]
         lab = read_client_keys(folder, ENV_HOST, "lab")

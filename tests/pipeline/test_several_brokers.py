@@ -261,17 +261,17 @@ def test_a_broker_gives_out_and_takes_only_its_own_slots(
 
 def test_settings_of_several_brokers_are_resolved_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"fleet.fleet_id": "pair", "fleet.run_dir": str(tmp_path), "broker.count": 3}
-    config, _ = Asked(flags=named).resolve()
+    config = Asked(flags=named).settings
     assert [index_for(config, slot) for slot in (0, 4, 1001)] == [0, 1, 2]
     assert index_for(config, None) == index_for(config, None), "a machine keeps its broker"
     monkeypatch.setenv("HEADRACE_BROKER__INDEX", "2")
-    assert index_for(Asked(flags=named).resolve()[0], None) == 2
+    assert index_for(Asked(flags=named).settings, None) == 2
     monkeypatch.delenv("HEADRACE_BROKER__INDEX")
     each = resolve_each(Asked(flags=named))
     assert [one.fleet.fleet_id for one in each] == ["pair.0", "pair.1", "pair.2"]
     assert [one.fleet.rendezvous for one in each] == [f"{tmp_path}/broker-{i}/rendezvous.json" for i in range(3)]
-    published = Asked(flags={**named, "fleet.rendezvous": "http://head/{broker}.json"}).resolve()[0]
-    assert at_broker(published, 1)["fleet.rendezvous"] == "http://head/1.json"
+    published = Asked(flags={**named, "fleet.rendezvous": "http://head/{broker}.json"}).settings
+    assert at_broker(published, 1).fleet.rendezvous == "http://head/1.json"
     for wrong, said in (
         ({"fleet.rendezvous": "one.json"}, r"should contain \{broker\}, since broker.count = 3"),
         ({"fleet.fleet_id": ""}, "should name the fleet"),

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.annexes.watch.exporter import metrics_text as module
-from headrace.deploy.annexes.watch.exporter.exporter import ExporterOptions, chosen_readers
+from headrace.deploy.annexes.watch.exporter.exporter import chosen_readers
 from headrace.deploy.annexes.watch.exporter.files import MonitoringFile
 from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name, metrics_text
 from headrace.deploy.annexes.watch.web.web_port import WebPort
@@ -271,4 +271,4 @@ def test_incomplete_conflicting_or_repeated_fleet_arguments_are_refused(tmp_path
         ({"run_dirs": [tmp_path / "one", tmp_path / "two"]}, "fleet same is named twice"),
     ):
         with pytest.raises(ConfigError, match=words):
-            chosen_readers(ExporterOptions("127.0.0.1:0", None, **wrong))  # type: ignore[arg-type]
+            chosen_readers(**wrong)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from headrace.schemas.frames.wire import MessageKind, WireMessage, decode, encode
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
+from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.serving_messages import ClientHello, EpisodeStart, EpisodeStep
 from headrace.workers.serving.single_frame import join_frames, split_frame
 from support.serving.plain_episodes import rule
@@ -121,7 +121,7 @@ def test_requests_that_one_client_sends_together_are_answered_in_order(server: S
 
 
 def test_a_router_port_skips_a_message_whose_first_frame_was_lost() -> None:
-    router_port = RouterPort(RouterPortSettings("127.0.0.1", 0, None))
+    router_port = RouterPort("127.0.0.1", 0, None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(router_port.endpoint)
         socket.send(b"lost")

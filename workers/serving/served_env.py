@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from headrace.schemas.accounts.worker_figures import ServingFigures
+from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.credentials.keys import CLIENT, CLIENT_PORT, TOKEN_FILE, BrokerKeys, keys_folder, port_keys
 from headrace.schemas.credentials.loopback_token import ServerToken, token_for_port
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
-from headrace.schemas.settings.serving_settings import HIGHEST_PORT, ServingSection
+from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.env_building import build_multi_agent_env
 from headrace.workers.config import EnvRunnerConfig, runner_config
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.creators import find_creator
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
+from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.serving.acting_channel import ActingChannel
@@ -33,10 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def served_config(config: FleetConfig) -> EnvRunnerConfig:
-    """Return the runner's settings in a fleet's, with a policy server as its env where the fleet serves clients."""
-    settings = runner_config(config)
-    if not config.serving.enabled:
-        return settings
+    """Return the runner's settings in a fleet's, with a policy server as its env."""
     sampling = config.sampling
     served = ServedEnvs(
         config.serving,
@@ -47,7 +45,7 @@ def served_config(config: FleetConfig) -> EnvRunnerConfig:
         check_bounds=not sampling.disable_env_checking,
         several_agents=sampling.is_multi_agent,
     )
-    return settings.model_copy(update={"env": served})
+    return runner_config(config).model_copy(update={"env": served})
 
 
 class ServedEnvs:
@@ -151,20 +149,13 @@ class ServedEnvs:
         return read_token(folder / TOKEN_FILE)
 
     def _open_router_port(self, port: int, keys: BrokerKeys | ServerToken | None) -> RouterPort:
-        s = self._settings
         return RouterPort(
-            RouterPortSettings(
-                s.host,
-                port,
-                keys,
-                self._allow_insecure,
-                CLIENT_PORT,
-                "clients",
-                "serving",
-                largest_message=s.max_message_bytes,
-                connections=1024,
-                insecure="broker.allow_insecure",
-            )
+            self._settings.host,
+            port,
+            keys,
+            allow_insecure=self._allow_insecure,
+            domain=CLIENT_PORT,
+            largest_message=self._settings.max_message_bytes,
         )
 
     def _listen(self, port: int, token: str | None) -> socket.socket:

@@ -138,15 +138,14 @@ class StandaloneServer:
 
 def _settings(config: FleetConfig, sums: EpisodeSums) -> EnvRunnerConfig:
     """Return a worker's settings, with fixed values for those about stepping envs and keeping data."""
-    sampling = config.sampling.model_copy(
-        update={
-            "env_placement": "inline",
-            "double_buffering": False,
-            "gym_env_vectorize_mode": None,
-            "batch_mode": "truncate_episodes",
-            "external_fragment_max_age_s": _CUT_S,
-        }
-    )
-    serving = config.serving.model_copy(update={"enabled": True, "client_inference": False})
-    settings = served_config(config.model_copy(update={"sampling": sampling, "serving": serving}))
+    fixed = {
+        "sampling.env_placement": "inline",
+        "sampling.double_buffering": False,
+        "sampling.gym_env_vectorize_mode": None,
+        "sampling.batch_mode": "truncate_episodes",
+        "sampling.external_fragment_max_age_s": _CUT_S,
+        "serving.enabled": True,
+        "serving.client_inference": False,
+    }
+    settings = served_config(config.replaced(fixed))
     return settings.model_copy(update={"callbacks": [*settings.callbacks, sums]})

@@ -19,7 +19,7 @@ from headrace.deploy.annexes.chaos.schedule import Plan, make_plan, read_plan
 from headrace.deploy.annexes.chaos.trial import Trial
 from headrace.deploy.annexes.chaos.truth import ENV, Witnessed
 from headrace.deploy.process.fleet_errors import FleetError
-from headrace.deploy.run.options import Asked, parse_sets
+from headrace.deploy.run.options import Asked
 from headrace.deploy.run.run_dir import new_run_dir
 from headrace.deploy.terminal.std_streams import ignore_closed_reader, say
 from headrace.schemas.basics.run_files import replace_private
@@ -32,7 +32,6 @@ PAUSE_S = 0.0002
 """Each env waits so long in a step. Small ones would take all processor time of the machine."""
 
 DEFAULTS: Mapping[str, Any] = {
-    "fleet.workers": 2,
     "broker.lease_s": 3.0,
     "worker.connect_timeout_s": 600.0,
 }
@@ -40,7 +39,7 @@ DEFAULTS: Mapping[str, Any] = {
 a fleet that is killed again and again on a busy machine.
 """
 
-FIXED: Mapping[str, Any] = {
+FIXED: dict[str, Any] = {
     "fleet.check_env": False,
     "fleet.until_return": None,
     "fleet.until_steps": None,
@@ -104,19 +103,9 @@ def chaos(
 
 def resolve_trial(asked: Asked) -> FleetConfig:
     """Return the configuration of the fleet: the user's, but with what a trial needs. Raises `ConfigError`."""
-    config, origins = asked.resolve()
+    config, origins = asked.resolved
     _refuse_other_kinds(config)
-    chosen = {key for key, origin in origins.items() if origin != "default"}
-    defaults = {key: value for key, value in DEFAULTS.items() if key not in chosen}
-    given = {key: value for key, value in asked.flags.items() if value is not None}
-    resolved, _ = Asked(asked.config, flags={**defaults, **parse_sets(asked.sets or ()), **given}).resolve()
-    sections: dict[str, dict[str, Any]] = {}
-    for dotted, value in FIXED.items():
-        section, _, key = dotted.partition(".")
-        sections.setdefault(section, {})[key] = value
-    return resolved.model_copy(
-        update={name: getattr(resolved, name).model_copy(update=values) for name, values in sections.items()}
-    )
+    return config.replaced({key: value for key, value in DEFAULTS.items() if key not in origins} | FIXED)
 
 
 def _refuse_other_kinds(config: FleetConfig) -> None:
@@ -171,9 +160,8 @@ def _write_config(config: FleetConfig, folders: Folders) -> None:
         pause_s=PAUSE_S,
         faulty_slots=config.fleet.workers,
     )
-    around = sampling.model_copy(update={"env": ENV, "env_config": witnessed.model_dump()})
-    fleet = config.fleet.model_copy(update={"run_dir": str(folders.fleet)})
-    written = config.model_copy(update={"sampling": around, "fleet": fleet}).model_dump(mode="json", exclude_none=True)
+    around = {"sampling.env": ENV, "sampling.env_config": witnessed.model_dump(), "fleet.run_dir": str(folders.fleet)}
+    written = config.replaced(around).model_dump(mode="json", exclude_none=True)
     replace_private(folders.config, orjson.dumps(written, option=orjson.OPT_INDENT_2))
 
 

@@ -49,8 +49,7 @@ def doctor(
     from headrace.deploy.annexes.doctor.check import Verdict
     from headrace.deploy.annexes.doctor.examination import examine
 
-    resolved, _ = asked.resolve()
-    checks = list(examine(resolved, endpoint, rendezvous, role))
+    checks = list(examine(asked.settings, endpoint, rendezvous, role))
     fit = all(check.verdict is not Verdict.FAIL for check in checks)
     if as_json:
         typer.echo(orjson.dumps({"fit": fit, "checks": [asdict(check) for check in checks]}).decode())

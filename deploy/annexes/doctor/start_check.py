@@ -8,9 +8,7 @@ and only for a module that may be wrong.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -24,24 +22,9 @@ from headrace.schemas.settings.plugins import load_factory, load_object
 from headrace.workers.config import DEFAULT_MODULE, EnvRunnerConfig, runner_config
 from headrace.workers.connectors.pipeline import Pipeline
 from headrace.workers.envs.native.creators import vector_creator
-from headrace.workers.policy.policies import Policies
+from headrace.workers.policy.policies import Policies, Policy
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Policy:
-    """The module and the connectors of one policy, as the config names them."""
-
-    build: str
-    config: Mapping[str, Any]
-    env_to_module: Sequence[Any]
-    module_to_env: Sequence[Any]
-
-    @property
-    def is_ours(self) -> bool:
-        """Return whether the module is Headrace's own with its defaults, which fits all spaces and learners."""
-        return self.build == DEFAULT_MODULE and not self.config
 
 
 def check_start(config: FleetConfig, say: Say) -> str:
@@ -59,7 +42,8 @@ def check_start(config: FleetConfig, say: Say) -> str:
     if envs_are_here:
         vector_creator(runner)
     _check_http(config)
-    policies = _policies(runner)
+    several = runner if runner.is_multi_agent else runner.model_copy(update={"policies": [DEFAULT_MODULE_ID]})
+    policies = Policies.of(several).specs
     _check_names(config, policies)
     if not envs_are_here or not config.fleet.check_env:
         return ""
@@ -70,8 +54,8 @@ def check_start(config: FleetConfig, say: Say) -> str:
     spaces = dict(_connected(policies, built.by_module, config.sampling.num_envs))
     if not runner.is_multi_agent:
         _check_sizes(config, spaces[DEFAULT_MODULE_ID])
-    if not all(policy.is_ours for policy in policies.values()):
-        say("building the modules of " + ", ".join(sorted({repr(policy.build) for policy in policies.values()})))
+    if not all(policy.module == DEFAULT_MODULE and not policy.module_config for policy in policies.values()):
+        say("building the modules of " + ", ".join(sorted({repr(policy.module) for policy in policies.values()})))
         _check_modules(config, runner, policies, spaces)
     return _slow_polls(config, took_s)
 
@@ -128,32 +112,21 @@ def _check_sizes(config: FleetConfig, spaces: Spaces) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _policies(runner: EnvRunnerConfig) -> dict[str, _Policy]:
-    """Return the policies by module id. Raises `ConfigError` for an invalid description."""
-    if not runner.is_multi_agent:
-        own = _Policy(str(runner.module), runner.module_config, runner.env_to_module, runner.module_to_env)
-        return {DEFAULT_MODULE_ID: own}
-    return {
-        module_id: _Policy(str(spec.module), spec.module_config, spec.env_to_module, spec.module_to_env)
-        for module_id, spec in Policies.of(runner).specs.items()
-    }
-
-
 def _check_http(config: FleetConfig) -> None:
     asked = config.serving.enabled and config.serving.http_port is not None
     if asked and config.fleet.workers and importlib.util.find_spec("httptools") is None:
         raise ConfigError("HTTP needs httptools: pip install 'headrace[http]'", key="serving.http_port")
 
 
-def _check_names(config: FleetConfig, policies: Mapping[str, _Policy]) -> None:
+def _check_names(config: FleetConfig, policies: Mapping[str, Policy]) -> None:
     """Import connectors, modules and callbacks, as far as they are used on this machine."""
     if config.fleet.workers or config.learner.enabled:
         for policy in policies.values():
             for key in ("env_to_module", "module_to_env"):
                 for number, piece in enumerate(getattr(policy, key)):
                     load_factory(piece, f"{key}[{number}]")
-            if policy.build != DEFAULT_MODULE:
-                _load_builder(policy.build)
+            if policy.module != DEFAULT_MODULE:
+                _load_builder(str(policy.module))
     if config.fleet.workers:
         for name in config.sampling.callbacks:
             load_object(name, "sampling.callbacks")
@@ -172,7 +145,7 @@ def _load_builder(build: str) -> None:
 
 
 def _connected(
-    policies: Mapping[str, _Policy], spaces: Mapping[str, Spaces], num_envs: int
+    policies: Mapping[str, Policy], spaces: Mapping[str, Spaces], num_envs: int
 ) -> Iterator[tuple[str, Spaces]]:
     """Yield each module with its spaces after all its connectors. Raises `ConnectorError`."""
     for module_id, policy in policies.items():
@@ -185,7 +158,7 @@ def _connected(
 
 
 def _check_modules(
-    config: FleetConfig, runner: EnvRunnerConfig, policies: Mapping[str, _Policy], spaces: Mapping[str, Spaces]
+    config: FleetConfig, runner: EnvRunnerConfig, policies: Mapping[str, Policy], spaces: Mapping[str, Spaces]
 ) -> None:
     """Build each module as workers do, let it act once, and build it as the learner does. Raises `ModuleError`."""
     from headrace.learner_stub.reference.policy_builder import build_policies
@@ -195,17 +168,17 @@ def _check_modules(
     trained = config.learner.policies_to_train
     for module_id, policy in policies.items():
         try:
-            module = build_module(policy.build, spaces[module_id], policy.config).eval()
+            module = build_module(policy.module, spaces[module_id], policy.module_config).eval()
         except NotImplementedError:
             continue  # the policy acts at random
         try:
             columns = PolicyColumns.of(module, spaces[module_id], spaces[module_id], runner, maps=False).kinds
         except ModuleError as error:
-            raise ModuleError(f"module {policy.build!r} does not fit its env's spaces: {error}") from error.__cause__
+            raise ModuleError(f"module {policy.module!r} does not fit its env's spaces: {error}") from error.__cause__
         is_trained = config.learner.enabled and (trained is None or module_id in trained)
         if is_trained and "logp" not in columns:
             raise ModuleError(
-                f"module {policy.build!r} gives no 'logp' in forward_exploration, which the reference learner needs; "
+                f"module {policy.module!r} gives no 'logp' in forward_exploration, which the reference learner needs; "
                 "return it, or train with a learner of your own: --set learner.enabled=false"
             )
     if config.learner.enabled:

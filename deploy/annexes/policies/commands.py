@@ -68,11 +68,14 @@ def evaluate(
 
     Env, module and connectors are those of the run. Nothing that is played is trained on.
     """
-    from headrace.deploy.annexes.policies.evaluate import EvaluateOptions
     from headrace.deploy.annexes.policies.evaluate import evaluate as evaluate_policy
     from headrace.deploy.annexes.policies.evaluate import watch as watch_run
 
-    options = EvaluateOptions(
+    if watch:
+        watch_run(asked, run, num_envs=num_envs, seed=seed)
+        return
+    evaluate_policy(
+        asked,
         run,
         which=checkpoint.value,
         episodes=episodes,
@@ -83,7 +86,6 @@ def evaluate(
         render_episodes=render_episodes,
         as_json=as_json,
     )
-    (watch_run if watch else evaluate_policy)(asked, options)
 
 
 @command(

@@ -10,7 +10,7 @@ import orjson
 
 from headrace.deploy.fleet.roles import no_exit_from
 from headrace.deploy.process.service_manager import service_manager
-from headrace.deploy.run.options import Asked, chosen_run
+from headrace.deploy.run.options import Asked
 from headrace.deploy.terminal.logs import Identity, set_up_logging
 from headrace.deploy.terminal.std_streams import say
 from headrace.deploy.trained.saved_policy import ResolvedPolicy, resolve_policy
@@ -26,7 +26,7 @@ def serve(asked: Asked, *, checkpoint: str | None, as_json: bool) -> None:
     None is the newest run. Settings are those beside the checkpoint, unless another file is named.
     """
     if checkpoint is None:
-        checkpoint = str(chosen_run(asked.resolve()[0]))
+        checkpoint = str(asked.run_dir())
     set_up_logging(Identity(str(asked.flags.get("fleet.fleet_id") or ""), "serve"))
     policy = resolve_policy(checkpoint, asked)
     with no_exit_from(EnvError, "the env or the module"):

@@ -56,7 +56,7 @@ def up(
     """
     from headrace.deploy.annexes.slurm import lifecycle
 
-    resolved, _ = replace(asked, config=config).resolve()
+    resolved = replace(asked, config=config).settings
     check_one_broker(resolved, "headrace slurm")
     if dry_run:
         for line in lifecycle.dry_run(resolved):

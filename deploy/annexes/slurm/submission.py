@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from headrace.deploy.run.run_dir import file_name_of
 from headrace.schemas.errors import ConfigError
@@ -73,25 +74,23 @@ def for_cluster(config: FleetConfig, run_dir: Path) -> FleetConfig:
 
     Raises `ConfigError` for settings that cannot work on a cluster.
     """
-    fleet, broker, keys, placement = config.fleet, config.broker, config.keys, config.sampling.env_placement
+    broker, keys, placement = config.broker, config.keys, config.sampling.env_placement
     if broker.transport == "ipc":
         raise ConfigError('"ipc" serves one machine alone; leave it out', key="broker.transport")
     if config.slurm.env_host_tasks and placement != "remote":
         at = f"{placement!r}; set it to 'remote', or leave out slurm.env_host_tasks"
         raise ConfigError(f"env hosts are for 'remote', and it is {at}", key="sampling.env_placement")
-    if not keys.dir and not broker.allow_insecure:
-        keys = keys.model_copy(update={"dir": str(run_dir / "keys")})
-    if is_loopback(broker.host):
-        broker = broker.model_copy(update={"host": EVERY_ADDRESS})
-    workers = fleet.workers if config.slurm.env_host_tasks else 0
-    here = {"run_dir": str(run_dir), "rendezvous": "", "workers": workers, "env_hosts": 0}
-    fleet = fleet.model_copy(update=here)
-    waits_as_asked = "connect_timeout_s" in config.worker.model_fields_set
-    patience_s = config.worker.connect_timeout_s if waits_as_asked else PATIENCE_S
-    changed = {
-        "fleet": fleet,
-        "broker": broker,
-        "keys": keys,
-        "worker": config.worker.model_copy(update={"ends_with_fleet": True, "connect_timeout_s": patience_s}),
+    changed: dict[str, Any] = {
+        "fleet.run_dir": str(run_dir),
+        "fleet.rendezvous": "",
+        "fleet.workers": config.fleet.workers if config.slurm.env_host_tasks else 0,
+        "fleet.env_hosts": 0,
+        "worker.ends_with_fleet": True,
     }
-    return FleetConfig.model_validate(config.model_copy(update=changed).model_dump())
+    if not keys.dir and not broker.allow_insecure:
+        changed["keys.dir"] = str(run_dir / "keys")
+    if is_loopback(broker.host):
+        changed["broker.host"] = EVERY_ADDRESS
+    if "connect_timeout_s" not in config.worker.model_fields_set:
+        changed["worker.connect_timeout_s"] = PATIENCE_S
+    return FleetConfig.model_validate(config.replaced(changed).model_dump())

@@ -142,14 +142,14 @@ def exporter(
     if print_ is not None:
         typer.echo(print_.text(), nl=False)
         return
-    from headrace.deploy.annexes.watch.exporter.exporter import ExporterOptions, export_metrics
+    from headrace.deploy.annexes.watch.exporter.exporter import chosen_readers, export_metrics
 
     if config is not None:
         if run_dir or redis_url or fleet_id:
             raise ConfigError("name fleets by --config, or by the other options, not by both", key="--config")
         fleets = _fleets_named_in(config)
         redis_url, fleet_id = fleets[0][0], [named for _, named in fleets]
-    export_metrics(ExporterOptions(listen, token_file, run_dir or (), redis_url, fleet_id or ()))
+    export_metrics(chosen_readers(run_dir or (), redis_url, fleet_id or ()), listen, token_file)
 
 
 def _fleets_named_in(config: Path) -> list[tuple[str, str]]:

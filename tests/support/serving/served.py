@@ -10,7 +10,7 @@ from typing import Self
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import CLIENT_PORT, BrokerKeys
 from headrace.schemas.credentials.loopback_token import ServerToken
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings
+from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.policy.batch_columns import PolicyColumns
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.dispatcher import Dispatcher
@@ -44,17 +44,7 @@ class Served:
         """`away_s`: how long the sampler does something else, each time that it has answered."""
         self.episodes = PlainEpisodes(capacity)
         codec = EpisodeCodec.of(spaces)
-        settings = RouterPortSettings(
-            host,
-            port,
-            keys,
-            domain=CLIENT_PORT,
-            who="clients",
-            setting="serving",
-            largest_message=limits.max_message_bytes,
-            insecure="broker.allow_insecure",
-        )
-        self._router_port = RouterPort(settings)
+        self._router_port = RouterPort(host, port, keys, domain=CLIENT_PORT, largest_message=limits.max_message_bytes)
         self.endpoint = self._router_port.endpoint
         self.acting_channel = ActingChannel(limits.max_message_bytes)
         self.acting_channel.open(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.errors import ConfigError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.remote.pool import RemotePool
-from headrace.workers.envs.remote.router_port import RouterPort, RouterPortSettings, env_port_keys
+from headrace.workers.envs.remote.router_port import RouterPort, env_port_keys
 from headrace.workers.envs.remote.spaces_check import KindProblem
-
-_HIGHEST_PORT = 65_535
 
 
 class RemotePlacement:
@@ -36,12 +35,12 @@ class RemotePlacement:
         config = table.config
         if self._port is None:
             self._port = config.env_hosts_port and config.env_hosts_port + table.worker_index
-            if self._port > _HIGHEST_PORT:
-                message = f"{config.env_hosts_port} plus slot {table.worker_index} is above {_HIGHEST_PORT}; lower it"
+            if self._port > HIGHEST_PORT:
+                message = f"{config.env_hosts_port} plus slot {table.worker_index} is above {HIGHEST_PORT}; lower it"
                 raise ConfigError(message, key="env_hosts_port")
         keys = env_port_keys(config.env_hosts_keys, config.env_hosts_keys_group)
         router_port = RouterPort(
-            RouterPortSettings(config.env_hosts_host, self._port, keys, config.env_hosts_allow_insecure)
+            config.env_hosts_host, self._port, keys, allow_insecure=config.env_hosts_allow_insecure
         )
         self._port = urlsplit(router_port.endpoint).port or 0
         on_wait, kind_problem = self._on_wait, self._kind_problem

@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import zmq
@@ -43,25 +42,10 @@ _MESSAGES_HELD = 4
 """How many of the largest messages all connections together may hold unfinished."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouterPortSettings:
-    """The address and the keys of a port."""
-
-    host: str
-    port: int
-    """0 takes a free one."""
-    keys: BrokerKeys | ServerToken | None
-    """A token counts on loopback only, and not with `allow_insecure`."""
-    allow_insecure: bool = False
-    domain: str = ENV_PORT
-    """The ZAP domain, one for each role."""
-    who: str = "env hosts"
-    setting: str = "env_hosts"
-    """Prefix of the names of the port's settings."""
-    insecure: str = "env_hosts_allow_insecure"
-    """The setting that gives `allow_insecure`."""
-    largest_message: int = DEFAULT_LIMITS.payload_bytes + (1 << 20)
-    connections: int = 1024
+_ENV_HOSTS = ("env hosts", "env_hosts_host", "env_hosts_allow_insecure")
+_CLIENTS = ("clients", "serving.host", "broker.allow_insecure")
+"""The peers of a port, and the settings of its host and of `allow_insecure`."""
+_CONNECTIONS = 1024
 
 
 def env_port_keys(folder: str | None, group: str | None = None) -> BrokerKeys | ServerToken | None:
@@ -74,14 +58,39 @@ def env_port_keys(folder: str | None, group: str | None = None) -> BrokerKeys | 
 
 
 class RouterPort:
-    """One bound socket at `endpoint`, for one thread. Raises `ConfigError` and `PortInUseError`."""
+    """One bound socket at `endpoint`, for one thread. Raises `ConfigError` and `PortInUseError`.
 
-    def __init__(self, settings: RouterPortSettings) -> None:
-        is_open = settings.allow_insecure or not is_loopback(settings.host)
-        self._keys = None if is_open and isinstance(settings.keys, ServerToken) else settings.keys
-        _check_host(settings, self._keys)
+    - port: 0 takes a free one.
+    - keys: a token counts on loopback only, and not with `allow_insecure`.
+    - domain: the ZAP domain, one for each role of peers.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        keys: BrokerKeys | ServerToken | None,
+        *,
+        allow_insecure: bool = False,
+        domain: str = ENV_PORT,
+        largest_message: int = DEFAULT_LIMITS.payload_bytes + (1 << 20),
+    ) -> None:
+        self._who, self._host_key, insecure_key = _ENV_HOSTS if domain == ENV_PORT else _CLIENTS
+        is_open = allow_insecure or not is_loopback(host)
+        self._keys = None if is_open and isinstance(keys, ServerToken) else keys
+        if self._keys is None and is_loopback(host):
+            if keys is not None:
+                log.warning("serving %s of every user of this machine without a token, as configured", self._who)
+        elif self._keys is None and not allow_insecure:
+            raise ConfigError(
+                f"{host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
+                f"(`headrace keys init` makes them), listen on loopback, or set {insecure_key} = true on a network you "
+                "trust",
+                key=self._host_key,
+            )
+        elif self._keys is None:
+            log.warning("serving %s on %s without encryption or authentication, as configured", self._who, host)
         self._listing = PortListing((), "")
-        self._who = settings.who
         self._warnings = CountedWarnings(log)
         self._watch: PortWatch | None = None
         self._speaker = PeerAccount()
@@ -90,7 +99,7 @@ class RouterPort:
         self._poller = zmq.Poller()
         try:
             self._zap = self._open_zap() if self._keys is not None else None
-            self._socket, self.endpoint = self._bind(settings)
+            self._socket, self.endpoint = self._bind(host, port, domain, largest_message)
         except BaseException:
             self._own.close(0.0)
             raise
@@ -104,25 +113,22 @@ class RouterPort:
         self._poller.register(zap, zmq.POLLIN)
         return zap
 
-    def _bind(self, settings: RouterPortSettings) -> tuple[zmq.Socket[bytes], str]:
-        keys = self._keys.options(settings.domain) if self._keys is not None else {}
-        limits = {"SNDHWM": sockets.MOST_WAITING, "MAXMSGSIZE": settings.largest_message}
-        options = sockets.ROUTER | limits | {"IPV6": int(":" in settings.host)}
+    def _bind(self, host: str, port: int, domain: str, most: int) -> tuple[zmq.Socket[bytes], str]:
+        keys = self._keys.options(domain) if self._keys is not None else {}
+        limits = {"SNDHWM": sockets.MOST_WAITING, "MAXMSGSIZE": most}
+        options = sockets.ROUTER | limits | {"IPV6": int(":" in host)}
         socket: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, options | keys)
-        most = settings.largest_message
-        places = connection_limit(settings.connections, ports=2)
-        bounds = PortBounds(places, most, _MESSAGES_HELD * most)
-        self._watch = PortWatch(settings.who, self._own.monitor(socket, WATCH_EVENTS), bounds)
+        bounds = PortBounds(connection_limit(_CONNECTIONS, ports=2), most, _MESSAGES_HELD * most)
+        self._watch = PortWatch(self._who, self._own.monitor(socket, WATCH_EVENTS), bounds)
         self._own.before_end(partial(self._watch.close, socket))
-        for candidate in ports_to_try(settings.port):
-            endpoint = f"tcp://{in_url(settings.host)}:{candidate}"
+        for candidate in ports_to_try(port):
+            endpoint = f"tcp://{in_url(host)}:{candidate}"
             try:
                 socket.bind(endpoint)
                 break
             except zmq.ZMQError as error:
                 if error.errno != errno.EADDRINUSE:
-                    message = f"{settings.host!r} cannot be bound: {error}"
-                    raise ConfigError(message, key=f"{settings.setting}_host") from error
+                    raise ConfigError(f"{host!r} cannot be bound: {error}", key=self._host_key) from error
         else:
             raise PortInUseError(endpoint)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
@@ -234,20 +240,3 @@ def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes], int] | None
     except zmq.Again:  # also in the midst of one, whose beginning was lost when Ctrl-C came
         return None
     return first, frames, source_of(frame)
-
-
-def _check_host(settings: RouterPortSettings, keys: BrokerKeys | ServerToken | None) -> None:
-    if keys is not None:
-        return
-    if is_loopback(settings.host):
-        if settings.keys is not None:
-            log.warning("serving %s of every user of this machine without a token, as configured", settings.who)
-        return
-    if not settings.allow_insecure:
-        raise ConfigError(
-            f"{settings.host} is reachable from other machines, and there are no keys; name their folder in keys.dir "
-            "(`headrace keys init` makes them), listen on loopback, or set "
-            f"{settings.insecure} = true on a network you trust",
-            key=f"{settings.setting}_host",
-        )
-    log.warning("serving %s on %s without encryption or authentication, as configured", settings.who, settings.host)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -94,42 +93,32 @@ def metrics_app(readers: FleetReaders) -> Starlette:
     return Starlette(routes=[Route("/metrics", metrics), Route("/", root)])
 
 
-@dataclass(frozen=True, slots=True)
-class ExporterOptions:
-    """Options of `headrace exporter`: an address, and fleets by run directory or in one Redis."""
-
-    listen: str
-    token_file: Path | None
-    run_dirs: Sequence[Path] = ()
-    redis_url: str = ""
-    fleet_ids: Sequence[str] = ()
-
-
-def export_metrics(options: ExporterOptions) -> None:
-    """Serve `/metrics` until SIGTERM or Ctrl-C.
-
-    Raises `ConfigError` or `PortInUseError` where it cannot listen, and `RunDirError` for a directory without a fleet.
-    """
+def export_metrics(by_fleet: Mapping[str, FactsReader], listen: str, token_file: Path | None) -> None:
+    """Serve `/metrics` until SIGTERM or Ctrl-C. Raises `ConfigError` or `PortInUseError` where it cannot listen."""
     set_up_logging(Identity("", "exporter"))
-    by_fleet = chosen_readers(options)
     with ExitStack() as stack:
         stopping = stack.enter_context(stop_event())
         readers = FleetReaders(by_fleet)
         stack.callback(readers.close)
-        port = stack.enter_context(WebPort(options.listen, options.token_file))
+        port = stack.enter_context(WebPort(listen, token_file))
         log.info("headrace %s exports fleet %s at %s/metrics", version("headrace"), ", ".join(by_fleet), port.url)
         port.serve(metrics_app(readers), stopping)
 
 
-def chosen_readers(options: ExporterOptions) -> dict[str, FactsReader]:
-    """Return a reader for each fleet that was chosen, by its name. Raises `ConfigError` for a wrong choice."""
-    if not (options.redis_url or options.fleet_ids):
-        run_dirs = options.run_dirs or [chosen_run(FleetConfig())]
+def chosen_readers(
+    run_dirs: Sequence[Path] = (), redis_url: str = "", fleet_ids: Sequence[str] = ()
+) -> dict[str, FactsReader]:
+    """Return a reader for each fleet that was chosen, by its name.
+
+    Raises `ConfigError` for a wrong choice, and `RunDirError` for a directory without a fleet.
+    """
+    if not (redis_url or fleet_ids):
+        run_dirs = run_dirs or [chosen_run(FleetConfig())]
         return _once_each((read_fleet_file(path / "fleet.json").fleet_id, FactsReader(path)) for path in run_dirs)
-    if options.run_dirs or not (options.redis_url and options.fleet_ids):
+    if run_dirs or not (redis_url and fleet_ids):
         raise ConfigError("name fleets by --run-dir, or by --redis-url and --fleet-id together")
-    url = named_redis(options.redis_url)
-    return _once_each((fleet_id, FactsReader(redis_url=url, fleet_id=fleet_id)) for fleet_id in options.fleet_ids)
+    url = named_redis(redis_url)
+    return _once_each((fleet_id, FactsReader(redis_url=url, fleet_id=fleet_id)) for fleet_id in fleet_ids)
 
 
 def _once_each(named: Iterable[tuple[str, FactsReader]]) -> dict[str, FactsReader]:

@@ -1,0 +1,122 @@
+"""A process that joins a fleet: whose settings it takes, and how often it reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from headrace.deploy.run import options
+from headrace.deploy.run.fleet_file import FleetFile
+from headrace.deploy.run.joining import join, join_worker
+from headrace.deploy.run.options import Asked
+from headrace.deploy.run.several_brokers import at_broker
+from headrace.schemas.peers.rendezvous import Published
+from headrace.schemas.settings.config_loading import build_config, load_config
+
+AT = {"worker": "tcp://127.0.0.1:1", "learner": "tcp://127.0.0.1:2", "envs-0": "tcp://127.0.0.1:3"}
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path | None]:
+    """The file of each resolution of settings, in order; None for one without a file."""
+    files: list[Path | None] = []
+
+    def load(path: Path | None, flags: dict[str, Any]) -> Any:
+        files.append(path)
+        return load_config(path, flags)
+
+    monkeypatch.setattr(options, "load_config", load)
+    return files
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The run directory of a fleet that runs, with settings of its own."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sampling = {"num_envs": 3, "env_placement": "remote"}
+    write_config(folder, fleet={"workers": 1}, sampling=sampling)
+    FleetFile(fleet_id="f", state="running", endpoints=AT).write(folder / "fleet.json")
+    return folder
+
+
+def write_config(folder: Path, **sections: Any) -> None:
+    (folder / "config.json").write_bytes(orjson.dumps(build_config(sections).model_dump(mode="json")))
+
+
+def test_a_worker_with_an_address_reads_its_settings_once(tmp_path: Path, read: list[Path | None]) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text("[sampling]\nnum_envs = 5\n")
+    flags = {"fleet.fleet_id": "f", "fleet.run_dir": str(tmp_path)}
+    joined = join(Asked(file, flags=flags, allow=()), AT["worker"], "worker", 0)
+    assert joined is not None
+    assert (joined.config.sampling.num_envs, joined.fleet_id, joined.endpoint) == (5, "f", AT["worker"])
+    assert joined.origin == f"{file} + 2 flags"
+    assert read == [file]
+
+
+def test_a_worker_at_a_rendezvous_reads_its_settings_once(
+    tmp_path: Path, read: list[Path | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Published(fleet_id="f", endpoints=AT).write(tmp_path / "meet.json")
+    joined = join(Asked(flags={"fleet.rendezvous": "meet.json"}, allow=()), None, "worker")
+    assert joined is not None
+    assert (joined.fleet_id, joined.endpoint) == ("f", AT["worker"])
+    assert (joined.config.fleet.fleet_id, joined.config.fleet.run_dir) == ("f", "runs/f")
+    assert read == [None]
+
+
+@pytest.mark.parametrize("role", ["worker", "learner", "env-host"])
+def test_a_process_of_a_run_takes_the_settings_of_the_run_once(role: str, run: Path, read: list[Path | None]) -> None:
+    asked = Asked(sets=["sampling.seed=7"], flags={"fleet.run_dir": str(run)}, allow=())
+    joined = join_worker(asked, None, None) if role == "env-host" else join(asked, None, role)
+    assert joined is not None
+    assert joined.endpoint == AT["envs-0" if role == "env-host" else role]
+    assert (joined.config.sampling.num_envs, joined.config.sampling.seed, joined.fleet_id) == (3, 7, "f")
+    assert joined.config.fleet.run_dir == str(run)
+    assert read == [None, run / "config.json"]
+
+
+def test_a_process_that_waited_for_its_run_takes_the_settings_with_which_it_started(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = FleetFile(fleet_id="f", state="stopped", endpoints=AT)
+    stopped.write(run / "fleet.json")
+
+    def await_place(*_: Any) -> str:
+        write_config(run, sampling={"num_envs": 4})
+        stopped.model_copy(update={"state": "running"}).write(run / "fleet.json")
+        return AT["worker"]
+
+    monkeypatch.setattr("headrace.deploy.run.joining.await_place", await_place)
+    joined = join(Asked(flags={"fleet.run_dir": str(run)}), None, "worker")
+    assert joined is not None
+    assert joined.config.sampling.num_envs == 4
+
+
+def test_a_run_directory_in_the_environment_counts_as_the_flag_does(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_FLEET__RUN_DIR", str(run))
+    for endpoint in (None, AT["worker"]):
+        joined = join(Asked(), endpoint, "worker")
+        assert joined is not None
+        assert (joined.config.sampling.num_envs, joined.config.fleet.run_dir) == (3, str(run))
+
+
+def test_a_file_that_the_user_names_stands_before_that_of_the_run(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text("[sampling]\nnum_envs = 5\n")
+    joined = join(Asked(file, flags={"fleet.run_dir": str(run)}), None, "worker")
+    assert joined is not None
+    assert joined.config.sampling.num_envs == 5
+
+
+def test_a_worker_of_one_of_several_brokers_may_have_any_bound_of_held_batches(tmp_path: Path) -> None:
+    """Several brokers hold the batches of an update together. A group writes these settings for its workers."""
+    fleet, broker = {"fleet_id": "pair", "run_dir": str(tmp_path)}, {"count": 2, "max_held_batches": 1}
+    share = at_broker(build_config({"fleet": fleet, "broker": broker}), 1)
+    again = build_config(share.model_dump(mode="json"))
+    assert (again.fleet.fleet_id, again.broker.count) == ("pair.1", 1)
