@@ -33,7 +33,7 @@ V = TypeVar("V")
 _LARGEST = 1 << 53
 """Above this Lua's numbers, which are doubles, stop being exact."""
 
-_COUNTS_OF_LEASE = ("connected", "pid", "torch_threads", "cores")
+_COUNTS_OF_LEASE = ("connected", "waiting", "pid", "torch_threads", "cores")
 
 _LATEST_UNIX_S = 1e11
 """More than three thousand years."""
@@ -116,7 +116,7 @@ class HashParser:
     def lease(self, raw: Hash) -> dict[str, Any]:
         """Parse the learner's lease; empty when there is none.
 
-        The epoch, times, connected, pid, torch_threads and cores are numbers, the rest is text.
+        The epoch, times, connected, waiting, pid, torch_threads and cores are numbers, the rest is text.
         """
         lease: dict[str, Any] = self._parse("lease", raw, str, str)
         moments = dict.fromkeys(

@@ -236,7 +236,7 @@ class FleetMetrics(BrokerObserver):
             return lease
         lease |= {"headrace_version": learner.headrace_version, "heard_unix_s": time.time() - (now - learner.heard_at)}
         lease |= {"host": learner.host, "pid": learner.pid, "program": learner.program}
-        lease |= core.learners.measures.threads()
+        lease |= core.learners.measures.threads() | {"waiting": int(learner.waits(now))}
         since = learner.committed_at
         return lease if since is None else lease | {"committed_unix_s": time.time() - (now - since)}
 

@@ -200,7 +200,7 @@ class LearnerSessions:
         if learner is None or peer != learner.stream:
             self._outbox.ask_hello(peer)
             return
-        learner.heard_at = now
+        learner.heard_at, learner.waiting = now, commit.waiting
         settles = [self._store.learn_position(position) for position in commit.position]
         if any(settles) or learner.committed_at is None:
             learner.committed_at = now

@@ -10,6 +10,9 @@ from headrace.broker.batches.source import Peer
 from headrace.schemas.frames.compression import readable_encodings
 from headrace.schemas.messages import LearnerHello
 
+_WAITS_S = 1.5
+"""A stream in which its user waits says so twice a second. One that is silent for longer computes."""
+
 _MOST_HOST = 255
 """Characters of a host's name: the most that DNS allows."""
 
@@ -45,6 +48,8 @@ class LearnerLease:
     pid: int = 0
     heard_at: float = 0.0
     """Time of its newest HELLO or commit."""
+    waiting: bool = False
+    """Whether its newest commit says that its user waits for a batch."""
     granted: bool = False
     """True when this broker gave out the epoch; False when the learner claimed it."""
 
@@ -65,7 +70,7 @@ class LearnerLease:
         self.outstanding.clear()
         self.outstanding_bytes = 0
         self.consumed = hello.received_batches
-        self.behind_since = None
+        self.behind_since, self.waiting = None, False
         self.told.clear()
 
     def attach_publisher(self, peer: Peer) -> None:
@@ -89,6 +94,10 @@ class LearnerLease:
         """Note that a batch of `nbytes` was sent to the learner."""
         self.outstanding.append(nbytes)
         self.outstanding_bytes += nbytes
+
+    def waits(self, now: float) -> bool:
+        """Return whether its user waits for a batch, and none is on its way. Else it may compute on its last ones."""
+        return self.waiting and not self.outstanding and now - self.heard_at < _WAITS_S
 
     def missing_for(self, in_hand: int, sent: int, now: float) -> float:
         """Return for how many seconds the learner has held fewer batches than were sent to it and not committed."""

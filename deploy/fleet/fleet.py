@@ -25,6 +25,7 @@ from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
 from headrace.deploy.fleet.silence_limits import first_sign_limits, silence_limits
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
 from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
+from headrace.deploy.monitoring.connecting import named_learner
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.process_reporter import LIVE_S, FleetLease, ProcessReporter
 from headrace.deploy.monitoring.processes import free_bytes, last_write, processes_of
@@ -90,7 +91,7 @@ LOOPBACK = "127.0.0.1"
 _TELLING = "the broker to acknowledge the ends of workers"
 _HEARING = "a learner to say which batches of earlier workers it has; without one their books close all the same"
 HELD_STILL_S = 2.0
-"""Seconds without a commit after which the drain stops waiting for the learner."""
+"""Seconds after which the drain stops waiting for a learner that waits for batches, or is gone, and commits none."""
 
 
 class Fleet:
@@ -420,7 +421,7 @@ class Fleet:
         self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
 
     def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
-        """Turn the loop until `done()` or the deadline, and log now and then what it waits for."""
+        """Turn the loop until `done()` or the deadline, and log every 5 s what it waits for."""
         began, waited_s = time.monotonic(), 0.0
         while waited_s < deadline_s:
             if self.loop.turn_until(done, min(deadline_s - waited_s, SAY_WAITING_S)):
@@ -453,7 +454,7 @@ class Fleet:
         if self.config.worker.ends_with_fleet:
             limit_s = DRAIN_TIMEOUT_S + REPORT_S
             self._turn_until(self._workers_have_left, limit_s, "workers elsewhere to leave")
-        if not self.config.learner.enabled:
+        if self.supervisor.gone(Role.LEARNER):  # a learner from elsewhere has the fleet, if any
             self._await_commits()
         self._stop(Role.LEARNER)
         if (copier := self._copier) is not None:
@@ -530,21 +531,36 @@ class Fleet:
         return nobody_tells or self.snapshot is None or all(row.closed for row in self.snapshot.rows.values())
 
     def _await_commits(self) -> None:
-        """Wait while a learner that this fleet did not start still settles the broker's batches."""
-        news_s = 2 * (
-            self.config.broker.report_interval_s + INTERVAL_S
-        )  # until then the gauge may be from before the drain
+        """Wait while a learner that this fleet did not start still settles the broker's batches, or computes on them.
+
+        A learner that waits for more batches gets none, so it never settles those of an update that it cannot fill.
+        """
+        news_s = 2 * (self.config.broker.report_interval_s + INTERVAL_S)  # the gauge may be older than the drain
+        limit_s, lease = self.config.supervisor.stop_timeout_s, self.snapshot.lease if self.snapshot else {}
+        whom = f"{named_learner(lease) or 'the learner'} to commit the batches that the broker holds"
         began = changed = time.monotonic()
         last = self._held_batches()
 
         def done() -> bool:
             nonlocal last, changed
             held, now = self._held_batches(), time.monotonic()
-            if held != last:
+            if held != last or self._learner_computes():
                 last, changed = held, now
             return held is None or (now - began > news_s and (held == 0 or now - changed > HELD_STILL_S))
 
-        self._turn_until(done, self.config.supervisor.stop_timeout_s, "the learner to commit what the broker holds")
+        self._turn_until(done, limit_s, whom)
+        if last and self._learner_computes():
+            log.warning(
+                "the drain waits no longer for %s: supervisor.stop_timeout_s = %g s are over. The ledger has these "
+                "%.0f as queued. If the learner saves a checkpoint with them, `headrace audit` is red until the next "
+                "`headrace up` in this run directory, when the learner connects with its position",
+                *(whom, limit_s, last),
+            )
+
+    def _learner_computes(self) -> bool:
+        """Return whether, by the broker's last report, a learner is connected and does not wait for batches."""
+        lease = self.snapshot.lease if self.snapshot and not self.supervisor.gone(Role.BROKER) else {}
+        return bool(lease.get("connected")) and not lease.get("waiting")
 
     def _held_batches(self) -> float | None:
         """Return the batches accepted and not settled, as the broker last reported; None when it never did."""

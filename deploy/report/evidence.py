@@ -33,6 +33,10 @@ from headrace.schemas.messages import SourcePosition
 
 _POSITION = TypeAdapter(list[SourcePosition])
 _LOOKS, _LOOK_S = 10, 0.05
+_STOPPED_BEFORE = (
+    "; the broker had stopped before the learner committed them: the next `headrace up` in this run directory counts "
+    "them as committed when that learner connects with its checkpoint's position"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ def _contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
         steps = sum(settled.committed[0] for settled in evidence.position.values())
         yield f"the ledger is empty, although the learner has trained on {steps:,} steps ({NEWEST_FILE} says so)"
         return
+    why = "" if snapshot.ended_unix_s is None else _STOPPED_BEFORE
     for life, settled in sorted(evidence.position.items()):
         if snapshot.is_folded(life):
             continue  # all its batches are settled
@@ -167,7 +172,7 @@ def _contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
         if known < settled.seq:
             yield (
                 f"slot {life[0]} incarnation {life[1]}: the learner has settled batches up to {settled.seq} "
-                f"({NEWEST_FILE} says so), but the ledger knows {known}"
+                f"({NEWEST_FILE} says so), but the ledger knows {known}{why}"
             )
 
 

@@ -364,7 +364,7 @@ class EpisodeStream:
         if wait_s > 0:
             self._await(wait_s)
             for broker in self._brokers:
-                broker.pump()
+                broker.pump(waiting=True)  # the heartbeat is due as the wait ends
         for broker in self._brokers:
             if broker.session.refusal is not None:
                 raise refusal(*broker.session.refusal)

@@ -136,9 +136,10 @@ LEASE = Key(
     "broker",
     "unix_s (of these values), epoch (of the learner), token (its digest), since_unix_s (since when it holds it), "
     "connected (1 or 0, as of unix_s: once `gauges` have expired, no broker knows), committed_unix_s (when it last "
-    "committed), heard_unix_s (when the broker last heard of it), and what the learner tells of itself: host, pid, "
-    "program (its script, or `python -m MODULE`), headrace_version, torch_threads (of one operation) and cores (that "
-    "it may use), which are 0 or empty where it does not. It stays, so no later learner gets a lower epoch",
+    "committed), heard_unix_s (when the broker last heard of it), waiting (1 while its user waits for a batch and none "
+    "is on its way, else 0), and what the learner tells of itself: host, pid, program (its script, or "
+    "`python -m MODULE`), headrace_version, torch_threads (of one operation) and cores (that it may use), which are 0 "
+    "or empty where it does not. It stays, so no later learner gets a lower epoch",
     example="epoch 3",
     when="each report",
 )

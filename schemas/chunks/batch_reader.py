@@ -19,13 +19,12 @@ from headrace.schemas.chunks.batch import (
     Infos,
     belongs_to_space,
     is_obs_column,
-    read_batch_header,
 )
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.chunks.lookback import LOOKBACK
 from headrace.schemas.chunks.spaces import Space, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, WireLimits, decode_arrays, decode_header
+from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, WireLimits, decode_arrays
 
 _INDICES = ("agent", "module", "reason")
 _SIGN_BITS = 0xC0
@@ -123,17 +122,6 @@ class BatchReader:
             elif column.dtype != known[0] or shape[1:] != known[1]:
                 seen = f"{column.dtype} rows of shape {shape[1:]}"
                 raise DecodeError("bad_column", f"column {name!r:.80} has {seen}, not {known[0]} of {known[1]}")
-
-
-def decode_batch(
-    frames: Sequence[Buffer], observation_space: Space, action_space: Space, limits: WireLimits = DEFAULT_LIMITS
-) -> tuple[BatchHeader, ChunkBatch]:
-    """Read one batch, as `BatchReader.read` does."""
-    kind, raw_header = decode_header(frames, limits)
-    if kind is not MessageKind.BATCH:
-        raise DecodeError("unexpected_kind", f"{kind.name} where BATCH was expected")
-    unread = UnreadBatch(read_batch_header(raw_header), raw_header, frames)
-    return unread.header, BatchReader(observation_space, action_space, limits).read(unread)
 
 
 def _split(

@@ -18,7 +18,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     model_serializer,
     model_validator,
@@ -211,7 +210,6 @@ Leaf = Box | Discrete | MultiDiscrete | MultiBinary
 Space = Annotated[Box | Discrete | MultiDiscrete | MultiBinary | Dict | Tuple, Field(discriminator="kind")]
 Dict.model_rebuild()
 Tuple.model_rebuild()
-_SPACE: TypeAdapter[Space] = TypeAdapter(Space)
 
 
 def _check_nesting(space: Space) -> None:
@@ -335,15 +333,6 @@ def nest(space: Space, columns: Mapping[str, NDArray[Any]], root: str) -> Any:
 def column_dtype(leaf: Leaf) -> np.dtype[Any]:
     """Return the dtype of the leaf's column."""
     return np.dtype(leaf.dtype)
-
-
-def space_from_json(value: Any) -> Space:
-    """Parse the space that a peer sent. Raises `DecodeError`."""
-    _check_depth(value, 2 * MAX_DEPTH + 1)
-    try:
-        return _SPACE.validate_python(value)
-    except ValidationError as error:
-        raise DecodeError("bad_space", f"not a space: {error.errors()[0]['msg']:.200}") from error
 
 
 def spaces_from_json(value: Any) -> Spaces:

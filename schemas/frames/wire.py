@@ -189,13 +189,8 @@ def _seal(kind: MessageKind, header: Mapping[str, Any], payload: list[Buffer], h
     return [head + xxhash.xxh3_64_intdigest(head + body).to_bytes(8, "little"), body, *payload]
 
 
-def read_tag(frame: Buffer) -> tuple[MessageKind, int, int]:
-    """Read (kind, major, minor) of frame 0 without judging the version: a refusal must reach peers of any version."""
-    return _read_tag(frame)[:3]
-
-
-def _read_tag(frame: Buffer) -> tuple[MessageKind, int, int, int]:
-    """Read (kind, major, minor, checksum) of frame 0."""
+def read_tag(frame: Buffer) -> tuple[MessageKind, int, int, int]:
+    """Read (kind, major, minor, checksum) of frame 0 without judging the version of a known kind."""
     if len(frame) != _TAG_BYTES:
         raise DecodeError("bad_tag", f"frame 0 has {len(frame)} bytes, not {_TAG_BYTES}")
     magic, major, minor, kind, zero, checksum = _TAG.unpack(frame)
@@ -217,7 +212,7 @@ def decode_header(frames: Sequence[Buffer], limits: WireLimits = DEFAULT_LIMITS)
     """Return (kind, header) after every check that needs no array byte, as a broker does before it forwards it."""
     if not 2 <= len(frames) <= limits.frames:
         raise DecodeError("frame_count", f"{len(frames)} frames; 2 to {limits.frames} are allowed")
-    kind, major, minor, checksum = _read_tag(frames[0])
+    kind, major, minor, checksum = read_tag(frames[0])
     _check_version(major, minor)
     if len(frames[1]) > limits.header_bytes:
         raise DecodeError("header_too_large", f"header of {len(frames[1])} bytes; {limits.header_bytes} are allowed")

@@ -288,7 +288,7 @@ class SupervisorSection(ConfigSection):
     hung_after_s: float = Field(default=300.0, gt=0)
     """how long the learner may take for one minibatch before it counts as hung and is replaced"""
     stop_timeout_s: float = Field(default=20.0, gt=0)
-    """how long a draining process has before it is killed"""
+    """how long a draining process has before it is killed, and a learner from elsewhere for its last update"""
 
 
 class LoggingSection(ConfigSection):

@@ -38,7 +38,7 @@ def test_two_policies_train_on_games_over_zmq_and_http_and_books_balance(tmp_pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as fleet:
         try:
             by_zmq, by_http = (endpoint_of(tmp_path / "fleet.json", way, fleet) for way in ("zmq", "http"))
-            plain = ("-m", "headrace.deploy.clients.two_carts", by_http, "1000000")
+            plain = ("-m", "support.fleets.two_carts_by_http", by_http, "1000000")
             ours = ("-m", "support.fleets.play_two_carts", by_zmq)
             with (tmp_path / "played").open("wb") as file, playing(file, *plain), playing(file, *ours):
                 told, _ = fleet.communicate()

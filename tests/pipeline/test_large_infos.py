@@ -13,13 +13,13 @@ import pytest
 from headrace.schemas.accounts.ledger import Drop, LedgerRow, Settled
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.schemas.chunks.episode_log import EpisodeLog, log_path
 from headrace.schemas.messages import WorkerHello
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.shipping import Shipper
 from headrace.workers.fleet.window import SessionLimits
+from support.decode_batch import decode_batch
 from support.pipeline.delivery import FLEET
 
 STEPS = 4

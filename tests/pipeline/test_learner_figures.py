@@ -122,6 +122,21 @@ def test_stream_and_publisher_measure_a_custom_learner_without_extra_code(
     assert consumed(broker) == cumulated(expected)
 
 
+def test_a_stream_in_which_its_user_waits_says_so_with_each_heartbeat(start_broker: StartBroker) -> None:
+    broker = start_broker(heartbeat_interval_s=0.1)
+
+    def waiting() -> bool:
+        lease = broker.ask(lambda asked: asked.core.learner_lease)
+        return lease is not None and lease.waiting
+
+    with EpisodeStream(broker.endpoints.learner) as stream:
+        for _ in range(4):
+            assert stream.next(1.1) is None
+            assert waiting(), "two heartbeats were due meanwhile"
+        stream.pump()
+        wait_until(lambda: (stream.pump(), not waiting())[1], "it does not wait any more")
+
+
 class Learner:
     """A learner at a core, which says what it measured of itself."""
 

@@ -30,7 +30,7 @@ def of(*peers: str) -> list[Entry]:
 def check_as_old_reader(entry: Entry) -> None:
     """Today's peer says its version, and nothing that one of the previous version would refuse."""
     is_forwarded = entry.kind is MessageKind.BATCH and not entry.up
-    assert read_tag(entry.frames[0])[1:] == (PROTOCOL_MAJOR, PROTOCOL_MINOR - is_forwarded)
+    assert read_tag(entry.frames[0])[1:3] == (PROTOCOL_MAJOR, PROTOCOL_MINOR - is_forwarded)
     name = {MessageKind.BATCH: "BatchHeader", MessageKind.WEIGHTS: "WeightsHeader"}.get(
         entry.kind, entry.kind.name.title().replace("_", "")
     )
@@ -53,7 +53,7 @@ def play(stack: ExitStack, old: OldBroker | OldPeers, tape: list[Entry]) -> Play
 
 
 def test_the_tape_is_of_the_previous_version() -> None:
-    assert {read_tag(entry.frames[0])[1:] for entry in TAPE} == {(PROTOCOL_MAJOR, PROTOCOL_MINOR - 1)}
+    assert {read_tag(entry.frames[0])[1:3] for entry in TAPE} == {(PROTOCOL_MAJOR, PROTOCOL_MINOR - 1)}
     assert {entry.peer for entry in TAPE} == set(PEERS)
 
 

@@ -236,6 +236,11 @@ def go_back(run: Run, client: Any, fleet_id: str) -> None:
     save_checkpoint(run.path / "learner.checkpoint", Checkpoint(1, [place], {}, {}))
 
 
+def end_and_go_back(run: Run, client: Any, fleet_id: str) -> None:
+    go_back(run, client, fleet_id)
+    client.hset(key_name(fleet_id, FLEET), "ended_unix_s", "1")
+
+
 def step_once_more(run: Run, client: Any, fleet_id: str) -> None:
     run.leave_recorder(10_000, 0, 1)
 
@@ -301,7 +306,11 @@ def come_from_an_earlier_version(run: Run, client: Any, fleet_id: str) -> None:
         (cut_the_checkpoint_short, "learner.checkpoint cannot be read (it ends within its header, after 100 bytes)"),
         (change_a_byte_of_the_checkpoint, "learner.checkpoint cannot be read (its bytes do not match their checksum)"),
         (lose_the_ledger, "the ledger is empty, although the learner has trained on 96 steps"),
-        (go_back, "the learner has settled batches up to 5 (learner.checkpoint says so), but the ledger knows 4"),
+        (go_back, "the learner has settled batches up to 5 (learner.checkpoint says so), but the ledger knows 4\n"),
+        (
+            end_and_go_back,
+            "but the ledger knows 4; the broker had stopped before the learner committed them: the",
+        ),
         (step_once_more, "its worker has ended after 10,000 steps, as its recorder says, but the ledger knows "),
         (die_unseen, "slot 3 incarnation 1: its worker has ended after 77 steps, as its recorder says, but the ledger"),
         (write_another_layout, "worker-4-1.rec is no recorder that this version can read"),

@@ -94,6 +94,30 @@ def test_the_lease_names_the_learner_that_came_last_and_when_it_was_heard() -> N
     assert told_learner(core, 68.0) == expected, "the older one counts no more"
 
 
+def test_the_lease_says_whether_the_learner_waits_for_a_batch_and_none_is_on_its_way() -> None:
+    core = BrokerCore("f", BrokerLimits())
+
+    def waiting(now: float) -> int:
+        return int(FleetMetrics().report(core, now=now).lease["waiting"])
+
+    core.receive(b"l", LearnerHello(token="l", channel="stream"), 1.0)
+    assert waiting(1.0) == 0
+    core.receive(b"l", Commit(epoch=1, waiting=True), 5.0)
+    assert (waiting(6.0), waiting(7.0)) == (1, 0), "while it waits it says so twice a second"
+    core.receive(b"l", Commit(epoch=1), 8.0)
+    assert waiting(8.0) == 0
+    core.receive(b"l", Commit(epoch=1, waiting=True), 9.0)
+    assert waiting(9.0) == 1
+    lease = core.learner_lease
+    assert lease is not None
+    lease.sent(10)
+    assert waiting(9.0) == 0, "it may have the batch by now"
+    core.receive(b"l", Commit(epoch=1, waiting=True, consumed_batches=1), 9.5)
+    assert waiting(9.5) == 1
+    core.receive(b"m", LearnerHello(token="l", channel="stream"), 9.6)
+    assert waiting(9.6) == 0, "another connection has said nothing yet"
+
+
 def test_the_rate_counts_env_steps_not_agent_steps() -> None:
     assert rate(header(1, 60, stepped=60, env_steps=30), header(2, 40, stepped=100, env_steps=50)) == 25.0
 

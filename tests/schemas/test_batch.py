@@ -14,12 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.schemas.chunks.batch import ChunkBatch, encode_batch, is_obs_column
-from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Tuple
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.frames.wire import ALLOWED_DTYPES, OWN_FRAME_BYTES
 from headrace.schemas.messages import SupervisorHello
+from support.decode_batch import decode_batch
 
 BOX = SPACES["box"]
 SIZES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from golden_samples import SPACES, encoded, make_recurrent_batch
 
-from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.schemas.errors import DecodeError
+from support.decode_batch import decode_batch
 
 BOX = SPACES["box"]
 

@@ -159,7 +159,7 @@ def test_every_truncation_and_every_missing_or_added_frame_is_noticed() -> None:
 
 def test_frame_0_gives_the_protocol_version_even_of_a_newer_peer() -> None:
     hello = sealed({}, kind=MessageKind.HELLO, major=2, minor=3)
-    assert read_tag(hello[0]) == (MessageKind.HELLO, 2, 3)
+    assert read_tag(hello[0])[:3] == (MessageKind.HELLO, 2, 3)
     assert reason_of(hello) == "version_mismatch"
     assert reason_of(sealed({}, kind=200, major=2)) == "version_mismatch"
     assert decode(sealed({"new": 1}, kind=MessageKind.HELLO, minor=9)).header == {"new": 1}

@@ -98,20 +98,6 @@ def test_silent_connections_lose_their_places_to_clients_that_ask() -> None:
             client.hear_end()
 
 
-def test_the_server_refuses_the_oldest_of_too_many_unfinished_bodies() -> None:
-    """The server refuses the oldest unfinished request, so a client that goes on sending gets through."""
-    with Served(replace(LIMITS, read_s=1000.0)) as server, ExitStack() as stack:
-        size = LIMITS.max_message_bytes - 1000
-        whole = put("/v1/sessions/s/episodes/e", b'{"x": "' + b"x" * size + b'"}')
-        clients = [stack.enter_context(RawHttp(server.url)) for _ in range(40)]
-        for client in clients:
-            client.say(whole[:-1])
-        for client in clients[:20]:
-            assert "unfinished requests" in client.hear_refusal(503, "server_full")
-        clients[-1].say(whole[-1:])
-        assert clients[-1].hear().status == 400  # x is no field; it was read
-
-
 def test_connections_with_unfinished_requests_free_their_places_in_time() -> None:
     with Served(replace(QUICK, read_s=0.3)) as server:
         for _ in range(3):  # as often as it takes the places there are

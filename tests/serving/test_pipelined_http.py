@@ -6,8 +6,8 @@ import asyncio
 import socket
 
 from headrace.schemas.errors import HeadraceError
-from headrace.schemas.errors.serving import ServingError
-from headrace.workers.serving.http.connection import PARSED_BYTES, HttpConnection, HttpLimits, HttpRequest
+from headrace.schemas.errors.serving import MessageTooLargeError
+from headrace.workers.serving.http.connection import MOST_WAITING, HttpConnection, HttpLimits, HttpRequest
 from headrace.workers.serving.http.responses import json_answer
 from support.serving.raw_http import HEALTH
 
@@ -25,7 +25,6 @@ class AtOnce:
         self.heard: list[HttpConnection] = []
         self.everything, self.nobody = asyncio.Event(), asyncio.Event()
         self._gone = 0
-        self.held = self.most_held = 0
 
     def admit(self, connection: HttpConnection) -> HeadraceError | None:
         return None
@@ -37,10 +36,6 @@ class AtOnce:
 
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         return None
-
-    def hold(self, nbytes: int) -> None:
-        self.held += nbytes
-        self.most_held = max(self.most_held, self.held)
 
     def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
         connection.answer(request, json_answer({}, 200))
@@ -72,40 +67,29 @@ def test_a_single_request_does_not_wait_for_all_pipelined_requests_of_others() -
 
 
 class NeverAnswers(AtOnce):
-    """Lets a request wait for its answer, and tells when many bytes are held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holds = asyncio.Event()
+    """Lets a request wait for its answer."""
 
     def handle(self, connection: HttpConnection, request: HttpRequest) -> None:
         self.heard.append(connection)
-
-    def hold(self, nbytes: int) -> None:
-        super().hold(nbytes)
-        if self.held > 20_000:
-            self.holds.set()
+        self.everything.set()
 
 
-async def wait_behind_one(server_end: socket.socket) -> tuple[NeverAnswers, int, int]:
-    """Return the handler, and the requests and bytes that wait behind an unanswered one. End the connection."""
+async def wait_behind_one(server_end: socket.socket) -> list[object]:
+    """Return what waits behind an unanswered request. End the connection."""
     place, loop = NeverAnswers(), asyncio.get_running_loop()
     transport, connection = await loop.connect_accepted_socket(lambda: HttpConnection(place), server_end)
-    await asyncio.wait_for(place.holds.wait(), 20.0)
-    waiting, held = len(connection._received), place.held
-    connection.give_up(ServingError("full", "server_full"))
+    await asyncio.wait_for(place.everything.wait(), 20.0)
+    waiting: list[object] = list(connection._received)
     transport.abort()
     await asyncio.sleep(0)
-    return place, waiting, held
+    assert len(place.heard) == 1
+    return waiting
 
 
-def test_requests_that_wait_behind_one_are_counted_and_are_not_parsed_before_their_turn() -> None:
-    """A request of 44 bytes takes 700 in memory, and one read brings thousands of them."""
+def test_a_client_with_more_than_1024_waiting_requests_is_refused() -> None:
     client, server_end = socket.socketpair()
     with client:
-        client.sendall(HEALTH * 1000)
-        place, waiting, held = asyncio.run(wait_behind_one(server_end))
-    assert len(place.heard) == 1
-    assert waiting <= PARSED_BYTES // len(HEALTH) + 1
-    assert held > 20_000
-    assert place.held == 0, "a connection that gives up holds nothing"
+        client.sendall(HEALTH * (MOST_WAITING + 100))
+        *waiting, last = asyncio.run(wait_behind_one(server_end))
+    assert len(waiting) == MOST_WAITING - 1, "and the one that is handled"
+    assert isinstance(last, MessageTooLargeError)

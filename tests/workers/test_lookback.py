@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
 from headrace.schemas.errors import ChunkError, DecodeError, ModuleError
 from headrace.workers.modules import actor_critic
+from support.decode_batch import decode_batch
 from support.envs.toy import Counting, Walk, runner
 from support.envs.toy_agents import multi_runner, scheduled
 

@@ -9,9 +9,9 @@ import pytest
 
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, encode_batch
-from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.schemas.chunks.chunk import EpisodeChunk
 from headrace.workers.policy.module_weights import read_weights
+from support.decode_batch import decode_batch
 from support.envs.toy_agents import Together, check_books, multi_runner
 
 WIDTHS = pytest.mark.parametrize("num_envs", [1, 3, 8])

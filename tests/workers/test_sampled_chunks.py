@@ -10,8 +10,8 @@ import pytest
 
 from headrace.schemas.accounts.ledger import Discard, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, encode_batch
-from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.schemas.chunks.chunk import ChunkEnd
+from support.decode_batch import decode_batch
 from support.envs.toy import Counting, Walk, check_books, runner
 
 

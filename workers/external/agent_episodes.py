@@ -71,6 +71,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
     ) -> None:
         super().__init__(capacity, takes_logged=takes_logged)
         self.spaces = dict(spaces)
+        self._ids = {str(agent): agent for agent in spaces}
         self._needs_final = needs_final
         self._observations = {
             agent: RowReader(own.observation, "obs", f"observation of agent {agent!r}", check_bounds=check_bounds)
@@ -148,7 +149,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
         """Call `log_returns` with `news`, then `ask`, `log_action` or `end`, as one call. Raises the same errors.
 
         After an error nothing of the call counts. The caller has checked that rows are in their spaces, and does not
-        change them afterwards.
+        change them afterwards. `news` names agents by the texts of their ids.
         """
         if action is not None and not self._takes_logged:
             raise EpisodeError(episode_id, "cannot_log")
@@ -156,7 +157,7 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
             place = self._find(episode_id)
             try:
                 if news:
-                    self._note(place, *news)
+                    self._note(place, *map(self._with_ids, news))
                 self._check_seen(place, observation, end)
                 if action is not None:
                     self._check_logged(place, observation, action)
@@ -164,6 +165,9 @@ class ExternalAgentEpisodes(EpisodeTable[AgentsPlace]):
                 place.forget()
                 raise
             self._admit(self._call(place, observation, on_answer, action, end))
+
+    def _with_ids(self, by_text: Mapping[str, Any]) -> dict[Any, Any]:
+        return {self._ids.get(agent, agent): value for agent, value in by_text.items()}
 
     def _new_call(
         self, place: AgentsPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd

@@ -27,7 +27,6 @@ from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.served_episodes import MultiAgentOpenEpisodes
 from headrace.workers.serving.server import Server, listen
 
 log = logging.getLogger(__name__)
@@ -221,7 +220,7 @@ class ServedMultiAgentEnv(ExternalMultiAgentEnv):
     def run(self) -> None:
         """Serve until the env is closed."""
         codec = EpisodeCodec.of(self.episodes.spaces, check_bounds=self._check_bounds)
-        self.server.run(MultiAgentOpenEpisodes(self.episodes), self.episodes.capacity, codec)
+        self.server.run(self.episodes, self.episodes.capacity, codec)
 
     def close(self) -> None:
         """Make `run` return. The ports are free when it has returned."""

@@ -24,24 +24,6 @@ _CUT_S = 0.2
 
 
 @dataclass(slots=True)
-class AgentSums:
-    """Sums over the episodes in which one agent has appeared."""
-
-    episodes: int = 0
-    total_return: float = 0.0
-
-    def add(self, episode_return: float) -> None:
-        """Add the agent's return in one episode."""
-        self.episodes += 1
-        self.total_return += episode_return
-
-    @property
-    def mean(self) -> float:
-        """The mean return of the episodes."""
-        return self.total_return / self.episodes
-
-
-@dataclass(slots=True)
 class EpisodeSums:
     """Sums over all episodes since the start, trained on or not. It is a callback of the runner."""
 
@@ -53,13 +35,14 @@ class EpisodeSums:
     total_return: float = 0.0
     least_return: float = 0.0
     greatest_return: float = 0.0
-    by_agent: dict[str, AgentSums] = field(default_factory=dict)
-    """With several agents: each agent's, by the text of its id. The other sums are over all agents."""
+    by_agent: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """With several agents: each one's episodes and return, by the text of its id. Other sums are over all agents."""
 
     def on_episode_end(self, episode: Any) -> None:
         """Add an episode that has ended."""
         for agent, own in getattr(episode, "agents", {}).items():
-            self.by_agent.setdefault(str(agent), AgentSums()).add(own.episode_return)
+            episodes, total = self.by_agent.get(str(agent), (0, 0.0))
+            self.by_agent[str(agent)] = episodes + 1, total + own.episode_return
         earned = episode.episode_return
         self.least_return = min(self.least_return, earned) if self.episodes else earned
         self.greatest_return = max(self.greatest_return, earned) if self.episodes else earned
@@ -74,7 +57,7 @@ class EpisodeSums:
     def as_json(self) -> dict[str, Any]:
         """Return plain values. Means and extremes are None while no episode has ended."""
         ended = self.episodes or None
-        agents = {"mean_return_by_agent": {agent: own.mean for agent, own in self.by_agent.items()}}
+        agents = {"mean_return_by_agent": {agent: total / count for agent, (count, total) in self.by_agent.items()}}
         return {
             "episodes": self.episodes,
             "steps": self.steps,

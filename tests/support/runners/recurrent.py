@@ -9,8 +9,8 @@ import torch
 
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
-from headrace.schemas.chunks.batch_reader import decode_batch
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
+from support.decode_batch import decode_batch
 
 LSTM = "headrace.workers.modules:lstm_actor_critic"
 

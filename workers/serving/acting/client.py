@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.basics.dropped import when_dropped
+from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_size, leaves
 from headrace.schemas.credentials.keys import CLIENT, PeerKeys, client_keys
 from headrace.schemas.errors import ConfigError, HeadraceError
@@ -24,14 +25,11 @@ from headrace.schemas.errors.episodes import EpisodeTimeoutError
 from headrace.schemas.errors.serving import MessageTooLargeError, UnknownSessionError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.calls import Answer
+from headrace.workers.external.env import ExternalEnv
 from headrace.workers.runner.any_runner import open_runner
 from headrace.workers.sampling.module_batches import Cut
-from headrace.workers.serving.acting.caller_driven_env import (
-    CallerDrivenEnv,
-    CallerDrivenMultiAgentEnv,
-    caller_driven_env,
-)
 from headrace.workers.serving.acting.shipments import Shipments
 from headrace.workers.serving.acting.weights_puller import WeightsPuller
 from headrace.workers.serving.client import PolicyClient
@@ -116,7 +114,7 @@ class ActingClient:
         try:
             _check_kind(config, self.spaces)
             self._codec = EpisodeCodec.of(self.spaces)
-            self._env = caller_driven_env(self.spaces)
+            self._env = _caller_driven_env(self.spaces)
             self._acting = _Acting(link, self._env, config, index, timeout_s, update_interval_s)
         except BaseException:
             link.close()
@@ -187,7 +185,7 @@ class _Acting:
     def __init__(
         self,
         link: PolicyClient,
-        env: CallerDrivenEnv | CallerDrivenMultiAgentEnv,
+        env: ExternalEnv | ExternalMultiAgentEnv,
         config: EnvRunnerConfig,
         index: int,
         timeout_s: float,
@@ -282,6 +280,19 @@ class _Acting:
         self._link.open_new_session(_LEAVING_S if self._closing.is_set() else self._timeout_s)
         self._shipments.start_over()
         self._puller.session_lost.clear()
+
+
+def _caller_driven_env(spaces: Spaces | Mapping[str, Spaces]) -> ExternalEnv | ExternalMultiAgentEnv:
+    """Return an env with a server's `spaces`. The client's callers drive its episodes: its `run` only waits."""
+    env: ExternalEnv | ExternalMultiAgentEnv
+    if isinstance(spaces, Spaces):
+        env = ExternalEnv(to_gym(spaces.action), to_gym(spaces.observation))
+    else:
+        actions = {agent: to_gym(own.action) for agent, own in spaces.items()}
+        env = ExternalMultiAgentEnv(actions, {agent: to_gym(own.observation) for agent, own in spaces.items()})
+    closed = threading.Event()
+    env.run, env.close = closed.wait, closed.set  # type: ignore[method-assign, assignment]
+    return env
 
 
 def _check_kind(config: EnvRunnerConfig, spaces: Any) -> None:

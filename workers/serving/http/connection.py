@@ -24,12 +24,8 @@ MOST_HEADERS = 256
 """Headers of different names in a request. In memory a short one takes thirty times its bytes."""
 SLOWEST_BYTES_S = 100_000
 """A request that takes longer than `read_s` must arrive at this rate on average."""
-PARSED_BYTES = 2048
-"""Bytes that are parsed at a time. The rest waits as it came while requests wait for their turn: a request of twenty
-bytes takes 700 in memory.
-"""
-BLOCK_BYTES = 1 << 16
-"""Bytes of a part of a body. Many bodies that grow side by side, each in one piece, leave holes in memory."""
+MOST_WAITING = 1024
+"""Whole requests of a client that wait for their turn. In memory a request of twenty bytes takes 700."""
 MAX_REQUESTS_AT_ONCE = 16
 """Number of requests of one client that are handled before those of others."""
 LINGER_S = 2.0
@@ -74,9 +70,6 @@ class HttpHandler(Protocol):
     def disconnected(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
 
-    def hold(self, nbytes: int) -> None:
-        """Count the change of the bytes that a connection holds of requests which are not whole."""
-
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         """Return the reason if the body of such a request must not even be read."""
 
@@ -111,16 +104,11 @@ class HttpConnection(asyncio.Protocol):
         """Time at which the first byte came of a request that is not whole yet; None between requests."""
         self._request_bytes = 0
         """Number of bytes of that request that have been parsed."""
-        self._unparsed = b""
-        """Bytes that wait until the requests before them have their turn."""
-        self._held = 0
-        """Number of them that the server has counted."""
         self.is_known = False
         """True once the server took a request of this connection."""
         self._in_head = True
         self._target, self._headers, self._head_bytes = b"", dict[bytes, bytes](), 0
-        self._blocks, self._block = list[bytes](), bytearray()
-        """The body: whole blocks, and the one that grows."""
+        self._body = bytearray()
 
     # -- called by asyncio and by the server --------------------------------------------------------------------------
 
@@ -138,15 +126,13 @@ class HttpConnection(asyncio.Protocol):
         """Drop all that waits."""
         self._current, self._ignores_input = None, True
         self._received.clear()
-        self._unparsed = b""
-        self._count_held()
         self._handler.disconnected(self)
         del self._parser  # the parser refers to this object; without the cycle both are freed at once
 
     def eof_received(self) -> bool:
         """Keep the connection open for answers while a request waits."""
         self._got_eof = True
-        return self._current is not None or bool(self._received or self._unparsed)
+        return self._current is not None or bool(self._received)
 
     def pause_writing(self) -> None:
         """Handle no more requests: the client does not read its answers."""
@@ -177,24 +163,6 @@ class HttpConnection(asyncio.Protocol):
         """Parse what has come, and handle the requests in it."""
         if self._ignores_input:
             return
-        if self._unparsed or len(data) > PARSED_BYTES:
-            self._unparsed += data
-            self._parse_more()
-        else:
-            self._parse(data)
-        self._count_held()
-        self._process_requests()
-
-    def _parse_more(self) -> None:
-        """Parse a part of what waits at a time, until a request is whole."""
-        waits, at = memoryview(self._unparsed), 0
-        while at < len(waits) and not self._received and not self._ignores_input:
-            part = waits[at : at + PARSED_BYTES]
-            at += len(part)
-            self._parse(part)
-        self._unparsed = b"" if self._ignores_input else bytes(waits[at:])
-
-    def _parse(self, data: bytes | memoryview) -> None:
         self._request_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -206,36 +174,12 @@ class HttpConnection(asyncio.Protocol):
             self._refuse_head()
         elif self._request_bytes > HEAD_BYTES + self._limits.body_bytes:
             self._refuse_body()
-
-    def _count_held(self) -> None:
-        """Tell the server how many bytes of unfinished or waiting requests this connection holds now."""
-        held = 0 if self._ignores_input else self._request_bytes + len(self._unparsed)
-        if held != self._held:
-            change, self._held = held - self._held, held
-            self._handler.hold(change)
-
-    @property
-    def holds_since(self) -> float | None:
-        """Time at which the current unfinished request began; None if the connection holds none.
-
-        Where whole requests wait, it is the time since when the client waits for an answer.
-        """
-        if not self._held:
-            return None
-        return self._waiting_since if self._request_began is None else self._request_began
-
-    def give_up(self, error: HeadraceError) -> None:
-        """Refuse the unfinished request, and drop its bytes."""
-        self._refuse(error)
-        self._blocks, self._block, self._unparsed = [], bytearray(), b""
-        self._count_held()
         self._process_requests()
 
     def on_message_begin(self) -> None:
         """Reset the parts of the request."""
         self._request_began, self._in_head = self._loop.time(), True
-        self._target, self._headers, self._head_bytes = b"", {}, 0
-        self._blocks, self._block = [], bytearray()
+        self._target, self._headers, self._head_bytes, self._body = b"", {}, 0, bytearray()
 
     def on_url(self, url: bytes) -> None:
         """Collect a piece of the target."""
@@ -270,21 +214,18 @@ class HttpConnection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         """Collect a piece of the body."""
-        self._block += part  # a list would have 35 bytes more for each part, and one of a chunked body may be a byte
-        if len(self._block) >= BLOCK_BYTES:
-            self._blocks.append(bytes(self._block[:BLOCK_BYTES]))
-            del self._block[:BLOCK_BYTES]
-        if len(self._blocks) * BLOCK_BYTES + len(self._block) > self._limits.body_bytes:
+        self._body += part  # a list would have 35 bytes more for each part, and one of a chunked body may be a byte
+        if len(self._body) > self._limits.body_bytes:
             self._refuse_body()
 
     def on_message_complete(self) -> None:
         """Enqueue the request."""
+        if len(self._received) >= MOST_WAITING:
+            self._refuse(MessageTooLargeError(f"more than {MOST_WAITING} requests that wait for their answers"))
         if not self._ignores_input:
             method, keep_alive = self._parser.get_method(), self._parser.should_keep_alive()
-            body = b"".join([*self._blocks, self._block])
-            self._blocks, self._block = [], bytearray()
-            self._received.append(HttpRequest(method, self._target, self._headers, body, keep_alive))
-            self._request_began, self._request_bytes = None, 0
+            self._received.append(HttpRequest(method, self._target, self._headers, bytes(self._body), keep_alive))
+            self._request_began, self._request_bytes, self._body = None, 0, bytearray()
 
     def _refuse_head(self) -> None:
         self._refuse(MessageTooLargeError(f"headers of more than {HEAD_BYTES} bytes"))
@@ -313,12 +254,6 @@ class HttpConnection(asyncio.Protocol):
         """Return whether the next request may be handled."""
         return self._current is None and not (self._writing_paused or self._closing)
 
-    def _next_received(self) -> HttpRequest | HeadraceError | None:
-        if not self._received and self._unparsed:
-            self._parse_more()
-            self._count_held()
-        return self._received.popleft() if self._received else None
-
     def _process_requests(self) -> None:
         """Handle received requests in order, until one waits for its answer.
 
@@ -328,15 +263,15 @@ class HttpConnection(asyncio.Protocol):
         if self._processing:
             return
         self._processing, left = True, MAX_REQUESTS_AT_ONCE
-        while left and self._is_free and (received := self._next_received()) is not None:
-            left -= 1
+        while left and self._is_free and self._received:
+            received, left = self._received.popleft(), left - 1
             if isinstance(received, HttpRequest):
                 self._current, self._waiting_since = received, self._loop.time()
                 self._handler.handle(self, received)
             else:
                 self._write(refused(received), keep_alive=False)
         self._processing = False
-        waits = bool(self._received or self._unparsed)
+        waits = bool(self._received)
         if waits and self._is_free:
             self._loop.call_soon(self._process_requests)
         wants_input = not (waits or self._writing_paused)
@@ -352,7 +287,6 @@ class HttpConnection(asyncio.Protocol):
             self._ignores_input = self._closing = True
             self._waiting_since = self._loop.time()
             self._received.clear()
-            self._unparsed = b""
             (self._transport.close if self._got_eof else self._end_output)()
 
     def _end_output(self) -> None:

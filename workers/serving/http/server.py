@@ -39,8 +39,6 @@ _OTHER_HOST = (
     "the Host header names another server; use this server's address or localhost, or have it ask for a token "
     "(http.token in keys.dir)"
 )
-_MESSAGES_HELD = 16
-"""How many of the largest requests all connections together may hold unfinished."""
 _BACKLOG = 2048
 """Connections that the kernel keeps until they are accepted."""
 _CLOSE_TIMEOUT_S = 1.0
@@ -100,9 +98,6 @@ class HttpServer:
         """Events of other requests, for the sessions."""
         self._closing = False
         self._max_connections = connection_limit(limits.max_connections)
-        self._held_bytes = 0
-        """Bytes of requests that are not whole, of all connections."""
-        self._max_held_bytes = _MESSAGES_HELD * limits.max_message_bytes
         self._connections: dict[HttpConnection, None] = {}
         """In the order in which they came."""
         self._warnings = CountedWarnings(log)
@@ -170,16 +165,6 @@ class HttpServer:
         self._connections.pop(connection, None)
         if not self._connections:
             self._all_gone.set()
-
-    def hold(self, nbytes: int) -> None:
-        """Count bytes of unfinished requests. Beyond the bound, refuse the oldest unfinished request."""
-        self._held_bytes += nbytes
-        if nbytes > 0 and self._held_bytes > self._max_held_bytes:
-            holders = [connection for connection in self._connections if connection.holds_since is not None]
-            first = min(holders, key=lambda connection: connection.holds_since or 0.0, default=None)
-            if first is not None:
-                self._warnings.warn(b"", "held", "an unfinished HTTP request is refused: all of them take too much")
-                first.give_up(ServingError("unfinished requests take all the memory there is for them", "server_full"))
 
     def refuse_head(self, target: bytes, headers: dict[bytes, bytes]) -> HeadraceError | None:
         """Refuse a request without the server's token. Without a token, refuse a request for another host name.

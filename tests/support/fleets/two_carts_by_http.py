@@ -2,7 +2,7 @@ r"""A game of two agents, two poles side by side, played at a policy server by H
 
     headrace up --env headrace.workers.agents.examples:two_carts --workers 1 --num-envs 8 --run-dir runs/two \
         --set sampling.policies='{"short": {}, "long": {}}' --serve --set serving.http_port=8000
-    python -m headrace.deploy.clients.two_carts http://127.0.0.1:8000 EPISODES [GAMES] [TOKEN]
+    python -m support.fleets.two_carts_by_http http://127.0.0.1:8000 EPISODES [GAMES] [TOKEN]
 
 Agent "short" has the pole of CartPole, "long" one that is three times as long and as heavy. An agent whose
 pole has fallen leaves, and the other plays on. GAMES are played at once; prints one line of JSON an episode.
