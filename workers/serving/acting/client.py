@@ -234,10 +234,12 @@ class _Acting:
         self._apply_newest()
 
     def _gather(self) -> Cut:
+        cut: Cut
         try:
-            return self._runner.sample_fragment(self._between_polls)
+            cut = self._runner.sample_fragment(self._between_polls)
         except _InterruptedError:
-            return self._runner.cut_fragment()
+            cut = self._runner.cut_fragment()
+        return cut
 
     def _between_polls(self) -> None:
         self._apply_newest()
