@@ -213,7 +213,7 @@ def test_a_run_token_lets_in_only_clients_with_that_token(tmp_path: Path, monkey
 
 
 def test_off_loopback_keys_are_required() -> None:
-    with pytest.raises(ConfigError, match=r"broker\.allow_insecure"):
+    with pytest.raises(ConfigError, match=r"^serving\.host: .*broker\.allow_insecure"):
         Served(host="0.0.0.0")
 
 
