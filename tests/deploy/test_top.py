@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from headrace.deploy.annexes.watch.commands import app
 from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
+from headrace.deploy.annexes.watch.state.shown_figures import as_text
 from headrace.deploy.annexes.watch.top.top import top as show
 from headrace.deploy.annexes.watch.top.top_view import blocks_for, head, plain, screen, sparkline
 from headrace.deploy.monitoring.facts import Facts, FactsReader
@@ -104,7 +105,21 @@ def test_aborted_episodes_stand_beside_finished_ones() -> None:
     facts = Facts(1000.0, Snapshot(fleet_id="demo", gauges=gauges, totals=totals))
     told = "123,456, return 9.5, of finished ones 12.25; length 7,000, of finished ones 51"
     assert f"Aborted episodes {told}" in text_of(head(fleet_state(facts, []), {}, 120, BLOCKS))
-    assert not {"return", "length"} & set(text_of(head(crowd(2), {}, 120, BLOCKS)).split()), "no aborted one, no mean"
+    assert "finished" not in text_of(head(crowd(2), {}, 120, BLOCKS)), "no aborted one, no mean"
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        *((0.123, "1", "12 %"), (0.0512, "1", "5.1 %"), (None, "1", "-"), ("x\n", "1", r"x\n")),
+        *((5.5 * 2**20, "bytes", "5.5 MiB"), (1023, "bytes", "1023 B"), (0, "bytes", "0 B")),
+        *((2.5, "s", "2.5 s"), (75.0, "s", "1 min 15 s"), (2, "versions", "2"), (-1, "versions", "older epoch")),
+        *((41230.5, "env steps/s", "41,230.5"), (12.25, "return", "12.25"), (1_234_567, "episodes", "1,234,567")),
+        ({"worker": 2, "broker": 0}, "", "worker 2"),
+    ],
+)
+def test_a_figure_is_told_in_its_unit(value: object, unit: str, text: str) -> None:
+    assert as_text(value, unit) == text
 
 
 def test_small_charts_show_the_newest_values() -> None:

@@ -128,7 +128,7 @@ def every_metric() -> dict[str, Any]:
     gauges = {labelled(one.name, one.label, "+Inf") if one.label else one.name: 7.0 for one in GAUGE_TABLE}
     totals = {labelled(one.name, one.label, "a") if one.label else one.name: 5 for one in COUNTER_TABLE}
     usage = {"cpu_share": 0.5, "rss_bytes": 100, "envs_cpu_share": 2.0, "envs_rss_bytes": 1000}
-    worker = {"num_envs": 8, "envs_lost": 1, **usage, "env_hosts": {"connected": 1, "wanted": 2}}
+    worker = {"weights_behind": 2, "num_envs": 8, "envs_lost": 1, **usage, "env_hosts": {"connected": 1, "wanted": 2}}
     snapshot = Snapshot(
         gauges=gauges,
         totals=totals,

@@ -77,7 +77,8 @@ def charts(name_of: Callable[[Metric, str], str]) -> list[Chart]:
         if figure.chart:
             heading, _, curve = figure.chart.partition(": ")
             title, _, unit = heading.partition(", ")
-            empty: Chart = {"title": title, "unit": unit, "scale": 100 if unit == "%" else 1, "lines": [], "bands": []}
+            scale = 100 if unit == "%" else 1
+            empty: Chart = {"title": title, "unit": unit, "scale": scale, "lines": [], "bands": []}
             chart = found.setdefault(heading, empty)
             for text, label in _labels(figure, curve):
                 chart["lines"].append({"name": name_of(figure, text), "label": label})
