@@ -79,8 +79,8 @@ def watch(terminal: OnTerminal, fleet: RunningFleet) -> None:
 
     terminal.resize(60, 16)
     wait_until(lambda: terminal.screen.text().count("\n") == 15, "16 lines", pause_s=0.05)
-    terminal.screen.overflows.clear()  # a frame for the size before may have been under way
     terminal.shows("Ctrl-C quits")
+    terminal.screen.overflows.clear()  # a frame for the size before may have been under way until then
     terminal.resize(80, 24)
     wait_until(lambda: terminal.screen.text().count("\n") == 23, "24 lines", pause_s=0.05)
 

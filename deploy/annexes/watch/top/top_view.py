@@ -98,7 +98,7 @@ def _numbers(document: Document, curves: Curves, width: int, blocks: str) -> Ite
         cell.append(f", {tile['note']}" if tile["note"] else "")
         spark = sparkline(curves.get(tile["key"], ()), min(_SPARK, max(0, half - cell.cell_len - 3)), blocks)
         cell.append(f" {spark}" if spark else "", style="cyan")
-        if line and max(line.cell_len, cell.cell_len) >= half:
+        if line and (line.cell_len >= half or half + cell.cell_len > width):
             yield line
             line = Text()
         if line:
