@@ -81,6 +81,7 @@ NAMES_BECOME_CODE = {
     "workers/trained/trained_policy.py": CONFIG,
     "workers/runner/env_runner.py": CONFIG,
     "workers/annex_parts.py": "its own table",
+    "workers/sampling/opening.py": CONFIG,
     "workers/serving/served_env.py": CONFIG,
 }
 """The files in which a name becomes code, by any of `LOADERS`, and where the name is from."""

@@ -231,6 +231,7 @@ def watched_port(bounds: PortBounds) -> Iterator[tuple[list[RawZmtp], list[PeerA
             accounts.append(watch.heard(source_of(last), route.bytes, 5))
             accounts[-1].known = True
         watch.emptied()
+        wait_until(lambda: len(watch._connections) == 3, "the watch to know all")
         yield peers, accounts, watch
 
 
