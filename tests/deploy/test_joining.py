@@ -54,7 +54,8 @@ def test_a_worker_with_an_address_reads_its_settings_once(tmp_path: Path, read: 
     joined = join(Asked(file, flags=flags, allow=()), AT["worker"], "worker", 0)
     assert joined is not None
     assert (joined.config.sampling.num_envs, joined.fleet_id, joined.endpoint) == (5, "f", AT["worker"])
-    assert joined.origin == f"{file} + 2 flags"
+    assert joined.origin.startswith(str(file))
+    assert joined.origin.endswith(" + 2 flags")
     assert read == [file]
 
 
