@@ -24,8 +24,6 @@ MOST_HEADERS = 256
 """Headers of different names in a request. In memory a short one takes thirty times its bytes."""
 SLOWEST_BYTES_S = 100_000
 """A request that takes longer than `read_s` must arrive at this rate on average."""
-MOST_WAITING = 1024
-"""Whole requests of a client that wait for their turn. In memory a request of twenty bytes takes 700."""
 MAX_REQUESTS_AT_ONCE = 16
 """Number of requests of one client that are handled before those of others."""
 LINGER_S = 2.0
@@ -220,8 +218,6 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Enqueue the request."""
-        if len(self._received) >= MOST_WAITING:
-            self._refuse(MessageTooLargeError(f"more than {MOST_WAITING} requests that wait for their answers"))
         if not self._ignores_input:
             method, keep_alive = self._parser.get_method(), self._parser.should_keep_alive()
             self._received.append(HttpRequest(method, self._target, self._headers, bytes(self._body), keep_alive))
