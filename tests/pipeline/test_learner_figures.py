@@ -126,7 +126,7 @@ def test_a_stream_in_which_its_user_waits_says_so_with_each_heartbeat(start_brok
     broker = start_broker(heartbeat_interval_s=0.1)
 
     def waiting() -> bool:
-        lease = broker.ask(lambda asked: asked.core.learner_lease)
+        lease = broker.ask(lambda asked: asked.core.learners.lease)
         return lease is not None and lease.waiting
 
     with EpisodeStream(broker.endpoints.learner) as stream:

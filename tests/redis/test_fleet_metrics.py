@@ -98,7 +98,7 @@ def test_the_lease_says_whether_the_learner_waits_for_a_batch_and_none_is_on_its
     core = BrokerCore("f", BrokerLimits())
 
     def waiting(now: float) -> int:
-        return int(FleetMetrics().report(core, now=now).lease["waiting"])
+        return int(FleetMetrics(core).report(now).lease["waiting"])
 
     core.receive(b"l", LearnerHello(token="l", channel="stream"), 1.0)
     assert waiting(1.0) == 0
@@ -108,7 +108,7 @@ def test_the_lease_says_whether_the_learner_waits_for_a_batch_and_none_is_on_its
     assert waiting(8.0) == 0
     core.receive(b"l", Commit(epoch=1, waiting=True), 9.0)
     assert waiting(9.0) == 1
-    lease = core.learner_lease
+    lease = core.learners.lease
     assert lease is not None
     lease.sent(10)
     assert waiting(9.0) == 0, "it may have the batch by now"
