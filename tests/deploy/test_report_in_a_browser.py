@@ -209,7 +209,7 @@ def test_reports_of_a_run_with_kills_during_it_and_after_it(tmp_path: Path) -> N
     assert sum(books_of(seen["tables"])[1].values()) == result["ledger"]["stepped"]
     assert books["ledger"]["stepped"] == result["ledger"]["stepped"]
     assert number(seen["tiles"]["Env steps"]) == result["env_steps"]
-    assert number(seen["tiles"]["restarts"]) == sum(result["restarts"].values()) >= 4
+    assert number(seen["tiles"]["Restarts"]) == sum(result["restarts"].values()) >= 4
     facts = orjson.loads(names["json"].read_bytes())
     assert same_series(names["csv"], facts["series"]) > 30
     assert {mark["what"] for mark in facts["marks"]} >= {"broker restarted", "learner restarted", "worker restarted"}
