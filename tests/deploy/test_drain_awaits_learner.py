@@ -38,10 +38,9 @@ def trained_on(run: Path) -> int:
     return int(told["state"]["steps"])
 
 
-@pytest.mark.parametrize("does", ["train", pytest.param("train and log", marks=pytest.mark.thorough)])
-def test_a_drain_waits_for_a_learner_that_trains_and_ends_once_it_waits_for_batches(tmp_path: Path, does: str) -> None:
+def test_a_drain_waits_for_a_learner_that_trains_and_ends_once_it_waits_for_batches(tmp_path: Path) -> None:
     run, go = tmp_path / "run", tmp_path / "go"
-    with long_update(run, go, *does.split()[2:]) as learner, fleet_in(run, 600.0) as fleet:
+    with long_update(run, go) as learner, fleet_in(run, 600.0) as fleet:
         until_it_waits(fleet)
         go.write_text("train")
         result = fleet.finish()

@@ -306,7 +306,7 @@ def come_from_an_earlier_version(run: Run, client: Any, fleet_id: str) -> None:
         (cut_the_checkpoint_short, "learner.checkpoint cannot be read (it ends within its header, after 100 bytes)"),
         (change_a_byte_of_the_checkpoint, "learner.checkpoint cannot be read (its bytes do not match their checksum)"),
         (lose_the_ledger, "the ledger is empty, although the learner has trained on 96 steps"),
-        (go_back, "the learner has settled batches up to 5 (learner.checkpoint says so), but the ledger knows 4\n"),
+        (go_back, "the learner has settled batches up to 5 (learner.checkpoint says so), but the ledger knows 4"),
         (
             end_and_go_back,
             "but the ledger knows 4; the broker had stopped before the learner committed them: the",

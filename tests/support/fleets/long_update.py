@@ -1,6 +1,6 @@
 """A learner of one's own that trains for a long time on each update: until a file says that it may go on.
 
-python -m support.fleets.long_update RUN_DIR FILE [log]
+python -m support.fleets.long_update RUN_DIR FILE
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ _PAUSE_S = 0.1
 
 
 @contextmanager
-def long_update(run_dir: Path, go: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def long_update(run_dir: Path, go: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start the learner; kill it at the end of the block.
 
-    `go` has one word: "train" ends the update, "leave" closes the stream without a commit. With the option "log" the
-    learner logs rows while it trains.
+    `go` has one word: "train" ends the update, "leave" closes the stream without a commit.
     """
-    command = [sys.executable, "-m", "support.fleets.long_update", str(run_dir), str(go), *options]
+    command = [sys.executable, "-m", "support.fleets.long_update", str(run_dir), str(go)]
     with subprocess.Popen(command) as process:
         try:
             yield process
@@ -35,7 +34,7 @@ def long_update(run_dir: Path, go: Path, *options: str) -> Iterator[subprocess.P
             process.kill()
 
 
-def main(run_dir: str, go: Path, *options: str) -> None:
+def main(run_dir: str, go: Path) -> None:
     """Train on whole updates until the fleet ends; save and commit each."""
     pause, state = threading.Event(), LearnerState.of(run_dir, connect_timeout_s=150.0)
     saved = state.load()
@@ -53,8 +52,6 @@ def main(run_dir: str, go: Path, *options: str) -> None:
                 continue
             while not (order := go.read_text() if go.exists() else ""):
                 pause.wait(_PAUSE_S)
-                if "log" in options:
-                    weights.log({"loss": 0.5})  # the publisher sends what is due of the stream too
             if order == "leave":
                 return
             state.save(stream, module.state_dict(), steps=steps)
@@ -63,4 +60,4 @@ def main(run_dir: str, go: Path, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]))
