@@ -159,6 +159,8 @@ def test_a_peer_that_gets_the_descriptor_of_a_stranger_is_not_cut_for_it(start_b
         connecting.join()
         peer = stack.enter_context(honest.pop())
         wait_until(lambda: broker.ask(lambda asked: asked.core.refusals.total) > 0, "the stranger's messages")
+        looks = watch._emptied_seen
+        wait_until(lambda: watch._emptied_seen > looks, "a look at the silent peer")
         before = received(watch)
         peer.send(frame(b"garbage", more=False))
         wait_until(lambda: received(watch) > before or peer.is_cut(), "the next look")
