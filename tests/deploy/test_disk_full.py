@@ -212,8 +212,10 @@ def test_a_file_system_that_was_aborted_costs_no_step_that_redis_or_the_checkpoi
         assert "broker stopped with exit code 0" in text
         assert "Traceback" not in text
         subprocess.run(["umount", str(disk)], check=True)
-        subprocess.run(["e2fsck", "-fy", str(tmp_path / "image")], capture_output=True, check=False)
-        subprocess.run(["mount", "-o", "loop", str(tmp_path / "image"), str(disk)], check=True)
+        repaired = tmp_path / "repaired"  # a copy: a sandbox of another test may still have the aborted one mounted
+        shutil.copy(tmp_path / "image", repaired)
+        subprocess.run(["e2fsck", "-fy", str(repaired)], capture_output=True, check=False)
+        subprocess.run(["mount", "-o", "loop", str(repaired), str(disk)], check=True)
         again = [*UP, "--resume", str(run), "--until-steps", "2000", "--json"]
         resumed = subprocess.run(again, capture_output=True, text=True, check=False)
         assert resumed.returncode == 0, resumed.stderr
