@@ -164,6 +164,7 @@ def test_a_learner_that_is_gone_slow_or_commits_nothing_and_a_full_window(tmp_pa
             assert since(stalls.until(("learner_slow", "learner"))["learner_slow"], 10)
             assert since(stalls.until(("no_commits", "learner"))["no_commits"], 60)
             learner.tell("take")
+            learner.tell("commit")  # a stream whose batches all wait for a commit gives no further one
             learner.tell("train")  # it commits again and again, so no finding comes while the commands look
             stalls.until()
         slow = frozenset((("learner_slow", "learner"),))  # before its end is reported: it takes nothing any more
