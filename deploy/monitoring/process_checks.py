@@ -105,12 +105,18 @@ def not_ready(facts: Facts, states: States) -> Iterator[Observation]:
     unknown = (
         []
         if facts.redis_error or not facts.snapshot.gauges
-        else [s for s in workers if s.doing not in _PHASES and s.slot not in states]
+        else [s for s in workers if s.doing not in _PHASES and s.slot not in states and not _has_left(facts, s)]
     )
     for state in unknown:
         sentence = f"waiting for {state.name} (pid {state.pid}) to join the broker"
         for_s = facts.unix_s - max(state.started_unix_s, facts.snapshot.started_unix_s or 0.0)
         yield observe(facts, "worker_not_joined", state.name, sentence, for_s)
+
+
+def _has_left(facts: Facts, state: ProcessState) -> bool:
+    """Return whether the books of the worker's life are closed: it has left the broker, and its process is to end."""
+    life = state.slot or 0, state.incarnation
+    return life in facts.snapshot.rows and facts.snapshot.rows[life].closed
 
 
 def joins_blocked(facts: Facts) -> Iterator[Observation]:

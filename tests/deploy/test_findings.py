@@ -48,6 +48,9 @@ DROPS = FleetConfig(broker=BrokerSection(max_held_batches=4, overflow="drop_olde
 NO_WEIGHTS = {0: {**WORKER, "weights_seq": 0}, 1: {**WORKER, "weights_seq": 0}}
 HOSTLESS = {**WORKER, "env_silence_s": 15.0, "env_hosts": {"connected": 0, "wanted": 1}}
 ONE_HOST = {**WORKER, "envs_lost": 4, "num_envs": 8, "env_steps": 9, "env_hosts": {"connected": 1, "wanted": 2}}
+LEFT = LedgerRow(
+    slot=1, incarnation=1, totals=WorkerTotals(), accepted=(0, 0), held=(0, 0), settled=Settled(), closed=True
+)
 OPEN = LedgerRow(slot=1000, incarnation=3, totals=WorkerTotals(), accepted=(0, 0), held=(0, 0), settled=Settled())
 BEFORE = ((NOW - 50.0, {"messages_refused": 2.0, "env_steps_total": 9000.0}),)
 ELSEWHERE = {**WORKER, "unix_s": NOW - 8, "pid": 3, "host": "\x1b[2Jbox"}
@@ -504,6 +507,10 @@ FINE = {
             gauges={**ABORTED, "aborted_len_mean": 130.0},
             workers={0: {**FAILED_ONCE, "env_failure_age_s": 99.0}, 1: WORKER},
         ),
+        "Learning. Nothing lost.",
+    ),
+    "has a worker that has just left, and its supervisor has not told yet": (
+        told(workers={0: WORKER}, rows={(1, LEFT.incarnation): LEFT}),
         "Learning. Nothing lost.",
     ),
     "drains": (
