@@ -10,7 +10,6 @@ _PARTS: Mapping[str, str] = {
     "MultiAgentEnvRunner": "headrace.workers.agents.multi_agent_env_runner",
     "RemotePlacement": "headrace.workers.envs.remote.placement",
     "adapted_agents": "headrace.workers.agents.opening_agents",
-    "limited_construction": "headrace.workers.envs.native.processes",
     "open_native": "headrace.workers.envs.native.partial",
     "problem_of_kind": "headrace.workers.agents.packing",
 }

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from headrace.broker.batches.broker_observer import BrokerObserver
 from headrace.broker.files.books_file import EndedLives
@@ -101,7 +100,7 @@ class FleetReports(BrokerObserver):
         elif self._restored:
             core.folding.stored(reporter.take_closed_rows())
         if self._restored:
-            metrics.forget(core.fold(partial(metrics.counters_of, now=now)))
+            metrics.forget(core.fold(metrics.counters_of))
         if reporter is None:
             return
         blocked = _lacks_descriptors() or core.joins_blocked

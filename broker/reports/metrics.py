@@ -103,7 +103,7 @@ class FleetMetrics(BrokerObserver):
         chunks = source.settled.committed[1] - before.committed[1]
         self._counted.setdefault(source.key, Counter())[COMMITTED_BYTES] += _committed_bytes(batches, chunks)
 
-    def counters_of(self, source: Source, now: float) -> dict[str, int]:
+    def counters_of(self, source: Source) -> dict[str, int]:
         """Return the lifetime counters of a life that its ledger row does not have, without those that are 0."""
         before = self._counted_before.get(source.key, {})
         own: Mapping[str, int] = self._counted.get(source.key, {})
@@ -152,7 +152,7 @@ class FleetMetrics(BrokerObserver):
         rows, unix_s = (source.ledger_row() for source in changed), round(time.time(), 3)
         return Report(
             rows=[row for row in rows if row is not None],
-            counters={source.key: self.counters_of(source, now) for source in changed},
+            counters={source.key: self.counters_of(source) for source in changed},
             folded=core.folding.take_news(),
             gauges=self._gauges(now),
             workers={

@@ -38,7 +38,7 @@ class LearnerLease:
     told: dict[tuple[int, int], int] = field(default_factory=dict)
     """The last batch of each source that the learner was told of on this connection."""
     weights_told: dict[Peer, dict[str, Any]] = field(default_factory=dict)
-    """What each connection was last told of the weights that workers load."""
+    """The newest facts about the workers' weights that each connection was told."""
     reads_all: bool = False
     """True if it reads every encoding of arrays that this broker takes from workers."""
     headrace_version: str = ""
@@ -49,7 +49,7 @@ class LearnerLease:
     heard_at: float = 0.0
     """Time of its newest HELLO or commit."""
     waiting: bool = False
-    """Whether its newest commit says that its user waits for a batch."""
+    """True if the learner's newest commit says that its user waits for a batch."""
     granted: bool = False
     """True when this broker gave out the epoch; False when the learner claimed it."""
 

@@ -23,7 +23,6 @@ from headrace.deploy.command.entry import end_process
 from headrace.deploy.process.fork_server import HEADRACE, READY
 from headrace.deploy.process.parent_death import CANNOT_RUN, PR_SET_PDEATHSIG
 from headrace.deploy.run.annexes import part
-from headrace.workers import annex_parts
 
 _ADOPTION_S = 5.0
 """Seconds until a new process must have become the supervisor's child."""
@@ -57,7 +56,6 @@ def _import_all() -> None:
 
     part("check_start")
     part("run_learner")
-    annex_parts.part("limited_construction")
     import headrace.broker.process
     import headrace.deploy.command.cli
     import headrace.deploy.fleet.check_process

@@ -48,7 +48,7 @@ class Summary:
     problems: Sequence[str] = ()
     """The audit's sentences about the ledger; empty when it adds up."""
     bottleneck: str = ""
-    """What limited the pace for most of the run, and what would help, in words; "" where nothing clearly did."""
+    """A sentence on the limit of the pace for most of the run, with its remedy; "" without a clear limit."""
 
     @property
     def balanced(self) -> bool | None:

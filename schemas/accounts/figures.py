@@ -276,7 +276,7 @@ SLOT_TABLE = (
     Metric("restarts", "restarts", "of its process by the supervisor", shown="Restarts"),
     Metric("episodes_all", "episodes", "finished in these lives", shown="Episodes"),
 )
-"""What the books and the supervisor tell of a slot. Redis does not have these figures under `workers`."""
+"""Figures of a slot that books and supervisor tell. Redis does not have these figures under `workers`."""
 
 
 FLEET_TABLE = (

@@ -131,7 +131,7 @@ class Commit(Message):
     consumed_batches: Natural = 0
     """Number of batches, of all ever received, that the learner's user has been given."""
     waiting: bool = False
-    """Whether its user waits for a batch at this moment. A stream in which it waits says so twice a second."""
+    """True while the learner's user waits for a batch. The stream then says so twice a second."""
     window_steps: WindowSteps = None
     figures: LearnerFigures | None = None
     """Sent some times a second; None: unchanged."""

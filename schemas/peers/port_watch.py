@@ -116,7 +116,7 @@ class _Connection:
     """Bytes of them that are in messages that were taken."""
     taken: int = 0
     messages: int = 0
-    """Those of its account, as of the last look."""
+    """Bytes and messages that the account had at the last look."""
     held: int = 0
     unfinished: int = 0
     """Bytes that it held at the look before, if they are part of one message: nothing else waited at the port since."""

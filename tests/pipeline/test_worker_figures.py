@@ -56,7 +56,7 @@ def counters(broker: BrokerThread) -> dict[str, int]:
 
     def ask(asked: Any) -> dict[str, int]:
         sources = list(asked.core.store.sources.values())
-        return feature(asked, FleetMetrics).counters_of(sources[0], time.monotonic()) if sources else {}
+        return feature(asked, FleetMetrics).counters_of(sources[0]) if sources else {}
 
     return broker.ask(ask)
 

@@ -195,7 +195,7 @@ def test_the_last_words_of_a_worker_have_its_newest_metrics() -> None:
 
 
 def committed_bytes(metrics: FleetMetrics, source: Source) -> int:
-    return metrics.counters_of(source, 0.0).get("committed_bytes_total", 0)
+    return metrics.counters_of(source).get("committed_bytes_total", 0)
 
 
 def test_committed_bytes_leave_out_what_the_broker_drops_and_chunks_the_learner_leaves_out() -> None:
@@ -228,13 +228,13 @@ def test_counters_of_lives_go_on_from_those_of_an_earlier_broker() -> None:
     wait = labelled("worker_wait_s_total", "reason", "round")
     known = {"accepted_bytes_total": 100, "aborted_episodes_total": 1, wait: 7, "sampled_bytes_total": 5000}
     metrics.continue_from({(0, 1): {**known, "env_steps_total": 9}})
-    assert metrics.counters_of(source, 0.0) == known
+    assert metrics.counters_of(source) == known
     told = header(1, 10).model_copy(update={"aborted": [(1.0, 2), (3.0, 4)]})
     accept(metrics, told, nbytes=50)
     source.end_reason = "fenced"
     source.figures.take(beat(bytes_shipped=(4000, 4000), waited_s={"round": 8.9}), 0.0)
     more = {"accepted_bytes_total": 150, "aborted_episodes_total": 3, wait: 8, "fenced_lives_total": 1}
-    assert metrics.counters_of(source, 0.0) == {**known, **more}
+    assert metrics.counters_of(source) == {**known, **more}
 
 
 @pytest.mark.parametrize(("env_steps", "expected"), [(50, 50), (0, 0), (None, 100)])

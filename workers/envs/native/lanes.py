@@ -24,17 +24,17 @@ from headrace.workers.envs.lane_table import LaneTable
 from headrace.workers.envs.native.creators import vector_creator
 from headrace.workers.envs.native.infos import infos_by_lane, without_rows
 from headrace.workers.envs.native.kinds import autoreset_of, check_vector, seeding_of
-from headrace.workers.envs.native.processes import (
+from headrace.workers.envs.observations import Observations
+from headrace.workers.envs.ownership import free
+from headrace.workers.envs.recovery import SharedRecovery, wait_for_one
+from headrace.workers.envs.spaces import spaces_of_vector
+from headrace.workers.envs.vector_processes import (
     Watchdog,
     close_vector,
     end_watched,
     limited_construction,
     processes_of,
 )
-from headrace.workers.envs.observations import Observations
-from headrace.workers.envs.ownership import free
-from headrace.workers.envs.recovery import SharedRecovery, wait_for_one
-from headrace.workers.envs.spaces import spaces_of_vector
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.basics.printable import one_line
 
 Chart = dict[str, Any]
-"""What `charts.js` draws: `title`, `unit`, `scale`, `lines` (name and label) and `bands` (low, high, label)."""
+"""The data of one chart of `charts.js`: `title`, `unit`, `scale`, `lines` (name, label), `bands` (low, high, label)."""
 
 _FIGURES = (*GAUGE_TABLE, *COUNTER_TABLE, RESTARTS, *FLEET_TABLE)
 TILES = tuple(figure for figure in _FIGURES if figure.shown)
