@@ -73,9 +73,7 @@ from headrace.schemas.messages.weights import read_weights
 from headrace.schemas.messages.weights_messages import MAPPING_TOPIC
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import advertised, host_to_advertise
-from headrace.schemas.peers.descriptors import source_of
 from headrace.schemas.peers.heartbeat_interval import least_interval
-from headrace.schemas.peers.port_watch import PortWatch
 from headrace.schemas.peers.rendezvous import Published
 from headrace.schemas.settings.config import BrokerSection, FleetConfig
 
@@ -251,8 +249,6 @@ class Broker:
         for socket in (self.sockets.learners, self.sockets.workers):
             if socket in ready:
                 self._drain(socket)
-            else:
-                self.sockets.watches[socket].emptied()
         if self.sockets.weights in ready:
             self._answer_subscribers()
         if any(socket in ready for socket in self.sockets.auth.sockets):
@@ -275,29 +271,26 @@ class Broker:
     # -- taking messages ----------------------------------------------------------------------------------------------
 
     def _drain(self, socket: Socket) -> None:
-        watch, ends_at = self.sockets.watches[socket], time.monotonic() + _TURN_S
+        ends_at = time.monotonic() + _TURN_S
         for _ in range(_BURST):
             frames = receive(socket)
             if frames is None:
-                watch.emptied()
                 return
-            self._hear(socket, watch, frames)
+            self._hear(socket, frames)
             if time.monotonic() > ends_at:
                 return
 
-    def _hear(self, socket: Socket, watch: PortWatch, frames: list[zmq.Frame]) -> None:
-        """Handle one message. Note whether its sender has introduced itself."""
-        route, nbytes = frames[0].bytes, sum(len(frame) for frame in frames[1:])
-        peer = (_WORKER if socket is self.sockets.workers else _LEARNER) + route
-        account = watch.heard(source_of(frames[-1]), route, nbytes)
+    def _hear(self, socket: Socket, frames: list[zmq.Frame]) -> None:
+        """Handle one message."""
+        nbytes = sum(len(frame) for frame in frames[1:])
+        peer = (_WORKER if socket is self.sockets.workers else _LEARNER) + frames[0].bytes
         try:
-            if account.known or self._may_speak(socket, peer, frames[-1]):
+            if self.core.knows(peer) or self._may_speak(socket, peer, frames[-1]):
                 self._take(socket, peer, frames[1:], nbytes)
         except DecodeError as error:
             self._refuse(peer, error)
         except Exception as error:  # noqa: BLE001  one peer's message must not end the process of all
             self._note_failure(peer, error)
-        account.known = account.known or self.core.knows(peer)
 
     def _may_speak(self, socket: Socket, peer: Peer, frame: zmq.Frame) -> bool:
         """Return whether a peer that is not known yet may send messages.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
 from dataclasses import dataclass
 
 import zmq
@@ -17,8 +17,9 @@ from headrace.schemas.accounts.redis_keys import GONE_KEY
 from headrace.schemas.credentials.key_files import PeerKey
 from headrace.schemas.credentials.keys import BrokerKeys
 from headrace.schemas.credentials.loopback_token import ServerToken
-from headrace.schemas.peers.descriptors import peer_of, source_of
-from headrace.schemas.peers.port_watch import PortWatch
+from headrace.schemas.peers.descriptors import peer_in_words, peer_of, shut_down, source_of
+
+log = logging.getLogger(__name__)
 
 END_AFTER_S = 1.0
 """Seconds between the last message to a peer whose key is revoked and the end of its connection."""
@@ -28,13 +29,13 @@ END_AFTER_S = 1.0
 class _Connection:
     peer: Peer
     public: bytes
-    watch: PortWatch
     fd: int
     address: tuple[str, int] | None
 
     def end(self) -> None:
-        if self.address is not None:
-            self.watch.end(self.fd, self.address, "its key is revoked")
+        """Shut the connection down, if it still is the one at its descriptor."""
+        if self.address is not None and shut_down(self.fd, self.address):
+            log.warning("closed a connection of %s: its key is revoked", peer_in_words(self.address))
 
 
 class KeyedPeers(BrokerObserver):
@@ -47,7 +48,8 @@ class KeyedPeers(BrokerObserver):
         self._changes = self.known.changes if self.known is not None else 0
         self._connections: dict[tuple[Socket, int], _Connection] = {}
         """By port and descriptor, so there are at most as many as the port ever had at the same time."""
-        self._ending: deque[tuple[float, _Connection]] = deque()
+        self._ending: dict[_Connection, float] = {}
+        """The time at which each connection ends whose key is revoked."""
 
     def introduce(self, socket: Socket, peer: Peer, frame: zmq.Frame) -> PeerKey | None:
         """Note the key of the connection on which a frame came, and return the key's present state.
@@ -56,10 +58,11 @@ class KeyedPeers(BrokerObserver):
         """
         key, fd = self._sockets.auth.key_of(frame), source_of(frame)
         if key is not None:
-            found = _Connection(peer, key.public, self._sockets.watches[socket], fd, peer_of(fd))
-            self._connections[socket, fd] = found
+            found = _Connection(peer, key.public, fd, peer_of(fd))
             if key.revoked:
                 self._end_soon(found)
+            else:
+                self._connections[socket, fd] = found
         return key
 
     def tick(self, now: float) -> None:
@@ -70,8 +73,9 @@ class KeyedPeers(BrokerObserver):
         if self.known is None:
             return
         self.known.look()
-        while self._ending and now >= self._ending[0][0]:
-            self._ending.popleft()[1].end()
+        for connection in [connection for connection, ends_at in self._ending.items() if now >= ends_at]:
+            del self._ending[connection]
+            connection.end()
         if self._changes == self.known.changes:
             return
         self._changes = self.known.changes
@@ -88,6 +92,6 @@ class KeyedPeers(BrokerObserver):
     def _end_soon(self, connection: _Connection) -> None:
         """End a connection. A peer that only listens is cut immediately: it takes no message, and would get weights."""
         if connection.peer:
-            self._ending.append((time.monotonic() + END_AFTER_S, connection))
+            self._ending.setdefault(connection, time.monotonic() + END_AFTER_S)
         else:
             connection.end()

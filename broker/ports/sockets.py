@@ -21,7 +21,7 @@ from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.connection_limit import connection_limit
 from headrace.schemas.peers.port_listing import PortListing
-from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortBounds, PortWatch
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch
 from headrace.schemas.peers.ports import ports_to_try
 from headrace.schemas.peers.socket_folder import endpoint_of, lock_socket_folder, make_socket_folder
 from headrace.schemas.settings.config import BrokerSection, is_loopback
@@ -56,16 +56,12 @@ class BrokerSockets:
         self._lock = lock_socket_folder(self._folder) if self._folder is not None else None
         self._own = sockets.OwnSockets(zmq.Context(), "the broker", 0.5)
         self.auth = ZapAuthenticator(self._own, keys)
-        self.watches: dict[Socket, PortWatch] = {}
-        """The watch over the connections of each socket."""
-        places = connection_limit(BROKER_CONNECTIONS, ports=3)
-        batches = PortBounds(places, config.max_batch_bytes + (1 << 20), config.max_held_bytes)
-        versions = PortBounds(places, DEFAULT_LIMITS.payload_bytes + (1 << 20), config.max_held_bytes)
-        listeners = PortBounds(places, _SUBSCRIPTION_BYTES, admits_all=True)
+        self._places = connection_limit(BROKER_CONNECTIONS, ports=3)
+        batches, versions = config.max_batch_bytes + (1 << 20), DEFAULT_LIMITS.payload_bytes + (1 << 20)
         try:
             self.workers, worker = self._bind(config, "worker", before, batches)
             self.learners, learner = self._bind(config, "learner", before, versions)
-            self.weights, weights = self._bind(config, "weights", before, listeners)
+            self.weights, weights = self._bind(config, "weights", before, _SUBSCRIPTION_BYTES)
         except BaseException:
             self._own.close(0.0)
             self._unlock()
@@ -75,20 +71,19 @@ class BrokerSockets:
         self._listing = PortListing((worker, learner, weights) if listed else (), listed)
 
     def _bind(
-        self, config: BrokerSection, role: str, before: Endpoints | None, bounds: PortBounds
+        self, config: BrokerSection, role: str, before: Endpoints | None, largest_frame: int
     ) -> tuple[Socket, str]:
         """Bind one socket: to its place in the folder of Unix sockets, or to a port."""
         kind, options = (zmq.XPUB, sockets.XPUB) if role == "weights" else (zmq.ROUTER, sockets.ROUTER)
         waiting = {"SNDHWM": sockets.MOST_WAITING} if role == "worker" else {}
         # Unix sockets are for this user alone, even if the folder is opened to others later.
         family = {"IPV6": int(":" in config.host)} if self._folder is None else {"IPC_FILTER_UID": os.geteuid()}
-        limits = waiting | {"MAXMSGSIZE": bounds.message_bytes} | family
+        limits = waiting | {"MAXMSGSIZE": largest_frame} | family
         socket: Socket = self._own.open(kind, options | limits)
         if role == "weights":
             socket.copy_threshold = sockets.COPY_BELOW_BYTES
         on_failure = self.auth.guard(socket, role)
-        watch = PortWatch(role, self._own.monitor(socket, WATCH_EVENTS), bounds, on_failure)
-        self.watches[socket] = watch
+        watch = PortWatch(role, self._own.monitor(socket, WATCH_EVENTS), self._places, on_failure)
         self._own.before_end(partial(watch.close, socket))
         if self._folder is not None:
             _bind_in_folder(socket, self._folder, role)
@@ -100,7 +95,6 @@ class BrokerSockets:
         """Close all sockets; messages already sent have half a second to leave."""
         self._listing.remove()
         self._own.close()
-        self.watches.clear()
         if self._folder is not None:
             for role in Endpoints.model_fields:
                 (self._folder / role).unlink(missing_ok=True)

@@ -249,8 +249,9 @@ class BrokerCore:
 
     def knows(self, peer: Peer) -> bool:
         """Return whether this peer has introduced itself, and its HELLO was accepted."""
-        known = peer in self.workers.peers or peer in self.workers.supervisors
-        return known or bool(self.learners.name_of(peer))
+        lease = self.learners.lease
+        of_worker = peer in self.workers.peers or peer in self.workers.supervisors
+        return of_worker or (lease is not None and peer in (lease.stream, lease.publisher))
 
     @property
     def has_learner(self) -> bool:

@@ -87,4 +87,4 @@ ChosenName = Annotated[str, Field(max_length=600)]
 HIGHEST_PORT = 65_535
 
 BROKER_CONNECTIONS = 4096
-"""Connections at each port of a broker. Beyond that the one that is silent for longest is closed."""
+"""Connections at each port of a broker. Beyond that a new one is closed."""

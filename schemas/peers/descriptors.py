@@ -8,13 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from contextlib import suppress
 from typing import Protocol
 
-_BUFFER_BYTES = 8 << 20
-_BYTES = struct.Struct("=Q")
-_RECEIVED_AT = 128
-"""The place of tcpi_bytes_received in Linux's `struct tcp_info`."""
 _RESET = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which libzmq's close resets the connection, so that no buffer outlives it."""
 _PEER, _PROCESS = struct.Struct("3i"), "process "
@@ -35,7 +30,7 @@ class Frame(Protocol):
 def source_of(frame: Frame) -> int:
     """Return the descriptor of the connection on which a frame came; -1 for a peer of ZMTP 2 and before.
 
-    Headrace's own peers speak ZMTP 3. Bytes from an older peer count as held, so its connection ends after a while.
+    Headrace's own peers speak ZMTP 3.
     """
     try:
         return int(frame.get(_SRCFD))
@@ -43,26 +38,18 @@ def source_of(frame: Frame) -> int:
         return -1
 
 
-class _Borrowed:
-    """A socket object for a descriptor that libzmq owns, for the time of a `with`. Its end does not close it."""
-
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=fd)
-
-    def __enter__(self) -> socket.socket:
-        return self._socket
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.detach()
-
-
 def peer_of(fd: int) -> tuple[str, int] | None:
     """Return the address of the peer at a descriptor; None if it is no connection (any more), or cannot be known."""
     try:
-        with _Borrowed(fd) as borrowed:
-            return _address(borrowed)
-    except (OSError, AttributeError, ValueError):  # ValueError: -1, of `source_of`
+        borrowed = socket.socket(_FAMILY, socket.SOCK_STREAM, 0, fileno=fd)
+    except (OSError, ValueError):  # ValueError: -1, of `source_of`
         return None
+    try:
+        return _address(borrowed)
+    except (OSError, AttributeError):
+        return None
+    finally:
+        borrowed.detach()  # its end would close the descriptor
 
 
 def _address(found: socket.socket) -> tuple[str, int]:
@@ -78,17 +65,6 @@ def peer_in_words(peer: tuple[str, int]) -> str:
     """Return a result of `peer_of` as the log names it."""
     host, port = peer
     return host if host.startswith(_PROCESS) else f"{host}:{port}"
-
-
-def bytes_received(fd: int) -> int:
-    """Return how many bytes have come at a descriptor in all; 0 where the system does not tell."""
-    size = _RECEIVED_AT + _BYTES.size
-    try:
-        with _Borrowed(fd) as borrowed:
-            told = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-    except (OSError, AttributeError, ValueError):  # ValueError: -1, of `source_of`
-        return 0
-    return int(_BYTES.unpack_from(told, _RECEIVED_AT)[0]) if len(told) >= size else 0
 
 
 def shut_down(fd: int, peer: tuple[str, int]) -> bool:
@@ -108,8 +84,4 @@ def shut_down(fd: int, peer: tuple[str, int]) -> bool:
             copy.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False
-        # What has come and libzmq has not read: it would still read that, and make messages of it.
-        with suppress(OSError):  # a peer that sends on meanwhile is answered by a reset, which ends this connection
-            while copy.recv(_BUFFER_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
-                pass
     return True

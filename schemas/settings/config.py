@@ -377,7 +377,7 @@ class FleetConfig(ConfigSection):
         if self._workers > (most := BROKER_CONNECTIONS * self.broker.count):
             raise ValueError(
                 f"fleet.workers = {self.fleet.workers} and ray.workers = {self.ray.workers} are more than the {most} "
-                f"connections of broker.count = {self.broker.count}: they would push each other out"
+                f"connections of broker.count = {self.broker.count}: the others could not join"
             )
         held = self.broker.max_held_batches
         if held is not None and self.holds_too_little(held):

@@ -16,7 +16,6 @@ from fuzz.mutations import Mutator, peek
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode, decode_header, encode
 from headrace.schemas.peers.fleet_place import FleetPlace
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.process.child import SOLO_CHILD
 from headrace.workers.envs.process.control import Command
@@ -25,7 +24,7 @@ from headrace.workers.envs.remote.host.process import EnvHost, learn_spaces
 from support.envs.toy import check_books
 from support.ports import free_port
 
-LIES = 150
+LIES, LIES_AT_ONCE = 150, 32
 HONEST, LANES = 2, 4
 """Envs of the honest host, which comes first, and of the worker: the others live on hosts that lie."""
 DEADLINE_S = 60.0
@@ -98,11 +97,11 @@ class LyingHost:
     def play(self) -> None:
         """Tell all lies, then leave with all lives that the worker may have believed."""
         with zmq.Context() as context:
-            for first in range(0, LIES, STRANGE_MESSAGES // 2):  # more, and a host without a life is cut off
+            for first in range(0, LIES, LIES_AT_ONCE):
                 with context.socket(zmq.DEALER) as sock:
                     sock.linger = 0
                     sock.connect(self._port.endpoint)
-                    for _ in range(first, min(first + STRANGE_MESSAGES // 2, LIES)):
+                    for _ in range(first, min(first + LIES_AT_ONCE, LIES)):
                         self._lie(sock)
                     self._until_heard(sock)
         with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
@@ -150,7 +149,7 @@ class LyingHost:
         deadline, is_heard = time.monotonic() + DEADLINE_S, False
         asked_at = 0.0
         while not is_heard:
-            if time.monotonic() > asked_at + 1.0:  # again, in case that the connection was cut off for the lies
+            if time.monotonic() > asked_at + 1.0:  # again, in case that the connection has ended
                 asked_at = time.monotonic()
                 sock.send_multipart(EnvHeartbeat(life="nobody").frames())
             self._port.turn()

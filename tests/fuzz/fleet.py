@@ -30,7 +30,6 @@ from fuzz.mutations import Mutator, peek, sealed
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.accounts.recorder import read_recorder
 from headrace.schemas.frames.wire import Buffer, MessageKind
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from support.fleets.running_fleet import RunningFleet
 from support.pipeline.delivery import RawPeer
 from support.raw_zmtp import RawZmtp, frame, memory_of
@@ -96,7 +95,7 @@ class Strangers:
         if not _is_accepted(frames, self._fleet_id):
             peer.socket.send_multipart(frames, copy=False)
             self._said[f"{role}: {kind.name}"] += 1
-        if rng.random() < 1 / STRANGE_MESSAGES:
+        if rng.random() < 1 / 64:
             self._peers.pop(role)[0].__exit__()
 
     def _new_peer(self, role: str) -> tuple[RawPeer, int]:

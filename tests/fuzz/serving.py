@@ -12,14 +12,13 @@ from fuzz.mutations import NUMBERS, Mutator
 
 from headrace.schemas.errors.serving import HTTP_STATUS
 from headrace.schemas.frames.wire import MessageKind, decode, encode
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from headrace.workers.serving.serving_messages import ANSWERS, ClientHello
 from headrace.workers.serving.single_frame import join_frames, split_frame
 from support.serving.hostile_requests import Hostile, codes_by_http
 from support.serving.other_client import somebody_else
 from support.serving.served import LIMITS, Served
 
-MESSAGES = 100
+MESSAGES, AT_ONCE = 100, 50
 ANSWER_MS = 100_000
 
 
@@ -27,12 +26,12 @@ def by_zmq(seed: int, server: Served) -> Counter[str]:
     """Return the number of answers by error, and "" for answers without an error. Every message is answered."""
     told, mutator, hostile = Counter[str](), Mutator(seed, "serving"), Hostile(seed, f"session-{seed}")
     with zmq.Context() as context:
-        for first in range(0, MESSAGES, STRANGE_MESSAGES - 1):  # one more, and a client without a session is cut off
+        for first in range(0, MESSAGES, AT_ONCE):
             with context.socket(zmq.DEALER) as sock:
                 sock.linger = 0
                 sock.connect(server.endpoint)
                 _join(sock, f"session-{seed}")
-                for _ in range(first, min(first + STRANGE_MESSAGES - 1, MESSAGES)):
+                for _ in range(first, min(first + AT_ONCE, MESSAGES)):
                     kind, header, arrays = hostile.message()
                     if mutator.random.random() < 0.1:
                         header[mutator.random.choice(("request", "step", "reward"))] = mutator.random.choice(NUMBERS)

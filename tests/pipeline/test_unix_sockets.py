@@ -16,14 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 
 from headrace.broker.files.state_file import Endpoints, read_broker_file
 from headrace.broker.ports.sockets import BrokerSockets
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, PortInUseError, RunDirError, UnreachableError
-from headrace.schemas.peers.port_watch import STRANGE_MESSAGES
 from headrace.schemas.settings.config import BrokerSection
 from support.pipeline.delivery import BrokerThread, Envs, StartBroker, StartFeeder, batches_of, broker_process
 from support.waiting import TIMEOUT_S, wait_until
@@ -125,20 +123,6 @@ def test_a_long_run_directory_has_its_sockets_in_a_private_folder_of_tmp(
     assert folder_of(third.endpoints) != folder
     third.stop()
     assert start_broker(run_dir).endpoints.worker.startswith("tcp://"), "the next run may use ports"
-
-
-def test_a_peer_without_hello_is_cut_at_a_unix_socket_too(
-    start_broker: StartBroker, start_feeder: StartFeeder, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    broker = start_broker(transport="ipc")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.connect(broker.endpoints.worker)
-        for _ in range(STRANGE_MESSAGES):
-            stranger.send(b"no message")
-        wait_until(lambda: "messages without HELLO; 1 so far" in caplog.text, "the end of its connection")
-    assert f"closed a connection of process {os.getpid()} at the worker port" in caplog.text
-    all_arrives(broker.endpoints, tmp_path, start_feeder)
 
 
 # -- all others -------------------------------------------------------------------------------------------------------

@@ -82,11 +82,6 @@ class ClientSessions:
         """Return the number of open sessions."""
         return len(self._sessions)
 
-    def has(self, session: object, token: object) -> bool:
-        """Return whether the session of this name is open, and this is its token."""
-        known = self._sessions.get(session) if isinstance(session, str) else None
-        return known is not None and isinstance(token, str) and same_token(known.token, token)
-
     def counts(self) -> dict[str, int]:
         """Return the numbers of sessions, of their open episodes, and of finished episodes that are remembered."""
         sessions = self._sessions.values()

@@ -284,7 +284,6 @@ class RemotePool:
             if message.kind is not MessageKind.BYE:
                 self._say(route, Fenced(detail="this life of the env host is over, or was begun with another worker"))
             return
-        self._router_port.know()
         now = time.monotonic()
         host.hear(route, now)
         match message.kind:
@@ -327,7 +326,6 @@ class RemotePool:
             if (theirs := hello.headrace_version) != (own := headrace_version()):
                 text = f"env host {host.name} runs headrace {theirs or 'of no told version'}, this worker {own}"
                 self._warnings.warn(b"", "version", text)
-        self._router_port.know()
         config = self._config
         self._say(
             route,

@@ -23,9 +23,8 @@ from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.connection_limit import connection_limit
-from headrace.schemas.peers.descriptors import source_of
 from headrace.schemas.peers.port_listing import PortListing
-from headrace.schemas.peers.port_watch import WATCH_EVENTS, PeerAccount, PortBounds, PortWatch
+from headrace.schemas.peers.port_watch import WATCH_EVENTS, PortWatch
 from headrace.schemas.peers.ports import ports_to_try
 from headrace.schemas.peers.zap import ENDPOINT, judge
 from headrace.schemas.settings.config import is_loopback
@@ -38,10 +37,6 @@ _TURN_S, _SHORT_TURN_S = 0.02, 0.002
 has brought something new, since its sender waits for what comes next.
 """
 _MOST_FRAMES = DEFAULT_LIMITS.frames
-_MESSAGES_HELD = 4
-"""How many of the largest messages all connections together may hold unfinished."""
-
-
 _ENV_HOSTS = ("env hosts", "env_hosts_host", "env_hosts_allow_insecure")
 _CLIENTS = ("clients", "serving.host", "broker.allow_insecure")
 """The peers of a port, and the settings of its host and of `allow_insecure`."""
@@ -92,9 +87,6 @@ class RouterPort:
             log.warning("serving %s on %s without encryption or authentication, as configured", self._who, host)
         self._listing = PortListing((), "")
         self._warnings = CountedWarnings(log)
-        self._watch: PortWatch | None = None
-        self._speaker = PeerAccount()
-        """The connection of the message that `receive` yielded last."""
         self._own = sockets.OwnSockets(zmq.Context(), f"a port for {self._who}", 0.2)
         self._poller = zmq.Poller()
         try:
@@ -118,9 +110,9 @@ class RouterPort:
         limits = {"SNDHWM": sockets.MOST_WAITING, "MAXMSGSIZE": most}
         options = sockets.ROUTER | limits | {"IPV6": int(":" in host)}
         socket: zmq.Socket[bytes] = self._own.open(zmq.ROUTER, options | keys)
-        bounds = PortBounds(connection_limit(_CONNECTIONS, ports=2), most, _MESSAGES_HELD * most)
-        self._watch = PortWatch(self._who, self._own.monitor(socket, WATCH_EVENTS), bounds)
-        self._own.before_end(partial(self._watch.close, socket))
+        places = connection_limit(_CONNECTIONS, ports=2)
+        watch = PortWatch(self._who, self._own.monitor(socket, WATCH_EVENTS), places)
+        self._own.before_end(partial(watch.close, socket))
         for candidate in ports_to_try(port):
             endpoint = f"tcp://{in_url(host)}:{candidate}"
             try:
@@ -153,8 +145,6 @@ class RouterPort:
                 self._judge(self._zap)
             else:
                 speaking = True
-        if not speaking and self._watch is not None:
-            self._watch.emptied()
         return speaking
 
     def _judge(self, zap: zmq.Socket[bytes]) -> None:
@@ -176,32 +166,16 @@ class RouterPort:
     def receive(
         self, most: int = _BURST, has_news: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield (route, frames) of each message that waits, at most `most` or a burst. `has_news` makes the turn short.
-
-        Before the next message, call `know` if the message was accepted.
-        """
-        watch, began = self._watch, time.monotonic()
-        assert watch is not None
+        """Yield (route, frames) of each message that waits, at most `most` or a burst. `has_news` shortens the turn."""
+        began = time.monotonic()
         for _ in range(min(most, _BURST)):
             message = _receive(self._socket)
             if message is None:
-                watch.emptied()
                 return
-            route, frames, fd = message
-            self._speaker = watch.heard(fd, route, sum(map(len, frames)))
-            yield route, frames
+            yield message
             took = time.monotonic() - began
             if took > _TURN_S or (took > _SHORT_TURN_S and has_news()):
                 return
-
-    @property
-    def knows(self) -> bool:
-        """Return whether the peer of the last message has introduced itself."""
-        return self._speaker.known
-
-    def know(self) -> None:
-        """Note that the peer of the last message has introduced itself."""
-        self._speaker.known = True
 
     def send(self, route: bytes, frames: list[Buffer]) -> bool:
         """Send one message without waiting. Return False if the peer is gone, or too many messages wait for it."""
@@ -224,8 +198,8 @@ class RouterPort:
         self._own.close()
 
 
-def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes], int] | None:
-    """Return (first frame, the others, descriptor of the connection), or None. Drop frames beyond any decoder's limit.
+def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
+    """Return (first frame, the others), or None. Drop frames beyond any decoder's limit.
 
     A `Frame` knows whether more follow, which is cheaper than asking the socket.
     """
@@ -239,4 +213,4 @@ def _receive(socket: zmq.Socket[bytes]) -> tuple[bytes, list[bytes], int] | None
                 frames.append(frame.bytes)
     except zmq.Again:  # also in the midst of one, whose beginning was lost when Ctrl-C came
         return None
-    return first, frames, source_of(frame)
+    return first, frames

@@ -109,8 +109,6 @@ class ZmqListener:
                 else:
                     self._deliver_steps(steps, sessions, now)  # requests stay in order
                     self._deliver_other(kind, header, parts, address, sessions, now)
-                if not self._router_port.knows and sessions.has(header.get("session"), header.get("token")):
-                    self._router_port.know()
             except HeadraceError as error:
                 self.send(address, refusal_of(error, _number_of(header)))
             except Exception as error:  # noqa: BLE001  one client's message must not end the thread that serves all
