@@ -20,7 +20,6 @@ from headrace.broker.batches.limits import BrokerLimits, BrokerState
 from headrace.broker.batches.slot_owners import revocation
 from headrace.broker.batches.source import Peer
 from headrace.broker.files.books_file import BooksFile
-from headrace.broker.files.learner_rows_file import LearnerRowsFile
 from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.files.rendezvous_file import RendezvousFile
 from headrace.broker.files.state_file import read_broker_file
@@ -157,8 +156,7 @@ def open_broker(
             "version": headrace_version(),
             "settings": orjson.dumps({key: config.value_of(key) for key in TOLD_SETTINGS}).decode(),
         }
-        rows_file, per_hour = LearnerRowsFile(run_dir, fleet_id), config.redis.bytes_per_hour // 2
-        reporter = RedisReporter(redis_url, fleet_id, books, live_s, per_hour, about, lifetime, rows_file)
+        reporter = RedisReporter(redis_url, fleet_id, books, live_s, config.redis.bytes_per_hour // 2, about, lifetime)
     metrics, goal = FleetMetrics(broker.core), (config.fleet.until_return, max_env_steps)
     broker.core.observers += [
         metrics,

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from redis.exceptions import RedisError
 
 from headrace.broker.files.books_file import BooksFile
-from headrace.broker.files.learner_rows_file import LearnerRowsFile
 from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.redis.blob import LARGEST_WEIGHTS, ByteBudget, StoredBlob, weights_in
 from headrace.broker.redis.client import ODD_ANSWERS, REDIS_FAILURES, RedisReader, connect, in_words
@@ -70,7 +69,6 @@ class RedisReporter:
         weights_per_hour: int = REDIS_BYTES_PER_HOUR // 2,
         about: Mapping[str, str] | None = None,
         lifetime_file: LifetimeFile | None = None,
-        rows_file: LearnerRowsFile | None = None,
     ) -> None:
         self._url = without_password(url)
         self._client = connect(url)
@@ -79,7 +77,6 @@ class RedisReporter:
         self._mirror = Mirror()
         self._books_file = books_file
         self._lifetime_file = lifetime_file
-        self._rows_file = rows_file
         self._file_failed = self._lifetime_failed = False
         self._shelf = weights_in(self._client, fleet_id)
         self._budget = ByteBudget(weights_per_hour)
@@ -95,7 +92,7 @@ class RedisReporter:
         self._told_foreign = False
         self._events: deque[tuple[int, list[str]]] = deque(maxlen=MOST_EVENTS)
         self._event_number = 0
-        self._rows = deque(rows_file.read() if rows_file is not None else (), maxlen=MOST_ROWS)
+        self._rows: deque[ReceivedRow] = deque(maxlen=MOST_ROWS)
         self._rows_stored: Version = (0, 0)
         self._saved: SavedState | None = None
         self._saved_read = False
@@ -209,7 +206,6 @@ class RedisReporter:
                 self._visit()
             except REDIS_FAILURES as error:
                 self._note_absence(error)
-                self._keep_rows()
             else:
                 self._note_presence()
         self._client.close()
@@ -271,16 +267,6 @@ class RedisReporter:
             self._rows_stored = rows[-1].version
             while self._rows and self._rows[0].version <= self._rows_stored:
                 self._rows.popleft()
-            waiting = bool(self._rows)
-        if self._rows_file is not None and not waiting:
-            self._rows_file.clear()
-
-    def _keep_rows(self) -> None:
-        """Write the rows of the learner that Redis lacks to the file."""
-        with self._news:
-            rows = list(self._rows)
-        if self._rows_file is not None:
-            self._rows_file.append(rows)
 
     def _send_report(self, events: list[tuple[int, list[str]]], failures: int) -> None:
         """Send part by part what Redis lacks."""

@@ -14,7 +14,6 @@ import orjson
 
 from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerState
 from headrace.broker.files.books_file import BooksFile, EndedLives
-from headrace.broker.files.learner_rows_file import LearnerRowsFile
 from headrace.broker.files.rendezvous_file import note_stopped
 from headrace.broker.files.state_file import Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
@@ -187,11 +186,9 @@ class Fleet:
         """Return the seconds since Redis last answered."""
         return self._poller.age_s if self._poller else 0.0
 
-    def take_learner_rows(self, *, last: bool = False) -> list[LearnerRowView]:
-        """Return the learners' new rows since the last call. The `last` call adds those that wait for Redis."""
-        taken = self._poller.take_learner_rows() if self._poller else []
-        waiting = LearnerRowsFile(self.run_dir.path, self.fleet_id).read() if last else []
-        return taken + [LearnerRowView.of(received) for received in waiting]
+    def take_learner_rows(self) -> list[LearnerRowView]:
+        """Return the learners' new rows since the last call."""
+        return self._poller.take_learner_rows() if self._poller else []
 
     def learner_has_left(self) -> bool:
         """Return whether the running broker has noted in its file that no learner is connected. Redis is not asked."""

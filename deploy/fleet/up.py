@@ -157,7 +157,7 @@ def _announce(fleet: Fleet, origin: str, earlier: EarlierRun | None, changes: li
 
 
 def _log_rows(fleet: Fleet, run_log: RunLog, *, last: bool = False) -> None:
-    restarts, learner_rows = fleet.supervisor.restarts(), fleet.take_learner_rows(last=last)
+    restarts, learner_rows = fleet.supervisor.restarts(), fleet.take_learner_rows()
     run_log.observe(fleet.snapshot, restarts, learner_rows, fleet.evaluations.take_new(), last=last)
 
 

@@ -12,7 +12,6 @@ from redis.exceptions import NoPermissionError
 
 from headrace.broker.redis.client import RedisReader, connect, naming_failures
 from headrace.broker.redis.parser import Hash, HashParser, SourceKey, finite
-from headrace.broker.redis.rows import ReceivedRow
 from headrace.schemas.accounts import redis_keys as keys
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.folded_lives import FoldedLives
@@ -105,14 +104,6 @@ class LearnerRowView:
     env_steps: int
     weights_seq: int
     values: Mapping[str, float]
-
-    @staticmethod
-    def of(received: ReceivedRow) -> LearnerRowView:
-        """Return the view of a row that the broker got, as it will stand in Redis."""
-        row = received.row
-        return LearnerRowView(
-            row.epoch, row.number, round(received.unix_s, 3), received.env_steps, row.weights_seq, row.values
-        )
 
     @property
     def identity(self) -> tuple[int, int]:

@@ -8,7 +8,6 @@ DIR/broker.json      the broker's own: its endpoints, and its state for a restar
 DIR/books.json       the books of ended lives of workers, for an empty Redis (`books_file.py`)
 DIR/lifetime.json    counters of runners, logged sums and env failures, for an empty Redis too; a sum of ended lives, by
                      which the audit sees that the books were lost (`lifetime_file.py`)
-DIR/learner_rows.jsonl    rows of the learner that wait for a Redis that is away (`learner_rows_file.py`); 0600
 DIR/token            what the broker on loopback asks of its peers (`schemas/credentials/loopback_token.py`); 0600
 DIR/ipc/             the broker's Unix sockets, if it has them (`schemas/peers/socket_folder.py`); 0700
 DIR/lock             held while a supervisor lives

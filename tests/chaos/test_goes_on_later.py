@@ -13,7 +13,7 @@ import pytest
 from headrace.deploy.run.resume import read_told
 from headrace.schemas.errors import ExitCode
 from headrace.schemas.settings.config import FleetConfig
-from support.fleets.running_fleet import RunningFleet, redis_in
+from support.fleets.running_fleet import RunningFleet
 
 pytestmark = pytest.mark.chaos
 
@@ -37,45 +37,6 @@ def test_a_process_that_hangs_for_less_than_its_lease_loses_no_batch(tmp_path: P
     assert (result["returncode"], result["goal_reached"], result["balanced"]) == (0, True, True), result["stderr"]
     assert (result["ledger"]["dropped"], result["ledger"]["queued"]) == ({}, 0)
     assert fleet.audit().returncode == 0
-
-
-@pytest.mark.thorough
-def test_rows_of_a_learner_outlive_it_and_the_broker_while_redis_is_away_for_good(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    waiting, logged = run / "learner_rows.jsonl", run / "metrics.jsonl"
-
-    def rows() -> list[str]:
-        found = (orjson.loads(line) for line in logged.read_bytes().splitlines())
-        return [row["learner_row"] for row in found if row["kind"] == "learner"]
-
-    def kept() -> list[str]:
-        found = (orjson.loads(line)["row"] for line in waiting.read_bytes().splitlines() if line.endswith(b"}"))
-        return [f"{row['epoch']}-{row['number']}" for row in found]
-
-    with (
-        redis_in(tmp_path / "elsewhere") as (url, server),
-        RunningFleet(run, *SMALL, "--set", "learner.steps_per_update=512", "--redis-url", url) as fleet,
-    ):
-        fleet.wait_until(lambda: logged.exists() and len(rows()) > 2, "rows of the learner")
-        server.kill()
-        fleet.wait_until(lambda: waiting.exists() and len(kept()) > 3, "rows that wait for Redis")
-        learner, broker = fleet.pid("learner"), fleet.pid("broker")
-        fleet.send(signal.SIGKILL, "broker")
-        fleet.send(signal.SIGKILL, "learner")
-        before = kept()
-        fleet.wait_until(lambda: fleet.pid("learner") not in (None, learner), "the next learner")
-        fleet.wait_until(lambda: fleet.pid("broker") not in (None, broker), "the next broker")
-        fleet.wait_until(
-            lambda: kept()[-1].partition("-")[0] != before[-1].partition("-")[0], "a row of the next learner"
-        )
-        assert set(before) <= set(kept())
-        fleet.terminate()
-        result = fleet.finish()
-    assert result["returncode"] == 0, result["stderr"]
-    order = [tuple(map(int, row.split("-"))) for row in rows()]
-    assert order == sorted(set(order)), "each row once, and in order"
-    assert set(before) <= set(rows())
-    assert set(kept()) <= set(rows()), "what waits still is logged too"
 
 
 @pytest.mark.thorough

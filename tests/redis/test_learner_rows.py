@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.broker.files.learner_rows_file import MOST_LINES, LearnerRowsFile
 from headrace.broker.files.state_file import read_broker_file
 from headrace.broker.redis.rows import ReceivedRow
 from headrace.broker.reports.report import Report
@@ -139,72 +137,6 @@ def test_a_learner_logs_through_the_death_of_broker_and_redis(tmp_path: Path, ma
             until_stored(104)
     assert stored() == list(range(1, 105))
     broker.wait()
-
-
-@pytest.mark.chaos
-def test_rows_outlive_broker_and_learner_that_die_while_redis_is_away(tmp_path: Path, make_server: MakeServer) -> None:
-    server = make_server().start()
-    broker = broker_process(tmp_path, server.url, report_interval_s=0.05)
-    state, file = read_broker_file(tmp_path), tmp_path / "learner_rows.jsonl"
-    assert state is not None
-    endpoint = state.endpoints.learner
-    with EpisodeStream(endpoint) as stream, WeightPublisher(endpoint) as weights:
-        weights.log({"number": 1})
-        wait_until(lambda: stream.next(timeout_s=0.01) is None and len(read(server.url, FLEET)) == 1)
-        assert not file.exists()
-        server.signal(signal.SIGKILL)
-        server.kill()
-        for number in range(2, 62):
-            weights.log({"number": number})
-        wait_until(
-            lambda: stream.next(timeout_s=0.01) is None and file.exists() and b'"number":61.0' in file.read_bytes()
-        )
-        assert file.stat().st_mode & 0o777 == 0o600
-        broker.signal(signal.SIGKILL)
-        broker.wait()
-    server.start()
-    with broker_process(tmp_path, server.url, report_interval_s=0.05):
-        wait_until(lambda: len(read(server.url, FLEET)) == 61 and not file.exists(), "all rows in Redis")
-    assert [row.values["number"] for row in read(server.url, FLEET)] == list(range(1, 62))
-    broker.wait()
-
-
-def test_the_file_of_waiting_rows_is_bounded_and_readable_after_a_kill(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file, path = LearnerRowsFile(tmp_path, "f"), tmp_path / "learner_rows.jsonl"
-    assert file.read() == []
-    waiting: deque[ReceivedRow] = deque(maxlen=1000)
-    for number in range(1, 4002, 10):
-        waiting.extend(received(*range(number, number + 10)))
-        file.append(list(waiting))
-        assert path.read_bytes().count(b"\n") <= MOST_LINES
-    assert LearnerRowsFile(tmp_path, "f").read()[-1000:] == list(waiting)
-    with path.open("ab") as cut:
-        cut.write(b'{"fleet_id":"f","unix_s":1.0,"env_s')
-    again = LearnerRowsFile(tmp_path, "f")
-    assert again.read()[-1000:] == list(waiting)
-    lines = path.read_bytes().count(b"\n") + 1
-    assert f"left out line {lines} of {lines} in learner_rows.jsonl" in caplog.text
-    again.append([*waiting, *received(9000)])
-    assert LearnerRowsFile(tmp_path, "f").read() == [*waiting, *received(9000)]
-    assert caplog.text.count("left out line") == 1, "the half line is gone"
-    assert LearnerRowsFile(tmp_path, "other").read() == []
-    again.clear()
-    assert not path.exists()
-    again.append(received(9001, epoch=2))
-    assert LearnerRowsFile(tmp_path, "f").read() == received(9001, epoch=2)
-
-
-def test_a_file_of_waiting_rows_that_cannot_be_written_is_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "learner_rows.jsonl").mkdir()
-    file = LearnerRowsFile(tmp_path, "f")
-    assert file.read() == []
-    for number in (1, 2):
-        file.append(received(*range(1, number + 1)))
-    assert caplog.text.count("cannot be written") == 1
 
 
 def metric(reduce: Any, value: float, count: int = 1) -> LoggedMetric:
