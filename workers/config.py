@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationErr
 from headrace.schemas.basics.bounds import MOST_SILENCE_S
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.nearest_names import instead_of_cut, nearest_name
+from headrace.schemas.settings.nearest_names import nearest_name
 from headrace.schemas.settings.sampling_settings import SamplingSettings
 
 DEFAULT_MODULE = "headrace.workers.modules:actor_critic"
@@ -67,7 +67,6 @@ class EnvRunnerConfig(SamplingSettings):
             for key in data:
                 if key not in cls.model_fields:
                     near = f"; the nearest is {nearest_name(str(key), cls.model_fields, cutoff=0.0)!r}"
-                    near = instead_of_cut(f"sampling.{key}") or near
                     raise ConfigError(f"no such setting of EnvRunnerConfig{near}", key=str(key))
             _refuse_built(data.get("env"))
         try:

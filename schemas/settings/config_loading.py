@@ -21,7 +21,7 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, is_deeper
 from headrace.schemas.settings import ENV_PREFIX
 from headrace.schemas.settings.config import FleetConfig
-from headrace.schemas.settings.nearest_names import CARRIED, CUT, instead_of_cut, nearest_name
+from headrace.schemas.settings.nearest_names import nearest_name
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ _AS_JSON = {
 """Form of a value that text cannot give, by pydantic's name of the error."""
 
 _LARGEST_FILE = 16 << 20
+_OF_RUNS = ("settings.json", "config.json")
+"""Names of the files in which a run keeps its settings."""
 
 _STREAM_S = 10.0
 _STREAMS: dict[Path, bytes] = {}
@@ -138,8 +140,6 @@ def by_key(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nearest(key: str) -> str:
-    if instead := instead_of_cut(key):
-        return instead
     known = list(known_keys()) if "." in key else list(FleetConfig.model_fields)
     elsewhere = [name for name in known if "." in key and name.partition(".")[2] == key.partition(".")[2]]
     near = nearest_name(key, elsewhere or known, cutoff=0.0 if elsewhere else 0.5)
@@ -167,23 +167,22 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError("is not an object of sections", source=str(path))
     _check_sizes(tree, str(path))
-    if path.suffix == ".json":
-        _leave_out_cut(tree, path)
+    if path.name in _OF_RUNS:
+        _leave_out_unknown(tree, path)
     return tree
 
 
-def _leave_out_cut(tree: Mapping[str, Any], path: Path) -> None:
-    """Carry over or remove what only earlier versions had in a run's own file, so that the run can be resumed."""
-    for key, (default, instead) in CUT.items():
-        section, _, name = key.partition(".")
-        content = tree.get(section)
-        if not isinstance(content, dict) or (given := content.pop(name, default)) == default:
-            continue
-        if (new := CARRIED.get(key)) is None:
-            log.warning("%s: %s of an earlier version has no effect any more: %s", path, key, instead)
-        else:
-            known = content.get(new)
-            content[new] = [*(known if isinstance(known, list) else []), name] if given is True else given
+def _leave_out_unknown(tree: dict[str, Any], path: Path) -> None:
+    """Leave out what only other versions have in a run's own file, so that the run can be resumed."""
+    known, unknown = known_keys(), list[str]()
+    for section, content in list(tree.items()):
+        for name in [name for name in content if f"{section}.{name}" not in known] if isinstance(content, dict) else ():
+            unknown.append(f"{section}.{name}")
+            del content[name]
+        if section not in FleetConfig.model_fields and not content:
+            del tree[section]
+    if unknown:
+        log.warning("%s: settings of another version have no effect: %s", path, ", ".join(unknown))
 
 
 def _check_sizes(tree: Mapping[str, Any], source: str) -> None:

@@ -126,7 +126,7 @@ def test_the_command_reports_a_bad_value_in_one_sentence() -> None:
         ("[sampling]\nenv_config = {x = nan}", ("sampling.env_config", "finite", "bad.toml")),
         ("[sampling]\nenv_config = {day = 2026-01-01}", ("sampling.env_config", "got a date", "bad.toml")),
         ("[broker]\nport = 65534", ("broker.port", "65533")),
-        ("[broker]\nworker_port = 5701", ("broker.worker_port", "broker.port has its place")),
+        ("[broker]\nworker_port = 5701", ("broker.worker_port", "did you mean broker.port?")),
         ('[broker]\ntransport = "ipc"\nport = 5701', ("has no ports, and port = 5701 is one",)),
         ('[broker]\ntransport = "ipc"\nhost = "10.0.0.1"', ("serves this machine alone", "'10.0.0.1'")),
         ('[broker]\ntransport = "ipc"\nallow_insecure = true', ("lets others in",)),
