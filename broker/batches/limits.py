@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from headrace.schemas.accounts.runner_counters import Counters
 from headrace.schemas.peers.heartbeat_interval import heartbeat_interval
@@ -55,8 +55,6 @@ class BrokerState:
     """Highest incarnation ever given out, by slot."""
     owners: dict[int, str] = field(default_factory=dict)
     """The group of keys that has each slot, as far as a worker with a key has joined there."""
-    own_spaces: dict[str, Any] = field(default_factory=dict)
-    """Spaces that a worker of the fleet's own group told last. Without keys there are none."""
     counters: dict[int, Counters] = field(default_factory=dict, compare=False)
     """Lifetime counters of the runner in each slot. Redis and `lifetime_file.py` keep them: no promise depends on the
     newest.

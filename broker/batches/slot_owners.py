@@ -46,10 +46,6 @@ class SlotOwners:
         if group is not None:
             self._state.owners[slot] = group
 
-    def own_has_joined(self) -> bool:
-        """Return whether a worker of the fleet's own group has ever joined."""
-        return any(self.owner(slot) == self.own_group for slot in self._state.incarnations)
-
     def judge(self, hello: Message, key: PeerKey | None) -> None:
         """Raise `DecodeError` for a HELLO of another role than its key, or for a slot that the peer may not have."""
         if key is not None and isinstance(hello, WorkerHello | LearnerHello | SupervisorHello):

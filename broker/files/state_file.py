@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -43,14 +42,12 @@ class BrokerFile(BaseModel):
     learner_token: str = ""
     incarnations: dict[int, int] = {}
     owners: dict[int, str] = {}
-    own_spaces: dict[str, Any] = {}
     has_learner: bool | None = None
     """True if a learner was connected at the broker's last report; None before its first."""
 
     def state(self) -> BrokerState:
         """Return the part of the file from which the broker's core goes on."""
-        owners, spaces = dict(self.owners), dict(self.own_spaces)
-        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), owners, spaces)
+        return BrokerState(self.epoch, self.learner_token, dict(self.incarnations), dict(self.owners))
 
 
 def file_path(run_dir: Path) -> Path:
@@ -104,7 +101,6 @@ def write_broker_file(
         learner_token=state.learner_token,
         incarnations=state.incarnations,
         owners=state.owners,
-        own_spaces=state.own_spaces,
         has_learner=has_learner,
     )
     path = file_path(run_dir)

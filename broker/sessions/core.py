@@ -272,7 +272,7 @@ class BrokerCore:
         return list(self.workers.peers.values())
 
     def _send_status(self) -> None:
-        self.learners.send_status(self.live(), self.workers.heeded(), self.workers.spaces)
+        self.learners.send_status(self.live(), self.workers.spaces)
 
     def _tell_exhausted(self) -> None:
         """Send the learner a status immediately when no worker and no unsettled batch is left: it may be stopping."""
@@ -313,6 +313,5 @@ class BrokerCore:
 
     def _raise_epoch(self, peer: Peer, version: Version) -> None:
         """Raise the learner epoch above that of a worker's weights, which may come from an earlier broker."""
-        source = self.workers.peers.get(peer)
-        if source is not None and self.workers.heeds(source):
+        if peer in self.workers.peers:
             self.learners.raise_epoch(version, self.workers.spaces)

@@ -257,10 +257,10 @@ class LearnerSessions:
             self._outbox.send(learner.stream, start)
         learner.told[source.key] = seq
 
-    def send_status(self, workers: list[Source], heeded: list[Source], spaces: dict[str, Any]) -> None:
-        """Send the heartbeat to the learner. Its facts about weights come from the `heeded` workers alone."""
+    def send_status(self, workers: list[Source], spaces: dict[str, Any]) -> None:
+        """Send the heartbeat to the learner."""
         learner = self.lease
-        self._weights_told = next((source.weights_told for source in heeded if source.weights_told), {})
+        self._weights_told = next((source.weights_told for source in workers if source.weights_told), {})
         if learner is None:
             return
         status = Status(
@@ -274,7 +274,7 @@ class LearnerSessions:
             rows_stored=self.rows_stored,
             waiting_for=self._store.rounds.waiting_for() if self._store.rounds.active else "",
             refused=max(
-                (source.refused for source in heeded if source.refused), key=lambda told: told.version, default=None
+                (source.refused for source in workers if source.refused), key=lambda told: told.version, default=None
             ),
         )
         for peer in learner.connections():

@@ -80,8 +80,6 @@ class WorkerSessions:
         self.fleet_id = fleet_id
         self._is_final = is_final
         self.spaces: dict[str, Any] = {}
-        self._spaces_are_own = False
-        """True once a worker of the fleet's own group has sent the spaces."""
         self.peers: dict[Peer, Source] = {}
         self._limits = limits
         self._state = state
@@ -112,7 +110,7 @@ class WorkerSessions:
         if hello.slot is not None and self._store.is_folded(hello.slot, hello.incarnation):
             self._fence_folded(peer, hello.slot, hello.incarnation)
             return
-        if not self._same_spaces(peer, hello, group):
+        if not self._same_spaces(peer, hello):
             self.refuse_life(peer, hello)
             return
         source = self._place(hello, now, group)
@@ -179,11 +177,12 @@ class WorkerSessions:
         if not any(s.introduced and (s.peer is not None or s.accepted) for s in self._store.sources.values()):
             self.spaces = {}
 
-    def _same_spaces(self, peer: Peer, hello: WorkerHello, group: str | None) -> bool:
+    def _same_spaces(self, peer: Peer, hello: WorkerHello) -> bool:
+        """Return whether a worker has the fleet's spaces, which the first worker sets. Reject another one."""
         told = told_by_module(hello.spaces)
-        if told and self._may_tell_spaces(told, group):
-            self._tell_spaces(told, group)
-        if told and self.spaces and told != self.spaces:
+        if told and not self.spaces:
+            self.spaces = told
+        if told and told != self.spaces:
             detail = (
                 "this worker's observation or action space differs from the fleet's; give every worker the same env "
                 "and env_config, or start a fleet of its own for the other env"
@@ -191,28 +190,6 @@ class WorkerSessions:
             self._outbox.reject(peer, "spaces_differ", detail)
             return False
         return True
-
-    def _may_tell_spaces(self, told: dict[str, Any], group: str | None) -> bool:
-        """Return whether a worker of this group may set the fleet's spaces.
-
-        The first worker that sends spaces sets them. The fleet's own group may replace those of another group. Once a
-        worker of the fleet's own group has joined, other groups may only repeat what that group told. So a fleet whose
-        workers have got keys of another group goes on after a restart of the broker.
-        """
-        if group is None:
-            return not self.spaces
-        if group != self._owners.own_group:
-            return not self.spaces and (told == self._state.own_spaces or not self._owners.own_has_joined())
-        return not self.spaces or not self._spaces_are_own
-
-    def _tell_spaces(self, told: dict[str, Any], group: str | None) -> None:
-        before, self.spaces, self._spaces_are_own = self.spaces, told, group == self._owners.own_group
-        if self._spaces_are_own:
-            self._state.own_spaces = told
-        if group is not None and told != before:
-            for peer in [peer for peer, source in self.peers.items() if source.introduced]:
-                self.expel(peer)
-                self._outbox.ask_hello(peer, "say HELLO again: the fleet's spaces are known now")
 
     def refuse_life(self, peer: Peer, hello: WorkerHello) -> None:
         """Close the books of a worker that joined and is refused now that its envs are known. It has taken no step."""
@@ -291,21 +268,6 @@ class WorkerSessions:
         source = self.peers.get(peer)
         if source is not None:
             self.forget_peer(source)
-
-    def heeded(self) -> list[Source]:
-        """Return the connected workers whose reports about weights count: those of the fleet's own group.
-
-        Without keys, or while no worker of that group has ever joined, return all connected workers.
-        """
-        workers = list(self.peers.values())
-        if not self._state.owners or not self._owners.own_has_joined():
-            return workers
-        return [source for source in workers if self._owners.owner(source.slot) == self._owners.own_group]
-
-    def heeds(self, source: Source) -> bool:
-        """Return whether a connected worker is one of those `heeded`."""
-        is_own = not self._state.owners or self._owners.owner(source.slot) == self._owners.own_group
-        return is_own or not self._owners.own_has_joined()
 
     def _welcome(self, source: Source) -> WorkerWelcome:
         return WorkerWelcome(

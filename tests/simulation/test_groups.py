@@ -7,16 +7,14 @@ of the honest group's slots must be the same, message by message, and so must it
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import orjson
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.broker.batches.limits import BrokerLimits, BrokerState
-from headrace.broker.files.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
+from headrace.broker.files.state_file import BrokerFile, Endpoints
 from headrace.broker.sessions.core import BrokerCore
 from headrace.schemas.chunks.batch import BatchHeader
 from headrace.schemas.credentials.key_files import PeerKey
@@ -32,7 +30,6 @@ from headrace.schemas.messages import (
     Skip,
     SourceEnd,
     SourcePosition,
-    Status,
     SupervisorHello,
     WeightsRefusal,
     WorkerHello,
@@ -42,7 +39,6 @@ from support.simulation.even_batches import settled, totals, window
 
 FLEET, LEASE_S = "fleet", 10.0
 SPACES = {"observation": {"kind": "discrete", "n": 2}, "action": {"kind": "discrete", "n": 2}}
-OTHER_SPACES = {"observation": {"kind": "discrete", "n": 9}, "action": {"kind": "discrete", "n": 2}}
 SHAPES = {"default_policy": {"w": [2]}}
 HONEST, LEARNER, SUPERVISOR = {0: b"wa0", 1000: b"wa1"}, b"l", b"wsa"
 """Connections. Slot 0 is one that the fleet starts itself; 1000 was given to an honest worker from elsewhere."""
@@ -74,10 +70,7 @@ class Worker:
 
 
 class Honest:
-    """A broker and its honest peers. `seen` is what they and the learner heard of the honest slots.
-
-    `facts` are what the learner heard of spaces and weights.
-    """
+    """A broker and its honest peers. `seen` is what they and the learner heard of the honest slots."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,7 +80,6 @@ class Honest:
         self.deaths: list[Obituary] = []
         self.learned: dict[tuple[int, int], int] = {}
         self.seen: list[object] = []
-        self.facts: list[object] = []
         self.say(LEARNER, LearnerHello(token="l", channel="stream", window_batches=1 << 20))
         for slot in HONEST:
             self.join(slot)
@@ -130,9 +122,6 @@ class Honest:
             slot, incarnation, seq = orjson.loads(content[0])
             self.learned[slot, incarnation] = seq
             self.note_of(slot, ("batch", slot, incarnation, seq))
-        elif isinstance(content, Status):
-            facts = (content.spaces, content.weight_shapes, content.refused)
-            self.facts += [fact for fact in facts if fact and fact not in self.facts]
         elif isinstance(content, Reject | Fenced):
             self.seen.append(content)
         elif isinstance(content, SourceEnd):
@@ -262,14 +251,13 @@ def attack(world: Honest, lie: Lie) -> None:
     place = {"slot": slot, "incarnation": incarnation}
     last = {"totals": totals(seq), "settled": settled(victim.settled), "window": window(victim.settled + 1, seq)}
     counters: Any = {"episodes": {"default_policy": 1000}}
-    spaces = [OTHER_SPACES, SPACES][lie["further"] % 2]
     refused = WeightsRefusal(version=(1, 9), slot=slot, detail="no")
     messages: dict[str, Callable[[], Message]] = {
         "hello": lambda: WorkerHello(
-            fleet_id=FLEET, token="x", **place, totals=totals(seq), settled=settled(victim.settled), spaces=spaces
+            fleet_id=FLEET, token="x", **place, totals=totals(seq), settled=settled(victim.settled), spaces=SPACES
         ),
         "elsewhere": lambda: WorkerHello(
-            fleet_id=FLEET, token="y", spaces=spaces, weight_shapes={"m": {"x": [lie["further"]]}}
+            fleet_id=FLEET, token="y", spaces=SPACES, weight_shapes={"m": {"x": [lie["further"]]}}
         ),
         "obituary": lambda: Obituary(**place, **last, reason="worker_killed"),
         "bye": lambda: Bye(**place, **last, counters=counters),
@@ -311,43 +299,7 @@ def test_a_hostile_peer_of_one_group_changes_nothing_of_another(steps: list[Step
     quiet, noisy = play(steps, hostile=False), play(steps, hostile=True)
     assert noisy.books() == quiet.books()
     assert noisy.seen == quiet.seen
-    assert noisy.facts == quiet.facts
     assert not any(isinstance(what, Reject | Fenced) for what in noisy.seen)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_spaces_of_the_first_group_hold_until_the_fleets_own_worker_joins(workers: int) -> None:
-    core = BrokerCore(FLEET, BrokerLimits(workers=workers))
-
-    def join(peer: bytes, group: str, spaces: Any) -> list[Any]:
-        core.receive(peer, WorkerHello(fleet_id=FLEET, token=peer.decode(), spaces=spaces), 0.0, key("worker", group))
-        answers = [send for send in core.take_outbox() if isinstance(send.content, Reject | WorkerWelcome)]
-        return [(send.peer, getattr(send.content, "code", "")) for send in answers]
-
-    assert join(b"w1", GROUP, OTHER_SPACES) == [(b"w1", "")]
-    assert join(b"w2", "cpu", SPACES) == [(b"w2", "spaces_differ")]
-    assert join(b"w3", "", SPACES) == [(b"w1", "unknown_peer"), (b"w3", "")]
-    assert join(b"w1", GROUP, OTHER_SPACES) == [(b"w1", "spaces_differ")]
-    assert join(b"w2", "cpu", SPACES) == [(b"w2", "")]
-
-
-def test_after_a_restart_workers_of_another_group_may_only_repeat_the_spaces_of_the_fleets_own(tmp_path: Path) -> None:
-    """The fleet's workers have got keys of another group, and nobody of its own group comes back."""
-
-    def join(core: BrokerCore, peer: bytes, group: str, spaces: Any) -> dict[str, Any]:
-        core.receive(peer, WorkerHello(fleet_id=FLEET, token=peer.decode(), spaces=spaces), 0.0, key("worker", group))
-        return core.workers.spaces
-
-    core, place = BrokerCore(FLEET, BrokerLimits()), Endpoints(worker="w", learner="l", weights="p")
-    told = {"default_policy": SPACES}
-    assert join(core, b"own", "", SPACES) == told
-    write_broker_file(tmp_path, FLEET, place, core.state)
-    left = read_broker_file(tmp_path)
-    assert left is not None
-    core = BrokerCore(FLEET, BrokerLimits(), left.state())
-    assert join(core, b"stranger", GROUP, OTHER_SPACES) == {}
-    assert join(core, b"w1", GROUP, SPACES) == told
-    assert join(core, b"own", "", OTHER_SPACES) == {"default_policy": OTHER_SPACES}
 
 
 def test_a_peer_with_a_revoked_key_is_rejected_and_its_batches_are_refused() -> None:
@@ -368,20 +320,3 @@ def test_a_smaller_fleet_gives_its_old_slots_to_no_worker_of_another_group() -> 
     core = BrokerCore(FLEET, BrokerLimits(workers=1), state)
     core.receive(b"wb", hello.model_copy(update={"token": "x"}), 0.0, key("worker", GROUP))
     assert [getattr(send.content, "code", "") for send in core.take_outbox()] == ["other_group"]
-
-
-def test_no_worker_of_another_group_ends_the_learner_of_a_restarted_broker() -> None:
-    """The worker joins before the learner does, and claims to have weights of a newer learner."""
-    state = BrokerState()
-    core = BrokerCore(FLEET, BrokerLimits(workers=1), state)
-    core.receive(b"l", LearnerHello(token="l", channel="stream", window_batches=1, position=[]), 0.0, key("learner"))
-    own = WorkerHello(fleet_id=FLEET, token="own", slot=0, incarnation=1, spaces=SPACES)
-    core.receive(b"wa", own, 0.0, key("worker"))
-    core = BrokerCore(FLEET, BrokerLimits(workers=1), state)
-    lie = WorkerHello(fleet_id=FLEET, token="x", spaces=SPACES, weights=(9, 1))
-    core.receive(b"wb", lie, 0.0, key("worker", GROUP))
-    core.take_outbox()
-    again = LearnerHello(token="l", channel="stream", window_batches=1, epoch=1, position=[])
-    core.receive(b"l", again, 0.0, key("learner"))
-    assert not [send for send in core.take_outbox() if isinstance(send.content, Fenced)]
-    assert state.epoch == 1
