@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.lookback import LOOKBACK
-from headrace.schemas.chunks.spaces import nest
+from headrace.schemas.chunks.chunk_arrays import map_arrays
+from headrace.schemas.chunks.episodes import episodes_of
 
 if TYPE_CHECKING:
     from headrace.schemas.chunks.batch import ChunkBatch
-
-_FIXED = ("rewards",)
-_STATE_IN = "state_in/"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,74 +76,50 @@ class TimeMajor:
 
 def transitions(batch: ChunkBatch) -> Transitions:
     """Return the steps of `batch` as transitions."""
-    lengths = batch.table["length"].astype(np.int64)
-    chunk = np.repeat(np.arange(len(lengths)), lengths)
-    rows = np.arange(len(chunk)) + (batch.obs_offsets[:-1] - batch.offsets[:-1])[chunk]
-    last = np.zeros(len(chunk), np.bool_)
-    last[batch.offsets[1:][lengths > 0] - 1] = True
-    end = batch.table["end"][chunk]
-    steps, observations = _columns_of(batch)
-    steps = {name: column.copy() for name, column in steps.items()}
+    steps, (chunk, lengths) = episodes_of((batch,)), _chunks_of(batch)
+    last = np.zeros(len(steps), np.bool_)
+    last[steps.offsets[1:] - 1] = True
     return Transitions(
-        obs=nest(batch.observation_space, {n: column[rows] for n, column in observations.items()}, "obs"),
-        actions=nest(batch.action_space, steps, "actions"),
-        rewards=steps["rewards"],
-        next_obs=nest(batch.observation_space, {n: column[rows + 1] for n, column in observations.items()}, "obs"),
-        terminated=last & (end == ChunkEnd.TERMINATED),
-        truncated=last & (end == ChunkEnd.TRUNCATED),
+        obs=map_arrays(lambda array: array[steps.step_rows], steps.obs),
+        actions=map_arrays(np.copy, steps.actions),
+        rewards=steps.rewards.copy(),
+        next_obs=map_arrays(lambda array: array[steps.step_rows + 1], steps.obs),
+        terminated=last & np.repeat(steps.terminated, lengths),
+        truncated=last & np.repeat(steps.truncated, lengths),
         last=last,
-        chunk=chunk,
-        columns=_further(steps),
+        chunk=np.repeat(chunk, lengths),
+        columns={name: column.copy() for name, column in steps.columns.items()},
     )
 
 
 def time_major(batch: ChunkBatch) -> TimeMajor:
     """Return the chunks of `batch` side by side, padded to the longest."""
-    chunk = np.flatnonzero(batch.table["length"])
-    lengths = batch.table["length"][chunk].astype(np.int64)
-    longest = int(lengths.max(initial=0))
-    lane = np.repeat(np.arange(len(chunk)), lengths)
-    t = np.arange(len(lane)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    obs_lane = np.repeat(np.arange(len(chunk)), lengths + 1)
-    obs_t = np.arange(len(obs_lane)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
-    steps, observations = _columns_of(batch)
-    padded = {name: _spread(column, t, lane, (longest, len(chunk))) for name, column in steps.items()}
-    padded_obs = {
-        name: _spread(column, obs_t, obs_lane, (longest + 1, len(chunk))) for name, column in observations.items()
-    }
-    end = batch.table["end"][chunk]
+    steps, (chunk, lengths) = episodes_of((batch,)), _chunks_of(batch)
+    longest, lanes = int(lengths.max(initial=0)), np.arange(len(chunk))
+
+    def spread(array: NDArray[Any], more: int = 0) -> NDArray[Any]:
+        """Spread the rows of chunks, which have `more` than their length."""
+        rows = lengths + more
+        lane = np.repeat(lanes, rows)
+        padded = np.zeros((longest + more, len(chunk), *array.shape[1:]), array.dtype)
+        padded[np.arange(len(lane)) - np.repeat(np.cumsum(rows) - rows, rows), lane] = array
+        return padded
+
     return TimeMajor(
-        obs=nest(batch.observation_space, padded_obs, "obs"),
-        actions=nest(batch.action_space, padded, "actions"),
-        rewards=padded["rewards"],
+        obs=map_arrays(lambda array: spread(array, 1), steps.obs),
+        actions=map_arrays(spread, steps.actions),
+        rewards=spread(steps.rewards),
         mask=np.arange(longest)[:, None] < lengths,
         lengths=lengths,
-        terminated=end == ChunkEnd.TERMINATED,
-        truncated=end == ChunkEnd.TRUNCATED,
+        terminated=steps.terminated,
+        truncated=steps.truncated,
         chunk=chunk,
-        state_in={n.removeprefix(_STATE_IN): c.copy() for n, c in batch.columns.items() if n.startswith(_STATE_IN)},
-        columns=_further(padded),
+        state_in={name: column.copy() for name, column in steps.state_in.items()},
+        columns={name: spread(column) for name, column in steps.columns.items()},
     )
 
 
-def _columns_of(batch: ChunkBatch) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Return step columns and observation columns."""
-    steps, observations = {}, {}
-    for name, column in batch.columns.items():
-        if name == "obs" or name.startswith("obs/"):
-            observations[name] = column
-        elif not name.startswith((_STATE_IN, LOOKBACK)):
-            steps[name] = column
-    return steps, observations
-
-
-def _further(steps: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    return {n: c for n, c in steps.items() if n not in _FIXED and n != "actions" and not n.startswith("actions/")}
-
-
-def _spread(
-    column: NDArray[Any], t: NDArray[np.int64], lane: NDArray[np.int64], shape: tuple[int, int]
-) -> NDArray[Any]:
-    padded = np.zeros((*shape, *column.shape[1:]), column.dtype)
-    padded[t, lane] = column
-    return padded
+def _chunks_of(batch: ChunkBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of `batch.table` of the chunks that have steps, and their lengths."""
+    chunk = np.flatnonzero(batch.table["length"])
+    return chunk, batch.table["length"][chunk].astype(np.int64)
