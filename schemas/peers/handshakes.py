@@ -40,11 +40,7 @@ _SAY_AFTER, _SAY_AGAIN = 3, 16
 """Broken-off handshakes in a row after which the log says so, and how many times as many until it says so again. A
 client that waits tries about twenty times a second.
 """
-_OTHERWISE_AFTER = 2
-"""Broken-off handshakes after which a client with a token tries without it: a server that asks for no token may break
-off too.
-"""
-_ATTEMPTS, _ATTEMPT_PAUSE_S, _SAY_AFTER_ATTEMPTS = 50, 0.1, 20
+_ATTEMPTS, _ATTEMPT_PAUSE_S = 50, 0.1
 """How often, and after which pause, a client on loopback tries again at a server that speaks another mechanism: one
 that has just started may not have listed its port yet.
 """
@@ -116,12 +112,12 @@ class Handshakes:
                 raise self._refused(self._not_let_in())
             return True
         elif event == PROTOCOL and value == OTHER_MECHANISM:
-            if not (self._finds_another() or self._may_try_otherwise()):
+            if not (self._finds_another() or self._waits_for_listing()):
                 raise self._refused(self._other_mechanism())
             return True
         elif event == BROKEN_OFF:
             self.broken_off += 1
-            if self._finds_another() or (self.broken_off % _OTHERWISE_AFTER == 0 and self._tries_otherwise()):
+            if self._finds_another():
                 return True
             if self.broken_off >= self._say_at:
                 self._say_at *= _SAY_AGAIN
@@ -167,30 +163,17 @@ class Handshakes:
         return listed
 
     def _finds_another(self) -> bool:
-        """Look for the token again. Return whether a different one was found."""
-        found = self._look()
-        if found is None or found == self.keys:
-            return False
-        self.keys = found
-        return True
+        """Look for the token again. Return whether another one is to be shown, or none any more."""
+        before, self.keys = self.keys, self._look()
+        return self.keys != before
 
-    def _may_try_otherwise(self) -> bool:
-        """Wait, then switch between showing the token and not. Return False after enough attempts."""
+    def _waits_for_listing(self) -> bool:
+        """Wait a moment for a server on loopback that may not have listed its port yet. Return False after a while."""
         if self._port is None or isinstance(self.keys, ClientKeys) or self._attempts >= _ATTEMPTS:
             return False
         self._attempts += 1
-        if self._attempts == _SAY_AFTER_ATTEMPTS:
-            log.warning("%s", self._refused(self._other_mechanism()))
         time.sleep(_ATTEMPT_PAUSE_S)
-        self._tries_otherwise()
         return True
-
-    def _tries_otherwise(self) -> bool:
-        """Switch between showing the token on loopback and not. Return whether that changes what is shown."""
-        if isinstance(self.keys, ClientKeys):
-            return False
-        before, self.keys = self.keys, None if self.keys is not None else self._look()
-        return self.keys != before
 
     # -- sentences ----------------------------------------------------------------------------------------------------
 
@@ -212,15 +195,8 @@ class Handshakes:
         )
 
     def _asks_for_keys(self) -> str:
-        return f"refuses peers without keys; name {self._keys_or_token()}"
-
-    def _keys_or_token(self) -> str:
-        folder = "their folder in keys.dir"
-        return (
-            folder
-            if self._port is None
-            else f"{folder}, or the run directory of its fleet, or a copy of the file token there"
-        )
+        run = "" if self._port is None else ", or the run directory of its fleet, or a copy of the file token there"
+        return f"refuses peers without keys; name their folder in keys.dir{run}"
 
     def _other_mechanism(self) -> str:
         if self.keys is None:
@@ -230,15 +206,13 @@ class Handshakes:
         return f"serves without keys, but this peer asks for them ({self.keys.folder}); give keys.dir to all or to none"
 
     def _breaks_off(self) -> str:
-        seen = f"breaks off each handshake ({self.broken_off} so far), as a server does that"
-        if self.keys is None:
-            return f"{seen} asks for keys; name {self._keys_or_token()}, or check the address"
-        if isinstance(self.keys, LoopbackToken):
-            return f"{seen} does not ask for the token in {self.keys.path}; check the address"
+        seen = f"breaks off each handshake ({self.broken_off} so far)"
+        if not isinstance(self.keys, ClientKeys):
+            return f"{seen}; it seems that it {self._other_mechanism()}"
         file = self.keys.folder / f"{server_of(self.role)}.public"
         return (
-            f"{seen} has another key than that in {file}, or none, or is too busy to admit it in time; read its "
-            "log, check the address, or copy the right key from where this fleet's keys were made"
+            f"{seen}, as a server does that has another key than that in {file}, or none, or is too busy to admit it "
+            "in time; read its log, check the address, or copy the right key from where this fleet's keys were made"
         )
 
 

@@ -176,19 +176,6 @@ def test_the_listing_of_a_killed_broker_misleads_no_peer(
     all_arrives(endpoints, start_feeder, slot=1)
 
 
-def test_a_leftover_token_keeps_no_peer_out_of_a_broker_without_a_token(
-    broker: BrokerThread, start_feeder: StartFeeder, tmp_path: Path
-) -> None:
-    """Neither side tells the other why a handshake failed, so the peer tries without the token after a while."""
-    server_token(tmp_path, asked=True)
-    keys = client_keys("", "worker", tmp_path)
-    assert keys is not None
-    feeder = start_feeder(broker.endpoints.worker, Envs().fragments(3), keys=keys)
-    with EpisodeStream(broker.endpoints.learner, connect_timeout_s=TIMEOUT_S, run_dir=tmp_path) as stream:
-        assert sum(batch.steps for batch in batches_of(stream, feeder.all_settled)) == sum(feeder.steps.values())
-    assert feeder.error is None
-
-
 def test_without_a_state_folder_peers_get_in_with_the_run_directory(
     start_broker: StartBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

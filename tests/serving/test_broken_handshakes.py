@@ -36,7 +36,7 @@ def breaking_off(port: int) -> Iterator[None]:
 
 @pytest.mark.long
 def test_a_broken_handshake_means_refused_keys_only_before_a_first_welcome(free_port: int) -> None:
-    with breaking_off(free_port), pytest.raises(KeysRefusedError, match="asks for keys"):
+    with breaking_off(free_port), pytest.raises(KeysRefusedError, match="refuses peers without keys"):
         PolicyClient(f"tcp://127.0.0.1:{free_port}", connect_timeout_s=1.0)
     with Served(port=free_port) as served:
         client = PolicyClient(served.endpoint)
