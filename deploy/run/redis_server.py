@@ -23,12 +23,12 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import orjson
+from redis.exceptions import NoPermissionError
 
 from headrace.broker.redis.client import MAKE_USERS, REDIS_FAILURES, RedisReader, connect, in_words, unusable
-from headrace.broker.redis.commands import Lacking, lacking_rights
+from headrace.broker.redis.commands import try_rights
 from headrace.deploy.run.ports import first_of_free, is_free
 from headrace.schemas.accounts.redis_keys import CONTRACT_VERSION, FLEET, key_name, other_contract
 from headrace.schemas.basics.run_files import read_regular, replace_private
@@ -170,30 +170,21 @@ def check_url(url: str, fleet_id: str = "") -> None:
     shown = without_password(url)
     with contextlib.closing(connect(url, CHECK_TIMEOUT_S)) as client:
         try:
-            lacking = lacking_rights(client, fleet_id or "check")
-            policy = "" if lacking else client.info("memory").get("maxmemory_policy", "noeviction")
-            contract = None if lacking else RedisReader(client).field(key_name(fleet_id, FLEET), "contract_version")
+            try_rights(client, fleet_id or "check")
+            policy = client.info("memory").get("maxmemory_policy", "noeviction")
+            contract = RedisReader(client).field(key_name(fleet_id, FLEET), "contract_version")
+        except NoPermissionError as error:
+            advice = MAKE_USERS.replace(" ID", f" {fleet_id or 'ID'}")
+            if not fleet_id:
+                advice = f"name the fleet whose keys it may use: --set fleet.fleet_id=ID; or {advice}"
+            raise RedisUnavailableError(shown, in_words(error), CHECK_TIMEOUT_S, advice) from error
         except REDIS_FAILURES as error:
             raise unusable(url, error, CHECK_TIMEOUT_S) from error
-    if lacking:
-        raise _lacks_rights(url, lacking, fleet_id)
     if seen := other_contract(contract):
         raise RedisContractError(shown, fleet_id, seen, CONTRACT_VERSION)
     if policy != "noeviction":
         reason = f"its maxmemory-policy {policy} may evict counters and weights (set it to noeviction)"
         raise RedisUnavailableError(shown, reason, CHECK_TIMEOUT_S)
-
-
-def _lacks_rights(url: str, lacking: Lacking, fleet_id: str) -> RedisUnavailableError:
-    user = urlsplit(url).username or "default"
-    lacks = [f"run {', '.join(lacking.commands)}"] if lacking.commands else []
-    lacks += [f"use the keys headrace:{{{fleet_id or 'ANY_ID'}}}:*"] if lacking.keys else []
-    advice = MAKE_USERS.replace(" ID", f" {fleet_id}") if fleet_id else MAKE_USERS
-    if not fleet_id:
-        advice = f"name the fleet whose keys it may use: --set fleet.fleet_id=ID; or {advice}"
-    return RedisUnavailableError(
-        without_password(url), f"its user {user} may not {' nor '.join(lacks)}", CHECK_TIMEOUT_S, advice
-    )
 
 
 @contextlib.contextmanager
