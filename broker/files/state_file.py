@@ -6,20 +6,18 @@ twice, with Redis or without.
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
+from typing import Annotated
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.broker.batches.limits import BrokerState
-from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
+from headrace.schemas.basics.bounds import EpochOrNone, IncarnationOrNone, Slot
 from headrace.schemas.basics.run_files import read_regular, replace_private
-from headrace.schemas.credentials.key_files import is_group
+from headrace.schemas.credentials.key_files import GROUP_PATTERN
 from headrace.schemas.errors import RunDirError, reading, writing
-
-log = logging.getLogger(__name__)
 
 
 class Endpoints(BaseModel):
@@ -38,10 +36,10 @@ class BrokerFile(BaseModel):
     pid: int
     fleet_id: str
     endpoints: Endpoints
-    epoch: int = 0
+    epoch: EpochOrNone = 0
     learner_token: str = ""
-    incarnations: dict[int, int] = {}
-    owners: dict[int, str] = {}
+    incarnations: dict[Slot, IncarnationOrNone] = {}
+    owners: dict[Slot, Annotated[str, Field(pattern=rf"^({GROUP_PATTERN})?$")]] = {}
     has_learner: bool | None = None
     """True if a learner was connected at the broker's last report; None before its first."""
 
@@ -58,35 +56,18 @@ def file_path(run_dir: Path) -> Path:
 def read_broker_file(run_dir: Path) -> BrokerFile | None:
     """Read what an earlier broker of this run directory left; None without one.
 
-    A number out of bounds, which a broker took from a peer before it judged numbers, is logged and left out. So is an
-    incarnation or epoch at its bound: it has no next number. Raises `RunDirError` for a damaged file.
+    Raises `RunDirError` for a damaged file, and for one with a number out of bounds.
     """
     path = file_path(run_dir)
     try:
         with reading(path, "the broker's state"):
             content = read_regular(path)
-        return _without_impossible(BrokerFile.model_validate(orjson.loads(content)))
+        return BrokerFile.model_validate(orjson.loads(content))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, ValidationError) as error:
         reason = f"{path.name} is damaged ({type(error).__name__}); remove it only if no worker of the fleet lives"
         raise RunDirError(str(run_dir), reason) from error
-
-
-def _without_impossible(file: BrokerFile) -> BrokerFile:
-    known = {slot: n for slot, n in file.incarnations.items() if 0 <= slot <= MOST_LIVES and 0 <= n < MOST_LIVES}
-    wrong = [f"incarnation {n} of slot {slot}" for slot, n in file.incarnations.items() if slot not in known]
-    owners = {slot: group for slot, group in file.owners.items() if 0 <= slot <= MOST_LIVES and is_group(group)}
-    wrong += [f"owner {group!r} of slot {slot}" for slot, group in file.owners.items() if slot not in owners]
-    update: dict[str, object] = {"incarnations": known, "owners": owners}
-    if not 0 <= file.epoch < MOST_EPOCH:
-        wrong.append(f"learner epoch {file.epoch}")
-        update |= {"epoch": 0, "learner_token": ""}
-    for what in wrong:
-        log.error(
-            "broker.json: %s is out of bounds and ignored; numbering goes on from what Redis and peers know", what
-        )
-    return file.model_copy(update=update)
 
 
 def write_broker_file(
