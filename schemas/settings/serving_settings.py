@@ -53,13 +53,8 @@ class ServingSection(ConfigSection):
             return
         for name, first in (("port", port), ("http_port", http_port)):
             check_last_port(f"serving.{name}", first, workers)
-        apart = abs(port - http_port)
-        if not (port and http_port and apart < workers):
-            return
-        lower, upper = ("port", "http_port") if port < http_port else ("http_port", "port")
-        pairs = [f"{lower} of slot {slot + apart} and {upper} of slot {slot}" for slot in range(workers - apart)]
-        further = f", and {len(pairs) - 3} more" if len(pairs) > 3 else ""
-        raise ValueError(
-            f"serving.port = {port} and serving.http_port = {http_port} are {apart} apart, and each of fleet.workers = "
-            f"{workers} adds its slot: the same are {', '.join(pairs[:3])}{further}; keep them {workers} or more apart"
-        )
+        if port and http_port and abs(port - http_port) < workers:
+            raise ValueError(
+                f"serving.port = {port} and serving.http_port = {http_port} meet, since each of fleet.workers = "
+                f"{workers} adds its slot; keep them {workers} or more apart"
+            )
