@@ -90,13 +90,10 @@ class RedisBlob:
     ) -> str:
         """Make this version the current one. `spend` is called with the bytes of each piece.
 
-        Return "flipped" when it is, "older" when a newer one was current, "foreign" when the pointer's key is of
-        another type (nothing changed in both cases), or "moved" (try again).
+        Return "flipped" when it is, "older" when a newer one was current (nothing changed), or "moved" (try again).
         """
         pointer = key_name(self.fleet_id, self.current)
         seen = RedisReader(self.client).text(pointer) or b""
-        if not seen and RedisReader(self.client).foreign({pointer: self.current.type}):
-            return "foreign"
         current = _version(seen)
         if current is not None and current >= version:
             return "older"

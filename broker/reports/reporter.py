@@ -89,7 +89,6 @@ class RedisReporter:
         self._closed_rows: list[LedgerRow] = []
         self._weights: StoredBlob | None = None
         self._told_too_large = False
-        self._told_foreign = False
         self._events: deque[tuple[int, list[str]]] = deque(maxlen=MOST_EVENTS)
         self._event_number = 0
         self._rows: deque[ReceivedRow] = deque(maxlen=MOST_ROWS)
@@ -345,12 +344,8 @@ class RedisReporter:
         )
         with self._news:
             self._weights_not_before = max(time.monotonic() + WEIGHTS_INTERVAL_S, self._budget.due)
-            if self._weights is weights and answer in ("flipped", "older", "foreign"):
+            if self._weights is weights and answer in ("flipped", "older"):
                 self._weights = None
-        if answer == "foreign" and not self._told_foreign:
-            self._told_foreign = True
-            name = keys.key_name(self._fleet_id, keys.WEIGHTS_CURRENT)
-            log.error("%s in Redis is no string: the weights are not kept there; delete that key", name)
 
     def _note_absence(self, error: BaseException) -> None:
         with self._news:

@@ -36,7 +36,7 @@ from headrace.learner_stub.checkpoints.checkpoint import (
     previous_path,
 )
 from headrace.schemas.accounts.ledger import Settled
-from headrace.schemas.accounts.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT, key_name
+from headrace.schemas.accounts.redis_keys import CHECKPOINT_BLOB, CHECKPOINT_CURRENT
 from headrace.schemas.basics.bounds import Natural, Version
 from headrace.schemas.basics.run_files import read_regular, replace_private
 from headrace.schemas.errors import CheckpointError, writing
@@ -307,8 +307,6 @@ class CheckpointCopier:
         answer = self._shelf.store(version, [data], about.model_dump_json().encode(), self._spend)
         if answer == "older" and self._shelf.version() != version:
             self._say("Redis has a newer one, which another learner of this fleet saved")
-        if answer == "foreign":
-            self._say(f"{key_name(self._shelf.fleet_id, CHECKPOINT_CURRENT)} in Redis is no string; delete that key")
         return answer != "moved"
 
     def _spend(self, nbytes: int) -> None:

@@ -16,7 +16,6 @@ from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.reports.worker_metrics import MOST_NAMES, WorkerMetrics
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.accounts.logged_metrics import LoggedMetric
 from headrace.schemas.accounts.redis_keys import LEARNER_ROWS, METRICS, key_name
 from headrace.schemas.messages import LearnerRow
@@ -65,20 +64,6 @@ def test_rows_wait_for_a_redis_that_is_away(fleet_id: str, make_server: MakeServ
     assert reporter.close(30.0)
     assert reporter.rows_stored == (1, 49)
     assert [row.number for row in read(server.url, fleet_id)] == list(range(1, 50))
-
-
-def test_a_key_of_another_type_costs_the_rows_and_nothing_else(
-    url: str, fleet_id: str, client: Any, make_row: Callable[..., LedgerRow], caplog: pytest.LogCaptureFixture
-) -> None:
-    client.set(key_name(fleet_id, LEARNER_ROWS), "mine")
-    reporter = RedisReporter(url, fleet_id)
-    reporter.offer_rows(received(1))
-    reporter.offer(Report(rows=[make_row()]))
-    assert reporter.close(30.0)
-    assert (reporter.failures, caplog.text.count("is no stream")) == (0, 1)
-    with FleetView(url, fleet_id) as view:
-        assert view.read().rows
-        assert view.learner_rows() == []
 
 
 def test_malformed_rows_in_redis_are_skipped(url: str, fleet_id: str, client: Any) -> None:
