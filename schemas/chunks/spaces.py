@@ -43,14 +43,26 @@ Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max
 """Shape of one row; a column has one more axis."""
 
 
-class Box(BaseModel):
+class _FlatSpace(BaseModel):
+    """A space that is told, and shown, by the arguments that build it: flat lists under the names of its arrays."""
+
+    model_config = _MODEL
+
+    @model_serializer
+    def _as_built(self) -> dict[str, Any]:
+        return {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
+
+    def __repr_args__(self) -> Any:
+        return self._as_built().items()
+
+
+class Box(_FlatSpace):
     """Real-valued array.
 
     It is built of `low` and `high` that are scalars when every element shares them, else flat lists in C order; None is
     infinite. They are read as arrays, as in gymnasium.
     """
 
-    model_config = _MODEL
     kind: Literal["box"] = "box"
     shape: Shape
     dtype: DType
@@ -66,13 +78,6 @@ class Box(BaseModel):
     def high(self) -> NDArray[Any]:
         """Return the highest value of each element, in the space's shape and dtype."""
         return _in_dtype(box_bounds(self)[1], self.dtype)
-
-    @model_serializer
-    def _as_built(self) -> dict[str, Any]:
-        return _as_built(self)
-
-    def __repr_args__(self) -> Any:
-        return _as_built(self).items()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,13 +102,12 @@ class Discrete(BaseModel):
         return ()
 
 
-class MultiDiscrete(BaseModel):
+class MultiDiscrete(_FlatSpace):
     """Several integers; element i is in [start[i], start[i] + nvec[i]).
 
     It is built of both as flat lists, in C order of `shape`. They are read as arrays, as in gymnasium.
     """
 
-    model_config = _MODEL
     kind: Literal["multi_discrete"] = "multi_discrete"
     flat_nvec: tuple[Annotated[Int64, Field(gt=0)], ...] = Field(alias="nvec")
     flat_start: tuple[Int64, ...] = Field(alias="start")
@@ -119,13 +123,6 @@ class MultiDiscrete(BaseModel):
     def start(self) -> NDArray[np.int64]:
         """Return the lowest value of each element, in the space's shape."""
         return np.array(self.flat_start, np.int64).reshape(self.shape)
-
-    @model_serializer
-    def _as_built(self) -> dict[str, Any]:
-        return _as_built(self)
-
-    def __repr_args__(self) -> Any:
-        return _as_built(self).items()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -314,11 +311,6 @@ def _in_dtype(bound: NDArray[np.float64], dtype: str) -> NDArray[Any]:
     whole = np.where(bound > 0, np.array(highest, dtype), np.array(lowest, dtype))
     whole[inside] = bound[inside].astype(dtype)
     return whole
-
-
-def _as_built(leaf: Box | MultiDiscrete) -> dict[str, Any]:
-    """Return the arguments that build `leaf`, which are its JSON too."""
-    return {field.alias or name: getattr(leaf, name) for name, field in type(leaf).model_fields.items()}
 
 
 def nest(space: Space, columns: Mapping[str, NDArray[Any]], root: str) -> Any:
