@@ -22,32 +22,64 @@ takes the same steps, to the bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.learner_stub.reference.adam import Adam
-from headrace.learner_stub.reference.gradient_steps import (
-    AutogradSteps,
-    ClosedFormSteps,
-    GradientSteps,
-    LossTerms,
-    Objective,
-    Targets,
-)
 from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
 from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
-from headrace.learner_stub.rollouts.minibatches import Minibatches, forward_all, minibatches_for, seed_torch
-from headrace.learner_stub.rollouts.module import TrainableModule, make_closed_form
+from headrace.learner_stub.rollouts.minibatches import (
+    Minibatch,
+    Minibatches,
+    forward_all,
+    minibatches_for,
+    seed_torch,
+    take,
+)
+from headrace.learner_stub.rollouts.module import TrainableModule
 from headrace.learner_stub.rollouts.returns import gae
 from headrace.learner_stub.rollouts.rollout import Rollout, join
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
 from headrace.schemas.settings.config import LearnerSection
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The targets of one update, fixed before its first step; float32 (N,) each.
+
+    - advantages: of mean 0 and deviation 1.
+    - returns: what values should have been.
+    - logp: of the module before the update.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    logp: Tensor
+    value_scale: float
+    explained_variance: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """The parts of the loss on one minibatch of n steps, and the figures that metrics are made of.
+
+    - policy_loss, value_loss, entropy: means over the steps; scalars.
+    - ratio: float32 (n,), of the policy in training to the behaviour policy.
+    - moved: float32 (n,), how far the log-probs have moved since the update began.
+    """
+
+    policy_loss: Tensor
+    value_loss: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    moved: Tensor
 
 
 class PPO:
@@ -56,8 +88,7 @@ class PPO:
     def __init__(self, module: TrainableModule, settings: LearnerSection) -> None:
         self.module = module
         self.settings = settings
-        self._closed_form = make_closed_form(module)
-        self.optimizer = Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5, vectors=self._closed_form)
+        self.optimizer = Adam(module.parameters(), lr=settings.learning_rate, eps=1e-5)
         self.stats = TrainingStats()
 
     def weights(self) -> dict[str, Tensor]:
@@ -80,7 +111,7 @@ class PPO:
             metrics["learning_rate"] = self.settings.learning_rate
             metrics["explained_variance"] = targets.explained_variance
             metrics["behaviour_kl"] = float((rollout.logp - targets.logp).mean())
-            metrics |= self._optimize(self._gradient_steps(rollout, targets, feed), interruption)
+            metrics |= self._optimize(rollout, targets, feed, interruption)
         return metrics
 
     def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
@@ -102,7 +133,7 @@ class PPO:
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )
 
-    def _optimize(self, steps: GradientSteps, interruption: Interruption) -> Metrics:
+    def _optimize(self, rollout: Rollout, targets: Targets, feed: Minibatches, interruption: Interruption) -> Metrics:
         """Pass over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
         random = np.random.default_rng((s.seed, self.stats.updates))
@@ -110,19 +141,40 @@ class PPO:
         seen: list[LossTerms] = []
         while epoch < s.epochs and not ended:
             epoch, seen = epoch + 1, []
-            for terms in steps.epoch(random):
-                self.optimizer.step()
-                seen.append(terms)
+            for minibatch in feed.shuffled(random, s.minibatch_size):
+                seen.append(self._step(minibatch, rollout, targets))
                 if ended := interruption.ends_update():
                     break
             ended = ended or _divergence(seen) > s.target_kl
         return self._measure(seen) | {"epochs": epoch}
 
-    def _gradient_steps(self, rollout: Rollout, targets: Targets, feed: Minibatches) -> GradientSteps:
-        objective = Objective(self.settings, rollout, targets)
-        if self._closed_form is None:
-            return AutogradSteps(self.module, self.optimizer, feed, objective)
-        return ClosedFormSteps(self._closed_form, objective)
+    def _step(self, minibatch: Minibatch, rollout: Rollout, targets: Targets) -> LossTerms:
+        """Take one gradient step, and return the parts of its loss."""
+        s, terms = self.settings, self._terms(minibatch, rollout, targets)
+        loss = s.value_coefficient * terms.value_loss + terms.policy_loss
+        if s.entropy_coefficient:
+            loss = loss - s.entropy_coefficient * terms.entropy
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.module.parameters(), s.max_grad_norm)
+        self.optimizer.step()
+        return terms
+
+    def _terms(self, minibatch: Minibatch, rollout: Rollout, targets: Targets) -> LossTerms:
+        """Return the parts of the loss: the clipped objective of equation 9, negated, and the squared error of values.
+
+        The entropy has a gradient only where the loss counts it.
+        """
+        s, steps = self.settings, minibatch.steps
+        answer = self.module.forward_train(minibatch.batch)
+        dist_inputs, values = (answer[name][minibatch.answers] for name in ("action_dist_inputs", "values"))
+        logp = self.module.logp(dist_inputs, take(rollout.actions, steps))
+        ratio = torch.exp(logp - rollout.logp[steps])
+        advantage = targets.advantages[steps]
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - s.clip, 1 + s.clip) * advantage).mean()
+        value_loss = (values - targets.returns[steps]).square().mean() * targets.value_scale
+        entropy = self.module.entropy(dist_inputs if s.entropy_coefficient else dist_inputs.detach()).mean()
+        return LossTerms(-gain, value_loss, entropy, ratio.detach(), logp.detach() - targets.logp[steps])
 
     @torch.no_grad()
     def _measure(self, seen: Sequence[LossTerms]) -> Metrics:

@@ -14,36 +14,11 @@ from headrace.schemas.settings.config import ModuleSection
 from headrace.schemas.settings.plugins import load_object
 
 
-class ClosedFormGradients(Protocol):
-    """The gradients of a module in closed form, without autograd.
-
-    - values, gradient: float32 (all numbers,), the parameters in one vector each, and their gradients.
-    """
-
-    values: Tensor
-    gradient: Tensor
-
-    def rows(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (features, chosen), (rows, ...) each, in the form that `forward` takes."""
-
-    def forward(self, features: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (logp, entropy, values), (rows,) each."""
-
-    def backward(self, by_logp: Tensor, by_entropy: float, by_values: Tensor) -> None:
-        """Write `gradient` for the rows of the last `forward`.
-
-        The arguments are the loss's derivatives: (rows,), a number for each row, (rows,).
-        """
-
-
 class TrainableModule(Protocol):
     """A torch module with three more methods. Observations and actions are tensors, in the nesting of their space.
 
     A module that also has `initial_state()` is recurrent: its `forward_train` gets whole chunks, as
     `minibatches.ChunkMinibatches` describes.
-
-    A module may have `make_closed_form()`. It returns None, or a `ClosedFormGradients` that gives the same gradients in
-    less time, and then puts the parameters into one vector.
     """
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -96,12 +71,6 @@ def build_frozen_module(section: ModuleSection, spaces: Spaces, where: str = "mo
     if not isinstance(module, nn.Module):
         raise ModuleError(f"module {section.build!r} returned a {type(module).__name__}; it must be a torch.nn.Module")
     return module
-
-
-def make_closed_form(module: TrainableModule) -> ClosedFormGradients | None:
-    """Return the module's gradients in closed form; None for a module without them."""
-    make = getattr(module, "make_closed_form", None)
-    return make() if make else None
 
 
 def check_answer(answer: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:

@@ -73,17 +73,6 @@ def new_module() -> Callable[[], TrainableModule]:
     return lambda: build_module(ModuleSection(config={"hidden": (16,)}), SPACES)
 
 
-@pytest.fixture
-def by_autograd() -> Callable[[TrainableModule], TrainableModule]:
-    """Takes away a module's gradients in closed form."""
-
-    def without(module: TrainableModule) -> TrainableModule:
-        module.make_closed_form = lambda: None  # type: ignore[attr-defined]
-        return module
-
-    return without
-
-
 @dataclass
 class Guessing:
     """Episodes of one step: reward 1 for the action that equals the context."""

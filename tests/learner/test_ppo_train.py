@@ -214,23 +214,18 @@ def test_a_stop_abandons_a_synchronous_update_or_one_without_a_training_step(
     synchronous: bool,
     make_batch: MakeBatch,
     new_module: NewModule,
-    by_autograd: Callable[[TrainableModule], TrainableModule],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next life repeats the abandoned update and ends in the same state as without a stop."""
-
-    def new_forward_module() -> TrainableModule:
-        return by_autograd(new_module())
-
-    whole, _ = _live(Broker(_batches(make_batch)), 1, _policies(new_forward_module), tmp_path / "whole")
-    broker, module = Broker(_batches(make_batch)), new_forward_module()
+    whole, _ = _live(Broker(_batches(make_batch)), 1, _policies(new_module), tmp_path / "whole")
+    broker, module = Broker(_batches(make_batch)), new_module()
     stops = _Stops(module, 5 + forward, 0.0, monkeypatch)
     with pytest.raises(AbandonedUpdateError):
         _stopped_life(broker, tmp_path / "c", module, stops, synchronous=synchronous)
     assert broker.committed == 2
     monkeypatch.undo()
-    after, _ = _live(broker, 2, _policies(new_forward_module), tmp_path / "c")
+    after, _ = _live(broker, 2, _policies(new_module), tmp_path / "c")
     (state, arrays), (expected_state, expected) = after.get_state(), whole.get_state()
     assert state == expected_state
     for name, array in expected.items():

@@ -15,16 +15,13 @@ from headrace.schemas.chunks.spaces import Box, Discrete, Spaces, column_dtype
 from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.action_masks import ActionMask
 from headrace.workers.modules.choice_act import ChoiceAct
-from headrace.workers.modules.closed_form import Chain, ClosedForm, Layer, choice_of, is_plain, join, linears_of
 from headrace.workers.modules.distributions import ActionDistribution, Gaussian
-from headrace.workers.modules.encoders import Encoder, is_flat, is_plain_vector
+from headrace.workers.modules.encoders import Encoder, is_plain_vector
 from headrace.workers.modules.gaussian_act import GaussianAct
 from headrace.workers.modules.kept_layers import KeptLayers
-from headrace.workers.modules.layers import linear
+from headrace.workers.modules.layers import BlankLinear, linear
 from headrace.workers.policy.module_protocol import NumpyAct
 
-_REPLACEABLE = {"forward_train", "logp", "entropy"}
-"""Methods that a module's owner may have replaced."""
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
@@ -149,45 +146,33 @@ class ActorCritic(nn.Module):
         """Return the entropy (rows,) in nats."""
         return self.distribution.entropy(dist_inputs)
 
-    def make_closed_form(self) -> ClosedForm | None:
-        """Put the parameters into one vector, and return their gradients in closed form, for a learner.
-
-        Return None, and change nothing, where only autograd has them: for derived classes, masks, nested spaces,
-        images, and a module whose layers were changed.
-        """
-        layers, spaces, action = self._unchanged_layers(), self._spaces, self._spaces.action
-        cpu, float32 = torch.device("cpu"), torch.float32
-        trained = all((p.requires_grad, p.device, p.dtype) == (True, cpu, float32) for p in self.parameters())
-        derived = [type(self), type(self.distribution)] != [ActorCritic, ActionDistribution]
-        flat = is_flat(spaces.observation)
-        if derived or not (layers and trained and flat and isinstance(action, Discrete | Box)):
-            return None
-        values, gradient = join(self.parameters())
-        policy, *value = [
-            Chain([*(Layer(linear, self._activation) for linear in linears), Layer(head, "")])
-            for *linears, head in layers
-        ]
-        choice = choice_of(action, self.log_std)
-        return ClosedForm(values, gradient, policy, value[0] if value else None, choice)
-
-    def _unchanged_layers(self) -> list[list[nn.Linear]]:
-        """Return the linear layers of each trunk with its head; none where a method, layer or hook is the user's."""
-        activation = _ACTIVATIONS[self._activation]
-        layers = [linears_of(self.trunk, self.head, activation)]
-        if not self._shared:
-            layers.append(linears_of(self.vf_trunk, self.vf_head, activation))
-        usual = type(self.encoder) is Encoder and not _REPLACEABLE & vars(self).keys()
-        return layers if usual and is_plain(self, layers) else []
+    def _plain_layers(self) -> list[nn.Linear]:
+        """Return the layers of the trunk, then the head; none where a layer, hook or parameter is the user's."""
+        activation, layers = _ACTIVATIONS[self._activation], list(self.trunk.children())
+        linears = [*(layer for layer in layers[::2] if isinstance(layer, nn.Linear)), self.head]
+        known = {id(parameter) for linear in linears for parameter in linear.parameters()}
+        is_plain = (
+            type(self.encoder) is Encoder
+            and type(self.trunk) is nn.Sequential
+            and 2 * (len(linears) - 1) == len(layers)
+            and all(type(layer) is activation for layer in layers[1::2])
+            and all(type(linear) in (nn.Linear, BlankLinear) and linear.bias is not None for linear in linears)
+            and known == {id(parameter) for name, parameter in self.named_parameters() if name != "log_std"}
+            and not any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())
+            and "forward_train" not in vars(self)
+        )
+        return linears if is_plain else []
 
     def numpy_act(self) -> NumpyAct:
         """Return a function that acts on arrays. For a small MLP it takes half of torch's time.
 
         The function reads the parameters' own memory: weights copied in place take effect at once.
         """
-        if not self._plain or not self._shared or not self._unchanged_layers():
+        linears = self._plain_layers() if self._plain and self._shared else []
+        if not linears:
             return self._act_through_torch
-        layers = [_arrays_of(layer) for layer in self.trunk if isinstance(layer, nn.Linear)]
-        head, head_bias = last = _arrays_of(self.head)
+        *layers, last = (_arrays_of(linear) for linear in linears)
+        head, head_bias = last
         log_std, order = self.log_std.detach().numpy(), self._order.numpy()
         moves = bool((order != np.arange(len(order))).any())
         relu = self._activation == "relu"

@@ -50,11 +50,6 @@ def is_plain_vector(space: Space) -> bool:
     return isinstance(space, Box) and len(space.shape) == 1 and space.dtype in ("<f4", "<f8")
 
 
-def is_flat(space: Space) -> bool:
-    """Return whether the features are the observation's own numbers, as float32: a Box that is no image."""
-    return isinstance(space, Box) and len(space.shape) != _IMAGE_RANK
-
-
 class _Flat(nn.Module):
     def __init__(self, leaf: Leaf) -> None:
         super().__init__()
@@ -104,6 +99,6 @@ class _Image(nn.Module):
 def _part(leaf: Leaf, generator: torch.Generator) -> nn.Module:
     if isinstance(leaf, Discrete | MultiDiscrete):
         return _OneHot(leaf)
-    if isinstance(leaf, Box) and not is_flat(leaf):
+    if isinstance(leaf, Box) and len(leaf.shape) == _IMAGE_RANK:
         return _Image(leaf, generator)
     return _Flat(leaf)
