@@ -40,8 +40,6 @@ FAULTS: tuple[dict[str, Any], ...] = (
     {"kind": Kind.CUT, "targets": (ELSEWHERE,), "seconds": 1.0},
     {"kind": Kind.STALL, "targets": ("learner",), "seconds": 1.0},
     {"kind": Kind.SLOW, "seconds": 1.0},
-    {"kind": Kind.STRANGERS, "detail": "bytes"},
-    {"kind": Kind.STRANGERS, "detail": "frames"},
     {"kind": Kind.ENV, "detail": "exception"},
     {"kind": Kind.ENV, "detail": "bad-data"},
     {"kind": Kind.ENV, "detail": "segfault"},

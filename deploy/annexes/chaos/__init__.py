@@ -6,7 +6,6 @@ It is a package of its own because nothing else in `deploy` may depend on it: a 
     trial      starts the fleet, injects the schedule, drains
     faults     how each kind of fault is injected and undone
     relay      a TCP relay, so that a link can be cut without root
-    strangers  peers that send nonsense to every port
     truth      an env that writes one byte a step, and the reading of these files
     recorder   a learner that records the batches it gets
     history    the judgement of that record

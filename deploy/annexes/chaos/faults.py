@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from headrace.deploy.annexes.chaos.processes import FleetProcesses, Folders, sen
 from headrace.deploy.annexes.chaos.recorder import SLOW
 from headrace.deploy.annexes.chaos.relay import LinkState, Relay
 from headrace.deploy.annexes.chaos.schedule import Event, Kind
-from headrace.deploy.annexes.chaos.strangers import visit
 
 Undo = Callable[[], None]
 
@@ -46,7 +44,6 @@ class Target:
     folders: Folders
     processes: FleetProcesses
     links: Mapping[str, Relay]
-    seed: int
 
 
 def inject(event: Event, target: Target) -> Undo:
@@ -198,18 +195,7 @@ def _later(target: Target, ask: Callable[[redis.Redis], Any]) -> Undo:
     return undo
 
 
-# -- strangers and envs -----------------------------------------------------------------------------------------------
-
-
-def _strangers(event: Event, target: Target) -> Undo:
-    """Send strangers from a thread, so that the schedule goes on."""
-    endpoints = target.processes.endpoints()
-    if not endpoints:
-        raise SkippedError("the broker did not serve")
-    fleet_id, seed = target.processes.page().fleet_id, target.seed + int(1000 * event.at_s)
-    thread = threading.Thread(target=visit, args=(event.detail, endpoints, fleet_id, seed), daemon=True)
-    thread.start()
-    return thread.join
+# -- envs -------------------------------------------------------------------------------------------------------------
 
 
 def _env(event: Event, target: Target) -> Undo:
@@ -228,6 +214,5 @@ _FAULTS: dict[Kind, Callable[[Event, Target], Undo]] = {
     Kind.FULL: _full,
     Kind.READ_ONLY: _read_only,
     Kind.DISK_FULL: _disk_full,
-    Kind.STRANGERS: _strangers,
     Kind.ENV: _env,
 }

@@ -43,11 +43,9 @@ class Kind(StrEnum):
     FULL = "full"
     READ_ONLY = "read-only"
     DISK_FULL = "disk-full"
-    STRANGERS = "strangers"
     ENV = "env"
 
 
-STRANGERS = ("bytes", "frames", "numbers")
 ENV_FAULTS = ("exception", "bad-data", "hang", "segfault")
 
 
@@ -63,11 +61,11 @@ class Event(BaseModel):
     seconds: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that the fault lasts; 0 for one that is over at once."""
     detail: str = ""
-    """The kind of stranger or of env fault."""
+    """The kind of env fault."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Event:
-        known = {Kind.ENV: ENV_FAULTS, Kind.STRANGERS: STRANGERS}.get(self.kind, ("",))
+        known = ENV_FAULTS if self.kind is Kind.ENV else ("",)
         if self.detail not in known:
             raise ValueError(f"detail {self.detail!r} of {self.kind.value} is none of {', '.join(known)}")
         known = LINKS if self.kind in (Kind.CUT, Kind.STALL) else (*KILLABLE, *_workers_in(self.targets))
@@ -162,7 +160,6 @@ _BAG = (
     "full",
     "read-only",
     "disk-full",
-    *("strangers",) * 2,
     *("env",) * 3,
 )
 """Kinds of events by their shares. All of them happen before any of them happens more often than here."""
@@ -186,8 +183,6 @@ def _draw(kind: str, rng: random.Random, workers: int, lease_s: float) -> Iterat
             yield Event(at_s=0, kind=Kind.STOP, targets=(target,), seconds=lasts)
         case ["cut" | "stall" as link]:
             yield Event(at_s=0, kind=Kind(link), targets=(rng.choice(LINKS),), seconds=seconds)
-        case ["strangers"]:
-            yield Event(at_s=0, kind=Kind.STRANGERS, detail=rng.choice(STRANGERS))
         case ["env"]:
             yield Event(at_s=0, kind=Kind.ENV, detail=rng.choice(ENV_FAULTS))
         case ["flush" | "replace" as loss]:

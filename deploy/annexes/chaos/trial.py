@@ -102,7 +102,7 @@ class Trial:
         }
         endpoints = [relay.endpoint for relay in self._relays.values()]
         self._processes = FleetProcesses(folders, *endpoints)
-        self._target = Target(folders, self._processes, self._relays, plan.seed)
+        self._target = Target(folders, self._processes, self._relays)
         self._undo: list[tuple[float, Injected, Undo]] = []
         self._disk_is_full = False
 
