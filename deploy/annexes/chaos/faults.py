@@ -6,13 +6,10 @@ A fault that cannot be injected at its moment (its target is between two lives) 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -28,13 +25,11 @@ Undo = Callable[[], None]
 
 REDIS_TIMEOUT_S = 1.0
 SLOW_BATCH_S = 0.2
-_DISK = "64m"
-_KEEP_FREE = 16 << 10
 _NOWHERE = ("127.0.0.1", 1)
 
 
 class SkippedError(Exception):
-    """A fault that cannot be injected now, or here. Its text says why. It never leaves this package."""
+    """A fault that cannot be injected now. Its text says why. It never leaves this package."""
 
 
 @dataclass(frozen=True)
@@ -49,43 +44,6 @@ class Target:
 def inject(event: Event, target: Target) -> Undo:
     """Inject a fault; return the function that undoes it. Raises `SkippedError`."""
     return _FAULTS[event.kind](event, target)
-
-
-# -- the disk ---------------------------------------------------------------------------------------------------------
-
-
-def mount_small_disk(folder: Path) -> str:
-    """Mount a small file system at `folder`. Return the reason for a failure; "" if it was mounted."""
-    if os.geteuid() != 0:
-        return "the run directory needs a small file system of its own, which only root can mount"
-    command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK},mode=0700", "headrace-chaos", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        return f"mount cannot be run ({error.strerror})"
-    return "" if done.returncode == 0 else f"mount failed: {done.stderr.strip()[:200]}"
-
-
-def unmount(folder: Path) -> None:
-    """Unmount what is mounted at `folder`. Its content stays there."""
-    kept = folder.with_name(f"{folder.name}.kept")
-    shutil.copytree(folder, kept, symlinks=True)
-    subprocess.run(["umount", str(folder)], check=True)
-    folder.rmdir()
-    kept.rename(folder)
-
-
-def _disk_full(event: Event, target: Target) -> Undo:
-    if not target.folders.fleet.is_mount():
-        raise SkippedError("the run directory has no file system of its own")
-    ballast = target.folders.fleet / ".ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        size = os.statvfs(target.folders.fleet)
-        os.posix_fallocate(file.fileno(), 0, max(1, size.f_bavail * size.f_frsize - _KEEP_FREE))
-        file.seek(0, os.SEEK_END)
-        while file.write(bytes(4096)):
-            continue
-    return lambda: ballast.unlink(missing_ok=True)
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -213,6 +171,5 @@ _FAULTS: dict[Kind, Callable[[Event, Target], Undo]] = {
     Kind.REPLACE: _replace,
     Kind.FULL: _full,
     Kind.READ_ONLY: _read_only,
-    Kind.DISK_FULL: _disk_full,
     Kind.ENV: _env,
 }

@@ -38,7 +38,6 @@ def as_facts(outcome: TrialResult, judgement: Judgement, replay: str) -> dict[st
             name: {"events": count, "skipped": skipped, "median_s": median, "max_s": longest}
             for name, (count, skipped, median, longest) in judgement.recovery.items()
         },
-        "skipped_kinds": outcome.skipped_kinds,
         "lives": outcome.lives,
         "drained": [{"slot": slot, "incarnation": incarnation} for slot, incarnation in sorted(outcome.living)],
         "usage": {

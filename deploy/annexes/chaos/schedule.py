@@ -42,7 +42,6 @@ class Kind(StrEnum):
     REPLACE = "replace"
     FULL = "full"
     READ_ONLY = "read-only"
-    DISK_FULL = "disk-full"
     ENV = "env"
 
 
@@ -159,7 +158,6 @@ _BAG = (
     "replace",
     "full",
     "read-only",
-    "disk-full",
     *("env",) * 3,
 )
 """Kinds of events by their shares. All of them happen before any of them happens more often than here."""

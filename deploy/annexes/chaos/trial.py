@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,6 @@ class TrialResult:
     """Lives that ended with the drain. No step of theirs may be missing."""
     usage: list[tuple[str, Usage | None, Usage | None]] = field(default_factory=list)
     """Process, then what it took at the start and at the end."""
-    skipped_kinds: dict[str, str] = field(default_factory=dict)
-    """Kind of fault -> why this machine cannot have it."""
     cut_short: bool = False
     """True after a signal: later events did not happen."""
     lives: dict[str, int] = field(default_factory=dict)
@@ -104,11 +102,10 @@ class Trial:
         self._processes = FleetProcesses(folders, *endpoints)
         self._target = Target(folders, self._processes, self._relays)
         self._undo: list[tuple[float, Injected, Undo]] = []
-        self._disk_is_full = False
 
     def run(self) -> TrialResult:
         """Start the fleet, inject every event at its time, drain. Raises `HeadraceError` where no fleet starts."""
-        with StopSignals() as signals, self._small_disk():
+        with StopSignals() as signals:
             try:
                 self._start(signals)
                 self._inject_all(signals)
@@ -120,23 +117,6 @@ class Trial:
                 for relay in self._relays.values():
                     relay.close()
         return self.outcome
-
-    @contextlib.contextmanager
-    def _small_disk(self) -> Iterator[None]:
-        """Give the run directory a file system of its own within the block, if the plan fills it."""
-        folder = self._folders.fleet
-        if not any(event.kind is Kind.DISK_FULL for event in self._plan.events):
-            yield
-            return
-        why_not = faults.mount_small_disk(folder)
-        if why_not:
-            self.outcome.skipped_kinds[Kind.DISK_FULL.value] = why_not
-            self._say(f"skipped: {Kind.DISK_FULL.value}: {why_not}")
-        try:
-            yield
-        finally:
-            if not why_not:
-                faults.unmount(folder)
 
     def _start(self, signals: StopSignals) -> None:
         self._say(f"starting the fleet in {self._folders.fleet}")
@@ -206,20 +186,16 @@ class Trial:
     def _inject(self, event: Event, *, may_wait: bool) -> bool:
         """Inject an event, or note why it is skipped. Return False to retry: a target may be between two lives."""
         injected = Injected(event, time.monotonic())
-        injected.skipped = self.outcome.skipped_kinds.get(event.kind.value, "")
-        if not injected.skipped:
-            try:
-                undo = faults.inject(event, self._target)
-                self._undo.append((injected.at + event.seconds, injected, undo))
-            except SkippedError as error:
-                if may_wait:
-                    return False
-                injected.skipped = str(error)
+        try:
+            undo = faults.inject(event, self._target)
+            self._undo.append((injected.at + event.seconds, injected, undo))
+        except SkippedError as error:
+            if may_wait:
+                return False
+            injected.skipped = str(error)
         self.outcome.injected.append(injected)
         number = f"{len(self.outcome.injected)}/{len(self._plan.events)}"
         self._say(f"{number:>9} {event.in_words()}" + (f"  skipped: {injected.skipped}" if injected.skipped else ""))
-        if event.kind is Kind.DISK_FULL and not injected.skipped:
-            self._disk_is_full = True
         if not event.seconds and not injected.skipped:
             self._finish(self._undo[-1])
         return True
@@ -258,8 +234,6 @@ class Trial:
         """Return whether no event of the schedule explains this end."""
         if returncode == -signal.SIGKILL:
             return False  # the schedule sent it: nothing else sends SIGKILL
-        if own is self._processes.up and returncode == ExitCode.RUN_DIR:
-            return not self._disk_is_full
         # A worker that was stopped for longer than its lease finds its slot taken, and is fenced.
         return own is not self._processes.elsewhere or returncode != ExitCode.FENCED
 
