@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headrace.deploy.annexes.chaos.checks import judge, lines_of
 from headrace.deploy.annexes.chaos.processes import Folders
-from headrace.deploy.annexes.chaos.report import as_facts, as_html, tables
+from headrace.deploy.annexes.chaos.report import as_facts, recovery_table
 from headrace.deploy.annexes.chaos.schedule import Plan, make_plan, read_plan
 from headrace.deploy.annexes.chaos.trial import Trial
 from headrace.deploy.annexes.chaos.truth import ENV, Witnessed
@@ -26,7 +26,7 @@ from headrace.schemas.basics.run_files import replace_private
 from headrace.schemas.errors import ConfigError, ExitCode, RunDirError, write_error
 from headrace.schemas.settings.config import FleetConfig
 
-PLAN, REPORT_JSON, REPORT_HTML = "plan.json", "report.json", "report.html"
+PLAN, REPORT = "plan.json", "report.json"
 WIDTH = 120
 PAUSE_S = 0.0002
 """Each env waits so long in a step. Small ones would take all processor time of the machine."""
@@ -82,17 +82,17 @@ def chaos(
     judgement = judge(outcome)
     replay = shlex.join(["headrace", "chaos", "--plan", str(folders.root / PLAN), *_again(asked)])
     facts = as_facts(outcome, judgement, replay)
-    replace_private(folders.root / REPORT_JSON, orjson.dumps(facts, option=orjson.OPT_INDENT_2))
-    replace_private(folders.root / REPORT_HTML, as_html(outcome, judgement, replay).encode())
+    report = folders.root / REPORT
+    replace_private(report, orjson.dumps(facts, option=orjson.OPT_INDENT_2))
     with ignore_closed_reader(stream):
-        Console(file=stream, width=None if stream.isatty() else WIDTH).print(*tables(outcome, judgement))
+        Console(file=stream, width=None if stream.isatty() else WIDTH).print(recovery_table(judgement))
     for line in lines_of(judgement):
         tell(line)
-    tell(f"report: {folders.root / REPORT_HTML}")
+    tell(f"report: {report}")
     if as_json:
         say(orjson.dumps(facts).decode())
     if judgement.problems:
-        problems, report = judgement.problems, folders.root / REPORT_HTML
+        problems = judgement.problems
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise FleetError(
             f"{len(problems)} broken promises: {'; '.join(problems[:_SHOWN])}{more}; all are in {report}; "

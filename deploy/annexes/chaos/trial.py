@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from headrace.deploy.annexes.chaos import faults, truth
@@ -55,15 +54,6 @@ class Injected:
     """Slots whose next step is not yet at the learner. Without any, a step of any slot will do."""
 
 
-@dataclass(frozen=True)
-class Usage:
-    """The memory, files and threads of a process."""
-
-    rss_bytes: int
-    files: int
-    threads: int
-
-
 @dataclass
 class TrialResult:
     """The result of a trial, to be judged together with its files."""
@@ -80,8 +70,6 @@ class TrialResult:
     summary: dict[str, Any] = field(default_factory=dict)
     living: set[Life] = field(default_factory=set)
     """Lives that ended with the drain. No step of theirs may be missing."""
-    usage: list[tuple[str, Usage | None, Usage | None]] = field(default_factory=list)
-    """Process, then what it took at the start and at the end."""
     cut_short: bool = False
     """True after a signal: later events did not happen."""
     lives: dict[str, int] = field(default_factory=dict)
@@ -126,7 +114,6 @@ class Trial:
         self._processes.elsewhere.start()
         self._wait(self._all_deliver, "every worker's first batch at the learner", signals)
         self.outcome.began = time.monotonic()
-        self._usage_at_start = self._usage()
 
     def _wait(self, done: Callable[[], bool], what: str, signals: StopSignals) -> None:
         began, said = time.monotonic(), 0.0
@@ -243,9 +230,6 @@ class Trial:
         """Stop everything in order: the worker from elsewhere, the fleet, and last the learner that settles."""
         self._say("draining")
         self._settle()
-        usage = self._usage()
-        names = dict.fromkeys((*self._usage_at_start, *usage))
-        self.outcome.usage = [(name, self._usage_at_start.get(name), usage.get(name)) for name in names]
         self.outcome.living = set(self._newest_batches(at_least=0)) & self._running_lives()
         self._processes.elsewhere.stop()
         self.outcome.up_returncode = self._processes.up.stop(_DRAIN_S)
@@ -277,22 +261,6 @@ class Trial:
             if reading is not None and reading.pid in pids:
                 found.add(life)
         return found
-
-    def _usage(self) -> dict[str, Usage]:
-        pids = {process.name: process.pid for process in self._processes.page().processes}
-        pids |= {own.name: own.pid for own in self._processes.own if own.pid is not None}
-        used = {name: _usage_of(pid) for name, pid in sorted(pids.items())}
-        return {name: usage for name, usage in used.items() if usage is not None}
-
-
-def _usage_of(pid: int) -> Usage | None:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-        files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-        return Usage(int(fields["VmRSS"].split()[0]) * 1024, files, int(fields["Threads"]))
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def _exit_code(returncode: int) -> ExitCode:
