@@ -18,7 +18,7 @@ def connection_limit(most: int, ports: int = 1) -> int:
     process can neither write its state nor accept peers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = files_for(most, ports)
+    wanted = most * ports + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -26,8 +26,3 @@ def connection_limit(most: int, ports: int = 1) -> int:
     if places < most:
         log.warning("at most %d connections at a port, not %d: this process may open only %d files", places, most, soft)
     return places
-
-
-def files_for(connections: int, ports: int) -> int:
-    """Return how many files a process opens that has so many connections at each of `ports` ports."""
-    return connections * ports + _OWN_FILES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,12 @@ from pathlib import Path
 from headrace.deploy.annexes.doctor.cgroup import read_limits
 from headrace.deploy.annexes.doctor.check import Check, Verdict
 from headrace.deploy.annexes.doctor.key_checks import key_checks
-from headrace.deploy.annexes.doctor.limits import Needs, core_dump_check, limit_checks, open_files_check
+from headrace.deploy.annexes.doctor.limits import Needs, limit_checks, open_files_check
 from headrace.deploy.annexes.doctor.network import advertised_checks, meeting_checks, port_checks, reachability_check
 from headrace.deploy.annexes.doctor.redis_checks import redis_checks
 from headrace.deploy.annexes.doctor.software import connected_checks, own_learner_check, software_checks
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.schemas.basics.bounds import BROKER_CONNECTIONS
 from headrace.schemas.credentials.keys import ENV_HOST
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config import FleetConfig
@@ -69,9 +67,7 @@ def examine(
         yield from meeting_checks(config, rendezvous, role)
     yield _disk(Path(config.fleet.run_dir))
     yield from limit_checks(Needs.of_role(config, role if is_elsewhere else "fleet"), read_limits())
-    yield open_files_check(config.fleet.workers, 0 if is_elsewhere else BROKER_CONNECTIONS)
-    yield core_dump_check()
-    yield _clock()
+    yield open_files_check(config.fleet.workers)
 
 
 def _here(config: FleetConfig) -> Iterator[Check]:
@@ -102,15 +98,3 @@ def _disk(run_dir: Path) -> Check:
     if free < _DISK_WARN:
         return Check("run directory", Verdict.WARN, seen, "checkpoints and Redis' log will need more in a long run")
     return Check("run directory", Verdict.OK, seen)
-
-
-def _clock() -> Check:
-    year = time.gmtime().tm_year
-    if year < 2024:
-        return Check("clock", Verdict.WARN, f"the year is {year}", "set the clock: logs and fleet.json bear its times")
-    start = time.monotonic_ns()
-    while (tick := time.monotonic_ns()) == start:
-        pass
-    return Check(
-        "clock", Verdict.OK, f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, monotonic in steps of {tick - start} ns"
-    )

@@ -9,27 +9,21 @@ import logging
 import math
 import os
 import resource
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from headrace.deploy.annexes.doctor.cgroup import Limit, Limits, machine_memory, read_limits
 from headrace.deploy.annexes.doctor.check import Check, Verdict
 from headrace.schemas.basics.process_usage import own_cores
-from headrace.schemas.peers.connection_limit import files_for
 from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.deploy")
 
-SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED = 32 << 20
 _MIB = 1 << 20
 _FIRST_PROCESS, _EACH_PROCESS = 256 * _MIB, 100 * _MIB
 """Bytes, measured with CartPole-v1: torch and its modules, which forked processes share, and what each process adds."""
 _TASKS_PER_PROCESS = 8
 _FILES_PER_WORKER, _FILES_SPARE = 8, 256
-_BROKER_PORTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,6 @@ def limit_checks(needs: Needs, limits: Limits) -> Iterator[Check]:
     yield memory_check(needs, limits.memory)
     yield core_check(needs, limits.cpus)
     yield task_check(needs, limits.tasks)
-    yield shared_memory_check()
 
 
 def memory_check(needs: Needs, limit: Limit | None) -> Check:
@@ -141,48 +134,14 @@ def task_check(needs: Needs, limit: Limit | None) -> Check:
     return Check("processes", Verdict.OK, seen)
 
 
-def shared_memory_check(place: Path = SHARED_MEMORY) -> Check:
-    """Check whether /dev/shm has room. Headrace works without it; torch and vectorised envs may not."""
-    name, whose = "shared memory", "torch, and envs in processes of their own, may need it"
-    try:
-        free = shutil.disk_usage(place).free
-    except OSError as error:
-        return Check(name, Verdict.WARN, f"{place}: {error.strerror}", f"{whose}: mount a tmpfs there")
-    seen = f"{place}, {_mib(free)} free"
-    if free < _LEAST_SHARED:
-        return Check(name, Verdict.WARN, seen, f"{whose}: docker run --shm-size=1g, or a larger tmpfs")
-    return Check(name, Verdict.OK, seen)
-
-
-def open_files_check(workers: int, connections: int = 0) -> Check:
-    """Compare the files that one process may open with what the supervisor of these workers and the broker need.
-
-    `connections`: peers from anywhere that the broker takes at each of its ports; 0 without a broker. It raises its
-    soft limit itself.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need, most_need = _FILES_SPARE + _FILES_PER_WORKER * workers, connections and files_for(connections, _BROKER_PORTS)
+def open_files_check(workers: int) -> Check:
+    """Compare the files that one process may open with what the supervisor of these workers needs."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = _FILES_SPARE + _FILES_PER_WORKER * workers
     seen = f"{soft} allowed, about {need} needed"
-    if _is_below(soft, need):
+    if soft != resource.RLIM_INFINITY and soft < need:
         return Check("open files", Verdict.WARN, seen, f"ulimit -n {2 * need}")
-    if _is_below(hard, most_need):
-        seen += f"; at most {hard} for the broker, {most_need} for {connections} peers at each port"
-        advice = f"raise the hard limit, as by LimitNOFILE={most_need} of systemd"
-        return Check("open files", Verdict.WARN, seen, advice)
     return Check("open files", Verdict.OK, seen)
-
-
-def _is_below(limit: int, need: int) -> bool:
-    return limit != resource.RLIM_INFINITY and limit < need
-
-
-def core_dump_check() -> Check:
-    """Say whether a process that crashes leaves a core dump."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
-    if soft == 0:
-        return Check("core dumps", Verdict.OK, "none are kept; ulimit -c unlimited keeps that of a crash")
-    size = "of any size" if soft == resource.RLIM_INFINITY else f"of {_mib(soft)} at most"
-    return Check("core dumps", Verdict.OK, f"kept, {size}, for each process that crashes")
 
 
 def _mib(size: float) -> str:

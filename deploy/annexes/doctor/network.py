@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from headrace.deploy.annexes.doctor.check import Check, Verdict
-from headrace.deploy.annexes.doctor.redis_checks import MOST_OFFSET_S
 from headrace.deploy.run.joining import env_host_keys
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, check_fingerprint, client_keys, expected_key
 from headrace.schemas.errors import ConfigError, KeysError, KeysRefusedError
@@ -20,6 +19,8 @@ from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 CONNECT_S = 3.0
 """Seconds that a connection may take."""
+_MOST_OFFSET_S = 1.0
+"""Seconds by which a clock may be wrong. The expiry of addresses compares two clocks."""
 _ANSWER_S, _LOOK_S = 6.0, 0.1
 _WRITTEN_EVERY_S = LIFETIME_S / 4
 _MOST_WORKERS = 8
@@ -135,7 +136,7 @@ def meeting_checks(config: FleetConfig, where: str, role: str = "worker") -> Ite
 def written_check(age_s: float) -> Check:
     """Judge our clock by the age of what the broker writes again and again, which no reader sees old or unborn."""
     seen = f"the broker wrote the rendezvous {abs(age_s):.0f} s {'ago' if age_s >= 0 else 'from now'} by our clock"
-    if -MOST_OFFSET_S <= age_s <= _WRITTEN_EVERY_S + MOST_OFFSET_S:
+    if -_MOST_OFFSET_S <= age_s <= _WRITTEN_EVERY_S + _MOST_OFFSET_S:
         return Check("clock offset", Verdict.OK, seen)
     seen += f", and writes it every {_WRITTEN_EVERY_S:.0f} s"
     advice = f"run an NTP service on both machines: a clock that is {LIFETIME_S:.0f} s ahead takes the fleet for gone"

@@ -1,4 +1,4 @@
-"""Checks of the software: Python, packages, libzmq, kernel and GPUs here, and the versions that peers tell."""
+"""Checks of the software: Python, packages and kernel here, and the versions that peers tell."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-import zmq
 
 from headrace.deploy.annexes.doctor.check import Check, Verdict
 from headrace.deploy.run.redis_view import FleetView, Snapshot, crowded_learner, told_versions
@@ -18,7 +15,6 @@ from headrace.schemas.basics.printable import one_line
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.errors import RedisUnavailableError
 
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 _MOST_NAMED = 5
 _UNTOLD = "no version told"
 
@@ -28,9 +24,7 @@ def software_checks() -> Iterator[Check]:
     yield Check("python", Verdict.OK, f"{sys.version.split()[0]} at {sys.executable}")  # pip refuses an older one
     for name in ("torch", "gymnasium", "numpy", "zmq", "redis"):
         yield _package(name)
-    yield _zmq()
     yield _pidfd()
-    yield _gpu()
 
 
 def _package(name: str) -> Check:
@@ -41,38 +35,12 @@ def _package(name: str) -> Check:
     return Check(name, Verdict.OK, str(getattr(module, "__version__", "installed")))
 
 
-def _zmq() -> Check:
-    seen = f"libzmq {zmq.zmq_version()}"
-    if zmq.zmq_version_info() < (4, 2):
-        return Check("libzmq", Verdict.FAIL, seen, "pip install --upgrade pyzmq")
-    if not zmq.has("curve"):
-        return Check("libzmq", Verdict.WARN, f"{seen} without CURVE", "other machines can be served only unencrypted")
-    return Check("libzmq", Verdict.OK, seen)
-
-
 def _pidfd() -> Check:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
         return Check("pidfd", Verdict.FAIL, str(error), "the supervisor needs Linux 5.3 or newer")
     return Check("pidfd", Verdict.OK, os.uname().release)
-
-
-def _gpu() -> Check:
-    """Say which GPUs torch sees. Workers and the reference learner need none."""
-    devices = [device for device in _GPU_DEVICES if Path(device).exists()]
-    try:
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        names = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
-    except (ImportError, RuntimeError) as error:
-        return Check("gpu", Verdict.WARN, f"torch cannot look for one: {error}", "install a torch that fits the driver")
-    if not count and devices:
-        seen = f"{devices[0]} is there, and torch {torch.__version__} uses none"
-        return Check("gpu", Verdict.WARN, seen, "a learner on it needs a torch that was built for its driver")
-    seen = f"{count}: {names}; a learner of yours may use it" if count else "none, and none is needed"
-    return Check("gpu", Verdict.OK, seen)
 
 
 def connected_checks(url: str, fleet_id: str) -> Iterator[Check]:
