@@ -42,24 +42,8 @@ def fleet_row(
     before: Mapping[str, float] = MappingProxyType({}),
 ) -> Row:
     """Return the row of the whole fleet. `before` has the last row's gauges; histograms cover the time since then."""
-    row: dict[str, float | int | str] = {
-        **history_row(unix_s, {**snapshot.totals, **snapshot.gauges}, unix_s - elapsed_s, before),
-        **added_up(snapshot.workers.values()),
-        "queued_steps": snapshot.fleet.queued,
-        "restarts": sum(restarts.values()),
-        **{f"restarts/{role}": count for role, count in restarts.items() if count},
-    }
-    for module_id, returns in snapshot.policies.items():
-        row |= {f"policies/{module_id}/{name}": value for name, value in returns.items()}
-    return row | {f"callbacks/{name}": metric.value for name, metric in snapshot.metrics.items()}
-
-
-def history_row(unix_s: float, values: Mapping[str, float], began_unix_s: float, before: Mapping[str, float]) -> Row:
-    """Return the row of the whole fleet for gauges and totals, such as an entry of a history ring in Redis.
-
-    It lacks what the rings do not hold, and moments, which are no figures of a curve.
-    """
-    row: dict[str, Any] = {"kind": "fleet", "time": round(unix_s, 3), "elapsed_s": round(unix_s - began_unix_s, 3)}
+    values = {**snapshot.totals, **snapshot.gauges}
+    row: dict[str, Any] = {"kind": "fleet", "time": round(unix_s, 3), "elapsed_s": round(elapsed_s, 3)}
     row |= dict.fromkeys(_ALWAYS, 0)
     for field, told in sorted(values.items()):
         name, label, text = unlabelled(field)
@@ -74,7 +58,12 @@ def history_row(unix_s: float, values: Mapping[str, float], began_unix_s: float,
     for metric in _LAGS:
         lags = lag_quantiles(metric.name, before, values, LAG_QUANTILES)
         row |= {metric.column_for(str(quantile)): lag for quantile, lag in lags.items()}
-    return row
+    row |= added_up(snapshot.workers.values())
+    row |= {"queued_steps": snapshot.fleet.queued, "restarts": sum(restarts.values())}
+    row |= {f"restarts/{role}": count for role, count in restarts.items() if count}
+    for module_id, returns in snapshot.policies.items():
+        row |= {f"policies/{module_id}/{name}": value for name, value in returns.items()}
+    return row | {f"callbacks/{name}": metric.value for name, metric in snapshot.metrics.items()}
 
 
 def learner_row(view: LearnerRowView, began_unix_s: float) -> Row:

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.deploy.annexes.watch.report.report_command import write_report
 from headrace.deploy.annexes.watch.report.run_series import MOST_DRAWN, RunSeries
-from headrace.deploy.report.run_rows import fleet_row, history_row
+from headrace.deploy.report.run_rows import fleet_row
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import RunDirError
@@ -203,15 +203,14 @@ def test_rows_have_the_lag_of_the_time_since_the_row_before() -> None:
 
 
 def test_a_row_has_only_values_that_the_broker_reports() -> None:
-    told = {
+    gauges = {
         labelled("episode_return_quantile", "quantile", "0.25"): 3.0,
         labelled("worker_time_share", "part", "env"): 0.75,
         labelled("workers_blocked", "reason", "window"): 2.0,
         labelled("workers_blocked", "reason", "weights"): 1.0,
-        labelled("discarded_agent_steps_total", "reason", "shutdown"): 5.0,
-        "env_steps_total": 70.0,
     }
-    made = history_row(100.0, told, 90.0, {})
+    totals = {labelled("discarded_agent_steps_total", "reason", "shutdown"): 5, "env_steps_total": 70}
+    made = fleet_row(Snapshot(gauges=gauges, totals=totals), {}, 100.0, 10.0)
     assert made["elapsed_s"] == 10.0
     assert (made["env_steps"], made["discarded_steps"], made["discarded_steps/shutdown"]) == (70, 5, 5)
     assert (made["episode_return_p25"], made["worker_time/env"], made["workers_blocked"]) == (3.0, 0.75, 3.0)

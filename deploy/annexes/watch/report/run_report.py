@@ -22,21 +22,18 @@ from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
-from headrace.deploy.report.audit import find_books, warnings
+from headrace.deploy.report.audit import warnings
 from headrace.deploy.report.audit_command import read_and_audit
 from headrace.deploy.report.progress import duration
 from headrace.deploy.report.run_facts import plain_errors, read_run_facts
-from headrace.deploy.report.run_rows import history_row
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
-from headrace.deploy.run.redis_server import serving
-from headrace.deploy.run.redis_view import FleetView, Snapshot
+from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.run_dir import is_locked
 from headrace.schemas.accounts.env_errors import EnvErrorRow
 from headrace.schemas.accounts.figures import GAUGE_TABLE
 from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
-from headrace.schemas.accounts.redis_keys import RINGS
 from headrace.schemas.basics.run_files import read_object
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.settings.config_loading import known_keys
@@ -145,33 +142,8 @@ def _books(run_dir: Path, told: Mapping[str, Any]) -> tuple[Snapshot | None, dic
 
 
 def rows_of(run_dir: Path) -> Iterator[Row]:
-    """Yield the rows that `up` logged; if there are none, rows made from the history in Redis."""
-    rows = JsonlFile(run_dir / "metrics.jsonl").rows()
-    first = next(rows, None)
-    if first is None:
-        yield from _rows_of_history(run_dir)
-        return
-    yield first
-    yield from rows
-
-
-def _rows_of_history(run_dir: Path) -> list[Row]:
-    """Return a row for each entry of the rings in Redis: each minute of the last day, each 5 s of the last hour."""
-    try:
-        url, fleet_id = find_books(run_dir)
-        with serving(run_dir, url), FleetView(url, fleet_id) as view:
-            rings = [view.history(seconds) for _, seconds, _ in sorted(RINGS, key=lambda ring: ring[1])]
-    except HeadraceError:
-        return []
-    finest = list(rings[0])
-    since = finest[0][0] if finest else float("inf")
-    entries = [entry for entry in rings[1] if entry[0] < since] + finest
-    rows: list[Row] = []
-    before: Mapping[str, float] = {}
-    for unix_s, values in entries:
-        rows.append(history_row(unix_s, values, entries[0][0], before))
-        before = values
-    return rows
+    """Yield the rows that `up` logged."""
+    return JsonlFile(run_dir / "metrics.jsonl").rows()
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
