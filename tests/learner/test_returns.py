@@ -238,16 +238,6 @@ def test_a_chunk_goes_on_only_in_the_rest_of_its_own_agents_open_episode(make_ba
     assert episodes_of([second, first]).next_chunk.tolist() == [-1, -1, -1, 0, -1, -1]
 
 
-@pytest.mark.parametrize("chunks", [1, 24, 25, 60])
-def test_many_chunks_at_once_are_summed_as_few_are(make_batch: MakeBatch, chunks: int) -> None:
-    lengths = [1 + i % 4 for i in range(chunks)] * 2
-    batch = make_batch(lengths, [ChunkEnd.TRUNCATED] * len(lengths))
-    episodes = batch.episodes()
-    expected = [advantage for chunk in batch for advantage in loop_gae(chunk)[0]]
-    found = gae(episodes, value_of(episodes.obs), gamma=GAMMA, gae_lambda=LAMBDA).advantages
-    np.testing.assert_allclose(found, expected, rtol=0.0, atol=1e-12)
-
-
 def test_episodes_of_one_batch_are_its_own_arrays(batches: list[ChunkBatch]) -> None:
     batch = next(batch for batch in batches if any(not len(chunk) for chunk in batch))
     episodes = batch.episodes()
