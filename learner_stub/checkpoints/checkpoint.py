@@ -41,7 +41,6 @@ CHECKPOINT_FILE = "learner.checkpoint"
 """Name of the newest checkpoint in a run directory."""
 _HEADER = "headrace"
 """The entry of the file's metadata."""
-_FORMER_MAGIC = b"HDRCCKPT"
 MODULE = "module/"
 """Prefix of the names of a module's weights, which stand beside those of its optimizer."""
 OWN = "own/"
@@ -204,8 +203,6 @@ def _read(path: Path) -> Checkpoint:
 
 def decode_checkpoint(data: bytes, path: str) -> Checkpoint:
     """Return the checkpoint in the bytes of a file, from `path`. Raises `CheckpointError` for any that is not whole."""
-    if data.startswith(_FORMER_MAGIC):
-        raise CheckpointError(path, "it is of an earlier Headrace, whose checkpoints this one cannot read")
     try:
         arrays, metadata = decode_safetensors(data)
         header = orjson.loads(metadata[_HEADER])
