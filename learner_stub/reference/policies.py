@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headrace.learner_stub.reference.ppo import PPO
 from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
-from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
+from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, StopDeadline
 from headrace.learner_stub.streaming.connector_merger import ConnectorMerger
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
@@ -43,7 +43,7 @@ class FrozenPolicy:
         """Return the module's state dict."""
         return dict(self.module.state_dict())
 
-    def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
+    def update(self, batches: Sequence[ChunkBatch], interruption: StopDeadline = NO_INTERRUPTION) -> Metrics:
         """Count `batches`."""
         self.stats.count(batches)
         return self.stats.metrics()
@@ -91,7 +91,7 @@ class LearnerPolicies:
         means = [policy.stats.window_mean for policy in self.by_id.values()]
         return None if None in means else sum(mean for mean in means if mean is not None) / len(means)
 
-    def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
+    def update(self, batches: Sequence[ChunkBatch], interruption: StopDeadline = NO_INTERRUPTION) -> Metrics:
         """Train each policy on its own of `batches`, which may be none. Return metrics by "module id/name".
 
         Updates of connectors count whether or not a policy trains on the batch they came with. Deterministic. Raises

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from headrace.learner_stub.reference.adam import Adam
 from headrace.learner_stub.reference.training_arrays import training_arrays, training_tensors
 from headrace.learner_stub.reference.training_stats import Metrics, TrainingStats
-from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, Interruption
+from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION, StopDeadline
 from headrace.learner_stub.rollouts.minibatches import (
     Minibatch,
     Minibatches,
@@ -95,7 +95,7 @@ class PPO:
         """Return the module's state dict; its tensors are the live ones."""
         return self.module.state_dict()
 
-    def update(self, batches: Sequence[ChunkBatch], interruption: Interruption = NO_INTERRUPTION) -> Metrics:
+    def update(self, batches: Sequence[ChunkBatch], interruption: StopDeadline = NO_INTERRUPTION) -> Metrics:
         """Train on every step of `batches` that the policy chose. Return metrics. Deterministic.
 
         `interruption` is asked between minibatches, and may end the update early. Raises `ModuleError` when module or
@@ -114,7 +114,7 @@ class PPO:
             metrics |= self._optimize(rollout, targets, feed, interruption)
         return metrics
 
-    def _targets(self, rollout: Rollout, feed: Minibatches, interruption: Interruption = NO_INTERRUPTION) -> Targets:
+    def _targets(self, rollout: Rollout, feed: Minibatches, interruption: StopDeadline = NO_INTERRUPTION) -> Targets:
         dist_inputs, all_values = forward_all(self.module, feed, interruption)
         s = self.settings
         estimate = gae(rollout.episodes, all_values, gamma=s.gamma, gae_lambda=s.gae_lambda)
@@ -133,7 +133,7 @@ class PPO:
             explained_variance=1.0 - float(advantage.var()) / max(variance, 1e-12),
         )
 
-    def _optimize(self, rollout: Rollout, targets: Targets, feed: Minibatches, interruption: Interruption) -> Metrics:
+    def _optimize(self, rollout: Rollout, targets: Targets, feed: Minibatches, interruption: StopDeadline) -> Metrics:
         """Pass over the steps in shuffled minibatches, until the policy has moved by more than `target_kl`."""
         s = self.settings
         random = np.random.default_rng((s.seed, self.stats.updates))

@@ -6,23 +6,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from headrace.schemas.errors import HeadraceError
 
 
 class AbandonedUpdateError(HeadraceError):
     """An update was broken off. Module and optimizer have done only a part of it: go on from the last checkpoint."""
-
-
-class Interruption(Protocol):
-    """Decides between the parts of an update whether it may go on."""
-
-    def check(self) -> None:
-        """Raise `AbandonedUpdateError` when there is no time to begin the training steps."""
-
-    def ends_update(self) -> bool:
-        """Return whether to end the update with the steps done so far. Raises `AbandonedUpdateError` if it must not."""
 
 
 def do_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.learner_stub.rollouts.interruption import Interruption
+from headrace.learner_stub.rollouts.interruption import StopDeadline
 from headrace.learner_stub.rollouts.module import TrainableModule, check_answer
 from headrace.learner_stub.rollouts.rollout import Rollout, map_nested
 from headrace.schemas.chunks.episodes import ranges
@@ -119,7 +119,7 @@ Minibatches = RowMinibatches | ChunkMinibatches
 
 
 def forward_all(
-    module: TrainableModule, feed: Minibatches, interruption: Interruption
+    module: TrainableModule, feed: Minibatches, interruption: StopDeadline
 ) -> tuple[Tensor, NDArray[np.float64]]:
     """Return (action_dist_inputs (rows, ...), values (rows,)) of the module as it is, without gradients."""
     answers = []
