@@ -126,11 +126,6 @@ class FactsReader:
             learner_row=self._learner_row,
         )
 
-    @property
-    def address(self) -> tuple[str, str]:
-        """Return (Redis URL, fleet id) as of the last `read`; empty texts where they are not known yet."""
-        return (self._url, self._fleet_id)
-
     def close(self) -> None:
         """Close the connection to Redis."""
         if self.view is not None:

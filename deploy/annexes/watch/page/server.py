@@ -5,22 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from headrace.deploy.annexes.watch.page.app import RENDEZVOUS, make_app
 from headrace.deploy.annexes.watch.page.hub import INTERVALS, Hub
 from headrace.deploy.annexes.watch.state.fleet_state import StateReader
-from headrace.deploy.annexes.watch.state.series import SeriesReader
+from headrace.deploy.annexes.watch.state.series import CurvesReader
 from headrace.deploy.annexes.watch.web.web_port import WebPort
 from headrace.deploy.monitoring.facts import FactsReader
-from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.basics.stop_event import stop_event
-from headrace.schemas.errors import RedisUnavailableError
 
 READ_S, IDLE_S = 1.0, 5.0
 """Seconds between two reads, while the page is open somewhere, and while it is not."""
-SERIES_S = 5.0
 _SHARE = 25
 """A pause is at least so many times as long as the CPU time of the read before it, so that a large fleet's page is
 slower and not more costly.
@@ -46,39 +42,15 @@ def serve_page(reader: FactsReader, listen: str, token_file: Path | None, announ
 
 
 def _read_until(stopping: threading.Event, hub: Hub, reader: FactsReader) -> None:
-    states, curves = StateReader(reader), _Curves()
+    states, curves = StateReader(reader), CurvesReader(INTERVALS)
     while True:
         began, is_last = time.thread_time(), stopping.is_set()
         state = states.read()
         with hub.series_lock:
-            curves.read(reader.address, is_last=is_last)
+            curves.read(reader.view, at_once=is_last)
         hub.take_series(curves.readers.items())
         hub.publish(state, states.facts)
         if is_last:
             return
         pause_s = _SHARE * (time.thread_time() - began)
         hub.wait(stopping, max(READ_S, pause_s), max(IDLE_S, pause_s))
-
-
-class _Curves:
-    """Reads the curves of all rings every few seconds. Keeps the last ones while Redis does not answer."""
-
-    def __init__(self) -> None:
-        self.readers: dict[int, SeriesReader] = {}
-        self._view: FleetView | None = None
-        self._address = ("", "")
-        self._read_at = 0.0
-
-    def read(self, address: tuple[str, str], *, is_last: bool) -> None:
-        """Read the new entries if a read is due."""
-        if address != self._address:
-            if self._view is not None:
-                self._view.close()
-            self._address, self._view = address, FleetView(*address) if address[0] else None
-            self.readers = {s: SeriesReader(self._view, s) for s in INTERVALS} if self._view is not None else {}
-            self._read_at = 0.0
-        if is_last or time.monotonic() - self._read_at >= SERIES_S:
-            self._read_at = time.monotonic()
-            with suppress(RedisUnavailableError):
-                for reader in self.readers.values():
-                    reader.read()

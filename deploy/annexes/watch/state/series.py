@@ -6,7 +6,10 @@ interval stands at its end, under "learner/NAME". A counter `x_total` also has t
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ from headrace.deploy.run.redis_view import EventView, FleetView, LearnerRowView
 from headrace.schemas.accounts.lag_buckets import lag_quantiles
 from headrace.schemas.accounts.redis_keys import ACCEPTED_LAG, CONSUMED_LAG, RINGS, labelled
 from headrace.schemas.basics.printable import one_line
+from headrace.schemas.errors import RedisUnavailableError
 
 Values = Mapping[str, float]
 
@@ -22,6 +26,7 @@ MOST_LEARNER_NAMES = 64
 _GAP = 2.5
 """Intervals without an entry after which a curve is interrupted."""
 _LONGEST_NAME = 120
+_READ_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,28 @@ class SeriesReader:
                 del kept[at]
         for identity in sorted(self._events, key=event_order)[:-1000]:
             del self._events[identity]
+
+
+class CurvesReader:
+    """Reads the curves of several rings every few seconds. Keeps the last ones while Redis does not answer."""
+
+    def __init__(self, intervals: Sequence[int]) -> None:
+        self.readers: dict[int, SeriesReader] = {}
+        """By interval of the ring, s."""
+        self._intervals = intervals
+        self._view: FleetView | None = None
+        self._read_at = -math.inf
+
+    def read(self, view: FleetView | None, *, at_once: bool = False) -> None:
+        """Read what is new in `view` if a read is due, or `at_once`. Another view is of another fleet or Redis."""
+        if view is not self._view:
+            self._view, self._read_at = view, -math.inf
+            self.readers = {s: SeriesReader(view, s) for s in self._intervals} if view is not None else {}
+        if at_once or time.monotonic() - self._read_at >= _READ_S:
+            self._read_at = time.monotonic()
+            with suppress(RedisUnavailableError):
+                for reader in self.readers.values():
+                    reader.read()
 
 
 def event_order(identity: str) -> tuple[int, int]:

@@ -13,17 +13,14 @@ from rich.live import Live
 from rich.text import Text
 
 from headrace.deploy.annexes.watch.state.fleet_state import Document, StateReader
-from headrace.deploy.annexes.watch.state.series import SeriesReader
+from headrace.deploy.annexes.watch.state.series import CurvesReader
 from headrace.deploy.annexes.watch.top.top_view import SHOWN_CURVES, Curves, blocks_for, plain, screen
 from headrace.deploy.monitoring.facts import FactsReader
-from headrace.deploy.run.redis_view import FleetView
 from headrace.deploy.terminal.std_streams import say
+from headrace.schemas.accounts.redis_keys import RINGS
 from headrace.schemas.basics.stop_event import stop_event
-from headrace.schemas.errors import RedisUnavailableError
 
 INTERVAL_S = 1.0
-CURVES_EVERY = 5
-"""Reads of the state for one of the curves, which have a value each 5 s."""
 PLAIN_WIDTH = 160
 
 
@@ -33,25 +30,15 @@ class StateSource:
     def __init__(self, reader: FactsReader) -> None:
         self._reader = reader
         self._state = StateReader(reader)
-        self._view: FleetView | None = None
-        self._series: SeriesReader | None = None
-        self._reads = 0
+        self._series = CurvesReader([RINGS[0][1]])
         self.curves: Curves = {}
 
     def read(self) -> Document:
         """Return the state as of now. Waits some seconds at most. Raises what `FactsReader.read` raises."""
         document = self._state.read()
-        view = self._reader.view
-        if view is not self._view:
-            self._view, self._series = view, SeriesReader(view) if view is not None else None
-            self._reads = 0
-        if self._series is not None and not document["redis"]["error"] and self._reads % CURVES_EVERY == 0:
-            try:
-                self._series.read()
-                self.curves = self._series.series(names=SHOWN_CURVES).curves
-            except RedisUnavailableError:
-                return document  # the next read reports the failure
-        self._reads += 1
+        self._series.read(self._reader.view)
+        for ring in self._series.readers.values():
+            self.curves = ring.series(names=SHOWN_CURVES).curves
         return document
 
 
