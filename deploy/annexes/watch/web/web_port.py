@@ -6,25 +6,22 @@ import errno
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from headrace.deploy.annexes.watch.web.access import Guard
 from headrace.deploy.process.service_manager import service_manager
-from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, PortInUseError
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.settings.config import is_loopback
 
 log = logging.getLogger(__name__)
-_of_uvicorn = logging.getLogger("uvicorn.error")
 
 MOST_CONNECTIONS = 256
 """At once; more are answered with 503. A browser has six, of which one follows a page."""
@@ -75,6 +72,7 @@ class WebPort:
         config = uvicorn.Config(
             Guard(app, self._token, self._socket.getsockname()[1], public),
             log_config=None,
+            log_level="error",  # a warning for each bad request would let clients fill the log
             access_log=False,
             server_header=False,
             lifespan="off",
@@ -87,15 +85,12 @@ class WebPort:
             timeout_notify=0,
         )
         server = uvicorn.Server(config)
-        lines = CountedLines(log)
-        _of_uvicorn.addFilter(lines)
         self._thread = thread = threading.Thread(target=server.run, args=([self._socket],), name="http", daemon=True)
         thread.start()
         try:
             yield thread
         finally:
             server.should_exit = True
-            _of_uvicorn.removeFilter(lines)
             if server.server_state.connections:
                 thread.join(_CLOSE_S)
 
@@ -105,22 +100,6 @@ class WebPort:
     def __exit__(self, *_: object) -> None:
         if self._thread is None or not self._thread.is_alive():  # else the thread closes it
             self._socket.close()
-
-
-class CountedLines(logging.Filter):
-    """Has warnings of uvicorn about single requests counted, so that clients cannot fill the log."""
-
-    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._warnings = CountedWarnings(log, clock)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Pass what is no warning. Log a warning itself, or count it."""
-        if record.levelno < logging.WARNING:
-            return True
-        error = record.exc_info[1] if record.exc_info else None
-        self._warnings.warn(b"", str(record.msg), record.getMessage().strip(), cast(Any, error))
-        return False
 
 
 async def _on_turn() -> None:
