@@ -120,7 +120,7 @@ class PPO:
         estimate = gae(rollout.episodes, all_values, gamma=s.gamma, gae_lambda=s.gae_lambda)
         advantage, returns = estimate.advantages, estimate.targets
         variance = float(returns.var())
-        logp = self.module.logp(dist_inputs[torch.from_numpy(rollout.step_rows)], rollout.actions)
+        logp = self.module.logp(dist_inputs[torch.from_numpy(rollout.episodes.step_rows)], rollout.actions)
         if logp.shape != rollout.logp.shape:
             raise ModuleError(
                 f"logp returned {tuple(logp.shape)} for {len(rollout)} steps; it must be one number a step"

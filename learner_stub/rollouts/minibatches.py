@@ -65,7 +65,7 @@ class RowMinibatches:
 
     def shuffled(self, random: np.random.Generator, steps: int) -> Iterator[Minibatch]:
         """Yield each step once, `steps` at a time, in an order drawn from `random`. The last part has what is left."""
-        step_rows = torch.from_numpy(self._rollout.step_rows)
+        step_rows = torch.from_numpy(self._rollout.episodes.step_rows)
         for some in torch.split(torch.from_numpy(random.permutation(len(self._rollout))), steps):
             yield Minibatch({"obs": take(self._rollout.obs, step_rows[some])}, some, slice(None))
 
@@ -83,7 +83,7 @@ class ChunkMinibatches:
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
-        self._lengths = np.diff(rollout.offsets)
+        self._lengths = np.diff(rollout.episodes.offsets)
 
     def all_rows(self, rows: int) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield (`forward_train`'s batch, its rows), about `rows` observations at a time. No chunk is divided."""
@@ -97,7 +97,7 @@ class ChunkMinibatches:
         chunks = random.permutation(len(self._lengths))
         for some in _groups(chunks, self._lengths[chunks], steps):
             batch = self._batch(some)
-            own = ranges(self._rollout.offsets[some], self._lengths[some])
+            own = ranges(self._rollout.episodes.offsets[some], self._lengths[some])
             yield Minibatch(batch, torch.from_numpy(own), batch["step_rows"])
 
     def _batch(self, chunks: NDArray[np.intp]) -> dict[str, Any]:

@@ -39,19 +39,9 @@ class Rollout:
         return len(self.episodes)
 
     @property
-    def offsets(self) -> NDArray[np.int64]:
-        """Return where each chunk's steps begin: int64 (C + 1,)."""
-        return self.episodes.offsets
-
-    @property
     def obs_offsets(self) -> NDArray[np.int64]:
         """Return where each chunk's rows of `obs` begin: int64 (C + 1,)."""
-        return self.offsets + np.arange(len(self.offsets))
-
-    @property
-    def step_rows(self) -> NDArray[np.int64]:
-        """Return the row of `obs` each step was taken from: int64 (N,)."""
-        return self.episodes.step_rows
+        return self.episodes.offsets + np.arange(len(self.episodes.offsets))
 
 
 def join(batches: Sequence[ChunkBatch]) -> Rollout | None:

@@ -85,7 +85,7 @@ class BareTorch:
         assert rollout is not None
         self._module, self._parameters = module, list(module.parameters())
         self._optimizer = torch.optim.Adam(self._parameters, lr=SETTINGS.learning_rate, eps=1e-5)
-        self._obs, self._actions = rollout.obs[torch.from_numpy(rollout.step_rows)], rollout.actions
+        self._obs, self._actions = rollout.obs[torch.from_numpy(rollout.episodes.step_rows)], rollout.actions
         self._logp, self._advantages, self._returns = rollout.logp, torch.randn(512), torch.randn(512)
 
     def begin(self) -> None:

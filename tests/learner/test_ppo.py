@@ -73,7 +73,7 @@ def test_each_step_is_matched_with_the_observation_it_was_taken_from(make_batch:
     rollout = join([first, second])
     assert rollout is not None
     chunks = [chunk for batch in (first, second) for chunk in batch if len(chunk)]
-    seen, last = rollout.obs.numpy()[rollout.step_rows], rollout.obs.numpy()[rollout.episodes.last_rows]
+    seen, last = rollout.obs.numpy()[rollout.episodes.step_rows], rollout.obs.numpy()[rollout.episodes.last_rows]
     np.testing.assert_array_equal(seen, np.concatenate([chunk.obs[:-1] for chunk in chunks]))
     np.testing.assert_array_equal(last, np.stack([chunk.obs[-1] for chunk in chunks]))
     np.testing.assert_array_equal(rollout.actions.numpy(), np.concatenate([chunk.actions for chunk in chunks]))

@@ -87,7 +87,7 @@ def test_minibatches_are_whole_chunks_and_hold_each_step_once() -> None:
     rollout = join(batches)
     assert rollout is not None
     feed = ChunkMinibatches(rollout)
-    whole = module.forward_train(next(feed.all_rows(10**6))[0])["values"][torch.from_numpy(rollout.step_rows)]
+    whole = module.forward_train(next(feed.all_rows(10**6))[0])["values"][torch.from_numpy(rollout.episodes.step_rows)]
     seen = []
     for minibatch in feed.shuffled(np.random.default_rng(0), 50):
         assert len(minibatch.steps) < 50 + 7
