@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,6 @@ class OwnProcess:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     lives: int = 0
-    ended: list[int] = field(default_factory=list)
-    """The exit codes of its lives."""
     _start_at: float = 0.0
 
     def tend(self) -> int | None:
@@ -65,7 +63,6 @@ class OwnProcess:
         returncode = None
         if self.process is not None and (returncode := self.process.poll()) is not None:
             self.process = None
-            self.ended.append(returncode)
             self._start_at = time.monotonic() + _PAUSE_S
         if self.process is None and time.monotonic() >= self._start_at:
             self.start()
