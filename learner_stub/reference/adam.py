@@ -42,7 +42,8 @@ class Adam:
         adam(
             [self._parameters[place] for place in gradients],
             [*gradients.values()],
-            *([state[name] for state in states] for name in _MEANS),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
             fused=True,  # one call for all parameters

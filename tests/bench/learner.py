@@ -24,7 +24,7 @@ from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.settings.config import LearnerSection, ModuleSection
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 
-MARKS = {"headrace": 2.0}
+MARKS = {"headrace": 0.7}
 SETTINGS = LearnerSection(steps_per_update=512, epochs=10, minibatch_size=256, target_kl=1e9)
 
 

@@ -64,7 +64,7 @@ class Event(BaseModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> Event:
-        known = ENV_FAULTS if self.kind is Kind.ENV else ("",)
+        known: tuple[str, ...] = ENV_FAULTS if self.kind is Kind.ENV else ("",)
         if self.detail not in known:
             raise ValueError(f"detail {self.detail!r} of {self.kind.value} is none of {', '.join(known)}")
         known = LINKS if self.kind in (Kind.CUT, Kind.STALL) else (*KILLABLE, *_workers_in(self.targets))
