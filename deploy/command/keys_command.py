@@ -113,25 +113,18 @@ def revoke(role: Role, group: Group = "", folder: Folder = Path("keys")) -> None
 @command(
     app,
     "headrace keys redis --fleet-id demo",
-    "headrace keys redis --fleet-id demo --redis-url admin.url --dir keys",
     "headrace up --set fleet.fleet_id=demo --redis-url keys/redis-writer.url",
 )
 def redis(
     fleet_id: Annotated[str, typer.Option("--fleet-id", help="The fleet whose keys the users may use.")],
-    server: Annotated[
-        str,
-        typer.Option("--redis-url", help="URL of an administrator, or a file that has it; without it: print commands."),
-    ] = "",
     folder: Annotated[Path, typer.Option("--dir", help="Folder for the URL files; made if need be.")] = Path("keys"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the passwords that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the files that are there.")] = False,
 ) -> None:
-    """Make users with least rights in a Redis that is not the fleet's own: one writes, one reads.
+    """Print commands that make users with least rights in a Redis that others use too: one writes, one reads.
 
     Each has a file with its URL in --dir, which --redis-url takes. Repeat it after a restart of a Redis that has
     forgotten its users: the passwords stay.
     """
-    from headrace.deploy.run.redis_users import apply, make_users, what_to_do
-    from headrace.schemas.settings.redis_url import read_redis_url
+    from headrace.deploy.run.redis_users import make_users, what_to_do
 
-    users = make_users(folder, fleet_id, server, force=force)
-    typer.echo(what_to_do(users, apply(users, read_redis_url(server)) if server else ""))
+    typer.echo(what_to_do(folder, fleet_id, make_users(folder, fleet_id, force=force)))

@@ -25,7 +25,7 @@ from headrace.deploy.report.audit_command import audit_run
 from headrace.deploy.report.ps import reported
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import check_url
-from headrace.deploy.run.redis_users import apply, make_users
+from headrace.deploy.run.redis_users import make_users
 from headrace.deploy.run.redis_view import FleetView
 from headrace.deploy.trained.saved_policy import find_policy
 from headrace.schemas.accounts.redis_keys import TOTALS, WORKERS, key_name
@@ -54,6 +54,15 @@ def private_file(path: Path, text: str) -> Path:
     return path
 
 
+def make_users_in(admin: Any, keys: Path, address: str, *, force: bool = False) -> None:
+    """Make the users as the guide says: run the commands, and put the address of the server into the files."""
+    for command in make_users(keys, FLEET, force=force):
+        admin.execute_command(*command.split())
+    for path in keys.glob("*.url"):
+        path.write_text(path.read_text().replace("redis://", f"{address.partition('://')[0]}://"))
+        path.write_text(path.read_text().replace("127.0.0.1:6379/0", address.rpartition("@")[2]))
+
+
 def url_in(path: Path) -> str:
     return RedisSection(url=str(path)).url
 
@@ -70,8 +79,7 @@ def test_a_fleet_works_with_its_writers_rights_and_the_reader_cannot_write(
     secured: SecuredRedis, admin: Any, tmp_path: Path
 ) -> None:
     keys, run = tmp_path / "keys", tmp_path / "run"
-    said = keys_redis(keys, "--redis-url", str(private_file(tmp_path / "admin.url", secured.url())))
-    assert "They can use the keys headrace:{shared}:* alone." in said
+    make_users_in(admin, keys, secured.url())
     writer, reader = keys / "redis-writer.url", keys / "redis-reader.url"
     options = (*SMALL, "--redis-url", str(writer))
 
@@ -136,53 +144,27 @@ def test_the_printed_acl_lines_create_the_users_and_show_no_password(make_server
     address = server.url.rpartition("@")[2]
     for user, url in urls.items():
         private_file(keys / f"redis-{user}.url", url.replace("127.0.0.1:6379/0", address))
-    assert keys_redis(keys) == said.replace("127.0.0.1:6379", address.removesuffix("/0")), "the address stays as edited"
+    assert keys_redis(keys) == said
+    assert urls != {user: url_in(keys / f"redis-{user}.url") for user in USERS}, "the address stays as edited"
     check_url(url_in(keys / "redis-writer.url"), FLEET)
     with pytest.raises(RedisUnavailableError, match=r"no permissions to run the 'set' .*--fleet-id shared$"):
         check_url(url_in(keys / "redis-reader.url"), FLEET)
 
 
 @pytest.mark.processes
-def test_passwords_stay_unless_forced_and_are_applied_again_after_a_restart(
-    make_server: MakeServer, tmp_path: Path
-) -> None:
+def test_passwords_stay_unless_forced(make_server: MakeServer, tmp_path: Path) -> None:
     server, keys = make_server().start(), tmp_path / "keys"
-    first = make_users(keys, FLEET, server.url)
-    assert "until it restarts" in apply(first, server.url)
-    check_url(first.urls["writer"], FLEET)
-    server.kill()
-    with pytest.raises(RedisUnavailableError, match="correct --redis-url"):
-        make_users(keys, FLEET, server.url, force=True)  # it fails before it writes
-    assert make_users(keys, FLEET) == first
-    server.start()
+    writer = keys / "redis-writer.url"
+    with server.client() as admin:
+        make_users_in(admin, keys, server.url)
+        first = url_in(writer)
+        check_url(first, FLEET)
+        make_users_in(admin, keys, server.url)
+        assert url_in(writer) == first
+        make_users_in(admin, keys, server.url, force=True)
+    check_url(url_in(writer), FLEET)
     with pytest.raises(RedisUnavailableError, match=r"(?i)invalid username-password"):
-        check_url(first.urls["writer"], FLEET)
-    again = make_users(keys, FLEET, server.url)
-    assert again == first
-    apply(again, server.url)
-    check_url(first.urls["writer"], FLEET)
-    forced = make_users(keys, FLEET, force=True)
-    assert urlsplit(forced.urls["writer"]).netloc.rpartition("@")[2] == f"127.0.0.1:{server.launch.port}"
-    apply(forced, server.url)
-    check_url(forced.urls["writer"], FLEET)
-    with pytest.raises(RedisUnavailableError, match=r"(?i)invalid username-password"):
-        check_url(first.urls["writer"], FLEET)
-    with pytest.raises(RedisUnavailableError, match="its user may not manage users; name an administrator"):
-        apply(forced, forced.urls["writer"])
-
-
-@pytest.mark.processes
-def test_users_survive_a_restart_of_a_server_with_an_aclfile(make_server: MakeServer, tmp_path: Path) -> None:
-    acl, server = tmp_path / "users.acl", make_server()
-    password = urlsplit(server.url).password
-    acl.write_text(f"user default on >{password} ~* &* +@all\n")
-    server.options = ("--aclfile", str(acl), "--requirepass", "")
-    server.start()
-    users = make_users(tmp_path / "keys", FLEET, server.url)
-    assert apply(users, server.url) == "They are saved in its aclfile."
-    server.kill()
-    server.start()
-    check_url(users.urls["writer"], FLEET)
+        check_url(first, FLEET)
 
 
 def test_url_files_of_another_fleet_and_open_folders_are_refused(tmp_path: Path) -> None:
@@ -192,7 +174,8 @@ def test_url_files_of_another_fleet_and_open_folders_are_refused(tmp_path: Path)
         KeysError, match="it is not of headrace-other-writer; name another --dir, or replace it by --force"
     ):
         make_users(keys, "other")
-    assert make_users(keys, "other", force=True).urls["writer"].startswith("redis://headrace-other-writer:")
+    make_users(keys, "other", force=True)
+    assert url_in(keys / "redis-writer.url").startswith("redis://headrace-other-writer:")
     with pytest.raises(ConfigError, match="--fleet-id: name the fleet"):
         make_users(keys, "all*")
     keys.chmod(0o755)

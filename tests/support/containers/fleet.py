@@ -21,8 +21,7 @@ Fleet = dict[str, sandbox.Sandbox]
 def make_secrets(folder: Path, redis: str) -> None:
     """Make keys and users of Redis as the guides say: users as a file for the server, and URLs with its name."""
     make_keys(folder, force=False)
-    users = make_users(folder, "demo")
-    lines = [" ".join(["user", *command[2:]]) for command in users.commands()]
+    lines = [command.replace("ACL SETUSER", "user") for command in make_users(folder, "demo")]
     (folder / "users.acl").write_text("\n".join(["user default off", *lines, ""]))
     for file in folder.glob("*.url"):
         file.write_text(file.read_text().replace("127.0.0.1", redis))
