@@ -19,7 +19,6 @@ from headrace.broker.files.state_file import Endpoints, read_broker_file, write_
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
 from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
-from headrace.deploy.fleet.redis_probe import RedisProbe
 from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
 from headrace.deploy.fleet.silence_limits import first_sign_limits, silence_limits
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
@@ -125,7 +124,6 @@ class Fleet:
         self._watchdog: FleetWatchdog | None = None
         self._starting_point = StartingPoint()
         self._copier: CheckpointCopier | None = None
-        self._redis_probe: RedisProbe | None = None
         self.evaluations = EvaluationLog(run_dir.path)
         self.evaluations.take_new()  # skip the evaluations of earlier runs in the directory
         self.loop.watch(signals.fd, signals.clear)
@@ -256,7 +254,6 @@ class Fleet:
             first_sign_limits(config),
             silence_limits(config),
             self.learner_has_left,
-            self._redis_probe,
         )
         self.record.note(state="running")
 
@@ -310,7 +307,6 @@ class Fleet:
             wait_ready(url, 0.0)
             if redis.child is not None and (told := told_of_cut(redis.child.log_lines(_REDIS_LINES))):
                 log.warning("%s", told)
-            self._redis_probe = RedisProbe(url, lambda: self.redis_age_s)
         self._lease = FleetLease(url, self.fleet_id, holder)
         if not self._lease.take():
             log.warning("%s; waiting for the end of its lease, in case it was killed", self._lease.refusal)

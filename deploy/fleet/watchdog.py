@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.deploy.fleet.redis_probe import PINGS, RedisProbe
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
 from headrace.deploy.process.liveness_file import seconds_silent
@@ -58,9 +57,9 @@ class FleetWatchdog:
     `recorder_of` returns the recorder of a worker's present life; None while it has none.
 
     It also replaces a process of another role whose liveness file has not been touched for the role's `limits_s`. It
-    replaces any process that gave no sign of life within the role's `first_sign_s`, any that has been stopped (SIGSTOP)
-    for `lease_s`, and the fleet's own Redis if that answers no PING of `redis`. If another learner has fenced the
-    fleet's own, and `learner_left` for `lease_s`, it restarts the fleet's own learner.
+    replaces any process that gave no sign of life within the role's `first_sign_s`, and any that has been stopped
+    (SIGSTOP) for `lease_s`. If another learner has fenced the fleet's own, and `learner_left` for `lease_s`, it
+    restarts the fleet's own learner.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class FleetWatchdog:
         first_sign_s: Mapping[str, float],
         limits_s: Mapping[str, float] | None = None,
         learner_left: Callable[[], bool] = lambda: False,
-        redis: RedisProbe | None = None,
     ) -> None:
         self._loop = loop
         self._supervisor = supervisor
@@ -80,7 +78,6 @@ class FleetWatchdog:
         self._lease_s = lease_s
         self._limits_s = dict(limits_s or {})
         self._learner_left = learner_left
-        self._redis = redis
         self._left_since = math.inf
         """Time of the first look that found no learner."""
         self._stopped_since: dict[int, float] = {}
@@ -111,8 +108,6 @@ class FleetWatchdog:
                 else:  # its signs of life are files, and so are those of the process that would replace it
                     self._supervisor.fail(trouble)
                     break
-        elif self._redis is not None:
-            self._redis.forget()
 
     def _why_silent(self, service: Service) -> str | None:
         child = service.child
@@ -125,8 +120,6 @@ class FleetWatchdog:
             reading = read_recorder(recorder) if recorder is not None else None
             why = why_silent(reading, lived_s, time.monotonic_ns(), self._lease_s, first_sign_s)
             return why or (None if reading is None else self._why_stopped(child))
-        if service.spec.role is Role.REDIS and (why := self._why_redis_hangs()) is not None:
-            return why
         silent = seconds_silent(child.liveness_path)
         if silent is None and (why := why_without_sign(lived_s, first_sign_s)) is not None:
             return why
@@ -137,13 +130,6 @@ class FleetWatchdog:
     def _why_stopped(self, child: Child) -> str | None:
         stopped = time.monotonic() - self._stopped_since.get(child.pid, math.inf)
         return f"has been stopped for {stopped:.1f} s" if stopped > self._lease_s else None
-
-    def _why_redis_hangs(self) -> str | None:
-        unanswered_s = self._redis.unanswered_s(time.monotonic()) if self._redis is not None else 0.0
-        if self._redis is None or not unanswered_s:
-            return None
-        self._redis.forget()
-        return f"has answered none of {PINGS} PINGs in {unanswered_s:.0f} s"
 
     def _bring_back_learner(self) -> None:
         fenced = [service for service in self._supervisor.services.values() if service.state is ServiceState.FENCED]
