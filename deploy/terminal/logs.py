@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -84,58 +83,49 @@ class Readable(logging.Formatter):
 
 @dataclass(slots=True)
 class _Kind:
-    """Warnings with the same words. `last` is the newest one that was left out."""
+    """Warnings with the same words."""
 
     began: float
     said: int = 0
     left_out: int = 0
-    last: logging.LogRecord | None = None
 
 
 class RepeatedWarnings:
-    """Leaves out warnings that repeat: beyond ten with the same words in ten seconds they are counted.
+    """Leaves out warnings that repeat, beyond ten with the same words in ten seconds.
 
-    `due` returns a line with the count. Warnings with the same format string, before its arguments are filled in, count
-    as the same words.
+    The tenth line says so, and the next line after the ten seconds has the count. Warnings with the same format string,
+    before its arguments are filled in, count as the same words.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._kinds: dict[tuple[str, int, str], _Kind] = {}
 
-    def admit(self, record: logging.LogRecord) -> bool:
-        """Return whether to write this record; otherwise count it."""
+    def admit(self, record: logging.LogRecord) -> logging.LogRecord | None:
+        """Return the record to write, with a remark on those left out. Return None to leave this one out."""
         if record.levelno < logging.WARNING:
-            return True
-        words = str(record.msg)
-        kind = self._kinds.setdefault(
-            (record.name, record.levelno, words if _has_words(words) else record.getMessage()), _Kind(self._clock())
-        )
-        if kind.said < MOST_ALIKE:
-            kind.said += 1
-            return True
-        kind.left_out, kind.last = kind.left_out + 1, record
-        return False
-
-    @property
-    def has_left_out(self) -> bool:
-        """Return whether `due` has a line to return, now or later."""
-        return any(kind.left_out for kind in self._kinds.values())
-
-    def due(self, *, all_kinds: bool = False) -> list[logging.LogRecord]:
-        """Return a line for each kind with left-out warnings whose ten seconds are over. Forget kinds that are over.
-
-        `all_kinds`: also kinds whose time is not over.
-        """
-        now, lines = self._clock(), []
-        for key, kind in list(self._kinds.items()):
-            if all_kinds or now - kind.began >= ALIKE_S or len(self._kinds) > MOST_KINDS:
-                del self._kinds[key]
-                if kind.last is not None:
-                    text = f"{kind.last.getMessage()} ({kind.left_out:,} like it were left out)"
-                    line = {"name": key[0], "levelno": key[1], "levelname": kind.last.levelname, "msg": "%s"}
-                    lines.append(logging.makeLogRecord({**line, "args": (text,)}))
-        return lines
+            return record
+        words, now = str(record.msg), self._clock()
+        key = record.name, record.levelno, words if _has_words(words) else record.getMessage()
+        kind, remark = self._kinds.get(key), ""
+        if kind is None or now - kind.began >= ALIKE_S:
+            if kind is not None and kind.left_out:
+                remark = f"{kind.left_out:,} like it were left out"
+            self._kinds.pop(key, None)
+            while len(self._kinds) >= MOST_KINDS:
+                del self._kinds[next(iter(self._kinds))]  # the oldest
+            kind = self._kinds[key] = _Kind(now)
+        if kind.said >= MOST_ALIKE:
+            kind.left_out += 1
+            return None
+        kind.said += 1
+        if kind.said == MOST_ALIKE:
+            remark = f"more like it are left out for up to {ALIKE_S:g} s"
+        if not remark:
+            return record
+        told = copy(record)
+        told.msg, told.args = "%s (%s)", (record.getMessage(), remark)
+        return told
 
 
 def _has_words(text: str) -> bool:
@@ -144,51 +134,17 @@ def _has_words(text: str) -> bool:
 
 
 class _Stderr(logging.Handler):
-    """Writes to the current `sys.stderr`, which a live display replaces by its own stream.
-
-    While warnings are left out, a thread waits to write their count, in case that no other record comes.
-    """
+    """Writes to the current `sys.stderr`, which a live display replaces by its own stream."""
 
     def __init__(self) -> None:
         super().__init__()
         self._repeated = RepeatedWarnings()
-        self._timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line, after the lines that count left-out warnings."""
-        self._write(self._repeated.due())
-        if self._repeated.admit(record):
-            self._write([record])
-        elif self._timer is None:
-            self._start_timer()
-
-    def close(self) -> None:
-        """Write the lines that count left-out warnings."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._write(self._repeated.due(all_kinds=True))
-        super().close()
-
-    def _start_timer(self) -> None:
-        timer = threading.Timer(ALIKE_S, self._count)
-        timer.daemon = True
-        with suppress(RuntimeError):  # no thread can start: the next record brings the count
-            timer.start()
-            self._timer = timer
-
-    def _count(self) -> None:
-        self.acquire()
-        try:
-            self._timer = None
-            self._write(self._repeated.due())
-            if self._repeated.has_left_out:
-                self._start_timer()
-        finally:
-            self.release()
-
-    def _write(self, records: Iterable[logging.LogRecord]) -> None:
-        for record in records:
-            say(self.format(record), sys.stderr)
+        """Write one line, unless it repeats."""
+        told = self._repeated.admit(record)
+        if told is not None:
+            say(self.format(told), sys.stderr)
 
 
 class _File(logging.FileHandler):
