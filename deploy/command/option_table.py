@@ -49,9 +49,8 @@ TABLE: Mapping[str, Row] = {
         "",
         list[str],
         "--allow",
-        "Build this, though only a file beside the checkpoint names it: my_pkg:make_env, or all of my_pkg: "
-        "may be repeated.",
-        metavar="PACKAGE:[NAME]",
+        "Build this, though only a file beside the checkpoint names it: my_pkg:make_env; may be repeated.",
+        metavar="PACKAGE:NAME",
     ),
     "as_json": _row("", bool, "--json", "One JSON object on stdout instead of text.", False),
     "endpoint": _row("", str, "--endpoint", "tcp://HOST:PORT or ipc:///PATH of the broker; default: from --run-dir."),

@@ -5,14 +5,13 @@ A file beside a checkpoint may come from anywhere. Code that it names is built o
 - it is Headrace's own: an entry of `OWN`, or a registered gymnasium id, for which nothing else is imported;
 - the user's own Headrace wrote the file (`seal.py`);
 - the user named it too, by a flag or in the environment;
-- the user allowed it: "my_pkg:make_env" for one object, or "my_pkg:" for what that package defines.
+- the user allowed it by its name, as "my_pkg:make_env".
 
 A file that the user names with `--config` is the user's own: it is not judged here.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from headrace.deploy.run.seal import is_sealed
 from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import values_of_environment
-from headrace.schemas.settings.plugins import load_object
 
 _RECORDED = "headrace.workers.envs.video:recorded"
 _MODULES = "headrace.workers.modules"
@@ -52,7 +50,6 @@ OWN = frozenset(
 _OF_ANOTHER_ENV = ("GymV21Environment-", "GymV26Environment-")
 """Beginnings of registered ids whose env_config names another env, with the module to import for it."""
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w./-]*", re.ASCII)
-_ALLOWED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w./-]*)?", re.ASCII)
 
 _SHOWN = 5
 _FLAGS, _LONGEST = 20, 200
@@ -69,7 +66,7 @@ def with_found(asked: Asked, found: Path | None, *, with_loggers: bool = False) 
     """
     if asked.config is not None:
         return asked
-    allow = asked.allow or ()
+    allow = tuple(asked.allow or ())
     _check_form(allow)
     if found is None:
         return asked
@@ -146,16 +143,9 @@ def _texts(tree: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _may_be_built(key: str, name: str, allow: Iterable[str]) -> bool:
+def _may_be_built(key: str, name: str, allow: Sequence[str]) -> bool:
     of_env = key in ("sampling.env", "sampling.env_config.env")
-    if name in OWN or (of_env and _needs_no_import(name)):
-        return True
-    module, _, attribute = name.partition(":")
-    return any(
-        name == one
-        or (one.endswith(":") and _is_within(module, one[:-1]) and _is_defined_in(name, attribute, one[:-1]))
-        for one in allow
-    )
+    return name in OWN or name in allow or (of_env and _needs_no_import(name))
 
 
 def _needs_no_import(env: str) -> bool:
@@ -165,30 +155,7 @@ def _needs_no_import(env: str) -> bool:
     return registered_creator(env) is not None or (":" not in env and not env.startswith(_OF_ANOTHER_ENV))
 
 
-def _is_within(module: str, package: str) -> bool:
-    return module == package or module.startswith(f"{package}.")
-
-
-def _is_defined_in(name: str, attribute: str, package: str) -> bool:
-    """Return whether `package` defines the object itself, and does not merely import it, such as `run`.
-
-    Return True for a name that cannot be imported: building it raises the error.
-    """
-    if "-" in attribute or "/" in attribute:
-        return not attribute.startswith(
-            _OF_ANOTHER_ENV
-        )  # a gymnasium id: its module is imported, and then the id is looked up among the registered ones
-    try:
-        found = load_object(name, "--allow")
-    except ConfigError:
-        return True
-    owner = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
-    return _is_within(str(getattr(owner, "__module__", "")), package)
-
-
 def _check_form(allow: Iterable[str]) -> None:
     for one in allow:
-        if _ALLOWED.fullmatch(one) is None:
-            raise ConfigError(
-                f"should be PACKAGE: or PACKAGE:NAME, such as my_envs:make_env, got {one!r:.80}", key="allow"
-            )
+        if _NAME.fullmatch(one) is None:
+            raise ConfigError(f"should be PACKAGE:NAME, such as my_envs:make_env, got {one!r:.80}", key="allow")

@@ -105,7 +105,7 @@ def load_policy(
     - spaces: the gymnasium spaces (observation, action) of the env, or a mapping of such pairs by module id. Without
       them the env is built once, to read them.
     - seed: of sampled actions.
-    - allow: code that a config.json may name, as "my_pkg:make_env", or "my_pkg:" for all that this package defines.
+    - allow: code that a config.json may name, as "my_pkg:make_env".
 
     The config names code that is built here: env, module, connectors. What a config.json names is built if it is
     Headrace's own, if your own `headrace up` wrote that file, or if you allow or name it.

@@ -102,13 +102,12 @@ def test_no_command_runs_the_code_that_a_crafted_file_names(
 def test_load_policy_refuses_each_way_to_name_foreign_code(
     tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`load_policy` also refuses where the user allows a package that imports, but does not define, the named code."""
     craft(tmp_path, sampling)
     (tmp_path / "evil.py").write_text(EVIL)
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        load_policy(tmp_path, allow=["mine:", "evi:", "os:"])
+        load_policy(tmp_path, allow=["mine:make_env", "evil:other", "os:path"])
     assert not (tmp_path / "ran").exists()
     assert str(tmp_path / "config.json") in str(caught.value)
 
@@ -119,8 +118,8 @@ def test_an_error_offers_no_allow_option_for_unsafe_names(tmp_path: Path) -> Non
         load_policy(tmp_path)
     assert "--allow" not in str(caught.value)
     assert str(caught.value).isprintable()
-    with pytest.raises(ConfigError, match=r"allow: should be PACKAGE: or PACKAGE:NAME, such as my_envs:make_env"):
-        load_policy(tmp_path, allow=["my_pkg"])
+    with pytest.raises(ConfigError, match=r"allow: should be PACKAGE:NAME, such as my_envs:make_env, got 'my_pkg:'"):
+        load_policy(tmp_path, allow=["my_pkg:"])
 
 
 def test_an_error_stays_short_whatever_a_file_names(tmp_path: Path) -> None:
@@ -149,8 +148,7 @@ def test_code_that_the_user_names_or_allows_is_accepted(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"--allow mine_too:make_env \(in a program allow=\[\"mine_too:make_env\""):
         with_found(Asked(), file)
-    for allowed in ("mine_too:", "mine_too:make_env"):
-        assert with_found(Asked(allow=[allowed]), file).settings.sampling.env == "mine_too:make_env"
+    assert with_found(Asked(allow=["mine_too:make_env"]), file).settings.sampling.env == "mine_too:make_env"
     assert with_found(Asked(sets=["sampling.env=mine_too:make_env"]), file)
     monkeypatch.setenv("HEADRACE_SAMPLING__ENV", "mine_too:make_env")
     assert with_found(Asked(), file)
