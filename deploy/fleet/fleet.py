@@ -26,7 +26,7 @@ from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
 from headrace.deploy.monitoring.connecting import named_learner
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.process_reporter import LIVE_S, FleetLease, ProcessReporter
-from headrace.deploy.monitoring.processes import free_bytes, last_write, processes_of
+from headrace.deploy.monitoring.processes import free_bytes, processes_of
 from headrace.deploy.process import child_commands
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
@@ -171,7 +171,6 @@ class Fleet:
             run_dir=self.run_dir.path,
             recent=poller.recent if poller is not None else (),
             disk_free_bytes=free_bytes(self.run_dir.path),
-            written_unix_s=last_write(self.run_dir.path),
         )
 
     @property

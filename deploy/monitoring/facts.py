@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace.deploy.monitoring.processes import STOPPED, SUPERVISOR, free_bytes, last_write, processes_of
+from headrace.deploy.monitoring.processes import STOPPED, SUPERVISOR, free_bytes, processes_of
 from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.report.run_facts import read_run_facts
@@ -51,8 +51,6 @@ class Facts:
     """(unix s, gauges and totals) of the newest two minutes, the oldest first, every 5 s."""
     disk_free_bytes: int | None = None
     """Bytes free on the disk of the run directory."""
-    written_unix_s: float | None = None
-    """When a run with little room on this disk last wrote there; None if it has room, or is on another machine."""
     redis_away_unix_s: float | None = None
     """Since when Redis has not answered the supervisor, as fleet.json says; None while it does."""
     redis_back_s: float | None = None
@@ -119,7 +117,6 @@ class FactsReader:
             run_dir=self._run_dir,
             recent=self._recent,
             disk_free_bytes=free_bytes(self._run_dir) if self._run_dir is not None else told_free,
-            written_unix_s=last_write(self._run_dir) if self._run_dir is not None else None,
             redis_away_unix_s=fleet.redis_away_unix_s if fleet is not None else None,
             redis_back_s=self._back_s(fleet) if not error else None,
             failure=_failure(self._run_dir) if self._run_dir is not None and _has_ended(fleet, supervisor) else "",

@@ -9,7 +9,6 @@ Each sentence has one place. `headrace up`, `why`, `top` and the page show the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from headrace.deploy.monitoring import process_checks, stream_checks
 from headrace.deploy.monitoring.facts import Facts
@@ -25,8 +24,6 @@ _WORKER = "worker-"
 _OF_ENVS = ("envs_failing", "envs_down", "env_hosts_missing")
 _NO_LEARNER = ("no_learner", "learner_loading")
 _MOST_OF_A_KIND = 4
-_STILL_WRITTEN_S = 15.0
-"""A run that has written nothing for so long cannot: its progress is written every 10 s."""
 _REDIS_STARTS_S = 15.0
 
 _PLACE = {kind.name: place for place, kind in enumerate(KINDS)}
@@ -79,7 +76,7 @@ def _observations(facts: Facts) -> Iterator[Observation]:
     """Yield all observations, causes before their effects; of a fleet that has ended, that its disk is full."""
     state = _state(facts)
     if state == STOPPED:
-        yield from _of_disk(replace(facts, written_unix_s=None))
+        yield from _of_disk(facts)
         return
     yield from process_checks.supervisor_check(facts)
     if state == GONE:
@@ -167,17 +164,12 @@ def _no_reports(facts: Facts) -> Observation:
 def _of_disk(facts: Facts) -> Iterator[Observation]:
     if facts.disk_free_bytes is None or facts.disk_free_bytes >= LEAST_ROOM:
         return
-    left = f"is full: {facts.disk_free_bytes / 2**20:.1f} MiB are left"
+    where, command = str(facts.run_dir), f"df -h {facts.run_dir}"
     supervisor = facts.processes.get(SUPERVISOR)
     if facts.run_dir is None and supervisor is not None:
-        sentence = f"the disk of the run directory on {one_line(supervisor.host)} {left}"
-        yield observe(facts, "disk_full", "disk", sentence)
-    else:
-        written, silent_s = "", None
-        if facts.written_unix_s is not None and (for_s := facts.unix_s - facts.written_unix_s) >= _STILL_WRITTEN_S:
-            written, silent_s = f", and the run has written nothing there for {for_s:.0f} s", for_s
-        sentence = f"the disk of {facts.run_dir} {left}{written}"
-        yield observe(facts, "disk_full", "disk", sentence, silent_s, command=f"df -h {facts.run_dir}")
+        where, command = f"the run directory on {one_line(supervisor.host)}", ""
+    sentence = f"the disk of {where} is full: {facts.disk_free_bytes / 2**20:.1f} MiB are left"
+    yield observe(facts, "disk_full", "disk", sentence, command=command)
 
 
 def _late(facts: Facts, seen: Iterable[Observation]) -> list[str]:

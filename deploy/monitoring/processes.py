@@ -6,7 +6,6 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from headrace.deploy.process.liveness_file import seconds_silent
@@ -46,18 +45,6 @@ def free_bytes(run_dir: Path) -> int | None:
         return shutil.disk_usage(run_dir).free
     except OSError:
         return None
-
-
-def last_write(run_dir: Path) -> float | None:
-    """Return the unix time (s) at which a run with little room on its disk last wrote there; None if it has room."""
-    free = free_bytes(run_dir)
-    if free is None or free >= LEAST_ROOM:
-        return None
-    times = []
-    for path in (run_dir / "fleet.json", *run_dir.glob("logs/*.log"), *run_dir.glob("metrics.*")):
-        with suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times, default=None)
 
 
 def _supervisor(fleet: FleetFile, run_dir: Path) -> ProcessState:
