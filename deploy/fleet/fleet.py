@@ -320,7 +320,6 @@ class Fleet:
         write_sealed(self.run_dir.config_json, orjson.dumps(self.config.model_dump(mode="json")))
         self.record.note(redis_url=url)
         self._poller = SnapshotPoller(url, self.fleet_id)
-        self.loop.watch(self._poller.fd, self._poller.clear)
         self._await_books(self._poller, url)
         if self.stop_asked or self.supervisor.failure is not None:
             return
@@ -481,8 +480,6 @@ class Fleet:
 
     def _close_poller(self) -> None:
         if self._poller is not None:
-            if self._poller.fd >= 0:
-                self.loop.forget(self._poller.fd)
             self._poller.close()
 
     def _close_reporter(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -25,8 +24,6 @@ MOST_ROWS = 10_000
 class SnapshotPoller:
     """Polls Redis until closed. `snapshot` is the newest result, `age_s` how long ago it was read.
 
-    `fd` is readable once a snapshot has a new report of the broker; `clear` makes it unreadable.
-
     `recent` has the numbers of the newest two minutes.
 
     It also gathers the rows that learners log, for `take_learner_rows`.
@@ -43,7 +40,6 @@ class SnapshotPoller:
         self._newest_row = (0, 0)
         self._read_at = time.monotonic()
         self._closing = threading.Event()
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.read()  # before the thread starts: the view serves one thread at a time
         self._thread = threading.Thread(target=self._run, name="redis-watch", daemon=True)
         self._thread.start()
@@ -82,25 +78,14 @@ class SnapshotPoller:
         """End the thread and the connection, which a later `read` opens again. `snapshot` stays.
 
         Waits for a read under way, about a second at most.
-
-        Stop watching `fd` before the call: `fd` is closed, and -1 afterwards.
         """
         self._closing.set()
         self._thread.join(5.0)
         if not self._thread.is_alive():
             self._view.close()
-            if self.fd >= 0:
-                os.close(self.fd)
-        self.fd = -1
-
-    def clear(self) -> None:
-        """Make `fd` unreadable until the next report."""
-        os.eventfd_read(self.fd)
 
     def _run(self) -> None:
-        began, fd, reported = time.monotonic(), self.fd, None
+        began = time.monotonic()
         while not self._closing.wait(min(INTERVAL_S, max(_SHORTEST_INTERVAL_S, _SHARE * (time.monotonic() - began)))):
             began = time.monotonic()
-            if self.read() and self.snapshot is not None and self.snapshot.reported_unix_s != reported:
-                reported = self.snapshot.reported_unix_s
-                os.eventfd_write(fd, 1)
+            self.read()
