@@ -26,7 +26,7 @@ from headrace.deploy.report.evidence import contradictions, read_evidence
 from headrace.deploy.report.progress import STALE_S, ProgressDisplay, ProgressView
 from headrace.deploy.report.run_facts import RunFacts
 from headrace.deploy.report.run_log import HURRIED_CLOSE_S, RunLog, run_info
-from headrace.deploy.report.summary import Summary, summarise
+from headrace.deploy.report.summary import Summary
 from headrace.deploy.run.annexes import part
 from headrace.deploy.run.fleet_file import told_as_starting
 from headrace.deploy.run.goal import Goal, RunNumbers
@@ -245,7 +245,7 @@ def _drain(fleet: Fleet, outcome: RunOutcome, run_log: RunLog) -> None:
 def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet | None = None) -> Summary:
     """Summarise a run; without `fleet` one that has started nothing."""
     snapshot = fleet.snapshot if fleet is not None else None
-    return summarise(
+    return Summary(
         fleet_id=fleet_id,
         run_dir=str(run_dir.path),
         seconds=outcome.seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -28,17 +28,10 @@ class Summary:
     fleet_id: str
     run_dir: str
     seconds: float
-    steps: int
-    """Number of agent steps, as in the ledger."""
-    env_steps: int
-    episodes: int
-    mean_return: float | None
-    episodes_window: int
-    mean_returns: dict[str, float]
-    """Mean return by module id; empty in envs of one agent."""
-    env_steps_per_s: float
-    episodes_per_s: float
-    goal_reached: bool
+    start: RunNumbers
+    end: RunNumbers
+    at_goal: RunNumbers | None
+    """The numbers when the goal was reached, if it was. Episodes that end during the drain do not count for it."""
     restarts: dict[str, int]
     weights_seq: int
     ledger: FleetLedger | None
@@ -51,75 +44,65 @@ class Summary:
     """A sentence on the limit of the pace for most of the run, with its remedy; "" without a clear limit."""
 
     @property
+    def steps(self) -> int:
+        """Return the number of agent steps, as in the ledger."""
+        return self.ledger.stepped if self.ledger else self.end.steps
+
+    @property
+    def judged(self) -> RunNumbers:
+        """Return the numbers whose mean return counts."""
+        return self.at_goal or self.end
+
+    @property
     def balanced(self) -> bool | None:
         """Return whether the ledger adds up; None without one."""
         return None if self.ledger is None else self.ledger.balance() == 0 and not self.problems
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Return the env steps and episodes of this run per second."""
+        per_s = 1.0 / self.seconds if self.seconds > 0 else 0.0
+        return {
+            "env_steps_per_s": round((self.end.steps - self.start.steps) * per_s, 1),
+            "episodes_per_s": round((self.end.episodes - self.start.episodes) * per_s, 3),
+        }
+
     def as_json(self) -> bytes:
         """Return one JSON object on one line."""
-        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("ledger", "failure", "problems")}
-        facts["rates"] = {key: facts.pop(key) for key in ("env_steps_per_s", "episodes_per_s")}
-        facts["ledger"] = self.ledger.model_dump() if self.ledger else None
-        facts["balanced"] = self.balanced
-        facts["error"] = str(self.failure) if self.failure else None
-        facts["exit_code"] = int(self.failure.exit_code) if self.failure else 0
+        facts = {
+            "fleet_id": self.fleet_id,
+            "run_dir": self.run_dir,
+            "seconds": round(self.seconds, 3),
+            "steps": self.steps,
+            "env_steps": self.end.steps,
+            "episodes": self.end.episodes,
+            "mean_return": self.judged.mean_return,
+            "episodes_window": self.judged.window,
+            "mean_returns": dict(self.judged.mean_returns),
+            "goal_reached": self.at_goal is not None,
+            "restarts": self.restarts,
+            "weights_seq": self.weights_seq,
+            "bottleneck": self.bottleneck,
+            "rates": self.rates,
+            "ledger": self.ledger.model_dump() if self.ledger else None,
+            "balanced": self.balanced,
+            "error": str(self.failure) if self.failure else None,
+            "exit_code": int(self.failure.exit_code) if self.failure else 0,
+        }
         return orjson.dumps(facts)
-
-
-def summarise(
-    *,
-    fleet_id: str,
-    run_dir: str,
-    seconds: float,
-    start: RunNumbers,
-    end: RunNumbers,
-    at_goal: RunNumbers | None,
-    restarts: dict[str, int],
-    weights_seq: int,
-    ledger: FleetLedger | None,
-    failure: HeadraceError | None,
-    problems: Sequence[str] = (),
-    bottleneck: str = "",
-) -> Summary:
-    """Summarise a run that went from `start` to `end`.
-
-    The mean return is from the moment when the goal was reached. Episodes that end during the drain do not count.
-    """
-    judged = at_goal or end
-    per_s = 1.0 / seconds if seconds > 0 else 0.0
-    return Summary(
-        fleet_id=fleet_id,
-        run_dir=run_dir,
-        seconds=round(seconds, 3),
-        steps=ledger.stepped if ledger else end.steps,
-        env_steps=end.steps,
-        episodes=end.episodes,
-        mean_return=judged.mean_return,
-        episodes_window=judged.window,
-        mean_returns=dict(judged.mean_returns),
-        env_steps_per_s=round((end.steps - start.steps) * per_s, 1),
-        episodes_per_s=round((end.episodes - start.episodes) * per_s, 3),
-        goal_reached=at_goal is not None,
-        restarts=restarts,
-        weights_seq=weights_seq,
-        ledger=ledger,
-        failure=failure,
-        problems=problems,
-        bottleneck=bottleneck,
-    )
 
 
 def print_summary(summary: Summary, stream: TextIO) -> None:
     """Print the final table with the ledger."""
     console = Console(file=stream)
     table = Table(title=f"fleet {summary.fleet_id}", title_justify="left", show_header=False)
-    mean = RunNumbers(0, 0, summary.mean_return, summary.episodes_window, summary.mean_returns).show_mean_return()
+    steps_per_s, episodes_per_s = summary.rates.values()
     for what, value in (
         ("goal", _goal_in_words(summary)),
         ("time", f"{summary.seconds:.1f} s"),
-        ("env steps", f"{summary.env_steps:,} ({summary.env_steps_per_s:,.0f}/s)"),
-        ("episodes", f"{summary.episodes:,} ({summary.episodes_per_s:,.1f}/s)"),
-        ("mean return", mean),
+        ("env steps", f"{summary.end.steps:,} ({steps_per_s:,.0f}/s)"),
+        ("episodes", f"{summary.end.episodes:,} ({episodes_per_s:,.1f}/s)"),
+        ("mean return", summary.judged.show_mean_return()),
         ("weights", f"version {summary.weights_seq}"),
         ("restarts", name_restarts(summary.restarts)),
     ):
@@ -144,7 +127,7 @@ def next_command(summary: Summary, config: FleetConfig) -> str:
 
 
 def _goal_in_words(summary: Summary) -> str:
-    if summary.goal_reached:
+    if summary.at_goal is not None:
         return "reached"
     return "not reached" if summary.failure else "none reached; a signal ended the run"
 

@@ -18,7 +18,7 @@ from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.findings import find
 from headrace.deploy.monitoring.why import why
 from headrace.deploy.report.progress import ProgressView
-from headrace.deploy.report.summary import print_summary, summarise
+from headrace.deploy.report.summary import Summary, print_summary
 from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.schemas.accounts.redis_keys import LEARNER_TIME, labelled
 from headrace.schemas.settings.config import BrokerSection, FleetConfig, LearnerSection, ServingSection, WorkerSection
@@ -229,7 +229,7 @@ def test_the_end_of_a_run_names_what_limited_it_at_most_looks() -> None:
         seen.note(found)
     assert seen.in_words() == CASES["learner"][1]
     numbers = RunNumbers()
-    summary = summarise(
+    summary = Summary(
         fleet_id="f",
         run_dir="/r",
         seconds=1.0,

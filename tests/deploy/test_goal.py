@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from headrace.deploy.report.progress import ProgressDisplay, ProgressView, progress_table
-from headrace.deploy.report.summary import Summary, ledger_table, print_summary, summarise
+from headrace.deploy.report.summary import Summary, ledger_table, print_summary
 from headrace.deploy.run.goal import Goal, RunNumbers, show_return
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.env_errors import EnvErrorRow
@@ -182,7 +182,7 @@ def test_the_progress_view_names_lost_steps_and_the_first_cause_of_failures() ->
 
 
 def summary_of(ledger: FleetLedger | None, failure: HeadraceError | None = None) -> Summary:
-    return summarise(
+    return Summary(
         fleet_id="f",
         run_dir="/r",
         seconds=2.0,

@@ -127,9 +127,9 @@ def test_up_runs_to_its_goal_and_drains_workers_learner_and_broker_in_order(
 ) -> None:
     summary = up(config_for(tmp_path, until_return=20.0), as_json=True)
     assert summary.failure is None
-    assert summary.goal_reached
-    assert summary.mean_return is not None
-    assert summary.mean_return >= 20.0
+    assert summary.at_goal is not None
+    assert summary.judged.mean_return is not None
+    assert summary.judged.mean_return >= 20.0
     assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
     told = set((tmp_path / "obituaries").read_text().splitlines())  # each until it is acknowledged, so perhaps twice
     assert told == {"0/1 shutdown 7", "1/1 shutdown 7"}
@@ -199,7 +199,7 @@ def test_the_first_signal_drains_and_is_no_failure(
 
     meanwhile(interrupt)
     summary = up(config_for(tmp_path), as_json=True)
-    assert (summary.failure, summary.goal_reached, summary.balanced) == (None, False, True)
+    assert (summary.failure, summary.at_goal, summary.balanced) == (None, None, True)
     assert (tmp_path / "drained").read_text().split() == ["worker", "worker", "learner", "broker"]
 
 
