@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-_REDIS_S = 2.0
-"""Seconds that Redis has to answer `headrace health`."""
-
 RedisElsewhere = Annotated[
     str,
     typer.Option("--redis-url", help="In place of --run-dir, with --fleet-id: redis://... or a file that has it."),
@@ -63,8 +60,7 @@ def why(
     "headrace health --run-dir runs/a",
     "headrace health --role worker --ready",
     "headrace health --role learner --ready --within-s 600",
-    "headrace health --redis-url keys/redis-reader.url",
-    options="role run_dir ready within_s redis_url",
+    options="role run_dir ready within_s",
 )
 def health(
     asked: Asked,
@@ -74,9 +70,6 @@ def health(
     within_s: Annotated[
         float, typer.Option("--within-s", min=0.0, help="Seconds without progress that still count as ready.")
     ] = WITHIN_S,
-    redis_url: Annotated[
-        str, typer.Option("--redis-url", help="Ask this Redis instead: redis://... or a file that has it.")
-    ] = "",
 ) -> None:
     """Say whether processes of a run on this host live, for liveness and readiness probes.
 
@@ -85,12 +78,6 @@ def health(
     """
     from headrace.deploy.run.health import Question, answer
 
-    if redis_url:
-        from headrace.deploy.run.redis_server import wait_ready
-
-        wait_ready(named_redis(redis_url), _REDIS_S)
-        typer.echo("Redis answers")
-        return
     healthy, sentence = answer(Question(role, asked.run_dir(), ready), within_s)
     typer.echo(sentence)
     raise typer.Exit(ExitCode.OK if healthy else ExitCode.FINDINGS)

@@ -223,10 +223,3 @@ except SystemExit as end:
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, timeout=TIMEOUT_S
     )
     assert done.stdout.splitlines()[-1] == f"{int(ExitCode.FINDINGS)} []"
-
-
-@pytest.mark.processes
-def test_a_redis_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    code, words = health(tmp_path, "--redis-url", "redis://127.0.0.1:1/0")
-    assert code == ExitCode.REDIS_UNAVAILABLE
-    assert "127.0.0.1:1" in words
