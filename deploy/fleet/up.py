@@ -175,17 +175,25 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
         fleet.record.note_redis(fleet.redis_age_s if fleet.redis_age_s > STALE_S else 0.0)
         reached = goal.reached(now, outcome.start)
         standstill.note(now, seconds)
-        restarts, evaluation = fleet.supervisor.restarts(), fleet.evaluations.newest
-        view = ProgressView.of(fleet.snapshot, seconds, goal, restarts, fleet.redis_age_s, evaluation)
         if shown_from.mean_return is None and now.steps > outcome.start.steps:
             shown_from = replace(shown_from, mean_return=now.best_return)
         if seconds >= look_at:
             look_at, facts = seconds + LOOK_S, fleet.facts()
             outcome.bottlenecks.note(find_bottleneck(facts, find(facts)))
         limit = outcome.bottlenecks.newest
-        view = replace(view, start=shown_from, bottleneck=limit.sentence if limit is not None else "")
-        if progress.is_due and standstill.lasts and not reached:
-            view = replace(view, waiting=awaited(fleet.facts()))
+        waits = progress.is_due and standstill.lasts and not reached
+        view = ProgressView(
+            seconds,
+            now,
+            goal,
+            start=shown_from,
+            snapshot=fleet.snapshot or Snapshot(),
+            restarts=fleet.supervisor.restarts(),
+            redis_age_s=fleet.redis_age_s,
+            waiting=awaited(fleet.facts()) if waits else "",
+            bottleneck=limit.sentence if limit is not None else "",
+            evaluation=fleet.evaluations.newest,
+        )
         progress.show(view, last=reached)
         service_manager().status(view.in_one_line)
         if reached:

@@ -41,87 +41,45 @@ class ProgressView:
     goal: Goal
     start: RunNumbers = field(default_factory=RunNumbers)
     """The steps of earlier runs in the same directory, and the first mean return of this one over enough episodes."""
-    steps_per_s: float = 0.0
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """Gauges, and what the rows of workers add up to."""
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    """Steps that were cut and will not reach the learner, by reason."""
-    discarded: Mapping[str, int] = field(default_factory=dict)
-    """Steps that never became a chunk, by reason."""
-    agent_steps: int = 0
-    """All agent steps, in terms of which these two are counted."""
+    snapshot: Snapshot = field(default_factory=Snapshot)
     restarts: Mapping[str, int] = field(default_factory=dict)
     redis_age_s: float = 0.0
-    env_failures: str = ""
-    """Text that says how often envs have failed, and names the newest and the first failure; "" for none."""
-    revoked: Mapping[str, int] = field(default_factory=dict)
-    """Sessions that ended because their key was revoked, by the name of the key."""
     waiting: str = ""
     """Text that names what the fleet waits for while it takes no step; "" for nothing."""
     bottleneck: str = ""
     """Text that names what limits the pace, with the shares that say so; "" where nothing clearly does."""
-    joins_blocked: str = ""
-    """Why no peer can join the broker now; "" where peers can."""
     evaluation: Mapping[str, Any] | None = None
     """The newest line of evaluations.jsonl, parsed; None before the first."""
 
-    @staticmethod
-    def of(
-        snapshot: Snapshot | None,
-        seconds: float,
-        goal: Goal,
-        restarts: Mapping[str, int],
-        redis_age_s: float,
-        evaluation: Mapping[str, Any] | None = None,
-    ) -> ProgressView:
-        """Return the view of a snapshot; None shows zeros."""
-        if snapshot is None:
-            return ProgressView(seconds, RunNumbers(), goal, restarts=restarts, redis_age_s=redis_age_s)
-        gauges = snapshot.gauges
-        return ProgressView(
-            seconds=seconds,
-            numbers=RunNumbers.of(gauges, snapshot.totals, snapshot.policies),
-            goal=goal,
-            steps_per_s=gauges.get("env_steps_per_s", 0.0),
-            figures={**gauges, **added_up(snapshot.workers.values())},
-            dropped={reason: steps for reason, (steps, _) in snapshot.fleet.dropped.items() if steps},
-            discarded={reason: steps for reason, steps in snapshot.fleet.discarded.items() if steps},
-            agent_steps=snapshot.fleet.stepped,
-            restarts=restarts,
-            redis_age_s=redis_age_s,
-            evaluation=evaluation,
-            env_failures=env_failures(snapshot),
-            revoked=revoked_sessions(gauges),
-            joins_blocked=one_line(snapshot.joins_blocked),
-        )
-
     def rows(self) -> list[tuple[str, str]]:
         """Return (label, value) pairs, in the order in which they are shown."""
-        n = self.numbers
-        epoch, seq, lag, held = (int(self.figures.get(name, 0)) for name in _WHOLE)
+        n, seen = self.numbers, self.snapshot
+        figures = {**seen.gauges, **added_up(seen.workers.values())}
+        epoch, seq, lag, held = (int(figures.get(name, 0)) for name in _WHOLE)
         mean = n.show_mean_return()
         if self.goal.until_return is not None:
             mean += f" of {self.goal.until_return:g}"
         rows = [
             ("time", f"{self.seconds:.0f} s"),
             *([("goal", self._way())] if self.goal != Goal() else []),
-            ("env steps", f"{self._steps()} ({self.steps_per_s:,.0f}/s)"),
+            ("env steps", f"{self._steps()} ({self._steps_per_s:,.0f}/s)"),
             ("episodes", f"{n.episodes:,}"),
             ("mean return", mean),
             ("weights", f"{epoch}/{seq} (lag {lag})"),
             ("queue", f"{held} batches"),
             ("restarts", name_restarts(self.restarts)),
         ]
-        lost = {"dropped": self.dropped, "discarded": self.discarded}
-        rows += [(what, self._lost(by_reason)) for what, by_reason in lost.items() if by_reason]
+        dropped = {reason: steps for reason, (steps, _) in seen.fleet.dropped.items()}
+        lost = {"dropped": dropped, "discarded": seen.fleet.discarded}
+        rows += [(what, self._lost(by_reason)) for what, by_reason in lost.items() if any(by_reason.values())]
         if self.evaluation is not None:
             rows.append(("evaluation", describe(self.evaluation)))
-        if self.env_failures:
-            rows.append(("env failures", self.env_failures))
-        if self.revoked:
-            rows.append(("revoked keys", name_revoked(self.revoked)))
-        if self.joins_blocked:
-            rows.append(("broker", f"no peer can join: {self.joins_blocked}"))
+        if failures := env_failures(seen):
+            rows.append(("env failures", failures))
+        if revoked := revoked_sessions(seen.gauges):
+            rows.append(("revoked keys", name_revoked(revoked)))
+        if seen.joins_blocked:
+            rows.append(("broker", f"no peer can join: {one_line(seen.joins_blocked)}"))
         if self.redis_age_s > STALE_S:
             rows.append(("Redis", f"silent for {self.redis_age_s:.0f} s, numbers are old"))
         if self.waiting:
@@ -139,6 +97,10 @@ class ProgressView:
         """Return the share of the way to the goal."""
         return self.goal.share_done(self.numbers, self.start, self.seconds)
 
+    @property
+    def _steps_per_s(self) -> float:
+        return self.snapshot.gauges.get("env_steps_per_s", 0.0)
+
     def _way(self) -> str:
         said = f"{int(100 * self.share_done)} %"
         if self.goal.until_steps is None and self.goal.until_return is not None and self.numbers.best_return is None:
@@ -150,9 +112,9 @@ class ProgressView:
         """Return how long the run takes still, in words; "" where that is not known, as with a goal of a return."""
         goal, is_old = self.goal, self.redis_age_s > STALE_S
         left_s = math.inf if goal.timeout_s is None else max(0.0, goal.timeout_s - self.seconds)
-        if goal.until_steps is not None and self.steps_per_s > 0 and not is_old:
+        if goal.until_steps is not None and self._steps_per_s > 0 and not is_old:
             missing = max(0, goal.until_steps - (self.numbers.steps - self.start.steps))
-            steps_s = missing / self.steps_per_s
+            steps_s = missing / self._steps_per_s
             if not missing:
                 return ""
             if steps_s <= left_s:
@@ -163,9 +125,10 @@ class ProgressView:
         return f"{duration(left_s)} left" if alone else f"the time ends in {duration(left_s)}"
 
     def _lost(self, by_reason: Mapping[str, int]) -> str:
-        total = sum(by_reason.values())
-        share = f"{100 * total / self.agent_steps:.2g} % of all: " if self.agent_steps >= total else ""
-        return f"{total:,} steps ({share}{', '.join(f'{one_line(why)} {steps:,}' for why, steps in by_reason.items())})"
+        total, taken = sum(by_reason.values()), self.snapshot.fleet.stepped
+        share = f"{100 * total / taken:.2g} % of all: " if taken >= total else ""
+        reasons = ", ".join(f"{one_line(why)} {steps:,}" for why, steps in by_reason.items() if steps)
+        return f"{total:,} steps ({share}{reasons})"
 
     def _steps(self) -> str:
         steps, until = self.numbers.steps, self.goal.until_steps

@@ -15,8 +15,7 @@ import pytest
 from headrace.deploy.annexes.policies.evaluator import watch
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.run.evaluation_log import EvaluationLog
-from headrace.deploy.run.goal import Goal
-from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint
 from headrace.schemas.errors import RunDirError
 from headrace.schemas.settings.config_loading import load_config
@@ -119,7 +118,7 @@ def test_a_torn_line_is_left_out_and_the_next_line_is_whole(tmp_path: Path) -> N
     log.append(later)
     assert (reader.take_new(), reader.newest) == ([later], later)
     assert EvaluationLog(tmp_path).take_new() == [told, later]
-    view = ProgressView.of(Snapshot(), 1.0, Goal(), {}, 0.0, told)
+    view = ProgressView(1.0, RunNumbers(), Goal(), evaluation=told)
     assert ("evaluation", "mean return 3 (std 0.5) over 2 episodes after 10 steps, the best so far") in view.rows()
 
 

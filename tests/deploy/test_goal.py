@@ -18,6 +18,7 @@ from headrace.schemas.accounts.ledger import FleetLedger
 from headrace.schemas.errors import HeadraceError
 
 START = RunNumbers(steps=1000, episodes=50, mean_return=480.0, window=100)
+FIFTY_PER_S = Snapshot(gauges={"env_steps_per_s": 50.0})
 BOOKS = FleetLedger(
     stepped=100, committed=(60, 6), queued=20, dropped={"stale": (15, 2)}, discarded={"worker_killed": 5}
 )
@@ -92,8 +93,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
     stream = io.StringIO()
     view = ProgressView(
         *(12.0, START, Goal(until_return=475.0)),
-        steps_per_s=8200.0,
-        figures={"learner_epoch": 2.0, "weights_seq": 3.0},
+        snapshot=Snapshot(gauges={"env_steps_per_s": 8200.0, "learner_epoch": 2.0, "weights_seq": 3.0}),
         restarts={"worker": 1, "broker": 0},
     )
     with ProgressDisplay(stream) as progress:
@@ -128,7 +128,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds() -> None:
 def test_the_way_to_the_goal_is_told_with_a_time_only_where_one_is_known(
     goal: Goal, numbers: RunNumbers, said: str
 ) -> None:
-    view = ProgressView(30.0, numbers, goal, start=RunNumbers(1000, mean_return=22.0), steps_per_s=50.0)
+    view = ProgressView(30.0, numbers, goal, RunNumbers(1000, mean_return=22.0), FIFTY_PER_S)
     assert dict(view.rows())["goal"] == said
 
 
@@ -139,14 +139,14 @@ def test_a_return_that_begins_below_zero_counts_from_there() -> None:
 
 def test_no_time_is_told_by_an_old_rate_or_without_a_step_and_no_way_without_a_goal() -> None:
     goal, numbers = Goal(until_steps=4000), RunNumbers(1000)
-    assert dict(ProgressView(9.0, numbers, goal, steps_per_s=50.0, redis_age_s=7.0).rows())["goal"] == "25 %"
+    assert dict(ProgressView(9.0, numbers, goal, snapshot=FIFTY_PER_S, redis_age_s=7.0).rows())["goal"] == "25 %"
     assert dict(ProgressView(9.0, numbers, goal).rows())["goal"] == "25 %"
-    assert "goal" not in dict(ProgressView(9.0, numbers, Goal(), steps_per_s=50.0).rows())
+    assert "goal" not in dict(ProgressView(9.0, numbers, Goal(), snapshot=FIFTY_PER_S).rows())
 
 
 def test_on_a_terminal_the_way_to_the_goal_has_a_bar() -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    console.print(progress_table(ProgressView(9.0, RunNumbers(1000), Goal(until_steps=4000), steps_per_s=50.0)))
+    console.print(progress_table(ProgressView(9.0, RunNumbers(1000), Goal(until_steps=4000), snapshot=FIFTY_PER_S)))
     (line,) = (line for line in console.file.getvalue().splitlines() if "goal" in line)  # type: ignore[attr-defined]
     assert line.count("━") >= 7
     assert "25 %, about 1 min left" in line
@@ -171,14 +171,14 @@ def test_the_progress_view_names_lost_steps_and_the_first_cause_of_failures() ->
 
     def rows(**errors: EnvErrorRow) -> dict[str, str]:
         snapshot = Snapshot(workers={0: worker}, fleet=ledger, errors=errors)
-        return dict(ProgressView.of(snapshot, 1.0, Goal(), {}, 0.0).rows())
+        return dict(ProgressView(1.0, RunNumbers(), Goal(), snapshot=snapshot).rows())
 
     assert rows()["discarded"] == "1,200 steps (6 % of all: env_bad_data 1,150, env_exception 50)"
     newest = "7, the newest 2 s ago (worker-0: env_exception in env 1: RuntimeError: now?)"
     assert rows(a=other)["env failures"] == newest
     bad = "env_bad_data: EnvContractError: observation should be within [-1, 1],? got 2"
     assert rows(a=other, b=first)["env failures"] == f"{newest}, the first ({bad}, 4 of this kind)"
-    assert "discarded" not in dict(ProgressView.of(Snapshot(), 1.0, Goal(), {}, 0.0).rows())
+    assert "discarded" not in dict(ProgressView(1.0, RunNumbers(), Goal()).rows())
 
 
 def summary_of(ledger: FleetLedger | None, failure: HeadraceError | None = None) -> Summary:

@@ -18,7 +18,7 @@ from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.report.ps import table
 from headrace.deploy.run import key_pairs
 from headrace.deploy.run.fleet_file import FleetFile
-from headrace.deploy.run.goal import Goal
+from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.deploy.run.key_pairs import add_key, listed_keys, make_keys, revoke_key, sound_roles, where_to_copy
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.redis_keys import SESSIONS_REVOKED, labelled
@@ -262,9 +262,9 @@ def test_a_revocation_that_is_interrupted_leaves_no_part_of_a_file(
 def test_progress_and_ps_show_the_sessions_that_a_revoked_key_ended() -> None:
     ended = {"worker.gpu": 2.0, "learner": 1.0}
     snapshot = Snapshot(gauges={labelled(SESSIONS_REVOKED, "key", key): count for key, count in ended.items()})
-    rows = dict(ProgressView.of(snapshot, 1.0, Goal(), {}, 0.0).rows())
+    rows = dict(ProgressView(1.0, RunNumbers(), Goal(), snapshot=snapshot).rows())
     assert rows["revoked keys"] == "3 sessions ended (learner, worker.gpu)"
-    assert "revoked keys" not in dict(ProgressView.of(Snapshot(), 1.0, Goal(), {}, 0.0).rows())
+    assert "revoked keys" not in dict(ProgressView(1.0, RunNumbers(), Goal()).rows())
     fleet = FleetFile(fleet_id="f", state="running", supervisor_pid=0)
     assert "1 session ended (worker.gpu)" in table(fleet, [], "", {"worker.gpu": 1})
 

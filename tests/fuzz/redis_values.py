@@ -33,7 +33,7 @@ from headrace.deploy.report.audit import audit, render, warnings
 from headrace.deploy.report.progress import ProgressView
 from headrace.deploy.report.run_rows import fleet_row, learner_row
 from headrace.deploy.run.fleet_file import FleetFile
-from headrace.deploy.run.goal import Goal
+from headrace.deploy.run.goal import Goal, RunNumbers
 from headrace.deploy.run.redis_server import prepare_redis, wait_ready
 from headrace.deploy.run.redis_view import FleetView
 from headrace.deploy.trained.saved_policy import find_policy
@@ -181,7 +181,8 @@ class RedisValues:
             rows = view.learner_rows()
         problems = audit(snapshot)
         Console(file=io.StringIO(), width=120).print(render(snapshot, problems, warnings(snapshot)))
-        ProgressView.of(snapshot, 1.0, Goal(), {}, 0.0).rows()
+        numbers = RunNumbers.of(snapshot.gauges, snapshot.totals, snapshot.policies)
+        ProgressView(1.0, numbers, Goal(), snapshot=snapshot).rows()
         fleet_row(snapshot, {}, 1.5, 1.0)
         orjson.dumps([learner_row(row, 1.0) for row in rows], option=orjson.OPT_NON_STR_KEYS)
         fleet = FleetFile(fleet_id=FLEET, redis_url=self.url, supervisor_pid=os.getpid())
