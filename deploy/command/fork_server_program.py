@@ -111,7 +111,7 @@ def _begin(request: dict[str, Any], supervisor: int, log_file: int, channel: soc
     deadline = time.monotonic() + _ADOPTION_S
     while os.getppid() != supervisor and time.monotonic() < deadline:
         time.sleep(0.0005)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, request["death_signal"], 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != supervisor:  # the supervisor died before the line above took effect
         os._exit(CANNOT_RUN)
     with channel:

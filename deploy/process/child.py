@@ -29,7 +29,7 @@ _SENTENCE = 1000
 class Child:
     """A process in a session of its own, so that Ctrl-C in a terminal reaches only the supervisor.
 
-    It dies with the thread that started it (`death_signal`). Signals go through its pidfd and so can never reach
+    It dies with the thread that started it. Signals go through its pidfd and so can never reach
     another process that was given the same pid. stdout and stderr are appended to `log_path`; stdin is empty.
 
     `fork_server` forks it where it can; otherwise it is executed.
@@ -42,7 +42,6 @@ class Child:
         *,
         incarnation: int = 1,
         env: Mapping[str, str] | None = None,
-        death_signal: signal.Signals = signal.SIGKILL,
         fork_server: ForkServer | None = None,
     ) -> None:
         self.log_path = log_path
@@ -55,8 +54,8 @@ class Child:
         environment = os.environ if env is None else env
         with _open(log_path) as log:
             self._log_start = log.tell()
-            forked = fork_server and fork_server.fork(argv, environment, self._places(), log, death_signal)
-            self._process = None if forked else self._execute([*bound_to_us(death_signal), *argv], environment, log)
+            forked = fork_server and fork_server.fork(argv, environment, self._places(), log)
+            self._process = None if forked else self._execute([*bound_to_us(), *argv], environment, log)
         self.pid = self._process.pid if self._process is not None else forked or 0
         try:
             self.pidfd = os.pidfd_open(self.pid)

@@ -57,7 +57,7 @@ class ForkServer:
         program = [*_PROGRAM, str(theirs.fileno()), str(os.getpid())]
         with theirs, sigterm_blocked(True):
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                [*bound_to_us(signal.SIGKILL), *program],
+                [*bound_to_us(), *program],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -109,13 +109,12 @@ class ForkServer:
         environment: Mapping[str, str],
         added: Mapping[str, str],
         log_file: BinaryIO,
-        death_signal: signal.Signals,
     ) -> int | None:
         """Start `argv` in `environment` and `added`; return its pid, or None where it must be executed instead.
 
         The caller must execute `argv` if it is no command of Headrace, if `environment` differs from the fork server's
         (libraries read it while they are imported), or if the fork server has ended. The stdout and stderr of the
-        process go to `log_file`. It gets `death_signal` when this thread ends.
+        process go to `log_file`. It is killed when this thread ends.
         """
         if not self.is_ready or list(argv[: len(HEADRACE)]) != HEADRACE or not self.forks_in(environment):
             return None
@@ -124,7 +123,6 @@ class ForkServer:
             {
                 "arguments": arguments,
                 "environment": added,
-                "death_signal": int(death_signal),
                 "sigterm_blocked": signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
             }
         )

@@ -105,7 +105,6 @@ class ProcessSpec:
     command: Callable[[int], list[str]]
     slot: int | None = None
     env: Mapping[str, str] | None = None
-    death_signal: signal.Signals = signal.SIGKILL
     has_port: bool = False
     """True if the process serves a fixed port. Its next life needs the port, so a silent process is killed at once."""
     optional: bool = False
@@ -297,7 +296,6 @@ class Supervisor:
                     self._logs / f"{spec.name}.log",
                     incarnation=incarnation,
                     env=spec.env,
-                    death_signal=spec.death_signal,
                     fork_server=self._fork_server,
                 )
         except (OSError, RunDirError) as error:

@@ -145,8 +145,8 @@ entry.main()
 def test_the_fork_server_refuses_other_commands_and_environments(fork_server: ForkServer, tmp_path: Path) -> None:
     with (tmp_path / "log").open("ab") as log:
         ours, others = ENVIRONMENT, ENVIRONMENT | {"OMP_NUM_THREADS": "7"}
-        assert fork_server.fork([sys.executable, "-c", "pass"], ours, {}, log, signal.SIGKILL) is None
-        assert fork_server.fork([*HEADRACE, "--version"], others, {}, log, signal.SIGKILL) is None
+        assert fork_server.fork([sys.executable, "-c", "pass"], ours, {}, log) is None
+        assert fork_server.fork([*HEADRACE, "--version"], others, {}, log) is None
 
 
 def test_an_early_fork_server_is_used_only_in_its_own_environment(fork_server: ForkServer) -> None:
@@ -229,7 +229,7 @@ def test_a_fork_server_that_does_not_answer_is_ended_and_starts_no_process(
         os.kill(_fork_server_of(os.getpid()), signal.SIGSTOP)
         with (tmp_path / "log").open("ab") as log:
             command = [*BROKER, str(tmp_path / "run")]
-            assert fork_server.fork(command, ENVIRONMENT, {}, log, signal.SIGKILL) is None
+            assert fork_server.fork(command, ENVIRONMENT, {}, log) is None
         assert fork_server.has_ended
     assert not (tmp_path / "run").exists()
 

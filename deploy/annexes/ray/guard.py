@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
 
 def _start(command: list[str]) -> "subprocess.Popen[bytes]":
     """Start the command in a process group of its own. It is killed if this program is."""
-    bound = [sys.executable, "-I", "-S", _PARENT_DEATH, str(os.getpid()), str(int(signal.SIGKILL))]
+    bound = [sys.executable, "-I", "-S", _PARENT_DEATH, str(os.getpid())]
     return subprocess.Popen([*bound, *command], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
