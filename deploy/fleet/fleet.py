@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from headrace.broker.batches.limits import RECONCILE_WAIT_S, BrokerState
 from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.broker.files.rendezvous_file import note_stopped
-from headrace.broker.files.state_file import Endpoints, read_broker_file, write_broker_file
+from headrace.broker.files.state_file import BrokerFile, Endpoints, read_broker_file, write_broker_file
 from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoint, choose_checkpoint
 from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
@@ -56,7 +55,7 @@ from headrace.deploy.run.run_dir import RunDir
 from headrace.deploy.run.seal import write_sealed
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES
-from headrace.schemas.basics.run_files import read_regular, rendezvous_path
+from headrace.schemas.basics.run_files import rendezvous_path
 from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ExitCode, RedisUnavailableError, RunDirError, UnreachableError
@@ -189,8 +188,8 @@ class Fleet:
 
     def learner_has_left(self) -> bool:
         """Return whether the running broker has noted in its file that no learner is connected. Redis is not asked."""
-        found = _file_of(self.run_dir.broker_json, self.supervisor.services["broker"])
-        return found is not None and found.get("has_learner") is False
+        found = self._file_of_running_broker()
+        return found is not None and found.has_learner is False
 
     def numbers(self) -> RunNumbers:
         """Return the newest numbers by which goals are judged."""
@@ -376,11 +375,10 @@ class Fleet:
         )
 
     def _await_broker(self) -> None:
-        service, broker_json = self.supervisor.services["broker"], self.run_dir.broker_json
-        self.wait(lambda: _endpoints_of(broker_json, service) is not None, BROKER_DEADLINE_S, "the broker to serve")
-        endpoints = _endpoints_of(self.run_dir.broker_json, service)
-        if endpoints is not None:
-            self._note_endpoints(endpoints)
+        self.wait(lambda: self._file_of_running_broker() is not None, BROKER_DEADLINE_S, "the broker to serve")
+        found = self._file_of_running_broker()
+        if found is not None:
+            self._note_endpoints(found.endpoints.model_dump())
             return
         if self.stop_asked:
             return  # the drain stops all processes: the broker may still start to serve, and take the steps of workers
@@ -575,15 +573,20 @@ class Fleet:
 
         The broker knows more if fleet.json was lost, or if a worker from elsewhere took the slot.
         """
-        slot = self.supervisor.services[name].spec.slot
-        return self.record.next_incarnation(name, above=self._highest_in_broker_file(slot))
+        slot, known = self.supervisor.services[name].spec.slot, self._broker_file()
+        above = known.incarnations.get(slot, 0) if known is not None and slot is not None else 0
+        return self.record.next_incarnation(name, above=above)
 
-    def _highest_in_broker_file(self, slot: int | None) -> int:
+    def _broker_file(self) -> BrokerFile | None:
         try:
-            known = read_broker_file(self.run_dir.path) if slot is not None else None
+            return read_broker_file(self.run_dir.path)
         except RunDirError:
-            return 0
-        return known.incarnations.get(slot, 0) if known is not None and slot is not None else 0
+            return None
+
+    def _file_of_running_broker(self) -> BrokerFile | None:
+        """Return the file that the running broker has written; None before it has."""
+        found, child = self._broker_file(), self.supervisor.services["broker"].child
+        return found if found is not None and child is not None and found.pid == child.pid else None
 
     def changed(self) -> None:
         """Update fleet.json, and soon the states of processes in Redis."""
@@ -627,18 +630,3 @@ def _answers(url: str) -> bool:
     except RedisUnavailableError:
         return False
     return True
-
-
-def _file_of(broker_json: Path, service: Service) -> dict[str, Any] | None:
-    """Return the content of the file that the running broker has written; None before it has."""
-    try:
-        found: Any = orjson.loads(read_regular(broker_json))
-    except (OSError, orjson.JSONDecodeError):
-        return None
-    return found if service.child is not None and found.get("pid") == service.child.pid else None
-
-
-def _endpoints_of(broker_json: Path, service: Service) -> dict[str, str] | None:
-    """Return the endpoints that the running broker has written; None before it has."""
-    found = _file_of(broker_json, service)
-    return {str(name): str(endpoint) for name, endpoint in found["endpoints"].items()} if found is not None else None

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
-from pydantic import BaseModel, Field, ValidationError
 
 from headrace.deploy.process.fleet_errors import scale_error
 from headrace.deploy.process.proc_stat import is_alive
@@ -29,18 +28,10 @@ DEADLINE_S = 60.0
 _LOOK_S, _SAY_S = 0.2, 10.0
 
 
-class AskedWorkers(BaseModel):
-    """The content of workers.json."""
-
-    workers: int = Field(strict=True, ge=0, le=MOST_WORKERS)
-
-
 def asked_workers(run_dir: Path) -> int | None:
     """Return the number of workers in workers.json; None without the file, or if it has no valid number."""
-    try:
-        return AskedWorkers.model_validate(read_object(_path(run_dir))).workers
-    except ValidationError:
-        return None
+    asked = read_object(_path(run_dir)).get("workers")
+    return asked if type(asked) is int and 0 <= asked <= MOST_WORKERS else None
 
 
 def forget_asked_workers(run_dir: Path) -> None:

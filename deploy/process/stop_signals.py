@@ -20,7 +20,6 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.count = 0
-        self.last: signal.Signals | None = None
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -51,4 +50,3 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        self.last = signal.Signals(number)

@@ -59,39 +59,29 @@ def learner_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
         return []
     connected = bool(lease.get("connected"))
     gone = f"gone, last heard of {max(0.0, (seen.reported_unix_s or 0.0) - heard):.0f} s ago"
-    return [
-        {
-            "name": "learner",
-            "role": "learner",
-            "slot": None,
-            "incarnation": int(number(lease.get("epoch"))),
-            "pid": int(number(lease.get("pid"))) or None,
-            "host": str(lease.get("host", "")),
-            "restarts": 0,
-            "state": "connected" if connected else gone,
-            "alive": connected,
-        }
-    ]
+    row = _row_elsewhere("learner", None, int(number(lease.get("epoch"))), lease)
+    return [row | {"state": "connected" if connected else gone, "alive": connected}]
 
 
 def workers_elsewhere(fleet: FleetFile, seen: Snapshot) -> list[Row]:
     """Return a row for each worker in the fleet's `seen` state that this fleet's supervisor has not started."""
     own = {entry.slot for entry in fleet.processes} | {entry.slot for entry in fleet.waiting}
-    return [
-        {
-            "name": f"worker-{slot}",
-            "role": "worker",
-            "slot": slot,
-            "incarnation": state.get("incarnation"),
-            "pid": state.get("pid") or None,
-            "host": str(state.get("host", "")),
-            "restarts": 0,
-            "state": "connected",
-            "alive": True,
-        }
-        for slot, state in sorted(seen.workers.items())
-        if slot not in own
-    ]
+    workers = sorted(seen.workers.items())
+    return [_row_elsewhere("worker", slot, told.get("incarnation"), told) for slot, told in workers if slot not in own]
+
+
+def _row_elsewhere(role: str, slot: int | None, incarnation: Any, told: Mapping[str, Any]) -> Row:
+    return {
+        "name": role if slot is None else f"{role}-{slot}",
+        "role": role,
+        "slot": slot,
+        "incarnation": incarnation,
+        "pid": int(number(told.get("pid"))) or None,
+        "host": str(told.get("host", "")),
+        "restarts": 0,
+        "state": "connected",
+        "alive": True,
+    }
 
 
 def all_processes(fleet: FleetFile, seen: Snapshot, now: float) -> list[Row]:
