@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.deploy.fleet.check_process import check_before_start
 from headrace.deploy.fleet.fleet import Fleet
-from headrace.deploy.monitoring.bottleneck import Bottlenecks, find_bottleneck
+from headrace.deploy.monitoring.bottleneck import Bottleneck, find_bottleneck
 from headrace.deploy.monitoring.connecting import how_to_connect
 from headrace.deploy.monitoring.findings import awaited, find
 from headrace.deploy.process.child_environment import child_environment
@@ -58,7 +58,8 @@ class RunOutcome:
     at_goal: RunNumbers | None = None
     failure: HeadraceError | None = None
     seconds: float = 0.0
-    bottlenecks: Bottlenecks = field(default_factory=Bottlenecks)
+    bottleneck: Bottleneck | None = None
+    """The limit of the pace that was found last."""
 
 
 def up(
@@ -165,6 +166,7 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
     """Turn the loop until there is a reason to stop. Raises the failure or the timeout, if that is the reason."""
     goal, standstill, look_at = Goal.of(fleet.config.fleet), Standstill(outcome.start.steps), 0.0
     shown_from = replace(outcome.start, mean_return=None)
+    limit: Bottleneck | None = None
     while not fleet.stop_asked:
         fleet.loop.turn(TICK_S)
         _log_rows(fleet, run_log)
@@ -179,8 +181,8 @@ def _run(fleet: Fleet, outcome: RunOutcome, progress: ProgressDisplay, run_log: 
             shown_from = replace(shown_from, mean_return=now.best_return)
         if seconds >= look_at:
             look_at, facts = seconds + LOOK_S, fleet.facts()
-            outcome.bottlenecks.note(find_bottleneck(facts, find(facts)))
-        limit = outcome.bottlenecks.newest
+            limit = find_bottleneck(facts, find(facts))
+            outcome.bottleneck = limit or outcome.bottleneck
         waits = progress.is_due and standstill.lasts and not reached
         view = ProgressView(
             seconds,
@@ -265,7 +267,7 @@ def _summarise(fleet_id: str, run_dir: RunDir, outcome: RunOutcome, fleet: Fleet
         ledger=snapshot.fleet if snapshot else None,
         failure=outcome.failure,
         problems=_problems(fleet, snapshot) if fleet is not None and snapshot else (),
-        bottleneck=outcome.bottlenecks.in_words(),
+        bottleneck=outcome.bottleneck.in_words() if outcome.bottleneck is not None else "",
     )
 
 

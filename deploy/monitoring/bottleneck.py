@@ -7,7 +7,6 @@ the limit. Each sentence has one place: `headrace up`, `why`, `top`, the page an
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,28 +68,6 @@ class Bottleneck:
     def in_words(self) -> str:
         """Return both as sentences."""
         return ". ".join(part[:1].upper() + part[1:] for part in (self.sentence, self.remedy)) + "."
-
-
-class Bottlenecks:
-    """The limits that were found at each look at a run. Looks before the first find do not count: shares come late."""
-
-    def __init__(self) -> None:
-        self.newest: Bottleneck | None = None
-        self._last: dict[str, Bottleneck] = {}
-        self._looks: Counter[str] = Counter()
-
-    def note(self, found: Bottleneck | None) -> None:
-        """Note what a look has found."""
-        self.newest = found
-        if found is not None:
-            self._last[found.who] = found
-        if self._last:
-            self._looks[found.who if found is not None else ""] += 1
-
-    def in_words(self) -> str:
-        """Return what limited the run at most looks; "" where that was nothing."""
-        who = max(self._looks, key=lambda who: self._looks[who], default="")
-        return self._last[who].in_words() if who else ""
 
 
 def find_bottleneck(facts: Facts, findings: Sequence[Finding]) -> Bottleneck | None:

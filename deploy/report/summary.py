@@ -41,7 +41,7 @@ class Summary:
     problems: Sequence[str] = ()
     """The audit's sentences about the ledger; empty when it adds up."""
     bottleneck: str = ""
-    """A sentence on the limit of the pace for most of the run, with its remedy; "" without a clear limit."""
+    """A sentence on the last limit of the pace, with its remedy; "" where none was found."""
 
     @property
     def steps(self) -> int:

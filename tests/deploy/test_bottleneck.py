@@ -13,7 +13,7 @@ import pytest
 
 from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
 from headrace.deploy.annexes.watch.top.top_view import plain
-from headrace.deploy.monitoring.bottleneck import Bottlenecks, find_bottleneck
+from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.findings import find
 from headrace.deploy.monitoring.why import why
@@ -221,13 +221,9 @@ def test_why_top_the_page_and_up_show_the_sentence() -> None:
     )
 
 
-def test_the_end_of_a_run_names_what_limited_it_at_most_looks() -> None:
-    learner, envs = (find_bottleneck(CASES[case][0], []) for case in ("learner", "envs"))
-    seen = Bottlenecks()
-    assert seen.in_words() == ""
-    for found in (None, None, None, None, envs, learner, None, learner):
-        seen.note(found)
-    assert seen.in_words() == CASES["learner"][1]
+def test_the_end_of_a_run_names_what_limited_it() -> None:
+    limit = find_bottleneck(CASES["learner"][0], [])
+    assert limit is not None
     numbers = RunNumbers()
     summary = Summary(
         fleet_id="f",
@@ -240,12 +236,9 @@ def test_the_end_of_a_run_names_what_limited_it_at_most_looks() -> None:
         weights_seq=0,
         ledger=None,
         failure=None,
-        bottleneck=seen.in_words(),
+        bottleneck=limit.in_words(),
     )
     assert orjson.loads(summary.as_json())["bottleneck"] == CASES["learner"][1]
     stream = StringIO()
     print_summary(summary, stream)
     assert "The learner is the limit" in stream.getvalue()
-    for _ in range(3):
-        seen.note(None)
-    assert seen.in_words() == ""
