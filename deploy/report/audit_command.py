@@ -43,10 +43,10 @@ def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple
     Raises `RunDirError` without a fleet, and `RedisUnavailableError` when its Redis cannot be read.
     """
     url, fleet_id = find_books(run_dir, named)
-    evidence = read_evidence(run_dir, fleet_id)
     with serving(run_dir, url), FleetView(url, fleet_id) as view:
 
         def look() -> tuple[Snapshot, list[str], float]:
+            evidence = read_evidence(run_dir, fleet_id)  # first: the ledger may be ahead of it, and not behind
             now = view.read()
             return now, audit(now, evidence), now.reported_unix_s or 0.0
 

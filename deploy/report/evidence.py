@@ -32,7 +32,6 @@ from headrace.schemas.errors import CheckpointError, RunDirError
 from headrace.schemas.messages import SourcePosition
 
 _POSITION = TypeAdapter(list[SourcePosition])
-_LOOKS, _LOOK_S = 10, 0.05
 _STOPPED_BEFORE = (
     "; the broker had stopped before the learner committed them: the next `headrace up` in this run directory counts "
     "them as committed when that learner connects with its checkpoint's position"
@@ -73,7 +72,7 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
     position = settled_by_life(told.get("position", []), fleet_id)
     needs_witness = _needs_witness(run_dir, fleet_id)  # before the witness, which the broker writes later
     witness = LifetimeFile(run_dir, fleet_id)
-    lifetime = _read_witness(witness, needed=needs_witness)
+    lifetime = witness.read()
     damage = (*_damage(witness, lifetime, run_dir, needs_witness=needs_witness), *checkpoint_damage(run_dir))
     failed = tuple(keepers_that_failed(run_dir))
     return Evidence(readings, frozenset(living), tuple(unreadable), position, lifetime.ended, damage, failed)
@@ -99,20 +98,6 @@ def _needs_witness(run_dir: Path, fleet_id: str) -> bool:
         return BooksFile(run_dir, fleet_id).needs_witness()
     except RunDirError:  # the deep audit names a damaged books.json
         return False
-
-
-def _read_witness(witness: LifetimeFile, *, needed: bool) -> Lifetime:
-    """Return the content of lifetime.json. If it lacks a `needed` sum, wait half a second for the broker to write it.
-
-    The broker writes books.json, and then this file.
-    """
-    lifetime = witness.read()
-    for _ in range(_LOOKS):
-        if not needed or lifetime.ended or lifetime.damage:
-            break
-        time.sleep(_LOOK_S)
-        lifetime = witness.read()
-    return lifetime
 
 
 def _damage(witness: LifetimeFile, lifetime: Lifetime, run_dir: Path, *, needs_witness: bool) -> Iterator[str]:

@@ -24,6 +24,7 @@ from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.report.audit import audit, equation, find_books, render, warnings
+from headrace.deploy.report.audit_command import once_caught_up
 from headrace.deploy.report.evidence import read_evidence
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, save_checkpoint
@@ -340,8 +341,12 @@ def test_an_audit_between_the_brokers_two_writes_waits_for_the_second(
         witness.add_ended(ended)
         witness.write({}, {}, {}, last=True)
 
+    def look() -> tuple[None, list[str], float]:
+        return None, list(read_evidence(tmp_path, "f").damage), time.time()
+
     monkeypatch.setattr(time, "sleep", writes)
-    assert read_evidence(tmp_path, "f").damage == ()
+    assert look()[1]
+    assert once_caught_up(look) == (None, [])
 
 
 def log_another_end(run: Run, client: Any, fleet_id: str) -> None:
