@@ -102,7 +102,6 @@ KINDS = (
     FindingKind("env_hosts_missing", "warning", 0, "broker.lease_s"),
     FindingKind("batches_oversize", "error", 0, "broker.max_batch_bytes"),
     FindingKind("batches_refused", "warning", 0, ""),
-    FindingKind("keys_revoked", "warning", 0, "keys.dir"),
 )
 KIND = {kind.name: kind for kind in KINDS}
 

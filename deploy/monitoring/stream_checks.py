@@ -16,11 +16,11 @@ from headrace.deploy.monitoring.connecting import (
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
 from headrace.deploy.monitoring.process_checks import NUMBER, States, names_of
-from headrace.deploy.report.progress import name_revoked, number
+from headrace.deploy.report.progress import number
 from headrace.deploy.run.redis_view import crowded_learner
 from headrace.schemas.accounts.ledger import Discard, Drop
 from headrace.schemas.accounts.logged_metrics import NOT_FINITE
-from headrace.schemas.accounts.redis_keys import labelled, revoked_sessions
+from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.messages.message_base import MOST_SHORT_DETAIL
 
@@ -188,7 +188,7 @@ def metrics_not_finite(facts: Facts) -> Iterator[Observation]:
 
 
 def refusals(facts: Facts) -> Iterator[Observation]:
-    """Yield batches that the broker refused, and sessions that ended because their key was revoked, both lately."""
+    """Yield that the broker has refused messages lately."""
     refused = risen(facts, "messages_refused", _LATELY_S)
     if refused >= _MANY:
         most = [
@@ -198,16 +198,7 @@ def refusals(facts: Facts) -> Iterator[Observation]:
         sentence = f"the broker has refused {refused:,.0f} messages of peers in the last minute{so_far}"
         limit = "broker.max_batch_bytes" if any(kind == _TOO_LARGE for _, kind in most) else ""
         log = "" if facts.run_dir is None else f"grep refused {facts.run_dir / 'logs' / 'broker.log'}"
-        for_s = _rises_for(facts, "messages_refused")
-        yield observe(facts, "batches_refused", "broker", sentence, for_s, command=log, limit=limit)
-    now = revoked_sessions(facts.snapshot.gauges)
-    before = revoked_sessions(facts.recent[0][1]) if facts.recent else {}
-    ended = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
-    if ended:
-        sentence = f"keys were revoked in the last two minutes: {name_revoked(ended)}"
-        yield observe(
-            facts, "keys_revoked", ", ".join(map(one_line, sorted(ended))), sentence, command="headrace keys list"
-        )
+        yield observe(facts, "batches_refused", "broker", sentence, command=log, limit=limit)
 
 
 def oversize(facts: Facts) -> Iterator[Observation]:
@@ -222,15 +213,6 @@ def oversize(facts: Facts) -> Iterator[Observation]:
         )
         log = "" if facts.run_dir is None else f"grep -r 'steps dropped' {facts.run_dir / 'logs'}"
         yield observe(facts, "batches_oversize", "workers", sentence, command=log)
-
-
-def _rises_for(facts: Facts, name: str) -> float | None:
-    """Return for how long a value has risen, at most the two minutes of the history ring; None without history."""
-    values = [(at, values[name]) for at, values in facts.recent if name in values]
-    if not values:
-        return None
-    before = [at for at, value in values if value == values[0][1]]
-    return max(0.0, (facts.snapshot.reported_unix_s or 0.0) - before[-1])
 
 
 def risen(facts: Facts, name: str, within_s: float) -> float:

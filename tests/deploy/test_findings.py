@@ -358,12 +358,6 @@ WRONG: dict[str, tuple[Facts, str, str, str]] = {
         "workers have dropped 1,024 steps as oversize in the last minute",
         "grep -r 'steps dropped' /runs/a/logs",
     ),
-    "revoked keys": (
-        told(healthy(recent=BEFORE), {'sessions_revoked{key="worker.gpu"}': 2.0}),
-        "keys_revoked",
-        r"2 sessions ended \(worker.gpu\)",
-        "headrace keys list",
-    ),
 }
 
 
@@ -405,12 +399,6 @@ def test_a_broker_has_time_to_report_once_redis_is_back() -> None:
     assert not find(replace(facts, redis_back_s=2.0))
     (found,) = find(replace(facts, redis_back_s=6.0))
     assert (found.kind, found.since_unix_s) == ("broker_silent", NOW - 6.0)
-
-
-def test_refusals_last_since_the_newest_reading_without_one() -> None:
-    recent = tuple((NOW - at, {"messages_refused": count}) for at, count in ((120.0, 2.0), (50.0, 2.0), (45.0, 5.0)))
-    (found,) = find(told(healthy(recent=recent), {"messages_refused": 9.0}))
-    assert found.since_unix_s == pytest.approx(NOW - 50.0, abs=2.0)
 
 
 def test_a_run_that_an_error_ended_says_so_and_names_a_disk_that_is_still_full() -> None:
@@ -455,7 +443,7 @@ def test_a_setting_of_another_type_in_redis_is_shown_safely_and_never_compared()
 
 def test_the_broker_tells_each_limit_but_addresses_and_paths_of_secrets() -> None:
     limits = {kind.limit for kind in KINDS} - {""}
-    assert limits - set(TOLD_SETTINGS) == {"redis.url", "keys.dir"}
+    assert limits - set(TOLD_SETTINGS) == {"redis.url"}
     assert set(TOLD_SETTINGS) <= set(known_keys())
 
 
