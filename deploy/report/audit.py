@@ -15,7 +15,6 @@ Balanced books do not prove progress: `warnings` reports a fleet that stands sti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,21 +135,9 @@ def _live_beside_newer(snapshot: Snapshot) -> Iterator[str]:
         if not row.closed and incarnation < newest[slot] and row.totals.stepped:
             yield (
                 f"slot {slot} incarnation {incarnation} claims to be live, although incarnation {newest[slot]} has its "
-                f"slot: its end was not counted, so steps of it may be missing; {_when_closed(snapshot)}"
+                "slot: its end was not counted, so steps of it may be missing; if its end stays unknown, a running "
+                "broker closes its books about a minute after its last word, with the steps that it had told of"
             )
-
-
-def _when_closed(snapshot: Snapshot) -> str:
-    """Return, in words, when the broker closes the books of a lost life, and with which steps."""
-    closes = snapshot.gauges.get("lost_lives_close_unix_s")
-    if closes is None:
-        return "if its end stays unknown, a running broker closes its books about a minute after its last word"
-    at = time.strftime("%H:%M:%S", time.localtime(closes))
-    left_s = max(0.0, closes - time.time())
-    return (
-        f"the broker waits for its supervisor until about {at} ({left_s:.0f} s from now), and then closes its books by "
-        "itself with the steps that it had told of"
-    )
 
 
 def find_books(run_dir: Path, named: tuple[str, str] | None = None) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -160,14 +159,11 @@ def test_the_audit_reports_when_the_books_of_a_lost_unsupervised_worker_close(ur
     assert core.receive_batch(b"one", header, [b""], 100, 0.0)
     core.receive(b"two", hello.model_copy(update={"token": "two", "incarnation": 2}), 5.0)
     core.tick(6.0)
-    closes = time.time() + (core.workers.last_close_at - 6.0)
     reporter.offer(metrics.report(6.0))
     wait_until(lambda: bool(read(FleetView(url, fleet_id)).rows), "the first report")
     (problem,) = audit(read(FleetView(url, fleet_id)))
     assert "slot 0 incarnation 1 claims to be live" in problem
-    found = re.search(r"until about (\d\d:\d\d:\d\d) \((\d+) s from now\), and then closes its books", problem)
-    assert found is not None, problem
-    assert found[1] in {time.strftime("%H:%M:%S", time.localtime(closes + late)) for late in range(-1, 30)}
+    assert "a running broker closes its books about a minute after its last word" in problem
     core.tick(core.workers.last_close_at + 1.0)
     reporter.offer(metrics.report(100.0))
     assert reporter.close(30.0)
