@@ -66,13 +66,8 @@ class AboutCopy(BaseModel):
     """Env steps of the fleet when the copy was made."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyInRedis:
-    """A whole checkpoint that Redis has."""
-
-    checkpoint: Checkpoint
-    data: bytes
-    about: AboutCopy
+CopyInRedis = tuple[Checkpoint, bytes, AboutCopy]
+"""A whole checkpoint that Redis has, its bytes, and what is told of it."""
 
 
 def copies_in(client: redis.Redis, fleet_id: str) -> RedisBlob:
@@ -106,23 +101,23 @@ def choose_checkpoint(path: Path, url: str, fleet_id: str, snapshot: Snapshot | 
     cannot be written to.
     """
     local, damage = _read_local(path)
-    copy, absence = _read_copy(url, fleet_id, newer_than=version_of(local))
+    copy = _read_copy(url, fleet_id, newer_than=version_of(local))
     name = path.name
-    if copy is None:
+    if isinstance(copy, str):
         if local is None:
-            return StartingPoint(sentence=f"{damage}; {absence}" if damage else "")
-        sentence = f"going on from {name} in the run directory, {_in_words(local)}; {absence}"
+            return StartingPoint(sentence=f"{damage}; {copy}" if damage else "")
+        sentence = f"going on from {name} in the run directory, {_in_words(local)}; {copy}"
         chosen = local
     else:
+        chosen, data, about = copy
         with writing(path.parent, "the checkpoint"):
             if local is not None and _is_whole(path):
                 keep_as_previous(path)
-            replace_private(path, copy.data)
-        chosen = copy.checkpoint
+            replace_private(path, data)
         has = damage or f"the run directory has no {name}"
         if local is not None:
             has = f"{name} in the run directory is older ({_in_words(local)}) and kept as {previous_path(path).name}"
-        sentence = f"{has}; going on from the one in Redis, {_in_words(chosen)}, {_written(copy.about, snapshot)}"
+        sentence = f"{has}; going on from the one in Redis, {_in_words(chosen)}, {_written(about, snapshot)}"
     settled = settled_by_life(chosen.position, fleet_id)
     return StartingPoint(chosen.epoch, settled, sentence + _trained_after(settled, snapshot))
 
@@ -134,32 +129,32 @@ def _read_local(path: Path) -> tuple[Checkpoint | None, str]:
         return None, str(error)
 
 
-def _read_copy(url: str, fleet_id: str, newer_than: Version) -> tuple[CopyInRedis | None, str]:
-    """Return Redis's copy if it is newer than `newer_than`, else None and a sentence on what Redis has."""
+def _read_copy(url: str, fleet_id: str, newer_than: Version) -> CopyInRedis | str:
+    """Return Redis's copy if it is newer than `newer_than`, else a sentence on what Redis has."""
     client = connect(url, READ_TIMEOUT_S)
     try:
         shelf = copies_in(client, fleet_id)
         version = shelf.version()
         if version is None:
-            return None, "Redis has no copy of one"
+            return "Redis has no copy of one"
         if version <= newer_than:
-            return None, "Redis has the same" if version == newer_than else "the copy in Redis is older"
+            return "Redis has the same" if version == newer_than else "the copy in Redis is older"
         stored = shelf.load()
     except REDIS_FAILURES as error:
-        return None, f"the copy in Redis cannot be read ({in_words(error)})"
+        return f"the copy in Redis cannot be read ({in_words(error)})"
     finally:
         client.close()
     if stored is None:
-        return None, "the copy in Redis is not whole"
+        return "the copy in Redis is not whole"
     try:
         about = AboutCopy.model_validate_json(stored.about)
         data = b"".join(stored.frames)
         checkpoint = decode_checkpoint(data, "the checkpoint in Redis")
     except (ValidationError, CheckpointError):
-        return None, "the copy in Redis is no checkpoint"
+        return "the copy in Redis is no checkpoint"
     if _digest(data) != about.digest or version_of(checkpoint) != stored.version:
-        return None, "the copy in Redis does not match its digest"
-    return CopyInRedis(checkpoint, data, about), ""
+        return "the copy in Redis does not match its digest"
+    return checkpoint, data, about
 
 
 def _is_whole(path: Path) -> bool:
