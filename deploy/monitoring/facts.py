@@ -84,8 +84,6 @@ class FactsReader:
         self.view: FleetView | None = None
         """The view of the fleet's keys that `read` uses. The caller may use it between two calls of `read`."""
         self._snapshot = Snapshot()
-        self._config: FleetConfig | None = None
-        self._config_of_ns = 0
         self._history = RecentHistory()
         self._recent: Sequence[Entry] = ()
         self._learner_row: LearnerRowView | None = None
@@ -112,7 +110,7 @@ class FactsReader:
             processes=processes,
             redis_error=error,
             redis_age_s=time.monotonic() - self._read_at if error else 0.0,
-            config=self._read_config(),
+            config=read_config(self._run_dir) if self._run_dir is not None else None,
             endpoints=fleet.endpoints if fleet is not None else {},
             run_dir=self._run_dir,
             recent=self._recent,
@@ -145,18 +143,6 @@ class FactsReader:
             self._url, self._fleet_id = fleet.redis_url, fleet.fleet_id
             self._history = RecentHistory()
         return fleet
-
-    def _read_config(self) -> FleetConfig | None:
-        """Read config.json again if it has changed."""
-        if self._run_dir is None:
-            return None
-        try:
-            written_ns = (self._run_dir / "config.json").stat().st_mtime_ns
-        except OSError:
-            return self._config
-        if written_ns != self._config_of_ns:
-            self._config, self._config_of_ns = read_config(self._run_dir), written_ns
-        return self._config
 
     def _read_redis(self, fleet: FleetFile | None) -> str:
         """Read the snapshot. Return the reason for a failure; "" if the read succeeded."""

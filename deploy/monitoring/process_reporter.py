@@ -23,10 +23,9 @@ from headrace.schemas.settings.redis_url import without_password
 INTERVAL_S = 5.0
 LIVE_S = 30
 _LOOK_S = 1.0
-"""Shortest pause between two looks at the processes. A stopped one should be told soon."""
+"""Shortest pause between two reports. A stopped process should be told soon."""
 _SHARE = 50
 """A pause is so many times as long as the look before it, within its bounds."""
-_SILENT_S = 3.0
 _TIMEOUT_S = 2.0
 _SETTLE_S = 0.2
 """Processes often start together: one report is enough for all."""
@@ -94,7 +93,9 @@ class FleetLease:
 
 
 class ProcessReporter:
-    """Writes what `states` returns to the hash `processes`: every 5 s, and soon after a process changed.
+    """Writes what `states` returns to the hash `processes`: each second, and soon after a process changed.
+
+    Where a look at the processes takes long, it reports less often, every 5 s at least.
 
     It adds up the restarts of processes, from those that Redis has of earlier supervisors. While Redis does not answer,
     the thread keeps trying.
@@ -112,8 +113,6 @@ class ProcessReporter:
         """Restarts under this supervisor, by role."""
         self._restarts_before: dict[str, int] | None = None
         """Restarts under earlier supervisors, by role, as Redis had them. None until Redis has answered."""
-        self._reported: object = None
-        self._due = 0.0
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="process-report", daemon=True)
@@ -135,8 +134,7 @@ class ProcessReporter:
             began = time.monotonic()
             states = self._states()
             look_s = time.monotonic() - began
-            if began >= self._due or _as_told(states) != self._reported:
-                self._report(states)
+            self._report(states)
             self._changed.wait(max(_LOOK_S, min(INTERVAL_S, _SHARE * look_s)))
             self._closing.wait(_SETTLE_S)
             self._changed.clear()
@@ -158,7 +156,6 @@ class ProcessReporter:
                 pipe.execute()
         except REDIS_FAILURES:
             return  # the fleet's numbers say that Redis is away; the next report is due soon
-        self._reported, self._due = _as_told(states), time.monotonic() + INTERVAL_S
 
     def _count_restarts(self, states: States) -> None:
         for name, state in states.items():
@@ -177,10 +174,3 @@ class ProcessReporter:
             keys.labelled(RESTARTS.name, RESTARTS.label, role): before.get(role, 0) + self._restarts[role]
             for role in sorted(before.keys() | self._restarts.keys())
         }
-
-
-def _as_told(states: States) -> object:
-    """Return the parts of `states` whose change triggers a report before the next one is due."""
-    return {
-        name: (one.state, one.pid, one.is_stopped, one.doing, one.silent_s > _SILENT_S) for name, one in states.items()
-    }

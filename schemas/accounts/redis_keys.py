@@ -300,7 +300,7 @@ PROCESSES = Key(
     "alive, broker, learner and the fleet's own Redis included; all are replaced together; that of the supervisor has "
     "disk_free_bytes, of the disk of the run directory",
     example='worker-0 {"name":"worker-0","role":"worker","slot":0,"pid":4711,"state":"running","cpu_s":12.5,...}',
-    when="every 5 s, and when a process starts or ends",
+    when="each second, and when a process starts or ends",
     expires="after 30 s",
 )
 
