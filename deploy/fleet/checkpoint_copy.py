@@ -46,13 +46,12 @@ log = logging.getLogger("headrace.supervisor")
 
 LARGEST_BYTES = 1 << 30
 READ_TIMEOUT_S = 2.0
-LOOK_S = 0.1
-LEAST_INTERVAL_S = 0.25
+LOOK_S = 0.25
+"""Interval at which the copier looks for a new file, and tries again where Redis fails."""
 CHECK_S = 10.0
 """Interval at which the copier looks whether Redis still has its copy."""
 
 FINISH_S = 10.0
-_LONGEST_BACKOFF_S = 2.0
 
 
 class AboutCopy(BaseModel):
@@ -230,11 +229,9 @@ class CheckpointCopier:
         self._shelf = copies_in(self._client, fleet_id)
         self._budget = ByteBudget(bytes_per_hour)
         self._finishing = threading.Event()
-        self._not_before = 0.0
         self._check_at = math.inf
         self._copied: tuple[int, ...] | None = None
         """Identity of the newest file that was looked at and needs no copy any more."""
-        self._backoff_s = LOOK_S
         self._away = self._told = False
         self._thread = threading.Thread(target=self._run, name="checkpoint-copier", daemon=True)
         self._thread.start()
@@ -256,7 +253,7 @@ class CheckpointCopier:
 
     def _run(self) -> None:
         while not self._finishing.wait(LOOK_S):
-            if time.monotonic() >= max(self._not_before, self._budget.due):
+            if time.monotonic() >= self._budget.due:
                 self._try()
         self._try()
         self._client.close()
@@ -265,8 +262,6 @@ class CheckpointCopier:
         try:
             self._look()
         except REDIS_FAILURES as error:
-            self._not_before = time.monotonic() + self._backoff_s
-            self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
             if not self._away:
                 log.warning("the copy of the checkpoint in Redis waits: %s", in_words(error))
             self._away = True
@@ -281,8 +276,7 @@ class CheckpointCopier:
             if self._shelf.version() is not None:
                 return
         if self._copy():
-            self._copied, self._check_at = identity, now + CHECK_S
-            self._not_before, self._backoff_s, self._away = now + LEAST_INTERVAL_S, LOOK_S, False
+            self._copied, self._check_at, self._away = identity, now + CHECK_S, False
 
     def _copy(self) -> bool:
         """Copy the file. Return False if the caller must retry."""
