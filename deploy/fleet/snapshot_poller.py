@@ -11,12 +11,9 @@ from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError
 
-INTERVAL_S = 0.5
-"""Longest pause between two reads."""
+INTERVAL_S = 0.25
+"""Pause between two reads."""
 
-_SHORTEST_INTERVAL_S = 0.1
-_SHARE = 10
-"""A pause is so many times as long as the read before it, within its bounds: news of a goal should not be late."""
 MOST_ROWS = 10_000
 """Rows of the learner that are kept until they are taken."""
 
@@ -85,7 +82,5 @@ class SnapshotPoller:
             self._view.close()
 
     def _run(self) -> None:
-        began = time.monotonic()
-        while not self._closing.wait(min(INTERVAL_S, max(_SHORTEST_INTERVAL_S, _SHARE * (time.monotonic() - began)))):
-            began = time.monotonic()
+        while not self._closing.wait(INTERVAL_S):
             self.read()
