@@ -19,14 +19,12 @@ import zmq
 
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.schemas.chunks.chunk import EpisodeChunk
-from headrace.schemas.chunks.spaces import Box, Discrete, Spaces
 from headrace.schemas.credentials.loopback_token import server_token
 from headrace.schemas.errors import ConfigError, ExitCode, PortInUseError
 from headrace.schemas.frames.wire import MessageKind, decode, encode
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.remote import pool as remote_pool
 from headrace.workers.envs.remote.env_messages import EnvHeartbeat, EnvHostHello
-from headrace.workers.envs.remote.spaces_check import problem_of
 from support.envs.toy import check_books
 from support.fleets.env_hosts import EnvHosts, cable_to
 from support.ports import free_port
@@ -198,12 +196,6 @@ def test_a_host_with_other_spaces_is_refused_and_the_worker_goes_on(hosts: EnvHo
         assert "those of the first env host" in said
 
 
-@pytest.mark.parametrize("shape", [(1 << 20, 1 << 10), (3, 0)])
-def test_a_first_host_whose_observations_fit_in_no_message_is_refused(shape: tuple[int, ...]) -> None:
-    spaces = Spaces(observation=Box(shape=shape, dtype="<f4"), action=Discrete(n=2))
-    assert problem_of(spaces, lambda _: "", None).endswith("bytes; 1 to 268435456 can be sent")
-
-
 def test_an_env_host_whose_env_cannot_be_built_exits_with_an_env_error(hosts: EnvHosts) -> None:
     host = hosts.start("NoSuchEnv-v0", 1)
     assert host.wait(100) == ExitCode.ENV
@@ -316,24 +308,6 @@ def test_a_worker_that_waits_for_a_first_host_can_be_stopped(hosts: EnvHosts, ca
     with pytest.raises(EnoughError), caplog.at_level("INFO"):
         runner(hosts, on_wait=on_wait)
     assert f"waiting for env hosts at tcp://127.0.0.1:{hosts.port}" in caplog.text
-
-
-def test_a_first_host_too_large_for_memory_is_refused_and_the_worker_waits(hosts: EnvHosts) -> None:
-    class EnoughError(Exception):
-        pass
-
-    vast = Spaces(observation=Box(shape=(1 << 26,), dtype="<f4"), action=Discrete(n=2)).model_dump(mode="json")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.connect(f"tcp://127.0.0.1:{hosts.port}")
-        socket.send_multipart(EnvHostHello(life="x", num_envs=1, spaces=vast).frames())
-
-        def on_wait(_: str) -> None:
-            if socket.poll(0):
-                raise EnoughError(decode(socket.recv_multipart()).header["detail"])
-
-        with pytest.raises(EnoughError, match="observations of 1000 such envs have 268435456000 bytes"):
-            runner(hosts, on_wait=on_wait, num_envs=1000)
 
 
 def test_an_env_host_needs_no_torch() -> None:

@@ -16,11 +16,6 @@ from headrace.workers.envs.remote.peer import EnvHostPeer
 
 log = logging.getLogger(__name__)
 
-_MOST_PLACES = 1 << 17
-"""Places of all hosts together, spare ones too."""
-_MOST_HOSTS = 1024
-"""Hosts at a time, as many as a port has connections. Each look of the worker costs time for each of them."""
-
 
 class HostPlaces:
     """`width` lanes, each with a place on a host, or waiting for one."""
@@ -116,22 +111,6 @@ class HostPlaces:
             host.lanes[place] = lane
             command = self._wanting.pop(lane)
             host.ask(place, command, self._seed_for(lane, command is Command.REBUILD))
-
-    def make_room(self, places: int) -> str:
-        """Make room for one more host of so many places. Return why there is none; "" where there is.
-
-        Of more than `_MOST_HOSTS` hosts the spare one that was silent for longest is parted from. If it lives, it
-        begins another life. So lives that were begun on connections which have ended keep no host out.
-        """
-        if sum(len(host.lanes) for host in self.hosts.values()) + places > _MOST_PLACES:
-            return f"all {_MOST_PLACES:,} places are taken"
-        if len(self.hosts) >= _MOST_HOSTS:
-            spare = (host for host in self.hosts.values() if host.is_spare)
-            longest = min(spare, key=lambda host: host.heard_at, default=None)
-            if longest is None:
-                return f"all {_MOST_HOSTS:,} env hosts that there may be have envs"
-            self.part(longest, "made room for another")
-        return ""
 
     def part(self, host: EnvHostPeer, reason: str) -> None:
         """Forget the host. Its later messages belong to a life that is over."""

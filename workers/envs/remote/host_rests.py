@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _FIRST_S, _LONGEST_S = 10.0, 600.0
-_MOST_HOSTS = 1024
 
 
 class HostRests:
@@ -21,8 +20,6 @@ class HostRests:
         number, until = self._rests.pop(name, (0, now))
         number = 1 if now > until + _LONGEST_S else number + 1
         rest_s = min(_FIRST_S * 2.0 ** min(number - 1, 60), _LONGEST_S)
-        if len(self._rests) >= _MOST_HOSTS:
-            del self._rests[next(iter(self._rests))]
         self._rests[name] = number, now + rest_s
         return number, rest_s
 

@@ -26,8 +26,6 @@ from headrace.workers.envs.remote.peer import EnvHostPeer
 
 _RESULTS = {Command.BUILD: "built", Command.REBUILD: "built", Command.RESET: "began", Command.STEP: "stepped"}
 """The list of an `EnvAnswers` in which the answer to a command is, unless the env has failed."""
-_LONGEST_AT = 100
-"""Characters of the name of a call that failed."""
 
 Rows = list[tuple[NDArray[Any], list[int], NDArray[Any]]]
 """(column, places, one row for each place)."""
@@ -110,9 +108,7 @@ def take_replies(
     Raises `DecodeError` for a bad message. Some of the host's orders may then count as answered.
     """
     rows = columns.check(told, arrays)
-    # The first failure of a place is enough: each further one would count as another failure of its env.
-    errors = [(place, at[:_LONGEST_AT], returned, _error(error)) for place, at, returned, error in told.failures]
-    errors = list({place: error for error in reversed(errors) for place in error[:1]}.values())
+    errors = [(place, at, returned, _error(error)) for place, at, returned, error in told.failures]
     lanes: dict[int, int] = {}
     commands: dict[int, Command] = {}
     for place, number in told.answers:

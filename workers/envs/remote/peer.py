@@ -10,9 +10,6 @@ from headrace.schemas.basics.process_usage import Usage
 from headrace.workers.envs.process.control import Command
 from headrace.workers.envs.remote.env_messages import NO_SEED, EnvHostHello
 
-LONGEST_NAME = 200
-"""Characters of a host's or an env's name that are kept. A HELLO has room for a million."""
-
 
 @dataclass(slots=True, eq=False)
 class HostOrder:
@@ -34,8 +31,7 @@ class EnvHostPeer:
 
     def __init__(self, hello: EnvHostHello, route: bytes, now: float) -> None:
         self.life = hello.life
-        host, env = hello.host[:LONGEST_NAME] or "unnamed", hello.env[:LONGEST_NAME] or "an env"
-        self.name = one_line(f"{host}/{hello.pid} ({hello.num_envs} x {env})")
+        self.name = one_line(f"{hello.host or 'unnamed'}/{hello.pid} ({hello.num_envs} x {hello.env or 'an env'})")
         self.headrace_version = hello.headrace_version
         self.route = route
         """The ROUTER's id of its connection; it changes with each reconnection."""
@@ -113,11 +109,6 @@ class EnvHostPeer:
         """Return an order without an answer for longer than its command may take, or None."""
         late = (order for order in self.under_way.values() if now - order.since > limits[order.command])
         return next(late, None)
-
-    @property
-    def is_spare(self) -> bool:
-        """Return whether the host has no lane."""
-        return self.lanes.count(None) == len(self.lanes)
 
     @property
     def is_busy(self) -> bool:

@@ -9,9 +9,8 @@ from headrace.schemas.basics.bounds import HIGHEST_PORT
 from headrace.schemas.errors import ConfigError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.lane_table import LaneTable
-from headrace.workers.envs.remote.pool import RemotePool
+from headrace.workers.envs.remote.pool import KindProblem, RemotePool
 from headrace.workers.envs.remote.router_port import RouterPort, env_port_keys
-from headrace.workers.envs.remote.spaces_check import KindProblem
 
 
 class RemotePlacement:

@@ -17,7 +17,7 @@ from headrace.schemas.basics.counted_warnings import CountedWarnings
 from headrace.schemas.basics.headrace_version import headrace_version
 from headrace.schemas.basics.printable import one_line
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
-from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves, spaces_from_json
+from headrace.schemas.chunks.spaces import Spaces, spaces_from_json
 from headrace.schemas.errors import DecodeError, EnvError, EnvHostLostError
 from headrace.schemas.frames.wire import Buffer, MessageKind, WireMessage, decode
 from headrace.schemas.messages import Fenced, Message, Reject, read
@@ -39,17 +39,20 @@ from headrace.workers.envs.remote.env_messages import (
 from headrace.workers.envs.remote.host_places import HostPlaces
 from headrace.workers.envs.remote.host_wait import HostWait
 from headrace.workers.envs.remote.order_frames import RemoteColumns, encode_orders, take_replies
-from headrace.workers.envs.remote.peer import LONGEST_NAME, EnvHostPeer
+from headrace.workers.envs.remote.peer import EnvHostPeer
 from headrace.workers.envs.remote.router_port import RouterPort
-from headrace.workers.envs.remote.spaces_check import KindProblem, problem_of
 
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.02
 _CALLS = {Command.STEP: UserCall.STEP, Command.RESET: UserCall.RESET}
 """The call of an env that each order asks for. All others build one."""
-_MOST_BYTES = 1 << 36
-"""Bytes of one observation of each env."""
+
+KindProblem = Callable[[Spaces], str]
+"""Returns in words why envs with these spaces are of the wrong kind for the worker; empty if they fit.
+
+Raises `DecodeError` for spaces that no env can have.
+"""
 
 
 class RemotePool:
@@ -309,18 +312,18 @@ class RemotePool:
             host.hear(route, time.monotonic())
         else:
             spaces = spaces_from_json(hello.spaces)
-            if detail := problem_of(spaces, self._kind_problem, self.spaces if self._columns is not None else None):
-                text = f"env host {one_line(hello.host[:LONGEST_NAME])}/{hello.pid} is refused: {one_line(detail)}"
+            detail = self._kind_problem(spaces)
+            if not detail and self._columns is not None and spaces != self.spaces:
+                detail = f"its envs have {spaces!r:.400}, and those of the first env host {self.spaces!r:.400}"
+            if detail:
+                text = f"env host {one_line(hello.host)}/{hello.pid} is refused: {one_line(detail)}"
                 self._warnings.warn(route, "other_spaces", text)
                 self._say(route, Reject(code="other_spaces", detail=detail))
                 return
             for other in [other for other in self._places.hosts.values() if other.route == route]:
                 self._places.part(other, "has begun another life")
-            if detail := self._places.make_room(hello.num_envs):
-                self._say(route, Reject(code="full", detail=detail, fatal=False))
-                return
             if self._columns is None:
-                self.spaces, self._columns = spaces, self._new_columns(spaces)
+                self.spaces, self._columns = spaces, RemoteColumns(spaces, self.width)
             host = self._places.hosts[hello.life] = EnvHostPeer(hello, route, time.monotonic())
             log.info("env host %s has connected", host.name)
             if (theirs := hello.headrace_version) != (own := headrace_version()):
@@ -337,20 +340,6 @@ class RemotePool:
                 heartbeat_interval_s=self._interval_s,
             ),
         )
-
-    def _new_columns(self, spaces: Spaces) -> RemoteColumns:
-        """Return columns for the envs of the first host. Raises `DecodeError` where there can be no room for them."""
-        size = self.width * sum(
-            math.prod(leaf_shape(leaf)) * column_dtype(leaf).itemsize for _, leaf in leaves(spaces.observation, "obs")
-        )
-        detail = f"observations of {self.width} such envs have {size} bytes, which do not fit in the worker's memory"
-        if size > _MOST_BYTES:
-            raise DecodeError("bad_space", detail)
-        try:
-            columns = RemoteColumns(spaces, self.width)
-        except MemoryError as error:
-            raise DecodeError("bad_space", detail) from error
-        return columns
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
