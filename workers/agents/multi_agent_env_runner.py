@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import gymnasium as gym
 
 from headrace.schemas.chunks.spaces import Spaces
-from headrace.schemas.errors import missing_env_error
-from headrace.workers.agents.agent_views import MultiAgentEpisodeView
 from headrace.workers.agents.episodes import MultiAgentEpisode
 from headrace.workers.agents.opening_agents import open_agents
 from headrace.workers.agents.seat_steps import SeatSteps
-from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.driver import external
-from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.policy.policies import Policies
 from headrace.workers.runner.env_runner import EnvRunner
 from headrace.workers.runner.policy_names import ModuleIdNames
 from headrace.workers.sampling.cutting import Stamp
-from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.module_batches import ModuleBatches
-from headrace.workers.sampling.sampler import Sampler
 
 
 class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
@@ -33,36 +26,20 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
     agent steps, and also env steps. Weights are mappings by module id. A module that is left out is frozen: it keeps
     its weights. Each module has its own connectors.
 
-    `on_wait`: see `SingleAgentEnvRunner`. Raises `ConfigError` for a config without policies, and
-    `EnvContractError` for a single-agent env.
+    `EnvRunner` says what the arguments mean. Raises `ConfigError` for a config without policies, and `EnvContractError`
+    for a single-agent env.
     """
 
-    def __init__(
-        self,
-        config: EnvRunnerConfig,
-        worker_index: int = 0,
-        *,
-        incarnation: int = 0,
-        run_uid: str = "",
-        on_wait: Callable[[str], None] | None = None,
-        calls: CallMark | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(config, worker_index, incarnation, run_uid, ModuleIdNames(), on_wait, calls)
+    _names = ModuleIdNames()
+
+    def _read_policies(self) -> None:
         self._specs = Policies.of(self.config)
         self._metrics.count_losses = self._count_losses
-        self._steps: SeatSteps | None = None
-        self._make_parts()
 
-    def _open_sampler(self) -> Sampler[Any, Any]:
-        config, seeds, totals, callbacks = self.config, self._seeds, self.totals, self.callbacks
-        parts = config, self.worker_index, seeds, totals, self._specs, self._id_high, callbacks
-        vector = open_agents(*parts, self._on_wait_for_hosts)
-        envs, wait = vector.envs, None
-        if (callers := external(envs)) is not None:
-            wait = ExternalWait(config, callers, lambda: self.weights_version)
-        self._steps = SeatSteps(config, vector, seeds, totals, self._id_high)
-        return Sampler(config, envs, self._steps, totals, callbacks, wait)
+    def _open_steps(self) -> SeatSteps:
+        config, seeds, totals = self.config, self._seeds, self.totals
+        parts = config, self.worker_index, seeds, totals, self._specs, self._id_high, self.callbacks
+        return SeatSteps(config, open_agents(*parts, self._on_wait_for_hosts), seeds, totals, self._id_high)
 
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
         policy = Policies.of(self.config).specs[module_id]  # the config may have changed since
@@ -73,9 +50,7 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
 
     @property
     def _seat_steps(self) -> SeatSteps:
-        if self._steps is None:
-            raise missing_env_error()
-        return self._steps
+        return cast(SeatSteps, self._existing_sampler.steps)
 
     @property
     def spaces(self) -> dict[str, Spaces]:
@@ -109,13 +84,6 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
             return
         self._metrics.add_episode(whole, episode.t, episode.duration_s, agents, modules)
 
-    def running_episodes(self) -> list[MultiAgentEpisodeView]:
-        """See `EnvRunner`."""
-        if self._steps is None:
-            return []
-        lanes = self._steps.envs.lanes
-        return [self._steps.look(lanes[episode.env_index], episode) for episode in self._steps.episodes]
-
     def get_metrics(self) -> dict[str, Any]:
         """See `EnvRunner`. Figures that have no value are absent, and steps without an answer are not counted yet.
 
@@ -123,15 +91,15 @@ class MultiAgentEnvRunner(EnvRunner[ModuleBatches]):
         step was dropped (as a count of agents, and as a sum for this life only); repeated final observations; dropped
         final steps.
         """
-        report = self._metrics.report(self._state.version.seq)
-        if self._steps is not None:
-            report["agent_rewards_lost_lifetime"] = self._steps.lost_rewards.total
+        report = super().get_metrics()
+        if self._sampler is not None:
+            report["agent_rewards_lost_lifetime"] = self._seat_steps.lost_rewards.total
         return report
 
     def _count_losses(self) -> dict[str, int]:
-        if self._steps is None:
+        if self._sampler is None:
             return {}
-        lost = self._steps.lost_rewards
+        lost = self._seat_steps.lost_rewards
         return {
             "num_agent_steps_discarded_lifetime": sum(self.totals.discarded.values()),
             "num_agent_rewards_lost_lifetime": lost.agents,

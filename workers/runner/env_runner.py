@@ -22,6 +22,7 @@ from headrace.schemas.errors import CallbackError, HeadraceError, ModuleError, m
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.backend import EnvHostsHere
+from headrace.workers.envs.driver import external
 from headrace.workers.metrics.call_mark import CallMark
 from headrace.workers.metrics.runner_metrics import RunnerMetrics
 from headrace.workers.metrics.time_budget import ENV, SAMPLING, SERIALISE, WAIT
@@ -36,8 +37,10 @@ from headrace.workers.runner.state import RunnerState, Version
 from headrace.workers.runner.state_components import Selection, Wanted
 from headrace.workers.sampling.action_mode import ActionMode
 from headrace.workers.sampling.cutting import Stamp
+from headrace.workers.sampling.external_wait import ExternalWait
 from headrace.workers.sampling.poll_loop import Enough, enough_episodes, enough_steps, poll_until
 from headrace.workers.sampling.sample_size import check_size
+from headrace.workers.sampling.sampled_steps import SampledSteps
 from headrace.workers.sampling.sampler import Sampler
 
 Batch = TypeVar("Batch", bound=Sequence[EpisodeChunk])
@@ -48,17 +51,26 @@ _OWN_SETTINGS = ("env_config", "module_config", "env_to_module", "module_to_env"
 
 
 class EnvRunner(ABC, Generic[Batch]):
-    """Steps environments with a policy and gives episode chunks. One thread at a time; usable in a `with` block."""
+    """Steps environments with a policy and gives episode chunks. One thread at a time; usable in a `with` block.
+
+    `totals` is true after every poll. `incarnation` and `run_uid` make episode ids and random numbers unlike those of
+    any other runner of the run; with `config.seed` and `run_uid` given, both repeat. While envs on other hosts have no
+    host yet, `on_wait` is called from time to time with the address for env hosts. The env call in progress is marked
+    in `calls`. Unknown keyword arguments are accepted.
+    """
+
+    _names: PolicyNames[Any]
 
     def __init__(
         self,
         config: EnvRunnerConfig,
-        worker_index: int,
-        incarnation: int,
-        run_uid: str,
-        names: PolicyNames[Batch],
-        on_wait: Callable[[str], None] | None,
-        calls: CallMark | None,
+        worker_index: int = 0,
+        *,
+        incarnation: int = 0,
+        run_uid: str = "",
+        on_wait: Callable[[str], None] | None = None,
+        calls: CallMark | None = None,
+        **_: Any,
     ) -> None:
         own = {name: copy.deepcopy(getattr(config, name)) for name in _OWN_SETTINGS}
         self.config = config.model_copy(update=own)
@@ -71,11 +83,10 @@ class EnvRunner(ABC, Generic[Batch]):
         self.callbacks = CallbackList(config.callbacks, self._callback_arguments)
         self._seeds = SeedTree(config.seed, worker_index, incarnation, config.num_envs)
         self._id_high = episode_id_high(run_uid, self._seeds.entropy, worker_index, incarnation)
-        self._names = names
         self._on_wait_for_hosts = on_wait
         self._sampler: Sampler[Any, Any] | None = None
         self._state = RunnerState(
-            names, lambda: self._sampler, worker_index, self._metrics, self.totals, self.callbacks
+            self._names, lambda: self._sampler, worker_index, self._metrics, self.totals, self.callbacks
         )
         self._stopped = False
         """True once all envs are closed, for good or until a `make_env` that succeeds."""
@@ -84,12 +95,18 @@ class EnvRunner(ABC, Generic[Batch]):
         self.steps_elsewhere: int | None = None
         """Number of known env steps of the fleet that other runners made; None without a fleet."""
         torch.set_num_threads(config.torch_threads)
+        self._read_policies()
+        self._make_parts()
 
     # -- what differs between one agent and several -------------------------------------------------------------------
 
     @abstractmethod
-    def _open_sampler(self) -> Sampler[Any, Any]:
-        """Build all envs and their sampler from the config, for the first time."""
+    def _read_policies(self) -> None:
+        """Read the policies of the config. Raises `ConfigError` for a config of the other kind of runner."""
+
+    @abstractmethod
+    def _open_steps(self) -> SampledSteps[Any, Any]:
+        """Build all envs from the config, for the first time."""
 
     @abstractmethod
     def _builder_of(self, module_id: str) -> tuple[Any, Mapping[str, Any]]:
@@ -100,20 +117,12 @@ class EnvRunner(ABC, Generic[Batch]):
         """Cut and count the sampled steps. `keep_open`: whole episodes only."""
 
     @abstractmethod
-    def get_metrics(self) -> dict[str, Any]:
-        """Return steps and completed episodes since the last call, and lifetime sums."""
-
-    @abstractmethod
     def get_spaces(self) -> dict[str, tuple[Any, Any]]:
         """Return module id -> (observation space, action space), as the env has them.
 
         As in RLlib, "__env_single__" has the spaces of one env, and "__env__" those of all, batched as gymnasium's
         vectors batch them. With several agents these are Dicts by agent id.
         """
-
-    @abstractmethod
-    def running_episodes(self) -> Sequence[Any]:
-        """Return the open episodes, by env, with their age, length and return so far."""
 
     def _env_spaces(self, observation: gym.Space[Any], action: gym.Space[Any]) -> dict[str, tuple[Any, Any]]:
         """Return the spaces that `get_spaces` has in addition to the modules'. The arguments are those of one env."""
@@ -124,6 +133,17 @@ class EnvRunner(ABC, Generic[Batch]):
     def _maps_actions(self, module_id: str) -> bool:
         """Return whether connectors make the env's actions from the module's."""
         return bool(self.config.module_to_env)
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Return steps and completed episodes since the last call, and lifetime sums. Omit figures without a value."""
+        return self._metrics.report(self._state.version.seq)
+
+    def running_episodes(self) -> list[Any]:
+        """Return a view of each open episode, by env, with its age, length and return so far."""
+        if self._sampler is None:
+            return []
+        look, lanes = self._sampler.steps.look, self._sampler.envs.lanes
+        return [look(lane, lane.episode) for lane in lanes if lane.episode is not None]
 
     # -- envs and modules ---------------------------------------------------------------------------------------------
 
@@ -143,6 +163,12 @@ class EnvRunner(ABC, Generic[Batch]):
                 self._sampler.rebuild(self.config)
         self._sampler.use(self.modules, lambda: self.fleet_steps)
         self._stopped = False
+
+    def _open_sampler(self) -> Sampler[Any, Any]:
+        steps, wait = self._open_steps(), None
+        if (callers := external(steps.envs)) is not None:
+            wait = ExternalWait(self.config, callers, lambda: self.weights_version)
+        return Sampler(self.config, steps, self.totals, self.callbacks, wait)
 
     def make_module(self) -> None:
         """Build all modules again from the config. A builder that raises NotImplementedError leaves random actions.

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.workers.config import EnvRunnerConfig
+from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Lane
 from headrace.workers.metrics.timers import Timers
@@ -48,6 +49,10 @@ class SampledSteps(Protocol[AnyOutcome, Cut_co]):
     """Lane polls that an env spent on a reset instead of a step."""
     answered: int | None
     """Env steps that were answered; None in lock-step, where each poll answers all."""
+
+    @property
+    def envs(self) -> LaneDriver:
+        """The lanes of the envs."""
 
     @property
     def policies(self) -> Mapping[str, ActingModule]:

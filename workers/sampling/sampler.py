@@ -13,7 +13,6 @@ from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.errors import HeadraceError
 from headrace.workers.callbacks import CallbackList
 from headrace.workers.config import EnvRunnerConfig
-from headrace.workers.envs.driver import LaneDriver
 from headrace.workers.envs.failures import Failure
 from headrace.workers.envs.lane import Episode
 from headrace.workers.metrics.time_budget import OTHER, WAIT
@@ -42,13 +41,12 @@ class Sampler(Generic[AnyOutcome, Cut_co]):
     def __init__(
         self,
         config: EnvRunnerConfig,
-        envs: LaneDriver,
         steps: SampledSteps[AnyOutcome, Cut_co],
         totals: RunnerTotals,
         callbacks: CallbackList,
         external_wait: ExternalWait | None = None,
     ) -> None:
-        self.envs = envs
+        self.envs = envs = steps.envs
         self.steps = steps
         self.needs_reset = True
         self.needs_rebuild = False
