@@ -71,7 +71,6 @@ NAMES_BECOME_CODE = {
     "workers/envs/driver.py": "the driver that the class of a user's env names",
     "workers/fleet/client_port.py": "its own name of the policy server",
     "workers/envs/inline.py": CONFIG,
-    "workers/envs/mujoco_warnings.py": "MuJoCo, as whoever imports it would get it",
     "workers/envs/native/creators.py": CONFIG,
     "workers/envs/process/process_envs.py": "the job that the worker gives the process it has started",
     "workers/envs/process/job_settings.py": CONFIG,

@@ -88,13 +88,3 @@ def test_ales_own_vector_is_used_by_an_id_with_the_registering_module() -> None:
     assert any(chunk.end is ChunkEnd.TERMINATED for chunk in chunks)
     assert chunks[0].obs.shape[1:] == (4, 84, 84)
     _check_seams(chunks)
-
-
-@pytest.mark.parametrize("placement", ["inline", "process"])
-def test_mujocos_warnings_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
-    """A process of envs imports MuJoCo while it builds its env, and loads a model that MuJoCo warns of."""
-    _need("mujoco")
-    monkeypatch.chdir(tmp_path)
-    with runner("support.envs.real:cheetah", **PLACEMENTS[placement]) as sampler:
-        assert sampler.sample(num_timesteps=5, random_actions=True)
-    assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,6 @@ from headrace.schemas.errors import (
 )
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.envs.error_text import seed_hint
-from headrace.workers.envs.mujoco_warnings import log_warnings_of_mujoco
 from headrace.workers.envs.ownership import claim
 
 if TYPE_CHECKING:  # there are many processes of envs, and they start faster without it
@@ -57,7 +56,6 @@ def find_creator(env: str | Callable[..., Any] | None) -> EnvCreator:
     """
     if env is None:
         raise missing_env_error()
-    log_warnings_of_mujoco()
     if not isinstance(env, str):
         return _of_callable(env)
     if env in _registered:
