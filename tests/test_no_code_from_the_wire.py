@@ -75,7 +75,6 @@ NAMES_BECOME_CODE = {
     "workers/envs/process/process_envs.py": "the job that the worker gives the process it has started",
     "workers/envs/process/job_settings.py": CONFIG,
     "workers/external/lanes.py": CONFIG,
-    "workers/envs/video.py": "`env` in the user's env_config",
     "workers/policy/policies.py": CONFIG,
     "workers/trained/trained_policy.py": CONFIG,
     "workers/runner/env_runner.py": CONFIG,

@@ -24,7 +24,6 @@ from headrace.schemas.errors import ConfigError
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import values_of_environment
 
-_RECORDED = "headrace.workers.envs.video:recorded"
 _MODULES = "headrace.workers.modules"
 _CONNECTORS = "headrace.workers.connectors"
 OWN = frozenset(
@@ -41,7 +40,6 @@ OWN = frozenset(
         "headrace.workers.agents.examples:two_carts",
         "headrace.workers.external.examples:CartPoles",
         "headrace.workers.external.examples:PairsOfCarts",
-        _RECORDED,
     )
 )
 """The names of Headrace's own objects for settings. It is a list, and not a prefix: any module leads to any code, as in
@@ -101,7 +99,7 @@ def _foreign_code_error(file: str, named: Sequence[Named]) -> ConfigError:
 def names_in(config: FleetConfig) -> Iterator[Named]:
     """Yield each name of code in `config`, after the key of its setting."""
     sampling = config.sampling
-    yield from _of_env("sampling.env", sampling.env, sampling.env_config)
+    yield "sampling.env", sampling.env
     for pipeline in ("env_to_module", "module_to_env"):
         yield from _of_pieces(f"sampling.{pipeline}", getattr(sampling, pipeline))
     for module_id, policy in (sampling.policies or {}).items():
@@ -115,14 +113,6 @@ def names_in(config: FleetConfig) -> Iterator[Named]:
     yield from (("sampling.callbacks", name) for name in sampling.callbacks)
     yield "module.build", config.module.build
     yield from (("logging.loggers", name) for name in config.logging.loggers if ":" in name)
-
-
-def _of_env(key: str, env: str, env_config: Mapping[str, Any]) -> Iterator[Named]:
-    """Yield the env's name. For an env that records another one, also yield the name in its env_config."""
-    yield key, env
-    inside, config = env_config.get("env"), env_config.get("env_config")
-    if env == _RECORDED and isinstance(inside, str):
-        yield from _of_env("sampling.env_config.env", inside, config if isinstance(config, Mapping) else {})
 
 
 def _of_pieces(key: str, pieces: Iterable[str | Mapping[str, Any]]) -> Iterator[Named]:
@@ -144,8 +134,7 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _may_be_built(key: str, name: str, allow: Sequence[str]) -> bool:
-    of_env = key in ("sampling.env", "sampling.env_config.env")
-    return name in OWN or name in allow or (of_env and _needs_no_import(name))
+    return name in OWN or name in allow or (key == "sampling.env" and _needs_no_import(name))
 
 
 def _needs_no_import(env: str) -> bool:

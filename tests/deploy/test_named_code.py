@@ -22,7 +22,6 @@ from headrace.workers import connectors
 from support.fleets.saved_runs import save_run, save_run_of_two
 from support.waiting import TIMEOUT_S
 
-RECORDED = "headrace.workers.envs.video:recorded"
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
 MINE = """
 from subprocess import run
@@ -86,8 +85,6 @@ def test_no_command_runs_the_code_that_a_crafted_file_names(
         {"env": "evil:make_env"},
         {"env": "GymV26Environment-v0", "env_config": {"env_id": "evil:Env-v0"}},
         {"env": "mine:GymV26Environment-v0", "env_config": {"env_id": "evil:Env-v0"}},
-        {"env": RECORDED, "env_config": {"env": "evil:make"}},
-        {"env": RECORDED, "env_config": {"env": RECORDED, "env_config": {"env": "evil:make"}}},
         {"env_to_module": ["headrace.deploy.process.child:subprocess.run"]},
         {"env_to_module": ["headrace.schemas.settings.plugins:load_object"]},
         {"module_to_env": [{"build": "evil-pkg:x", "config": {}}]},
