@@ -39,7 +39,7 @@ from headrace.workers.policy.acting_module import ActingModule
 from headrace.workers.randomness.seeds import SeedTree
 from headrace.workers.sampling.acting_lanes import idle_lanes, next_to_act
 from headrace.workers.sampling.action_mode import ActionMode
-from headrace.workers.sampling.cutting import Marker, Stamp
+from headrace.workers.sampling.cutting import Marker, Stamp, count_cut, keep_back
 from headrace.workers.sampling.fragment import OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
 from headrace.workers.sampling.logged_actions import put_logged
@@ -419,33 +419,13 @@ class SeatSteps:
         taken, moved = fragment.take_chunks(pending, unfinished, keep_open=keep_open)
         if moved is not None:
             self._fragments[module_id] = moved
-        chunks = self._to_deliver(fragment, taken)
+        chunks = keep_back(fragment, taken, self._totals, self.envs.lanes, env_steps=0)
         markers, self._markers[module_id] = self._markers[module_id], []
         batch = cut_seats(fragment, chunks, markers, module.policy.spaces, stamp, module_id)
-        self._totals.open -= batch.steps
-        self._totals.delivered += batch.steps
-        self._totals.delivered_chunks += len(batch)
+        count_cut(batch, chunks, self._totals, self.envs.lanes)
         for chunk in chunks:
-            self.envs.lanes[chunk.episode.env_index].budget.delivered()
-            chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
             self._count_observations(module_id, cast(AgentEpisode, chunk.episode))
         return batch
-
-    def _to_deliver(self, fragment: SeatFragment, chunks: Sequence[OpenChunk]) -> list[OpenChunk]:
-        """Return the chunks to deliver, and count the steps of chunks excluded from training."""
-        delivered = []
-        for chunk in chunks:
-            episode = chunk.episode
-            if episode.trains:
-                delivered.append(chunk)
-                continue
-            steps = chunk.stop - chunk.start
-            episode.steps += steps
-            episode.episode_return += float(fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop].sum())
-            self._totals.open -= steps
-            self._totals.discard(Discard.TRAINING_DISABLED, steps, env_steps=0)
-            self.envs.lanes[episode.env_index].budget.delivered()
-        return delivered
 
     def _count_observations(self, module_id: str, episode: AgentEpisode) -> None:
         if episode.observed_more:

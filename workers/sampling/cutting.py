@@ -13,7 +13,8 @@ from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch, is_obs_column
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
-from headrace.workers.envs.lane import Episode
+from headrace.workers.envs.lane import Episode, Lane
+from headrace.workers.metrics.totals import RunnerTotals
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.lookback import look_back
 
@@ -40,6 +41,42 @@ class Stamp:
     digest_of: Callable[[NDArray[np.int64]], str]
     """Returns the digest of the newest of the weights' versions in a batch."""
     lookback_horizon: int = 0
+
+
+def keep_back(
+    fragment: Fragment,
+    chunks: Sequence[OpenChunk],
+    totals: RunnerTotals,
+    lanes: Sequence[Lane],
+    *,
+    env_steps: int | None = None,
+) -> list[OpenChunk]:
+    """Return the chunks to deliver, and count the steps of chunks excluded from training.
+
+    `env_steps` None: each of these steps was an env step.
+    """
+    delivered = []
+    for chunk in chunks:
+        episode, steps = chunk.episode, chunk.stop - chunk.start
+        if episode.trains:
+            delivered.append(chunk)
+            continue
+        episode.steps += steps
+        episode.episode_return += float(fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop].sum())
+        totals.open -= steps
+        totals.discard(Discard.TRAINING_DISABLED, steps, env_steps)
+        lanes[episode.env_index].budget.delivered()
+    return delivered
+
+
+def count_cut(batch: ChunkBatch, chunks: Sequence[OpenChunk], totals: RunnerTotals, lanes: Sequence[Lane]) -> None:
+    """Count the `chunks` of `batch` as delivered. Keep the info at each seam, which the next chunk gets too."""
+    totals.open -= batch.steps
+    totals.delivered += batch.steps
+    totals.delivered_chunks += len(batch)
+    for chunk in chunks:
+        lanes[chunk.episode.env_index].budget.delivered()
+        chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
 
 
 def cut(

@@ -32,7 +32,7 @@ from headrace.workers.policy.noise import ActionNoise
 from headrace.workers.randomness.seeds import NoiseUse, SeedTree
 from headrace.workers.sampling.acting_lanes import Rows, idle_lanes, next_to_act
 from headrace.workers.sampling.action_mode import ActionMode
-from headrace.workers.sampling.cutting import Marker, Stamp, cut
+from headrace.workers.sampling.cutting import Marker, Stamp, count_cut, cut, keep_back
 from headrace.workers.sampling.episode_view import EpisodeView, OpenRows
 from headrace.workers.sampling.fragment import Fragment, OpenChunk
 from headrace.workers.sampling.lane_streams import check_lanes, read_lanes, write_lanes
@@ -365,35 +365,15 @@ class LaneSteps:
         """Return the chunks to deliver, and a batch with those chunks as its first rows and then the end markers."""
         fragment, markers = self.fragment, self._markers
         chunks, self._fragment = fragment.take_chunks(sorted(self.envs.under_way), keep_open=keep_open)
-        chunks = self._to_deliver(fragment, chunks)
+        delivered = keep_back(fragment, chunks, self._totals, self.envs.lanes)
+        if len(delivered) != len(chunks):
+            over = [chunk.episode for chunk in chunks if chunk.end is not ChunkEnd.ONGOING]
+            self._untrained += [(episode.episode_return, episode.steps) for episode in over if not episode.trains]
         self._markers = []
-        batch = cut(fragment, chunks, markers, self._policy.spaces, stamp)
-        self._totals.open -= batch.steps
-        self._totals.delivered += batch.steps
+        batch = cut(fragment, delivered, markers, self._policy.spaces, stamp)
+        count_cut(batch, delivered, self._totals, self.envs.lanes)
         self._totals.env_steps_delivered = self._totals.delivered
-        self._totals.delivered_chunks += len(batch)
-        for chunk in chunks:
-            self.envs.lanes[chunk.lane].budget.delivered()
-            chunk.episode.seam_info = chunk.infos.get(chunk.stop - chunk.start)
-        return chunks, batch
-
-    def _to_deliver(self, fragment: Fragment, chunks: list[OpenChunk]) -> list[OpenChunk]:
-        """Return the chunks to deliver, and count the steps of chunks excluded from training."""
-        for chunk in chunks:
-            if not chunk.episode.trains:
-                self._keep_back(chunk, fragment.columns["rewards"][chunk.lane, chunk.start : chunk.stop])
-        return [chunk for chunk in chunks if chunk.episode.trains]
-
-    def _keep_back(self, chunk: OpenChunk, rewards: NDArray[np.float64]) -> None:
-        """Count a chunk that is excluded from training."""
-        episode, steps = chunk.episode, len(rewards)
-        episode.steps += steps
-        episode.episode_return += float(rewards.sum())
-        self._totals.open -= steps
-        self._totals.discard(Discard.TRAINING_DISABLED, steps)
-        self.envs.lanes[chunk.lane].budget.delivered()
-        if chunk.end is not ChunkEnd.ONGOING:
-            self._untrained.append((episode.episode_return, episode.steps))
+        return delivered, batch
 
     def take_untrained(self) -> list[tuple[float, int]]:
         """Return (return, length) of each episode without training that has ended since the last call."""
