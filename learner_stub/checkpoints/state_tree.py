@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.errors import DecodeError, EncodeError
 
 _DEEPEST = 64
@@ -51,7 +52,7 @@ class _Packer:
         if depth > _DEEPEST:
             raise EncodeError(f"the state is nested deeper than {_DEEPEST} levels at {path[:80]!r}")
         if isinstance(value, torch.Tensor):
-            return {"_tensor": self._keep(_as_array(value))}
+            return {"_tensor": self._keep(array_of(value))}
         if isinstance(value, np.ndarray):
             return {"_array": self._keep(value)}
         if isinstance(value, Mapping):
@@ -71,12 +72,6 @@ class _Packer:
         name = f"{self._prefix}{len(self.arrays)}"
         self.arrays[name] = array
         return name
-
-
-def _as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().cpu()
-    found: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
-    return found
 
 
 def _pack_plain(value: Any, path: str) -> Any:

@@ -24,6 +24,7 @@ from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
 from headrace.learner_stub.publishing.broker_weights import BrokerWeights
 from headrace.schemas.basics.bounds import Version
+from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import PeerKeys, client_keys
 from headrace.schemas.errors import EncodeError, NotFiniteError, refusal
@@ -262,7 +263,7 @@ _REMEDY = "module.state_dict(), or {module id: state dict} for several modules"
 def array_views(state_dict: StateDict | Mapping[str, StateDict]) -> dict[str, NDArray[Any]]:
     """Return all tensors as arrays, without a copy where they are in the processor's memory. Raises `EncodeError`."""
     if not isinstance(state_dict, Mapping):
-        raise EncodeError(f"a {type(state_dict).__name__} is no state dict; give {_REMEDY}")
+        raise EncodeError(f"{type(state_dict).__name__} is no state dict; give {_REMEDY}")
     if "param_groups" in state_dict:
         raise EncodeError(f"this is the state dict of an optimizer, which workers do not need; give {_REMEDY}")
     arrays = {name: _to_array(name, value) for name, value in _flat(state_dict).items()}
@@ -311,7 +312,6 @@ def _to_array(name: str, value: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
         remedy = "; give its state_dict()" if isinstance(value, torch.nn.Module) else ""
         raise EncodeError(f"{name!r} is of type {kind}; only tensors and arrays can be published or saved{remedy}")
     try:
-        tensor = value.detach().cpu()
-        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
+        return array_of(value)
     except (TypeError, RuntimeError) as error:  # a sparse tensor, or one on the device "meta"
         raise EncodeError(f"tensor {name!r} of dtype {value.dtype} cannot be published: {error}") from error

@@ -52,6 +52,12 @@ def build_module(section: ModuleSection, spaces: Spaces, where: str = "module") 
             f"module {section.build!r} has no {', '.join(missing)}; the reference learner calls "
             'forward_train({"obs": ...}), logp(dist_inputs, actions) and entropy(dist_inputs)'
         )
+    elsewhere = {str(tensor.device) for tensor in module.state_dict().values()} - {"cpu"}
+    if elsewhere:
+        raise ModuleError(
+            f"module {section.build!r} is on {min(elsewhere)}, and the reference learner trains on the CPU; build it "
+            "there, or train it on a device by a learner of your own"
+        )
     return cast(TrainableModule, module)
 
 

@@ -17,6 +17,7 @@ from headrace.learner_stub.rollouts.interruption import NO_INTERRUPTION
 from headrace.learner_stub.rollouts.minibatches import forward_all, minibatches_for
 from headrace.learner_stub.rollouts.rollout import Rollout, chosen
 from headrace.learner_stub.rollouts.tensors import to_torch
+from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ModuleError
 
@@ -69,8 +70,8 @@ def with_own_logp(module: Any, batch: ChunkBatch) -> ChunkBatch:
         columns={
             **batch.columns,
             **before,
-            "logp": logp.float().cpu().numpy(),
-            "action_dist_inputs": dist_inputs.cpu().numpy(),
+            "logp": array_of(logp.float()),
+            "action_dist_inputs": array_of(dist_inputs),
             "values": own[rows],
             "next_values": own[rows + 1],
         },

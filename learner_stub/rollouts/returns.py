@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.batch import OFF_POLICY
 from headrace.schemas.chunks.episodes import Episodes, ranges
 from headrace.schemas.errors import ModuleError
@@ -166,7 +167,7 @@ def _own_values(episodes: Episodes) -> Any:
 
 
 def _numpy(array: Any) -> NDArray[Any]:
-    return np.asarray(array.detach().cpu() if hasattr(array, "detach") else array)
+    return array_of(array) if hasattr(array, "detach") else np.asarray(array)
 
 
 def _float64(array: Any, name: str, rows: int) -> NDArray[np.float64]:

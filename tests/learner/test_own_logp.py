@@ -120,6 +120,21 @@ def test_newer_weights_say_what_they_think_of_each_step(new_module: Callable[[],
         gae(batches[0].episodes(), gamma=0.9, gae_lambda=0.8)
 
 
+def test_a_learner_under_autocast_gets_float32(new_module: Callable[[], Any], make_batch: MakeBatch) -> None:
+    batch = make_batch([3, 2], [ChunkEnd.ONGOING, ChunkEnd.TERMINATED])
+    module = new_module()
+    whole = with_own_logp(module, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own = with_own_logp(module, batch)
+        values = module.forward_train({"obs": torch.from_numpy(batch.episodes().obs)})["values"]
+        advantages = gae(to_torch(batch.episodes()), values, gamma=0.9, gae_lambda=0.8).advantages
+    for name in ("logp", "values", "next_values", "action_dist_inputs"):
+        assert own.columns[name].dtype == np.float32
+        np.testing.assert_allclose(own.columns[name], whole.columns[name], atol=0.05, err_msg=name)
+    assert advantages.dtype == torch.bfloat16
+    assert advantages.isfinite().all()
+
+
 def test_steps_that_no_policy_chose_are_left_out(new_module: Callable[[], Any], make_batch: MakeBatch) -> None:
     batch = make_batch([3, 2], [ChunkEnd.ONGOING, ChunkEnd.TERMINATED])
     assert with_own_logp(new_module(), make_batch([3], [ChunkEnd.ONGOING], flags=RANDOM_ACTIONS)).steps == 0

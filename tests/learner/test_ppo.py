@@ -216,3 +216,8 @@ def test_a_module_that_cannot_be_built_raises_an_error_with_the_reason(spaces: S
         build_module(ModuleSection(build="builtins:dict", config={}), Dict(spaces={}))  # type: ignore[arg-type]
     with pytest.raises(ModuleError, match="has no forward_train, logp, entropy"):
         build_module(ModuleSection(build="torch.nn:Identity"), spaces)
+    with (
+        torch.device("meta"),
+        pytest.raises(ModuleError, match="is on meta, and the reference learner trains on the CPU"),
+    ):
+        build_module(ModuleSection(), spaces)

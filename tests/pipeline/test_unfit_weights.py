@@ -210,10 +210,10 @@ def test_what_is_no_state_dict_is_refused_by_name(publisher: WeightPublisher, su
     module = torch.nn.Linear(2, 1)
     eye = torch.eye(2)
     refused: dict[str, tuple[Any, str]] = {
-        "a module": (module, r"a Linear is no state dict; give module.state_dict\(\)"),
+        "a module": (module, r"^Linear is no state dict; give module.state_dict\(\)"),
         "modules by id": ({"one": module}, r"give its state_dict\(\)"),
         "an optimizer": (torch.optim.Adam(module.parameters()).state_dict(), "of an optimizer"),
-        "a list": ([eye], "a list is no state dict"),
+        "a list": ([eye], "^list is no state dict"),
         "sparse": ({"w": eye.to_sparse()}, "tensor 'w'"),
         "meta": ({"w": eye.to("meta")}, "tensor 'w'"),
         "float8": ({"w": eye.to(torch.float8_e4m3fn)}, "tensor 'w' of dtype torch.float8_e4m3fn"),

@@ -345,6 +345,19 @@ def test_a_users_module_may_add_columns() -> None:
                 assert len(c) == 0 or c.columns["state"].shape == (len(c), 3)
 
 
+def test_numbers_of_a_policy_in_bfloat16_arrive_as_float32() -> None:
+    half = torch.tensor([-0.5, 3.25], dtype=torch.bfloat16)
+    answer = {"actions": torch.zeros(2, dtype=torch.int64), "logp": half, "values": half * 2}
+    with runner(module=lambda spaces: Plain(spaces, lambda batch: answer), num_envs=2) as sampler:
+        batch = sampler.sample_fragment()
+        assert {name: batch.columns[name].dtype for name in ("logp", "values")} == dict.fromkeys(
+            ("logp", "values"), np.float32
+        )
+        assert set(batch.columns["logp"].tolist()) == {-0.5, 3.25}
+    weights = read_weights(torch.nn.Linear(2, 1).bfloat16())
+    assert weights["weight"].dtype == np.float32
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -729,3 +742,11 @@ def test_a_module_derived_or_changed_by_its_user_acts_as_its_own_methods_do(
         assert columns.keys() == due.keys()
         for name, column in due.items():
             np.testing.assert_allclose(columns[name], column.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [ActorCritic, _Explores])
+def test_a_module_on_another_device_is_told_so(kind: type[ActorCritic]) -> None:
+    says = f"the policy {kind.__name__} failed .*; it is on meta, .* on the CPU: build"
+    module = kind(_spaces(gym.spaces.Discrete(2)), (8,), "tanh", True, 0.0, 1).to("meta")
+    with pytest.raises(ModuleError, match=says), runner("CartPole-v1", module=lambda _: module) as sampler:
+        sampler.sample(num_timesteps=8)

@@ -139,6 +139,22 @@ def test_state_columns_have_no_row_for_end_markers_and_go_through_the_codec() ->
         assert all(np.array_equal(chunk.state_in[name], other.state_in[name]) for name in chunk.state_in)
 
 
+def test_a_state_in_bfloat16_is_kept_as_float32() -> None:
+    class Brief(Ages):
+        def initial_state(self) -> dict[str, torch.Tensor]:
+            return {name: state.bfloat16() for name, state in super().initial_state().items()}
+
+        def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+            answer = super().forward_exploration(batch)
+            return {**answer, "state_out": {name: state.bfloat16() for name, state in answer["state_out"].items()}}
+
+    with runner(env_config={"length": 50}, module=Brief) as sampler:
+        sampler.sample(num_timesteps=3)
+        (chunk,) = sampler.sample(num_timesteps=2)
+    assert chunk.state_in["age"].dtype == np.float32
+    assert chunk.state_in["age"] == 103
+
+
 @pytest.mark.parametrize(
     ("module", "match"),
     [

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.stop_event import raise_stop
+from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.batch import STATE_IN
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
 from headrace.schemas.chunks.lookback import LOOKBACK
@@ -62,7 +63,11 @@ class Actor:
         self._state_out: Any = None
         forward = "forward_exploration", "forward_inference", "forward_train"
         fast = self.memory is None and has_newest(module, "numpy_act", *forward)
-        self._act = module.numpy_act() if fast else None
+        try:
+            self._act = module.numpy_act() if fast else None
+        except BaseException as error:
+            raise_stop(error)
+            raise self._failure(error) from error
         self.split: SplitAct | None = self._act if lanes is None and isinstance(self._act, SplitAct) else None
         """The module's function that can choose actions first and make other columns later; None without one."""
         tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
@@ -107,9 +112,17 @@ class Actor:
             raise
         except BaseException as error:
             raise_stop(error)
-            name = type(self._module).__name__
-            raise ModuleError(f"the policy {name} failed while acting: {words_of(error)}") from error
+            raise self._failure(error) from error
         return columns
+
+    def _failure(self, error: BaseException) -> ModuleError:
+        sentence = f"the policy {type(self._module).__name__} failed while acting: {words_of(error)}"
+        if elsewhere := {str(tensor.device) for tensor in self._module.state_dict().values()} - {"cpu"}:
+            sentence += (
+                f"; it is on {min(elsewhere)}, and a worker gives it tensors on the CPU: build it there, and move only "
+                "the learner's module"
+            )
+        return ModuleError(sentence)
 
     def _forward(self, noise: NDArray[np.float32] | None, acting: NDArray[np.intp] | None) -> Columns:
         batch: dict[str, Any] = {"obs": self._batch_obs}
@@ -251,5 +264,4 @@ def _must_be_finite(name: str, column: NDArray[Any]) -> bool:
 def _array(name: str, value: Any) -> NDArray[Any]:
     if not isinstance(value, torch.Tensor):
         raise ModuleError(f"the policy's column {name!r} is a {type(value).__name__}, not a tensor")
-    array: NDArray[Any] = value.detach().cpu().numpy()
-    return array
+    return array_of(value)

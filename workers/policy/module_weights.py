@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.errors import WeightsMismatchError, which_module_error
 from headrace.schemas.messages.weights import check_shapes, fit_names, split_modules
 from headrace.workers.envs.bounds import holds
@@ -23,7 +24,7 @@ State = Mapping[str, NDArray[Any] | torch.Tensor]
 
 def read_weights(module: torch.nn.Module) -> dict[str, NDArray[Any]]:
     """Return copies of all parameters and buffers of the state dict."""
-    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in module.state_dict().items()}
+    return {name: array_of(tensor).copy() for name, tensor in module.state_dict().items()}
 
 
 def check_weights(module: torch.nn.Module, state: State) -> None:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.schemas.basics.stop_event import raise_stop
+from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.batch import STATE_IN, ChunkBatch
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ModuleError, words_of
@@ -35,7 +36,7 @@ class Memory:
     def _initial_state(self) -> dict[str, NDArray[Any]]:
         try:
             initial = self._module.initial_state()
-            return {name: tensor.detach().cpu().numpy() for name, tensor in initial.items()}
+            return {name: array_of(tensor) for name, tensor in initial.items()}
         except BaseException as error:
             raise_stop(error)
             raise ModuleError(
@@ -102,7 +103,7 @@ class Memory:
         if seen != wanted:
             raise ModuleError(f"the policy's 'state_out' should have the shapes {wanted}, and has {seen!r:.200}")
         # New arrays: the module may have answered its old state, or the new one, as a column too.
-        new = {name: state_out[name].detach().cpu().numpy().astype(rows.dtype) for name, rows in self.rows.items()}
+        new = {name: array_of(state_out[name]).astype(rows.dtype) for name, rows in self.rows.items()}
         if lanes is not None:
             acting = lanes if acting is None else acting
             new = {name: _spread(part, lanes, self.rows[name]) for name, part in new.items()}

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.batch import OFF_POLICY
 from headrace.schemas.chunks.spaces import Space, leaves, nest
 from headrace.workers.envs.actions import action_root
@@ -50,8 +51,7 @@ def put_logged(
 def _logp(module: Any, dist_inputs: NDArray[Any], actions: Mapping[str, NDArray[Any]], space: Space) -> NDArray[Any]:
     tensors: Mapping[str, Any] = {name: torch.from_numpy(rows) for name, rows in actions.items()}
     with torch.inference_mode():
-        logp: NDArray[Any] = module.logp(torch.from_numpy(dist_inputs), nest(space, tensors, "actions")).numpy()
-    return logp
+        return array_of(module.logp(torch.from_numpy(dist_inputs), nest(space, tensors, "actions")))
 
 
 def _put(columns: Columns, name: str, lanes: NDArray[np.intp], rows: NDArray[Any] | float) -> None:
