@@ -447,7 +447,8 @@ class EnvRunner(ABC, Generic[Batch]):
         return batch
 
     def _attach_updates(self, batch: Batch) -> Batch:
-        return self._names.attach_update(self._policies, batch)
+        attached: Batch = self._names.attach_update(self._policies, batch)
+        return attached
 
     def _end_sample(self, samples: Batch) -> Batch:
         self.totals.timers.end_sample()
