@@ -59,7 +59,6 @@ NAMES_BECOME_CODE = {
     "deploy/annexes/policies/episode_video.py": CONFIG,
     "deploy/command/cli.py": "the tables of deploy/run/annexes.py",
     "deploy/run/annexes.py": "its own tables",
-    "deploy/run/named_code.py": "a name that the user has allowed",
     "deploy/trained/policy_spaces.py": CONFIG,
     "deploy/annexes/doctor/start_check.py": CONFIG,
     "learner_stub/reference/policy_builder.py": CONFIG,
