@@ -125,7 +125,8 @@ def test_a_run_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN], ids=["default", "ignored"])
 def test_ctrl_c_in_the_midst_of_the_imports_ends_a_command_quietly(tmp_path: Path, inherited: Any) -> None:
     """It also ends where SIGINT was inherited as ignored, as in a script's background."""
-    (tmp_path / "typer.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()\n")
+    endless = "import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(0.05)\n"
+    (tmp_path / "typer.py").write_text(endless)
     before = signal.signal(signal.SIGINT, inherited)
     try:
         started = subprocess.Popen(

@@ -149,7 +149,7 @@ def test_a_run_cuts_logs_that_are_too_large(tmp_path: Path, monkeypatch: pytest.
     log.parent.mkdir()
     log.write_text("printed by an env\n" * 10_000)
     monkeypatch.setattr(log_rotation, "MOST_BYTES", 1 << 16)
-    assert up(config_for(tmp_path, until_steps=500), as_json=True).goal_reached
+    assert up(config_for(tmp_path, until_steps=500), as_json=True).at_goal is not None
     assert log.stat().st_size <= 1 << 16
     assert "printed by an env\n" * 3000 in rotated_path(log).read_text()
 
@@ -174,7 +174,7 @@ def test_a_second_run_in_a_directory_continues_and_ignores_old_numbers(tmp_path:
     (tmp_path / "ready").unlink()
     second = up(config_for(tmp_path, until_return=15.0, timeout_s=TIMEOUT_S), as_json=True)
     assert second.fleet_id == first.fleet_id
-    assert second.goal_reached
+    assert second.at_goal is not None
     assert second.steps > first.steps
     assert read_fleet_file(tmp_path / "fleet.json").incarnations["worker-0"] == 2
 
