@@ -12,6 +12,10 @@ def array_of(tensor: Any) -> NDArray[Any]:
 
     Raises the `TypeError` or `RuntimeError` of torch for a tensor that numpy cannot hold, as a sparse one.
     """
-    tensor = tensor.detach().cpu()
-    found: NDArray[Any] = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy(force=True)
+    try:
+        found: NDArray[Any] = tensor.numpy(force=True)
+    except TypeError:  # asking for the dtype before takes longer than the call
+        if str(tensor.dtype) != "torch.bfloat16":
+            raise
+        found = tensor.float().numpy(force=True)
     return found
