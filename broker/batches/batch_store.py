@@ -125,9 +125,9 @@ class BatchStore:
         return source is not None and source.settled.seq > before
 
     def take_end(self, source: Source) -> None:
-        """Note that a learner's user has taken the end of a source, or that the source left no episode open."""
+        """Note that a learner's user has taken the end of a source, or that no learner is told of it."""
         if not source.end_taken:
-            source.end_due, source.end_taken, source.open_episodes = False, True, None
+            source.end_due, source.end_taken = False, True
             self.unreported.add(source.key)
 
     def learn_settled(self, key: tuple[int, int], settled: Settled) -> None:

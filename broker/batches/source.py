@@ -8,7 +8,6 @@ Redis after a restart of the broker. The longer history always wins.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import takewhile
@@ -19,8 +18,6 @@ from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, Le
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.accounts.worker_figures import Ports
 from headrace.schemas.basics.bounds import Version
-from headrace.schemas.chunks.open_episodes import OpenEpisodes
-from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import LastWords, WeightsRefusal
 
@@ -83,10 +80,6 @@ class Source:
     """True if a learner must be told of the end, again after each reconnect, until its user has taken it."""
     end_taken: bool = False
     """True once a learner's user has taken the end, whichever broker the learner reported it to."""
-    open_episodes: OpenEpisodes | None = None
-    """Episodes that the worker left open, until a learner's user has taken the end."""
-    unfinished: list[tuple[float, int]] = field(default_factory=list)
-    """(return, env steps) of the same episodes, until the metrics have taken them."""
     closed: bool = False
     silent_until: float = 0.0
     host: str = ""
@@ -263,13 +256,6 @@ class Source:
         self.end_reason = self.end_reason or reason
         self.closed = True
         self.peer = None
-
-    def leave_open(self, told: OpenEpisodes | None) -> None:
-        """Note the episodes that a worker left open whose books this broker has just closed."""
-        self.open_episodes = told
-        if told is not None:
-            with suppress(DecodeError):  # the learner says what is wrong with them
-                self.unfinished = told.unfinished(self.accepted)
 
     def rest_of(self, totals: WorkerTotals) -> list[HeldBatch]:
         """Return one entry for the batches cut by `totals` and not accepted here, if the recorder is lost too.

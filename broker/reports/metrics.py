@@ -112,13 +112,6 @@ class FleetMetrics(BrokerObserver):
         counters |= {name: max(before.get(name, 0), count) for name, count in told.items()}
         return {**before, **{name: count for name, count in counters.items() if count}}
 
-    def _observe_unfinished(self, source: Source) -> None:
-        """Count the episodes that a dead worker left open as aborted."""
-        if source.unfinished:
-            self._aborted.extend(source.unfinished)
-            self._counted.setdefault(source.key, Counter())[ABORTED_EPISODES] += len(source.unfinished)
-            source.unfinished = []
-
     def _observe_agents(self, module_id: str, header: BatchHeader) -> None:
         if module_id not in self._agent_returns and len(self._agent_returns) >= MOST_MODULES:
             return
@@ -141,7 +134,6 @@ class FleetMetrics(BrokerObserver):
         self._note_learner()
         self._note_events(changed)
         for source in changed:
-            self._observe_unfinished(source)
             if source.metrics:
                 self.workers.take(source.slot, source.incarnation, source.metrics)
             for group in source.figures.take_env_errors():

@@ -296,13 +296,7 @@ class LearnerSessions:
 
 
 def _source_end(source: Source) -> SourceEnd:
-    return SourceEnd(
-        slot=source.slot,
-        incarnation=source.incarnation,
-        seq=source.accepted,
-        reason=source.end_reason,
-        open_episodes=source.open_episodes,
-    )
+    return SourceEnd(slot=source.slot, incarnation=source.incarnation, seq=source.accepted, reason=source.end_reason)
 
 
 def _folded_end(slot: int, incarnation: int) -> SourceEnd:

@@ -418,12 +418,10 @@ class WorkerSessions:
             totals = max(words.totals, source.totals, source.cut, key=lambda told: (told.seq, told.stepped))
             window = words.window if totals.seq == words.totals.seq else []
             source.close(totals, window or source.rest_of(totals), words.reason)
-            source.leave_open(words.open_episodes)
             highest = self._state.incarnations.get(words.slot, 0)
             self._state.incarnations[words.slot] = max(highest, words.incarnation)
             self._store.end(source, words.reason)
         elif source.restored is not None and not source.end_taken:
-            source.open_episodes = source.open_episodes or words.open_episodes
             self._store.end(source, words.reason)
         final = self._is_final(source)
         self._outbox.send(peer, self._acks.ack(source, len(self.peers)).model_copy(update={"final": final}))
@@ -474,7 +472,7 @@ class WorkerSessions:
             if source.ended and not source.closed and now > source.silent_until + UNHEARD_S:
                 self._store.end(source, source.end_reason)
             if source.restored is not None and not source.end_due and now > self._began + UNHEARD_S:
-                self._store.take_end(source)  # no supervisor has reported it, so its open episodes are unknown
+                self._store.take_end(source)  # no supervisor has reported it
             closes_at = self._closes_at(source)
             if now > closes_at:
                 why = "no supervisor has told of its end"

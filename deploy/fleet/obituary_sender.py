@@ -29,7 +29,6 @@ from headrace.schemas.accounts.folded_lives import FoldedLives
 from headrace.schemas.accounts.ledger import Discard, Drop, LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.recorder import Reading, is_unborn, read_recorder
 from headrace.schemas.basics.counted_warnings import CountedWarnings
-from headrace.schemas.chunks.episode_log import log_path, read_open_episodes
 from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import DecodeError, ExitCode, KeysRefusedError
 from headrace.schemas.frames.wire import decode_header
@@ -49,7 +48,7 @@ _REPEAT_PAUSE_S = 1.0
 
 
 def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) -> Obituary:
-    """Write the obituary of a life from its recorder and its log of open episodes.
+    """Write the obituary of a life from its recorder.
 
     Without a recorder all counts are zeros. Either the life took no step, since a worker creates its recorder before
     its first step, or the file was removed: the broker then takes the steps that the worker had told it of.
@@ -65,7 +64,6 @@ def write_obituary(recorders: Path, slot: int, incarnation: int, reason: str) ->
         settled=reading.settled,
         window=reading.window,
         reason=reason,
-        open_episodes=read_open_episodes(log_path(path), reading.settled.seq),
     )
 
 
@@ -249,8 +247,8 @@ class ObituarySender:
     def delete_stored(self, rows: Mapping[Life, LedgerRow], folded: Mapping[int, FoldedLives] = NO_LIVES) -> None:
         """Delete the recorders of the dead whose final books stand in `rows` or `folded`, as read from Redis.
 
-        Keep a recorder until a learner has taken the life's end: the log beside it lists the episodes without an end
-        marker. Forget lives that are folded: the broker's file has them, so no later broker needs their obituaries.
+        Keep a recorder until a learner has taken the life's end. Forget lives that are folded: the broker's file has
+        them, so no later broker needs their obituaries.
         """
         for life, death in sorted(self._deaths.items()):
             lives = folded.get(life[0])
@@ -260,7 +258,6 @@ class ObituarySender:
             path, may_go = recorder_path(self._recorders, *life), is_over and life in self._not_stored
             if may_go and row is not None and self._delete_covered(life, path, row):
                 self._not_stored.remove(life)
-                death.obituary = death.obituary.model_copy(update={"open_episodes": None})
             if is_folded and life not in self._not_stored and death.known:
                 self._deaths.pop(life).stop_sending()
 
@@ -294,7 +291,6 @@ class ObituarySender:
         self._recorded.discard(life)
         path = recorder_path(self._recorders, *life)
         path.unlink(missing_ok=True)
-        log_path(path).unlink(missing_ok=True)
 
     def all_final(self) -> bool:
         """Return whether the books of every death are final, as the broker says. Their recorders are deleted."""

@@ -37,7 +37,6 @@ from headrace.deploy.run.joining import Joined
 from headrace.deploy.run.run_dir import file_name_of, write_private
 from headrace.deploy.terminal.log_rotation import LogRotation
 from headrace.schemas.accounts.recorder import read_recorder
-from headrace.schemas.chunks.episode_log import log_path
 from headrace.schemas.credentials.keys import client_keys
 from headrace.schemas.errors import ExitCode, HeadraceError, writing
 from headrace.schemas.messages.shared_weights import remove_unused_weights
@@ -258,7 +257,7 @@ class WorkerGroup:
         logs = [path for path in self.logs.iterdir() if path.name.startswith(f"worker-{self._name}-")]
         _move(logs, self._run_dir / "logs")
         ended = [path for life, path in recorders_in(self.recorders) if self._obituaries.knows(life)]
-        _move([file for path in ended for file in (path, log_path(path)) if file.exists()], self._run_dir / "recorders")
+        _move(ended, self._run_dir / "recorders")
 
 
 def _move(files: Iterable[Path], folder: Path) -> None:

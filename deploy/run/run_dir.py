@@ -13,7 +13,7 @@ DIR/ipc/             the broker's Unix sockets, if it has them (`schemas/peers/s
 DIR/lock             held while a supervisor lives
 DIR/logs/            one file a process name, lives appended
 DIR/recorders/       worker-SLOT-INCARNATION.rec, each until Redis has the final books of that life and a learner has
-                     taken its end; beside it the log of its open episodes, .episodes
+                     taken its end
 DIR/rendezvous.json  where the broker publishes its addresses (`schemas/peers/rendezvous.py`)
 DIR/workers.json     the number of workers that `headrace scale` asked for (`scale.py`)
 DIR/metrics.jsonl    the run's logged rows, one a line (`run_rows.py`); further runs in the directory append

@@ -9,10 +9,9 @@ among themselves; those of another module of the same cut may come before or aft
 Where a batch is missing, the next chunk of each place shows whether an episode lost a part. Such an episode is ended by
 a marker, and its later chunks are left out. A place without a further chunk is ended with its source.
 
-A learner that began after a source knows only the places from which chunks have come since. The broker sends it the
-others when the source ends (`schemas/chunks/open_episodes.py`). Where no peer of the broker knows them any more, the
-learner takes those that its checkpoint has. After a missing batch it takes these first: the batch may have had their
-end, of which the broker says nothing.
+A learner that began after a source knows the places from which chunks have come since, and those that its checkpoint
+has (`schemas/chunks/open_episodes.py`). It takes over the latter after a missing batch, which may have had their end,
+and when the source ends.
 """
 
 from __future__ import annotations
@@ -28,15 +27,7 @@ from numpy.typing import NDArray
 from headrace.schemas.accounts.ledger import Count
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
-from headrace.schemas.chunks.open_episodes import (
-    OPEN_EPISODE,
-    OpenEpisodes,
-    in_order,
-    index_of,
-    is_open,
-    open_episodes,
-    stops,
-)
+from headrace.schemas.chunks.open_episodes import OpenEpisodes, in_order, index_of, is_open, open_episodes, stops
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.manifest import ALLOWED_DTYPES
@@ -96,13 +87,11 @@ class SourceEpisodes:
 
     `take` raises `DecodeError` for a batch that names more places than a source may have, and changes nothing then.
 
-    is_whole: True if the first batch of the source came to this learner, so that no chunk came before.
     before: what `still_open` returned in an earlier life of this learner, as its checkpoint has it.
     gap_reason: that of the earlier life.
     """
 
-    def __init__(self, *, is_whole: bool = True, before: OpenEpisodes | None = None, gap_reason: str = "") -> None:
-        self._is_whole = is_whole
+    def __init__(self, *, before: OpenEpisodes | None = None, gap_reason: str = "") -> None:
         self._before = before
         self.gap_reason = gap_reason
         """Reason for which batches of this source are missing; "" while none are."""
@@ -114,14 +103,12 @@ class SourceEpisodes:
         """By env and player: the episode that a marker has ended there. Further chunks of it may still arrive."""
         self._waiting: deque[_Before] = deque()
         """For each part of a batch that is not handed out yet, in order: its places before it."""
-        self._told: dict[tuple[int, int], np.void] = {}
-        """By env and player: episodes in other places that were open when the source ended, in the form of `_open`."""
         self._resumed: set[str] = set()
         """Modules whose episodes of `_before` are in `_open`."""
         self._templates: dict[str, ChunkBatch] = {}
         """By module: a batch of no chunks with its spaces and columns, from which markers are made."""
         if before is not None:
-            for chunk in before.after(0)["chunk"]:
+            for chunk in before.chunks():
                 if chunk["end"] == ChunkEnd.ABORTED:
                     self._broken[self._place(before, chunk)] = _episode(chunk)
 
@@ -168,32 +155,18 @@ class SourceEpisodes:
         return found
 
     def learn(self, end: SourceEnd, spaces: Mapping[str, Spaces]) -> None:
-        """Take over which episodes were open at the end of a source that began before this learner.
+        """Take over, at the end of a source, the open episodes that only the checkpoint has.
 
         `spaces` are those of all modules. Raises `DecodeError` for rows that contradict each other.
         """
-        if self._is_whole:
+        if self._before is None:
             return
-        if self.gap_reason and self._before is not None:
-            self._add_told(self._before, end, spaces)
-        told = end.open_episodes or self._before
-        if told is not None:
-            self._add_told(told, end, spaces)
-
-    def _add_told(self, told: OpenEpisodes, end: SourceEnd, spaces: Mapping[str, Spaces]) -> None:
-        """Add the episodes of places from which no chunk came. Those that were added first stay."""
-        for row in told.after(end.seq):
-            newest = row["chunk"].copy()
-            agent, module_id = told.agents[newest["agent"]], told.modules[newest["module"]]
-            if module_id not in spaces or self._knows(int(newest["env_index"]), (agent, module_id)):
-                continue
-            if module_id not in self._templates:
-                columns = told.columns.get(module_id, {})
-                self._templates[module_id] = _template(end, module_id, spaces[module_id], columns)
-            self._check_places(0, [(agent, module_id)])
-            place = self._place(told, newest)
-            newest["agent"] = place[1]
-            self._told.setdefault(place, newest)
+        for module_id in self._before.modules:
+            if module_id in spaces:
+                if module_id not in self._templates:
+                    columns = self._before.columns.get(module_id, {})
+                    self._templates[module_id] = _template(end, module_id, spaces[module_id], columns)
+                self._resume(module_id)
 
     def still_open(self) -> OpenEpisodes | None:
         """Return the open episodes for the learner's own checkpoint, and those that a marker has ended.
@@ -211,24 +184,22 @@ class SourceEpisodes:
             row["end"] = ChunkEnd.ABORTED
         newest = np.concatenate([known, ended])
         used, index = np.unique(newest["agent"], return_inverse=True)
-        rows = np.zeros(len(newest), OPEN_EPISODE)
-        rows["chunk"] = newest
         for name, names, part in (("agent", agents, 0), ("module", modules, 1)):
-            rows["chunk"][name] = np.array([index_of(players[i][part], names) for i in used], np.uint16)[index]
+            newest[name] = np.array([index_of(players[i][part], names) for i in used], np.uint16)[index]
         columns: dict[str, Any] = {
             module_id: {name: (column.dtype.str, [*column.shape[1:]]) for name, column in batch.columns.items()}
             for module_id, batch in self._templates.items()
         }
         if self._before is not None:
-            older, kept = self._before.after(0).copy(), []
-            for i, chunk in enumerate(older["chunk"]):
+            older, kept = self._before.chunks(), []
+            for i, chunk in enumerate(older):
                 agent, module = self._before.agents[chunk["agent"]], self._before.modules[chunk["module"]]
                 column = self._players.get((agent, module), int(table.shape[1]))
                 if not _is_known((int(chunk["env_index"]), column), table, broken):
                     chunk["agent"], chunk["module"] = index_of(agent, agents), index_of(module, modules)
                     kept.append(i)
-            rows, columns = np.concatenate([rows, older[kept]]), {**self._before.columns, **columns}
-        return open_episodes(rows, agents, modules, columns) if len(rows) else None
+            newest, columns = np.concatenate([newest, older[kept]]), {**self._before.columns, **columns}
+        return open_episodes(newest, agents, modules, columns) if len(newest) else None
 
     def _before_part(self, rows: NDArray[np.void]) -> _Before:
         """Return the places of these rows as they are now. Cost and memory grow with the rows, not with the source."""
@@ -264,17 +235,17 @@ class SourceEpisodes:
         by_module: dict[str, list[np.void]] = {}
         modules = [module_id for _, module_id in self._players]
         known = self._open[(self._open["length"] > 0) & (self._open["end"] == ChunkEnd.ONGOING)]
-        for row in (*known, *filter(is_open, self._told.values())):
+        for row in known:
             by_module.setdefault(modules[row["agent"]], []).append(row)
-        self._open, self._told = np.zeros((0, 1), CHUNK_TABLE), {}
+        self._open = np.zeros((0, 1), CHUNK_TABLE)
         return [self._markers(module_id, rows, reason) for module_id, rows in by_module.items()]
 
     def _resume(self, module_id: str) -> None:
-        """Go on from the checkpoint where no chunk of this module has come since, so that a hole is seen there."""
+        """Go on from the checkpoint where no chunk of this module has come since."""
         if self._before is None or module_id in self._resumed:
             return
         self._resumed.add(module_id)
-        for chunk in self._before.after(0)["chunk"]:
+        for chunk in self._before.chunks():
             agent, env_index = self._before.agents[chunk["agent"]], int(chunk["env_index"])
             if self._before.modules[chunk["module"]] != module_id or self._knows(env_index, (agent, module_id)):
                 continue

@@ -48,9 +48,7 @@ class ReadyBatches:
         self.dropped: Counter[str] = Counter()
         self._session = session
         self._episodes = {
-            (place.slot, place.incarnation): SourceEpisodes(
-                is_whole=False, before=place.open_episodes, gap_reason=place.gap_reason
-            )
+            (place.slot, place.incarnation): SourceEpisodes(before=place.open_episodes, gap_reason=place.gap_reason)
             for place in position
             if not place.ended
         }
@@ -101,8 +99,7 @@ class ReadyBatches:
             self._end(self._ends.pop(0))
         episodes = self._episodes.get(arrival.key)
         if episodes is None:
-            is_whole = arrival.batch is not None and arrival.batch.seq == 1
-            episodes = self._episodes[arrival.key] = SourceEpisodes(is_whole=is_whole)
+            episodes = self._episodes[arrival.key] = SourceEpisodes()
         if arrival.kind is ArrivalKind.BATCH:
             self._open_batch(arrival, episodes, newest)
         else:
@@ -115,7 +112,7 @@ class ReadyBatches:
             self._ends.append(arrival)
             return
         self.modules.learn(self._session.spaces)
-        episodes = self._episodes.pop(arrival.key, None) or SourceEpisodes(is_whole=False)
+        episodes = self._episodes.pop(arrival.key, None) or SourceEpisodes()
         before = episodes.still_open()
         try:
             episodes.learn(arrival.content, self.modules.spaces)
@@ -123,7 +120,7 @@ class ReadyBatches:
             log.warning("worker %d (incarnation %d): open episodes cannot be read: %s", *arrival.key, error)
         markers = episodes.end(arrival.reason)
         if len(markers) > 1:
-            self._episodes[arrival.key] = SourceEpisodes(is_whole=False, before=before, gap_reason=episodes.gap_reason)
+            self._episodes[arrival.key] = SourceEpisodes(before=before, gap_reason=episodes.gap_reason)
         self._ready.extend(_Ready(batch, arrival, settles=batch is markers[-1]) for batch in markers)
         if not markers:
             self._session.settle(arrival, (0, 0), {})

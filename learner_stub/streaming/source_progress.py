@@ -88,7 +88,7 @@ def by_broker(
     known = [(read(CheckpointPosition, place), str(place.get("fleet_id", ""))) for place in position]
     for place, _ in known:
         if place.open_episodes is not None:
-            place.open_episodes.after(0)  # raises `DecodeError`
+            place.open_episodes.chunks()  # raises `DecodeError`
     parts: list[tuple[str, list[CheckpointPosition]]] = []
     for number in range(count):
         own = [(place, of) for place, of in known if place.slot % count == number]

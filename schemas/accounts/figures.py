@@ -169,9 +169,9 @@ GAUGE_TABLE = (
     Metric(
         "aborted_window",
         "episodes",
-        "that were given up before their end because an env failed, a client was lost, or a worker left or was "
-        "killed; at most 100. Of those that a killed worker left open, what it had shipped counts. Where they are "
-        "longer or shorter than finished ones, the learner's data is censored",
+        "that were given up before their end because an env failed, a client was lost, or a worker left; at most 100. "
+        "Those that a killed worker left open do not count. Where they are longer or shorter than finished ones, the "
+        "learner's data is censored",
     ),
     Metric(
         *("workers", "workers", "connected"),

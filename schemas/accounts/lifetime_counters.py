@@ -34,8 +34,7 @@ _OF_LIVES = (
     Metric(
         ABORTED_EPISODES,
         "episodes",
-        "that were given up before their end, as batches and reports of deaths tell: an env failed, a client was lost, "
-        "or a worker left or was killed",
+        "that were given up before their end, as batches tell: an env failed, a client was lost, or a worker left",
         shown="Aborted episodes; return {aborted_return_mean}, of finished ones {episode_return_mean}; length "
         "{aborted_len_mean}, of finished ones {episode_len_mean}",
         chart="Failures: episodes aborted",

@@ -1,1 +1,1 @@
-"""Episodes in pieces: spaces, chunks, batches, what readers look back on, the log of open episodes."""
+"""Episodes in pieces: spaces, chunks, batches, what readers look back on, open episodes."""

@@ -1,14 +1,13 @@
-"""The episodes of one worker's life that are open: some of their chunks were cut, and their end was not.
+"""The episodes of one source that are open at a learner: some of their chunks have come, and their end has not.
 
-When a worker dies, its supervisor sends them with the obituary, and the broker passes them on to the learner. So each
-of them gets its end marker, also from a learner that began after their chunks had come.
+A learner's checkpoint has them, as a part of its position. So each of them gets its end marker, also from the learner
+that goes on from the checkpoint.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import math
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,15 +19,10 @@ from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
 from headrace.schemas.errors import DecodeError
 
 OPEN_EPISODE = np.dtype([("chunk", CHUNK_TABLE), ("since", "<u8"), ("until", "<u8")])
-"""The newest chunk of an open episode, from batch `since` on and before batch `until` (0: there was no later chunk).
+"""The newest chunk of an open episode. Its `t_start` is the env step after its last one, not its first.
 
-The chunk's `t_start` is the env step after its last one, not its first.
+The other fields are 0. They have a meaning in messages of earlier versions only.
 """
-
-MOST_OPEN = 6000
-"""Most rows in one message: with their names they stay below the limit of a header."""
-
-_MOST_TEXT = 4 * (MOST_OPEN * OPEN_EPISODE.itemsize // 3 + 1)
 
 ColumnForm = Annotated[tuple[str, ListOf[Annotated[int, Field(ge=0, lt=1 << 32)]]], Strict(False)]
 """(dtype, shape of one row)."""
@@ -42,44 +36,28 @@ class OpenEpisodes(BaseModel):
     modules: ListOf[str]
     columns: dict[str, dict[str, ColumnForm]]
     """By module and name."""
-    rows: Annotated[str, Field(max_length=_MOST_TEXT)]
+    rows: str
     """`OPEN_EPISODE` rows in base64. Agents and modules of their chunks are indices into the lists here."""
 
-    def after(self, seq: int) -> NDArray[np.void]:
-        """Return the rows of the episodes that were open after batch `seq`. Raises `DecodeError`."""
+    def chunks(self) -> NDArray[np.void]:
+        """Return the newest chunk of each episode, as a copy. Raises `DecodeError`."""
         try:
             table = np.frombuffer(base64.b64decode(self.rows, validate=True), OPEN_EPISODE)
         except (ValueError, binascii.Error) as error:
             raise DecodeError("bad_message", f"rows of open episodes: {error}") from error
-        chunks = table["chunk"]
+        chunks: NDArray[np.void] = table["chunk"].copy()
         if (chunks["agent"] >= len(self.agents)).any() or (chunks["module"] >= len(self.modules)).any():
             raise DecodeError("bad_message", "an open episode is of an agent or a module without a name")
-        open_then: NDArray[np.bool_] = (table["since"] <= seq) & ((table["until"] == 0) | (table["until"] > seq))
-        return table[open_then]
-
-    def unfinished(self, seq: int) -> list[tuple[float, int]]:
-        """Return (return, env steps) of each episode that was open after batch `seq`, as far as it was cut.
-
-        Agents that were done before do not count in the return. Raises `DecodeError`.
-        """
-        found: dict[tuple[int, int], tuple[float, int]] = {}
-        chunks = self.after(seq)["chunk"]
-        columns = (chunks[name].tolist() for name in ("id_high", "id_low", "episode_return", "t_start"))
-        for high, low, earned, steps in zip(*columns, strict=True):
-            before, longest = found.get((high, low), (0.0, 0))
-            found[high, low] = before + earned, max(longest, steps)
-        return [(earned, steps) for earned, steps in found.values() if math.isfinite(earned) and steps > 0]
+        return chunks
 
 
 def open_episodes(
-    rows: NDArray[np.void], agents: list[str], modules: list[str], columns: dict[str, Any]
+    chunks: NDArray[np.void], agents: list[str], modules: list[str], columns: dict[str, Any]
 ) -> OpenEpisodes:
-    """Return these rows of `OPEN_EPISODE` as a message carries them.
-
-    If there are too many, leave out ended ones first.
-    """
-    kept = rows[np.argsort(rows["until"] > 0, kind="stable")][:MOST_OPEN]
-    written = base64.b64encode(kept.tobytes()).decode()
+    """Return the episodes with these newest chunks, as a checkpoint carries them."""
+    rows = np.zeros(len(chunks), OPEN_EPISODE)
+    rows["chunk"] = chunks
+    written = base64.b64encode(rows.tobytes()).decode()
     return OpenEpisodes(agents=agents, modules=modules, columns=columns, rows=written)
 
 

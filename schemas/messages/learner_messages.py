@@ -223,4 +223,4 @@ class SourceEnd(Message):
     seq: Natural
     reason: Reason
     open_episodes: OpenEpisodes | None = None
-    """Episodes that were open, for a learner that began after this incarnation; None where no peer reported them."""
+    """Sent by earlier versions."""

@@ -240,7 +240,7 @@ class LastWords(Message):
     window: ListOf[HeldBatch] = []
     reason: Reason
     open_episodes: OpenEpisodes | None = None
-    """Episodes that it left open, by its log; a worker that leaves in order has ended them."""
+    """Sent by earlier versions. The learner knows its open episodes itself."""
 
 
 class Bye(LastWords):

@@ -11,14 +11,12 @@ from functools import cache
 
 import golden_samples
 import lz4.block
-import numpy as np
 from fuzz.lying_broker import Frames, LyingBroker
 from fuzz.mutations import Mutator, peek, uncounted
 
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts.ledger import HeldBatch, Settled
 from headrace.schemas.chunks.module_spaces import module_spaces_from_json, module_spaces_to_json
-from headrace.schemas.chunks.open_episodes import OPEN_EPISODE, open_episodes
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import DecodeError, HeadraceError
 from headrace.schemas.frames.compression import LZ4
@@ -54,13 +52,8 @@ def compressed_batch_of(slot: int, seq: int) -> list[Buffer]:
 
 
 def source_end(slot: int, seq: int = 4) -> SourceEnd:
-    """The end of a source with two open episodes."""
-    rows = np.zeros(2, OPEN_EPISODE)
-    chunks = golden_samples.make_batch(_BOX).table[[0, 2]]
-    chunks["length"], chunks["end"] = 3, 0
-    rows["chunk"], rows["since"] = chunks, (0, 1)
-    told = open_episodes(rows, ["red", "blue"], ["shared"], {"shared": {"logp": ("<f4", [])}})
-    return SourceEnd(slot=slot, incarnation=1, seq=seq, reason="worker_killed", open_episodes=told)
+    """The end of a source."""
+    return SourceEnd(slot=slot, incarnation=1, seq=seq, reason="worker_killed")
 
 
 @cache

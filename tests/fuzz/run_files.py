@@ -7,7 +7,6 @@ import os
 import struct
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import golden_samples
 import numpy as np
 import orjson
 import xxhash
@@ -50,7 +48,6 @@ from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, Work
 from headrace.schemas.accounts.logged_metrics import SumsOfLife
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.basics.run_files import endpoint_in, run_state
-from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.messages.worker_messages import Obituary
 from headrace.schemas.settings.config import FleetConfig
@@ -99,10 +96,6 @@ class RunFiles:
         recorder.totals(ROW.totals, HeldBatch(seq=2, steps=4, chunks=1))
         recorder.settled(Settled(seq=1, committed=(5, 1)), 1)
         recorder.close()
-        log = EpisodeLog(self.recorder.with_suffix(".episodes"))
-        for seq in (1, 2, 3):
-            log.append(golden_samples.make_batch(golden_samples.SPACES["box"], ends=(0, 3, 0, 1)), seq, 0)
-        log.close()
         endpoints = Endpoints(worker="tcp://127.0.0.1:1", learner="tcp://127.0.0.1:2", weights="tcp://127.0.0.1:3")
         write_broker_file(self.folder, FLEET, endpoints, BrokerState(2, "token", {3: 2}))
         folded = fold(None, ROW, {"accepted_bytes_total": 90})
@@ -152,23 +145,6 @@ class RunFiles:
             struct.pack_into("<Q", content, at, mutator.random.choice((0, 1, 2, 2**53 - 1, 2**53, 2**63, 2**64 - 1)))
         self._put("recorders/worker-3-2.rec", bytes(content))
 
-    def _episodes(self, mutator: Mutator) -> None:
-        """A log of open episodes whose checksums hold."""
-        content, at, out = self.honest[Path("recorders/worker-3-2.episodes")], 0, b""
-        while at < len(content):
-            seq, head_bytes, rows, _ = struct.unpack_from("<QIII", content, at)
-            head = content[at + 20 : at + 20 + head_bytes]
-            size = (len(content) // 3) - 20 - head_bytes
-            body = content[at + 20 + head_bytes :][:size]
-            at += 20 + head_bytes + size
-            if mutator.random.random() < 0.5:
-                head = mutator.text(orjson.loads(head))
-            elif mutator.random.random() < 0.5:
-                body = mutator.data(body)
-            seq = mutator.random.choice((seq, seq, 2**64 - 1))
-            out += struct.pack("<QIII", seq, len(head), rows, zlib.crc32(head + body)) + head + body
-        self._put("recorders/worker-3-2.episodes", out)
-
     def _json(self, name: str, value: Any, mutator: Mutator) -> None:
         self._put(name, mutator.text(value))
 
@@ -204,12 +180,6 @@ class RunFiles:
         obituary = write_obituary(self.folder / "recorders", 3, 2, "worker_killed")
         obituary.frames()
         assert isinstance(obituary, Obituary)
-
-    def _read_episodes(self) -> None:
-        told = read_open_episodes(self.folder / "recorders" / "worker-3-2.episodes", 1)
-        if told is not None:
-            told.after(2)
-            told.model_dump()
 
     def _read_books(self) -> None:
         file = BooksFile(self.folder, FLEET)
@@ -289,16 +259,13 @@ class RunFiles:
 
     def cases(self) -> Iterator[Case]:
         """Every kind of file, with what reads it."""
-        rec, episodes = "recorders/worker-3-2.rec", "recorders/worker-3-2.episodes"
+        rec = "recorders/worker-3-2.rec"
         own = ("books.json", "broker.json", "lifetime.json")
         books, broker, lifetime = (orjson.loads(self.honest[Path(name)]) for name in own)
         exit_record = ExitRecord(pid=os.getpid(), exit_code=3, sentence="x").model_dump()
         yield "recorder", self._words, self._read_ends
         yield "recorder", partial(self._bytes_of, rec), lambda: read_recorder(self.recorder)
         yield "recorder in an audit", self._words, self._read_audit
-        yield "log of episodes", self._episodes, self._read_episodes
-        yield "log of episodes", partial(self._bytes_of, episodes), self._read_episodes
-        yield "log of episodes in an obituary", self._episodes, self._read_ends
         yield "books.json", partial(self._json, "books.json", books), self._read_books
         yield "lifetime.json", partial(self._json, "lifetime.json", lifetime), self._read_lifetime
         yield "lifetime.json in an audit", partial(self._json, "lifetime.json", lifetime), self._read_audit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from headrace.schemas.accounts.figures import added_up
 from headrace.schemas.accounts.ledger import Settled
 from headrace.schemas.chunks.batch import read_batch_header
 from headrace.schemas.chunks.batch_reader import UnreadBatch
-from headrace.schemas.chunks.episode_log import EpisodeLog, read_open_episodes
 from headrace.schemas.errors import DecodeError, RunDirError
 from headrace.schemas.frames.wire import MessageKind, decode, decode_header, encode
 from headrace.schemas.messages import Ack, LearnerWelcome, Reject, SourceStart, Status, WorkerHello, read
@@ -158,31 +155,6 @@ def test_a_server_refuses_a_request_number_that_no_answer_can_carry() -> None:
             sock.send_multipart(encode(MessageKind.HELLO, hello | {"request": request}))
             assert sock.poll(100_000)
             assert decode(sock.recv_multipart()).kind is kind
-
-
-HEADS: dict[str, bytes] = {
-    "no JSON": b"{",
-    "no object": b"7",
-    "without columns": b'{"module": "m", "agents": ["red", "blue"]}',
-    "another type": b'{"module": {}, "agents": ["red", "blue"], "columns": {}}',
-    "too few agents": b'{"module": "m", "agents": ["red"], "columns": {}}',
-    "columns of no form": b'{"module": "m", "agents": ["red", "blue"], "columns": {"logp": [[], []]}}',
-}
-
-
-@pytest.mark.parametrize("what", HEADS)
-def test_an_episode_log_is_read_up_to_its_first_malformed_record(what: str, tmp_path: Path) -> None:
-    path = tmp_path / "worker-3-2.episodes"
-    log = EpisodeLog(path)
-    log.append(golden_samples.make_batch(golden_samples.SPACES["box"], ends=(0, 3, 0, 1)), 1, 0)
-    log.close()
-    honest = read_open_episodes(path, 0)
-    assert honest is not None
-    content = path.read_bytes()
-    _, head_bytes, rows, _ = struct.unpack_from("<QIII", content)
-    body = HEADS[what] + content[20 + head_bytes :]
-    path.write_bytes(content + struct.pack("<QIII", 2, len(HEADS[what]), rows, zlib.crc32(body)) + body)
-    assert read_open_episodes(path, 0) == honest
 
 
 @pytest.mark.parametrize("content", [b"[]", b'{"sampling": []}', b'{"sampling": 7}'])

@@ -13,7 +13,6 @@ from headrace.schemas.accounts.ledger import HeldBatch, LedgerRow, Settled, Work
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.basics.bounds import WINDOW
 from headrace.schemas.chunks.batch import BatchHeader, read_batch_header
-from headrace.schemas.chunks.episode_log import EpisodeLog
 from headrace.schemas.frames.wire import decode_header
 from headrace.schemas.messages import WorkerHello
 from headrace.workers.envs import restarts
@@ -59,10 +58,10 @@ def assert_balanced(totals: WorkerTotals) -> None:
 
 def test_the_books_balance_after_each_batch_of_a_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "BACKOFF_S", 0.0)  # all lanes act in each cut
-    recorder, log = Recorder(tmp_path / "a.rec", 0, 1), EpisodeLog(tmp_path / "a.episodes")
+    recorder = Recorder(tmp_path / "a.rec", 0, 1)
     session = Watched(recorder)
     with come_and_go(num_envs=3, length=20, seed=5) as runner:
-        shipper = Shipper(FLEET, session, recorder, log, runner.totals, runner.take_finished_episodes)
+        shipper = Shipper(FLEET, session, recorder, runner.totals, runner.take_finished_episodes)
         for _ in range(20):
             runner_cut = runner.sample_fragment(shipper.step, random_actions=True)
             shipper.ship(runner_cut)
@@ -95,7 +94,7 @@ def test_the_recorder_balances_after_a_kill_between_two_batches_of_a_cut(tmp_pat
 
 
 def _die_between_two_batches(path: Path) -> None:
-    recorder, log = Recorder(path, 0, 1), EpisodeLog(path.with_suffix(".episodes"))
+    recorder = Recorder(path, 0, 1)
     session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=0), SessionLimits())
     submit = session.submit
 
@@ -106,7 +105,7 @@ def _die_between_two_batches(path: Path) -> None:
 
     setattr(session, "submit", submit_thrice)  # noqa: B010
     with come_and_go(num_envs=3, length=20, seed=5) as runner:
-        shipper = Shipper(FLEET, session, recorder, log, runner.totals, runner.take_finished_episodes)
+        shipper = Shipper(FLEET, session, recorder, runner.totals, runner.take_finished_episodes)
         while True:
             shipper.ship(runner.sample_fragment(shipper.step, random_actions=True))
 

@@ -17,7 +17,6 @@ from headrace.learner_stub.link.broker_link import BrokerLink as LearnerLink
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.chunks.batch import read_batch_header
 from headrace.schemas.chunks.batch_reader import BatchReader, UnreadBatch
-from headrace.schemas.chunks.episode_log import EpisodeLog
 from headrace.schemas.frames.wire import Buffer, MessageKind, decode_header
 from headrace.schemas.messages import WorkerHello
 from headrace.schemas.settings.config_loading import build_config
@@ -82,7 +81,7 @@ def test_a_batch_takes_few_calls_of_the_system_and_few_messages(
     thread.join(TIMEOUT_S)
     assert by_worker[MessageKind.BATCH] == BATCHES
     assert by_worker.total() < 1.5 * BATCHES
-    assert calls["worker"] < 3 * BATCHES, "a record in the log, and a word to ZeroMQ's thread for each message"
+    assert calls["worker"] < 3 * BATCHES, "a word to ZeroMQ's thread for each message"
     assert by_learner[MessageKind.COMMIT] <= BATCHES
     assert calls["learner"] < 2 * BATCHES, "a word to ZeroMQ's thread for each commit"
 
@@ -102,9 +101,9 @@ def test_a_worker_copies_a_small_batch_twice_and_the_learner_does_not_copy_it(tm
     runner = PrebuiltRunner(LOADS[1])
     batch = runner.sample_fragment(lambda: None)
     session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=0, incarnation=1), SessionLimits())
-    log, recorder = EpisodeLog(tmp_path / "worker.episodes"), Recorder(tmp_path / "worker.rec", 0, 1)
-    with closing(log), closing(recorder):
-        shipper = Shipper(FLEET, session, recorder, log, runner.totals, runner.take_finished_episodes)
+    recorder = Recorder(tmp_path / "worker.rec", 0, 1)
+    with closing(recorder):
+        shipper = Shipper(FLEET, session, recorder, runner.totals, runner.take_finished_episodes)
         assert peak_of(lambda: shipper.ship(batch)) < 2.5 * batch.nbytes, "as bytes, and joined in one frame"
     session.state, session._credit = SessionState.ACTIVE, 1
     (shipment,) = session.take_outbox()

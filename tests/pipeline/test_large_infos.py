@@ -13,7 +13,6 @@ import pytest
 from headrace.schemas.accounts.ledger import Drop, LedgerRow, Settled
 from headrace.schemas.accounts.recorder import Recorder, read_recorder
 from headrace.schemas.chunks.batch import ChunkBatch
-from headrace.schemas.chunks.episode_log import EpisodeLog, log_path
 from headrace.schemas.messages import WorkerHello
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.fleet.session import WorkerSession
@@ -53,8 +52,7 @@ class Shipped:
         self.session = WorkerSession(WorkerHello(fleet_id=FLEET, token="t", slot=0), SessionLimits())
         config: dict[str, Any] = {"num_envs": len(mib), "env_config": {"mib": mib}, "seed": 1}
         self.runner = SingleAgentEnvRunner(EnvRunnerConfig(env=Talkative, rollout_fragment_length=STEPS, **config))
-        log = EpisodeLog(log_path(path))
-        parts = FLEET, self.session, self.recorder, log, self.runner.totals, self.runner.take_finished_episodes
+        parts = FLEET, self.session, self.recorder, self.runner.totals, self.runner.take_finished_episodes
         self.shipper = Shipper(*parts)
         self.episodes: list[tuple[float, int]] = []
 

@@ -204,7 +204,7 @@ BOUNDED_BY_THE_MESSAGE = {
     "LearnerWelcome": "spaces",
     "LoggedMetric": "value",
     "Obituary": "window",
-    "OpenEpisodes": "agents modules columns",
+    "OpenEpisodes": "agents modules columns rows",
     "Reject": "code detail",
     "Status": "spaces waiting_for",
     "WeightsHeader": "digest",

@@ -15,7 +15,6 @@ from headrace.schemas.accounts.ledger import Drop
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.accounts.user_calls import UserCall
 from headrace.schemas.basics.headrace_version import headrace_version
-from headrace.schemas.chunks.episode_log import EpisodeLog, log_path
 from headrace.schemas.chunks.module_spaces import module_spaces_to_json
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.credentials.keys import client_keys
@@ -57,9 +56,9 @@ class Membership:
     ) -> None:
         """Get a place from the broker, waiting for it `worker.connect_timeout_s` at most.
 
-        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec; the log of open episodes lies beside it. Raises
-        `KeysError`, `UnreachableError`, the error of the broker's refusal, or `StoppedError` when `stopping` is set
-        before the broker answers. `place` has the broker's address where it may change; `endpoint` is the first one.
+        The recorder is recorder_dir/worker-{slot}-{incarnation}.rec. Raises `KeysError`, `UnreachableError`, the error
+        of the broker's refusal, or `StoppedError` when `stopping` is set before the broker answers. `place` has the
+        broker's address where it may change; `endpoint` is the first one.
         """
         self._stopping = stopping
         self.fleet_id = fleet_id
@@ -82,7 +81,6 @@ class Membership:
             recorder_dir.mkdir(parents=True, exist_ok=True)
             name = f"worker-{self.slot}-{self.incarnation}.rec"
             self.recorder = Recorder(recorder_dir / name, self.slot, self.incarnation)
-            self.episodes = EpisodeLog(log_path(recorder_dir / name))
         except BaseException:
             self.link.close()
             self._shared.close()
@@ -189,12 +187,11 @@ class Membership:
         self.recorder.settled(self.session.settled, self.session.accepted)
 
     def close(self) -> None:
-        """Close the link, the recorder and the log of open episodes. Keep their files and the shared weights."""
+        """Close the link and the recorder. Keep its file and the shared weights."""
         self._watch.stop()
         self.link.close()
         self._shared.close()
         self.recorder.close()
-        self.episodes.close()
 
 
 def _session(config: FleetConfig, fleet_id: str, slot: int | None, incarnation: int) -> WorkerSession:

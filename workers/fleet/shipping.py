@@ -18,7 +18,6 @@ from headrace.schemas.accounts.ledger import COUNTERS, Count, Drop, HeldBatch, W
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.chunks.batch import MOST_ABORTED, BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import DEFAULT_AGENT, ChunkEnd
-from headrace.schemas.chunks.episode_log import EpisodeLog
 from headrace.schemas.errors import InfosTooLargeError
 from headrace.workers.fleet.session import WorkerSession
 from headrace.workers.fleet.window import Shipment
@@ -47,7 +46,6 @@ class Shipper:
         fleet_id: str,
         session: WorkerSession,
         recorder: Recorder,
-        episodes: EpisodeLog,
         runner: RunnerTotals,
         take_episodes: Callable[[], Episodes],
         is_compressed: Callable[[], bool] = lambda: False,
@@ -55,7 +53,6 @@ class Shipper:
         self._fleet_id = fleet_id
         self._session = session
         self._recorder = recorder
-        self._log = episodes
         self._runner = runner
         self._take_episodes = take_episodes
         self._is_compressed = is_compressed
@@ -111,7 +108,6 @@ class Shipper:
         held = HeldBatch(seq=seq, steps=batch.steps, chunks=len(batch))
         shipment = self._shipment(batch, held, totals)
         self._shipped, self._by_module, self._episodes, self._aborted = shipped, by_module, [], []
-        self._log.append(batch, seq, self._session.settled.seq)
         self._recorder.totals(totals, held)
         self._session.submit(shipment)
 

@@ -185,7 +185,6 @@ class Worker:
             membership.fleet_id,
             self.session,
             membership.recorder,
-            membership.episodes,
             runner.totals,
             runner.take_finished_episodes,
             membership.compresses,
