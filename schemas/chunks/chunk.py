@@ -27,7 +27,7 @@ from headrace.schemas.chunks.chunk_arrays import (
     join_shared,
     map_arrays,
 )
-from headrace.schemas.chunks.lookback import Lookback, check_lookbacks
+from headrace.schemas.chunks.lookback import Lookback
 from headrace.schemas.errors import ChunkError
 
 
@@ -197,7 +197,7 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
     was so. Lookback is that of the first chunk, so a whole episode has none. Where some chunks have random actions and
     others a policy's, columns that only one kind has ("logp") are left out.
 
-    Raises `ChunkError` and names what differs: ids, a gap or an overlap, observations at a boundary, columns, lookback.
+    Raises `ChunkError` and names what differs: ids, a gap or an overlap, observations at a boundary, columns.
     """
     parts = sorted(chunks, key=lambda chunk: (chunk.chunk_index, chunk.t_start))
     if not parts:
@@ -206,7 +206,7 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
         check_adjacent(before, after, ongoing=before.end is ChunkEnd.ONGOING)
     first, last = parts[0], parts[-1]
     bodies = [chunk for chunk in parts if len(chunk)] or [first]
-    joined = replace(
+    return replace(
         first,
         obs=join_observations([chunk.obs for chunk in bodies]),
         actions=join_columns([chunk.actions for chunk in bodies]),
@@ -224,5 +224,3 @@ def to_episode(chunks: Iterable[EpisodeChunk]) -> EpisodeChunk:
         episode_return=last.episode_return,
         episode_length=last.episode_length,
     )
-    check_lookbacks(parts, joined)
-    return joined

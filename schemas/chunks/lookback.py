@@ -7,18 +7,11 @@ rows of each, oldest first. Row k of "lookback/obs" is the observation before th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from headrace.schemas.chunks.chunk_arrays import named_arrays
-from headrace.schemas.errors import ChunkError
-
-if TYPE_CHECKING:
-    from headrace.schemas.chunks.chunk import EpisodeChunk
 
 LOOKBACK = "lookback/"
 """Prefix of lookback columns."""
@@ -40,44 +33,3 @@ class Lookback:
 
     def __len__(self) -> int:
         return len(self.rewards)
-
-
-def check_lookbacks(parts: Sequence[EpisodeChunk], joined: EpisodeChunk) -> None:
-    """Raise `ChunkError` unless the lookback of each of `parts` repeats the rows that precede the part in `joined`.
-
-    Rows older than the first row of `joined` cannot be compared, and pass. So do columns that `joined` leaves out.
-    """
-    row = 0
-    left_out = {name for part in parts for name in part.columns} - joined.columns.keys()
-    for part in parts:
-        if part.lookback is not None:
-            known = min(len(part.lookback), row)
-            rows = slice(len(part.lookback) - known, len(part.lookback))
-            told = _arrays(part.lookback, rows)
-            told = {name: array for name, array in told.items() if name not in left_out}
-            _check_rows(part, told, _arrays(joined, slice(row - known, row)))
-        row += len(part)
-
-
-def _arrays(steps: EpisodeChunk | Lookback, rows: slice) -> dict[str, NDArray[Any]]:
-    tree = {
-        "obs": steps.obs,
-        "actions": steps.actions,
-        "rewards": steps.rewards,
-        "weights_seq": steps.weights_seq,
-        "env_t": steps.env_t,
-        **steps.columns,
-    }
-    return {name: array[rows] for key, part in tree.items() for name, array in named_arrays(part, key)}
-
-
-def _check_rows(chunk: EpisodeChunk, told: dict[str, NDArray[Any]], known: dict[str, NDArray[Any]]) -> None:
-    for name in sorted(told.keys() | known.keys()):
-        ours, theirs = known.get(name), told.get(name)
-        if ours is None or theirs is None:
-            raise ChunkError(f"{name!r} of {chunk!r} is only in {'the steps before' if theirs is None else 'lookback'}")
-        if not np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f"):
-            raise ChunkError(
-                f"lookback of {chunk!r} does not repeat the steps before it: {name!r} is {theirs!r:.80} where "
-                f"{ours!r:.80} was"
-            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch, encode_batch
 from headrace.schemas.chunks.chunk import ChunkEnd, EpisodeChunk, to_episode
-from headrace.schemas.errors import ChunkError, DecodeError, ModuleError
+from headrace.schemas.errors import DecodeError, ModuleError
 from headrace.workers.modules import actor_critic
 from support.decode_batch import decode_batch
 from support.envs.toy import Counting, Walk, runner
@@ -145,18 +144,6 @@ def test_an_end_marker_has_no_lookback() -> None:
         batch: Any = sampler.sample(num_timesteps=2, force_reset=True, end_markers=True)
         ends = {chunk.end: chunk.lookback for chunk in over_the_wire(batch)}
         assert ends == {ChunkEnd.ONGOING: None, ChunkEnd.ABORTED: None}
-
-
-def test_joining_chunks_with_a_wrong_lookback_is_refused() -> None:
-    with runner(Counting, env_config={"length": 100}, episode_lookback_horizon=3) as sampler:
-        first, second = sampler.sample(num_timesteps=4)[0], sampler.sample(num_timesteps=4)[0]
-    assert second.lookback is not None
-    wrong = replace(second, lookback=replace(second.lookback, rewards=second.lookback.rewards + 1))
-    with pytest.raises(ChunkError, match="does not repeat the steps before it: 'rewards'"):
-        first.concat(wrong)
-    fewer = replace(second, lookback=replace(second.lookback, columns={}))
-    with pytest.raises(ChunkError, match="is only in the steps before"):
-        first.concat(fewer)
 
 
 def _without(batch: ChunkBatch) -> None:
