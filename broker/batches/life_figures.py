@@ -9,13 +9,15 @@ from collections import deque
 from typing import Any
 
 from headrace.schemas.accounts.env_errors import MOST_GROUPS, EnvErrorGroup
-from headrace.schemas.accounts.worker_figures import TIME_PARTS, ServingFigures, TimeByPart
+from headrace.schemas.accounts.ledger import WorkerTotals
+from headrace.schemas.accounts.worker_figures import TIME_PARTS, TimeByPart
 from headrace.schemas.basics.process_usage import Usage
 from headrace.schemas.messages import Heartbeat
 
 WINDOW_S = 10.0
 """Seconds over which shares and rates are taken."""
 _MOST_POINTS = 64
+_NO_BEAT = Heartbeat(slot=0, incarnation=1, totals=WorkerTotals())
 
 
 class _Recent:
@@ -79,41 +81,29 @@ class WorkerFigures:
     def __init__(self) -> None:
         self.blocked_since: float | None = None
         """Since when it has waited, at least, and no batch of it was accepted; None while it does not wait."""
-        self.envs_lost = 0
-        self.env_hosts: tuple[int, int] | None = None
-        self.env_host_versions: list[str] = []
-        self.serving: ServingFigures | None = None
+        self.beat = _NO_BEAT
+        """The newest heartbeat; one that tells nothing before the first."""
+        self.env_failed_at = 0.0
+        """Time at which the broker heard of the newest failure of its envs."""
         self.env_errors: dict[str, EnvErrorGroup] = {}
         """By fingerprint, groups of failures of its envs that were told since `take_env_errors`."""
         self.time_share: dict[str, float] = {}
         """The share of its recent time by part, which sum to 1; empty before two heartbeats have told it."""
-        self.bytes_shipped: tuple[int, int] | None = None
-        """(bytes of arrays, bytes of messages) of its batches, as the worker reports them; None before its first
-        report.
-        """
-        self.window: tuple[int, int] | None = None
-        """(batches, bytes) that the worker keeps; None before its first report."""
-        self.waited_s: dict[str, float] = {}
-        """Seconds that the worker waited in this life, by reason."""
         self.usage = RecentUsage()
         self.envs_usage = RecentUsage()
-        self._blocked = ""
         self._times = _Recent()
         self._steps = _Recent()
         self._requests = _Recent()
 
     def take(self, beat: Heartbeat, now: float) -> None:
         """Take the figures in a heartbeat."""
-        if beat.blocked != self._blocked:
-            self._blocked, self.blocked_since = beat.blocked, now if beat.blocked else None
-        self.envs_lost, self.env_hosts, self.serving = beat.envs_lost, beat.env_hosts, beat.serving
-        self.env_host_versions = beat.env_host_versions
-        self.bytes_shipped = max(filter(None, (beat.bytes_shipped, self.bytes_shipped)), default=None)
-        self.window = beat.window
+        before, self.beat = self.beat, beat
+        if beat.blocked != before.blocked:
+            self.blocked_since = now if beat.blocked else None
+        if beat.env_failures > before.env_failures:
+            self.env_failed_at = now
         self.usage.take(beat.usage, now)
         self.envs_usage.take(beat.envs_usage, now)
-        for reason, seconds in beat.waited_s.items():
-            self.waited_s[reason] = max(seconds, self.waited_s.get(reason, 0.0))
         if beat.env_error is not None:
             self.note_env_error(beat.env_error)
         if beat.time_s:

@@ -16,7 +16,6 @@ from typing import Any
 from headrace.broker.batches.life_figures import WorkerFigures
 from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
-from headrace.schemas.accounts.worker_figures import Ports
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import LastWords, WeightsRefusal
@@ -101,20 +100,8 @@ class Source:
     """The fields of messages about the weights that its worker loads: shapes and kinds of number; none: not told."""
     refused: WeightsRefusal | None = None
     """The newest weights that its worker could not load."""
-    env_failures: int = 0
-    """Failures of its envs, as of the worker's last heartbeat."""
-    env_failure: str = ""
-    """The newest failure, in words."""
-    env_failed_at: float = 0.0
-    """Time at which the broker heard of the newest failure."""
-    env_silence_s: float = 0.0
-    """Seconds for which none of its envs had answered, as of the worker's last heartbeat."""
-    env_call: str = ""
-    """The env call that had been in progress longest, in words, as of the worker's last heartbeat."""
-    ports: Ports | None = None
-    """Where env hosts and clients reach its worker, as of the worker's last heartbeat."""
     figures: WorkerFigures = field(default_factory=WorkerFigures)
-    """Figures that its worker measures of itself. People read them; the broker decides nothing by them."""
+    """Its worker's newest heartbeat, and figures from all. People read them; the broker decides nothing by them."""
     batch_bytes: int = 0
     """Bytes of the largest recent batch, from which credit is computed; 0 before the first one."""
     credit: int = 0

@@ -40,7 +40,7 @@ class WorkerPorts(BrokerObserver):
         if now < self._look_at:
             return
         self._look_at = now + _LOOK_S
-        live = [source for source in self._core.live() if source.ports]
+        live = [source for source in self._core.live() if source.figures.beat.ports]
         if not live and not self._ports:
             return
         self._ports = {name: told for name, told in self._ports.items() if _may_return(told[1], now)}
@@ -67,7 +67,7 @@ def _may_return(source: Source, now: float) -> bool:
 
 
 def _ports_of(source: Source, key: str) -> Iterator[tuple[str, Port]]:
-    connected, wanted = source.figures.env_hosts or (0, 0)
-    for kind, address in (source.ports or Ports()).by_kind().items():
+    connected, wanted = source.figures.beat.env_hosts or (0, 0)
+    for kind, address in (source.figures.beat.ports or Ports()).by_kind().items():
         lacks_hosts = kind == "envs" and connected < wanted
         yield f"{kind}-{source.slot}", Port(address=address, host=source.host, key=key, lacks_hosts=lacks_hosts)

@@ -331,7 +331,8 @@ def _of_episodes(name: str, episodes: Iterable[tuple[float, int]]) -> dict[str, 
 
 
 def _worker_state(source: Source, newest: Version, now: float, unix_s: float) -> dict[str, Any]:
-    names = ("incarnation", "host", "pid", "headrace_version", "blocked", "accepted", "env_call")
+    names = ("incarnation", "host", "pid", "headrace_version", "blocked", "accepted")
+    beat = source.figures.beat
     state = row_figures(source, now, unix_s) | {name: getattr(source, name) for name in names}
     state |= {
         "weights_epoch": source.weights[0],
@@ -339,10 +340,11 @@ def _worker_state(source: Source, newest: Version, now: float, unix_s: float) ->
         "weights_behind": max(0, newest[1] - source.weights[1]) if source.weights[0] == newest[0] else -1,
         "settled": source.settled.seq,
         "held_batches": len(source.held),
-        "env_silence_s": round(source.env_silence_s, 3),
+        "env_silence_s": round(beat.env_silence_s, 3),
+        "env_call": beat.env_call,
         "unix_s": unix_s,
     }
-    if source.env_failures:
-        state |= {"env_failures": source.env_failures, "env_failure": source.env_failure}
-        state["env_failure_age_s"] = now - source.env_failed_at
+    if beat.env_failures:
+        state |= {"env_failures": beat.env_failures, "env_failure": beat.env_failure}
+        state["env_failure_age_s"] = now - source.figures.env_failed_at
     return state

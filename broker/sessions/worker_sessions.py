@@ -317,13 +317,9 @@ class WorkerSessions:
             return
         self._hear(source, now)
         source.weights, source.blocked = beat.weights, beat.blocked
-        source.ports = beat.ports
         source.figures.take(beat, now)
         source.refused = beat.refused and beat.refused.model_copy(update={"slot": source.slot})
         source.metrics = beat.metrics or source.metrics
-        if beat.env_failures > source.env_failures:
-            source.env_failures, source.env_failure, source.env_failed_at = beat.env_failures, beat.env_failure, now
-        source.env_silence_s, source.env_call = beat.env_silence_s, beat.env_call
         source.know_cut(beat.totals)
         if beat.totals.seq == source.accepted:
             source.take_totals(beat.totals)

@@ -51,7 +51,7 @@ def compressed_frames(seq: int, frames: list[Buffer]) -> list[Buffer]:
 
 
 def bytes_shipped(broker: BrokerThread) -> Count | None:
-    return broker.ask(lambda it: next((source.figures.bytes_shipped for source in it.core.live()), None))
+    return broker.ask(lambda it: next((source.figures.beat.bytes_shipped for source in it.core.live()), None))
 
 
 def first_batches(

@@ -68,7 +68,7 @@ def resident(pid: int) -> int:
 
 def ports(broker: BrokerThread) -> Ports | None:
     """The ports that the one worker tells."""
-    return broker.ask(lambda asked: asked.core.live()[0].ports)
+    return broker.ask(lambda asked: asked.core.live()[0].figures.beat.ports)
 
 
 def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner(
