@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -51,16 +50,7 @@ A supervisor kills a silent worker after three leases, and then reports the end.
 """
 
 _LOOK_S = 1.0
-_FORGET_SUPERVISOR_S = 600.0
 _LONGEST_HOST = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Supervisor:
-    heard: float
-    """Time at which it last said HELLO, as it does with every obituary."""
-    group: str | None
-    """The group of its key; None without keys."""
 
 
 class WorkerSessions:
@@ -89,7 +79,8 @@ class WorkerSessions:
         self._owners = owners
         self._ends: dict[tuple[int, int], tuple[Peer | None, LastWords]] = {}
         """Ends by (slot, incarnation) that wait for the first learner, each with the peer that gets the Ack."""
-        self.supervisors: dict[Peer, _Supervisor] = {}
+        self.supervisors: dict[Peer, str | None] = {}
+        """The group of each supervisor's key; None without keys."""
         self.last_close_at = math.inf
         """Time at which the books of all lost and superseded lives are closed; infinity if there are none."""
         self._next_look = 0.0
@@ -155,7 +146,7 @@ class WorkerSessions:
         If the fleet's own supervisor drains the fleet, end sampling.
         """
         if self._same_fleet(peer, hello.fleet_id):
-            self.supervisors[peer] = _Supervisor(now, group)
+            self.supervisors[peer] = group
             if hello.draining and group in (None, self._owners.own_group):
                 self._store.end_sampling()
 
@@ -373,11 +364,10 @@ class WorkerSessions:
         The learner may hold batches of it that this broker never saw, so the books stay open until the learner was
         heard.
         """
-        supervisor = self.supervisors.get(peer)
-        if supervisor is None:
+        if peer not in self.supervisors:
             self._outbox.ask_hello(peer, "say HELLO first: this may be another fleet's broker")
             return
-        if not self._owners.may_tell_of(obituary.slot, supervisor.group):
+        if not self._owners.may_tell_of(obituary.slot, self.supervisors[peer]):
             owner = f"slot {obituary.slot} belongs to workers {of_group(self._owners.owner(obituary.slot))}"
             detail = f"{owner}; only a supervisor of that group tells of their ends"
             self._refuse(peer, "a supervisor", OTHER_GROUP, detail)
@@ -448,7 +438,6 @@ class WorkerSessions:
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             self._note_unheard(now)
-            self._forget_silent_supervisors(now)
         self.close_dead(now)
 
     def _hear(self, source: Source, now: float, silence_s: float = 0.0) -> None:
@@ -512,11 +501,6 @@ class WorkerSessions:
                 return math.inf
             silent_until = max(silent_until, self._began)
         return silent_until + UNHEARD_S
-
-    def _forget_silent_supervisors(self, now: float) -> None:
-        """Forget connections that have long been silent. A live supervisor sends HELLO again with its next obituary."""
-        for peer in [peer for peer, one in self.supervisors.items() if now > one.heard + _FORGET_SUPERVISOR_S]:
-            del self.supervisors[peer]
 
     def mark_all_changed(self) -> None:
         """Mark every worker's source as changed, so that each gets the cumulative state."""
