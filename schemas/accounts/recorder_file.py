@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from headrace.schemas.accounts.user_calls import CallInProgress, UserCall
+
+if TYPE_CHECKING:
+    from headrace.schemas.accounts.recorder import Reading
 
 MAGIC = 0x4452_4F43_4552_5248
 LAYOUT = 2
@@ -68,23 +71,7 @@ class WatchedCall:
         return self.call.in_words((now_ns - since_ns) / 1e9) if self.call is not None else ""
 
 
-class Signs(Protocol):
-    """The signs of life of a worker, from its recorder."""
-
-    @property
-    def updated_ns(self) -> int:
-        """Time of the last update by the thread that samples."""
-
-    @property
-    def silent_until_ns(self) -> int:
-        """Time until which it may be silent."""
-
-    @property
-    def watched(self) -> WatchedCall:
-        """The call in progress."""
-
-
-def seconds_of_silence(signs: Signs, now_ns: int) -> tuple[float, float]:
+def seconds_of_silence(signs: Pulse | Reading, now_ns: int) -> tuple[float, float]:
     """Return (seconds since the last sign of life, how many of them are no silence).
 
     A call that keeps the interpreter's lock allows no sign, so a worker in a call may be silent for the call's limit.
