@@ -328,19 +328,8 @@ def column_dtype(leaf: Leaf) -> np.dtype[Any]:
 
 
 def spaces_from_json(value: Any) -> Spaces:
-    """Parse the pair of spaces that a peer sent. Raises `DecodeError`."""
-    _check_depth(value, 2 * MAX_DEPTH + 2)
+    """Parse the pair of spaces that a peer sent, whose header bounds their depth. Raises `DecodeError`."""
     try:
         return Spaces.model_validate(value)
     except ValidationError as error:
         raise DecodeError("bad_space", f"not a pair of spaces: {error.errors()[0]['msg']:.200}") from error
-
-
-def _check_depth(value: Any, left: int) -> None:
-    """Refuse a value nested too deep before other code walks it by recursion; a level of a space is two of JSON."""
-    if not isinstance(value, dict | list):
-        return
-    if left < 0:
-        raise DecodeError("bad_space", f"a space nested deeper than {MAX_DEPTH} levels")
-    for sub in value.values() if isinstance(value, dict) else value:
-        _check_depth(sub, left - 1)

@@ -69,7 +69,7 @@ def _nested(levels: int) -> Any:
 
 def test_the_deepest_space_is_read_and_one_deeper_is_not() -> None:
     assert spaces_from_json({"observation": _nested(MAX_DEPTH), "action": _nested(0)})
-    for levels in (MAX_DEPTH + 1, 200):
+    for levels in (MAX_DEPTH + 1, 30):
         with pytest.raises(DecodeError, match="deeper than 8 levels"):
             spaces_from_json({"observation": _nested(levels), "action": _nested(0)})
 
