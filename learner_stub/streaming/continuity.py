@@ -56,30 +56,8 @@ class FilteredBatch:
         return [part for part in (self.markers, self.batch) if part is not None and len(part)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The places of one part of a batch as they were before it: the newest chunk and the broken episode of each."""
-
-    rows: NDArray[np.void]
-    """The chunks of the batch."""
-    open: NDArray[np.void]
-    """For each of `rows`, the newest chunk of its place."""
-    broken: dict[tuple[int, int], tuple[int, int]]
-
-    def after_markers(self, aborted: Sequence[np.void]) -> _Before:
-        """Return the places once markers have ended these episodes."""
-        ended = {_place_of(row): _episode(row) for row in aborted}
-        newest = self.open.copy()
-        newest[[_place_of(row) in ended for row in self.rows]] = np.zeros((), CHUNK_TABLE)
-        return _Before(self.rows, newest, self.broken | ended)
-
-    def restore(self, newest: NDArray[np.void], broken: dict[tuple[int, int], tuple[int, int]]) -> None:
-        """Put the places back into the tables of a source, from which all later parts were taken before."""
-        newest[self.rows["env_index"], self.rows["agent"]] = self.open
-        if broken:
-            for row in self.rows:
-                broken.pop(_place_of(row), None)
-        broken |= self.broken
+_Places = tuple[NDArray[np.void], dict[tuple[int, int], tuple[int, int]]]
+"""By env and player: the newest chunks, and the broken episodes."""
 
 
 class SourceEpisodes:
@@ -101,8 +79,8 @@ class SourceEpisodes:
         """(agent, module) -> column of `_open`."""
         self._broken: dict[tuple[int, int], tuple[int, int]] = {}
         """By env and player: the episode that a marker has ended there. Further chunks of it may still arrive."""
-        self._waiting: deque[_Before] = deque()
-        """For each part of a batch that is not handed out yet, in order: its places before it."""
+        self._waiting: deque[_Places] = deque()
+        """After a gap, for each part of a batch that is not handed out yet: `_open` and `_broken` before it."""
         self._resumed: set[str] = set()
         """Modules whose episodes of `_before` are in `_open`."""
         self._templates: dict[str, ChunkBatch] = {}
@@ -129,7 +107,6 @@ class SourceEpisodes:
         if not len(batch):
             return
         rows = self._rows(batch)
-        self._waiting.append(self._before_part(rows))
         # Chunks of one place stand in order, and numpy keeps the last of repeated indices.
         ordered = rows[in_order(rows)] if batch.has_markers else rows
         self._open.view(_WHOLE)[ordered["env_index"], ordered["agent"]] = ordered.view(_WHOLE)
@@ -140,7 +117,7 @@ class SourceEpisodes:
         self._resume(batch.modules[0])
         keep = np.ones(len(batch), np.bool_)
         aborted: list[np.void] = []
-        before = self._before_part(rows)
+        before = self._open.copy(), dict(self._broken)
         for i in in_order(rows):
             row = rows[i]
             keep[i] = self._continues(row, int(batch.table["t_start"][i]), aborted)
@@ -150,7 +127,7 @@ class SourceEpisodes:
         left_out = (batch.steps - kept.steps, len(batch) - len(kept))
         markers = self._markers(batch.modules[0], aborted, self.gap_reason) if aborted else None
         found = FilteredBatch(kept, markers, left_out)
-        states = (before, before.after_markers(aborted)) if aborted else (before,)
+        states = (before, _after_markers(before, aborted)) if aborted else (before,)
         self._waiting.extend(states[: len(found.parts)])
         return found
 
@@ -172,10 +149,10 @@ class SourceEpisodes:
         """Return the open episodes for the learner's own checkpoint, and those that a marker has ended.
 
         None if there is none. An ended one is a row of no steps with ABORTED: its further chunks are still left out.
-        Both are as of what `note_handed_out` has told of.
+        After a gap both are as of what `note_handed_out` has told of. Without one the chunks of a batch may come again.
         """
         players, agents, modules = list(self._players), list[str](), list[str]()
-        table, broken = self._at_learner()
+        table, broken = self._waiting[0] if self._waiting else (self._open, self._broken)
         known = table[(table["length"] > 0) & (table["end"] == ChunkEnd.ONGOING)]
         ended = np.zeros(len(broken), CHUNK_TABLE)
         for row, (place, episode) in zip(ended, broken.items(), strict=True):
@@ -201,13 +178,6 @@ class SourceEpisodes:
             newest, columns = np.concatenate([newest, older[kept]]), {**self._before.columns, **columns}
         return open_episodes(newest, agents, modules, columns) if len(newest) else None
 
-    def _before_part(self, rows: NDArray[np.void]) -> _Before:
-        """Return the places of these rows as they are now. Cost and memory grow with the rows, not with the source."""
-        places = map(_place_of, rows) if self._broken else ()
-        broken = {place: self._broken[place] for place in places if place in self._broken}
-        newest = self._open.view(_WHOLE)[rows["env_index"], rows["agent"]].view(CHUNK_TABLE)
-        return _Before(rows, newest, broken)
-
     def _place(self, told: OpenEpisodes, chunk: np.void) -> tuple[int, int]:
         """Return env and player of a row of `told`."""
         player = told.agents[chunk["agent"]], told.modules[chunk["module"]]
@@ -217,15 +187,6 @@ class SourceEpisodes:
         """Return whether a chunk came from this place."""
         column = self._players.get(player, self._open.shape[1])
         return _is_known((env_index, column), self._open, self._broken)
-
-    def _at_learner(self) -> tuple[NDArray[np.void], dict[tuple[int, int], tuple[int, int]]]:
-        """Return `_open` and `_broken` as of the last part that was handed out."""
-        if not self._waiting:
-            return self._open, self._broken
-        newest, broken = self._open.copy(), dict(self._broken)
-        for before in reversed(self._waiting):
-            before.restore(newest, broken)
-        return newest, broken
 
     def end(self, reason: str) -> list[ChunkBatch]:
         """End all open episodes, since no more batches come from this source.
@@ -354,6 +315,15 @@ def _is_known(
         return True
     inside = place[0] < newest.shape[0] and place[1] < newest.shape[1]
     return inside and _episode(newest[place]) != (0, 0)
+
+
+def _after_markers(before: _Places, aborted: Sequence[np.void]) -> _Places:
+    """Return the places once markers have ended these episodes."""
+    newest, broken = before[0].copy(), dict(before[1])
+    for row in aborted:
+        newest[_place_of(row)] = np.zeros((), CHUNK_TABLE)
+        broken[_place_of(row)] = _episode(row)
+    return newest, broken
 
 
 def _place_of(row: np.void) -> tuple[int, int]:
