@@ -316,7 +316,6 @@ class BatchStore:
     def publish(self, version: Version) -> None:
         """Note the newest version of the weights, and drop batches that have become stale."""
         self.weights = max(self.weights, version)
-        self.policy.publish(version)
         self.drop_stale()
 
     def drop_stale(self) -> None:

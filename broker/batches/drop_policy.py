@@ -13,17 +13,12 @@ from headrace.broker.batches.source import Source, StoredBatch
 from headrace.schemas.accounts.ledger import Drop
 from headrace.schemas.basics.bounds import Version
 
-_EPOCHS = 16
-"""Learner epochs whose newest version is remembered."""
-
 
 class DropPolicy:
     """The bounds of one broker, and the batches that they concern, oldest first."""
 
     def __init__(self, limits: BrokerLimits) -> None:
         self._limits = limits
-        self._newest_of: dict[int, int] = {}
-        """Newest published version of each learner epoch."""
         self.candidates: deque[tuple[Source, int]] = deque()
         """Batches that may be dropped. Those that were handed out or settled meanwhile are skipped."""
         self._drops_oldest = limits.overflow == "drop_oldest"
@@ -37,34 +32,16 @@ class DropPolicy:
 
     # -- staleness ----------------------------------------------------------------------------------------------------
 
-    def publish(self, version: Version) -> None:
-        """Note a published version."""
-        epoch, seq = version
-        self._newest_of[epoch] = max(seq, self._newest_of.get(epoch, 0))
-        while len(self._newest_of) > _EPOCHS:
-            del self._newest_of[min(self._newest_of)]
-
     def is_stale(self, held: StoredBatch, newest: Version) -> bool:
         """Return whether all steps of a batch were sampled more than `max_staleness` versions before `newest`.
 
-        A batch without steps tells of ends of episodes only. (0, 0) means random actions, which are never stale.
-        Versions of an epoch that this broker does not know cannot be counted, so batches of it are stale.
+        A batch without steps tells of ends of episodes only. (0, 0) means random actions, which are never stale. The
+        weights of an earlier learner are behind all versions of the present one, as `ChunkBatch.lag` counts.
         """
         most = self._limits.max_staleness
         if most is None or not held.steps or held.weights == (0, 0) or held.weights >= newest:
             return False
-        lag = self._lag(held.weights, newest)
-        return lag is None or lag > most
-
-    def _lag(self, version: Version, newest: Version) -> int | None:
-        """Return how many versions were published after `version`, up to `newest`; None where that is not known."""
-        if version[0] == newest[0]:
-            return newest[1] - version[1]
-        last = self._newest_of.get(version[0])
-        if last is None:
-            return None
-        between = sum(seq for epoch, seq in self._newest_of.items() if version[0] < epoch < newest[0])
-        return max(0, last - version[1]) + between + newest[1]
+        return newest[1] - (held.weights[1] if held.weights[0] == newest[0] else 0) > most
 
     def stale(self, newest: Version) -> Iterator[tuple[Source, StoredBatch]]:
         """Return the batches that are stale now."""
