@@ -11,12 +11,12 @@ import pytest
 from headrace.schemas.accounts.ledger import Discard
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ConnectorError, ModuleError, StateError
-from headrace.schemas.frames.state_arrays import arrays_to_state, state_to_arrays
 from headrace.workers import PolicySpec
 from headrace.workers.connectors import FrameStack, MeanStd
 from headrace.workers.connectors.connector import Connector
 from support.envs.toy import Walk, runner
 from support.envs.toy_agents import BOX, CHOICE, multi_runner, scheduled
+from support.runners.comparing import through_arrays
 
 COUNT = "0.MeanStd/obs/count"
 TWO: dict[str, Any] = {
@@ -25,10 +25,6 @@ TWO: dict[str, Any] = {
     "env_config": {"lengths": [4, 7]},
     "policy_mapping_fn": lambda agent, _: agent,
 }  # fmt: skip
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    return arrays_to_state(state_to_arrays(state))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -48,11 +44,11 @@ def test_a_runners_state_has_each_modules_connectors_by_name() -> None:
     with multi_runner(num_envs=2, **TWO) as first, multi_runner(num_envs=3, **TWO) as second:
         first.sample(num_timesteps=14)  # seven steps of each env: a1's whole episode, and a0's
         first.take_connector_update()
-        state = copied(first.get_state(not_components="random_streams"))  # for another number of envs
+        state = through_arrays(first.get_state(not_components="random_streams"))  # for another number of envs
         counts = {name: float(a.squeeze()) for name, a in state["env_to_module"].items() if name.endswith("count")}
         assert counts == {f"a0/{COUNT}": 12, f"a1/{COUNT}": 18, f"idle/{COUNT}": 0}  # the next episodes' first rows too
         assert state["module_to_env"] == {}
-        part = copied(first.get_state("env_to_module/a1"))
+        part = through_arrays(first.get_state("env_to_module/a1"))
         assert set(part["env_to_module"]) == {f"a1/0.MeanStd/obs/{name}" for name in ("count", "mean", "m2")}
         second.set_state(part)
         assert same(second.get_state("env_to_module/a1")["env_to_module"], part["env_to_module"])

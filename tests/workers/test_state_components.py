@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.schemas.errors import DecodeError, EncodeError, ModuleError, StateError
-from headrace.schemas.frames.state_arrays import arrays_to_state, state_to_arrays
-from headrace.schemas.frames.wire import MessageKind, decode, encode
+from headrace.schemas.errors import ModuleError, StateError
 from headrace.workers.connectors import FlattenObservations, FrameStack, MeanStd, PreviousActionReward
 from headrace.workers.runner.state_components import Selection
 from support.envs.counting import NestedCounting
@@ -65,40 +63,14 @@ def test_a_selection_picks_parts_of_a_component() -> None:
     assert not Selection("rl_module/p0", None).wants("env_to_module")
 
 
-def test_a_state_goes_through_a_message_and_back() -> None:
+def test_a_state_goes_through_a_file_and_back() -> None:
     with runner(num_envs=2) as sampler, runner(num_envs=2) as other:
         sampler.sample(num_timesteps=9)
         state = sampler.get_state()
-        frames = encode(MessageKind.WEIGHTS, {}, state_to_arrays(state))
-        received = arrays_to_state(decode([bytes(frame) for frame in frames]).arrays)
+        received = through_arrays(state)
         assert equal_states(received, state)
         other.set_state(received)
         assert equal_states(other.get_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"a": np.array([object()])}, "a has dtype object"),
-        ({"a": {"b": object()}}, "neither an array nor a plain value"),
-        ({"a": {3: 1}}, "a has the key 3"),
-        ({"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}, "two arrays of the state are called 'a/b'"),
-    ],
-)
-def test_a_state_that_cannot_be_encoded_raises_encode_error(state: Any, message: str) -> None:
-    with pytest.raises(EncodeError, match=message):
-        state_to_arrays(state)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [b"{", b"[1]", b'{"_array":"gone"}', b'{"_array":3}', b'{"_array":"x"}', b'{"a":' * 200 + b"1" + b"}" * 200],
-)
-def test_bytes_that_are_no_state_are_refused(tree: bytes) -> None:
-    with pytest.raises(DecodeError):
-        arrays_to_state({"_state": np.frombuffer(tree, np.uint8), "x": np.zeros(1)})
-    with pytest.raises(DecodeError, match="no byte array"):
-        arrays_to_state({})
 
 
 def _compare(ours: Any, theirs: Any) -> None:

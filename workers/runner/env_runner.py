@@ -490,7 +490,7 @@ class EnvRunner(ABC, Generic[Batch]):
 
         Lifetime counters are always included. "rl_module/p0" is a part: the state of module p0. A runner of one module
         calls it "default_policy". There "env_to_module/0.MeanStd" is a single connector's state. Components that the
-        runner does not have are left out. `state_to_arrays` flattens a state for sending.
+        runner does not have are left out.
 
         Raises `StateError` for an unknown component, or a part that is not there.
         """

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from headrace.learner_stub.checkpoints.state_tree import pack, unpack
 from headrace.schemas.chunks.chunk import EpisodeChunk
-from headrace.schemas.frames.state_arrays import arrays_to_state, state_to_arrays
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -63,8 +63,10 @@ def changed(weights: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def through_arrays(state: dict[str, Any]) -> dict[str, Any]:
-    assert orjson.loads(state_to_arrays(state)["_state"].tobytes())
-    return arrays_to_state(state_to_arrays(state))
+    """`state` as a learner's file brings it back."""
+    tree, arrays = pack(state, "")
+    found: dict[str, Any] = unpack(orjson.loads(orjson.dumps(tree)), arrays)
+    return found
 
 
 def numbers_in(report: Any) -> list[float]:
