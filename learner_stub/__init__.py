@@ -37,20 +37,7 @@ _HOMES = {
     "with_own_logp": "headrace.learner_stub.rollouts.own_logp",
 }
 
-__all__ = [
-    "ConnectorMerger",
-    "EpisodeStream",
-    "LearnerState",
-    "LoadedState",
-    "Returns",
-    "WeightPublisher",
-    "episodes_of",
-    "gae",
-    "save_policy",
-    "to_torch",
-    "vtrace",
-    "with_own_logp",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

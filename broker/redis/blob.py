@@ -60,10 +60,6 @@ class StoredBlob:
     about: bytes = b""
 
 
-def _free(nbytes: int) -> None:
-    """Count nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class RedisBlob:
     """Writes and reads one value of one fleet. Every method may raise the errors in `client.REDIS_FAILURES`.
@@ -86,7 +82,7 @@ class RedisBlob:
         version: Version,
         frames: Sequence[Buffer],
         about: bytes = b"",
-        spend: Callable[[int], object] = _free,
+        spend: Callable[[int], object] = lambda _: None,
     ) -> str:
         """Make this version the current one. `spend` is called with the bytes of each piece.
 
@@ -124,7 +120,7 @@ class RedisBlob:
         return StoredBlob(current, frames, reader.field(blob, "about") or b"")
 
     def stage(
-        self, blob: str, frames: Sequence[Buffer], about: bytes = b"", spend: Callable[[int], object] = _free
+        self, blob: str, frames: Sequence[Buffer], about: bytes = b"", spend: Callable[[int], object] = lambda _: None
     ) -> None:
         """Write a blob that no pointer names yet."""
         views = [memoryview(frame).cast("B") for frame in frames]

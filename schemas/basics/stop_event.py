@@ -11,10 +11,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-def _do_nothing() -> None:
-    """Do nothing."""
-
-
 class StopEvent(threading.Event):
     """An event that a stop signal sets. `came` says which signal it was, and which line was running."""
 
@@ -22,7 +18,7 @@ class StopEvent(threading.Event):
 
 
 @contextmanager
-def stop_event(wake: Callable[[], None] = _do_nothing) -> Iterator[StopEvent]:
+def stop_event(wake: Callable[[], None] = lambda: None) -> Iterator[StopEvent]:
     """Give an event that the first SIGTERM or Ctrl-C sets. A second signal acts as it did before this block.
 
     The handler calls `wake` too, which must take no lock that the main thread may hold.
