@@ -31,32 +31,23 @@ class ReceivedRow:
         return (self.row.epoch, self.row.number)
 
 
-class RedisRows:
-    """Appends rows to the stream `learner_rows`."""
+def append_rows(client: redis.Redis, fleet_id: str, rows: Sequence[ReceivedRow]) -> None:
+    """Append the rows that Redis lacks to its stream. May raise `REDIS_FAILURES` after appending some of them.
 
-    def __init__(self, client: redis.Redis, fleet_id: str) -> None:
-        self._client = client
-        self._key = keys.key_name(fleet_id, keys.LEARNER_ROWS)
-
-    def append(self, rows: Sequence[ReceivedRow]) -> None:
-        """Append the rows that Redis lacks. May raise `REDIS_FAILURES` after appending some of them.
-
-        Redis has a row if it has a newer one: Redis refuses ids that do not rise.
-        """
-        with self._client.pipeline(transaction=False) as pipe:
-            for received in rows:
-                identity = f"{received.row.epoch}-{received.row.number}"
-                pipe.xadd(self._key, _fields(received), id=identity, maxlen=MOST_ROWS, approximate=True)
-            answers = pipe.execute(raise_on_error=False)
-        for answer in answers:
-            if isinstance(answer, Exception) and "equal or smaller" not in str(answer):
-                raise answer
-
-
-def _fields(received: ReceivedRow) -> dict[Any, Any]:
-    return {
-        "weights_seq": str(received.row.weights_seq),
-        "unix_s": f"{received.unix_s:.3f}",
-        "env_steps": str(received.env_steps),
-        "values": orjson.dumps(received.row.values),
-    }
+    Redis has a row if it has a newer one: Redis refuses ids that do not rise.
+    """
+    key = keys.key_name(fleet_id, keys.LEARNER_ROWS)
+    with client.pipeline(transaction=False) as pipe:
+        for received in rows:
+            row = received.row
+            fields: dict[Any, Any] = {
+                "weights_seq": str(row.weights_seq),
+                "unix_s": f"{received.unix_s:.3f}",
+                "env_steps": str(received.env_steps),
+                "values": orjson.dumps(row.values),
+            }
+            pipe.xadd(key, fields, id=f"{row.epoch}-{row.number}", maxlen=MOST_ROWS, approximate=True)
+        answers = pipe.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception) and "equal or smaller" not in str(answer):
+            raise answer

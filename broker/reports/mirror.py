@@ -71,10 +71,9 @@ class Mirror:
         self._rows: _Fields[SourceKey, LedgerRow] = _Fields()
         self._counters: _Fields[SourceKey, Mapping[str, int]] = _Fields()
         self._folded: _Fields[int, FoldedLives] = _Fields()
-        self._workers: _Fields[int, Mapping[str, object]] = _Fields()
-        self._incarnations: _Fields[int, int] = _Fields()
-        self._runner_state: _Fields[int, Counters] = _Fields()
-        self._env_errors: _Fields[str, Mapping[str, object]] = _Fields()
+        kinds = ("workers", "incarnations", "runner_state", "env_errors")
+        self._smaller: dict[str, _Fields[Any, Any]] = {kind: _Fields() for kind in kinds}
+        """All other fields, as `Report` names them."""
         self._errors_gone: dict[str, None] = {}
         self._gone: dict[int, None] = {}
         self._newest = Report()
@@ -102,12 +101,11 @@ class Mirror:
         sums = self._newest.metric_sums
         if sums is None:
             return None
-        return dict(self._runner_state.values), sums, dict(self._env_errors.values)
+        return dict(self._smaller["runner_state"].values), sums, dict(self._smaller["env_errors"].values)
 
     @property
     def _kinds(self) -> tuple[_Fields[Any, Any], ...]:
-        ended = self._rows, self._counters, self._folded
-        return (*ended, self._workers, self._incarnations, self._runner_state, self._env_errors)
+        return (self._rows, self._counters, self._folded, *self._smaller.values())
 
     @property
     def lacks_folded(self) -> bool:
@@ -122,14 +120,13 @@ class Mirror:
         self._hold_back((row.slot, row.incarnation) for row in report.rows if row.closed)
         self._counters.take(report.counters)
         self._folded.take(report.folded)
-        self._workers.take(report.workers)
-        self._incarnations.take(report.incarnations)
-        self._runner_state.take(report.runner_state)
-        self._take_env_errors(report.env_errors)
+        for kind, fields in self._smaller.items():
+            fields.take(getattr(report, kind) or {})
+        self._remove_env_errors(report.env_errors)
         for slot in report.workers:
             self._gone.pop(slot, None)
         for slot in report.workers_gone:
-            self._workers.drop(slot)
+            self._smaller["workers"].drop(slot)
             self._gone[slot] = None
         if report.folded:
             self.remove_folded([*self._rows.values, *self._counters.values])
@@ -141,12 +138,12 @@ class Mirror:
                 del self._rows.unsent[life]
                 self._unwritten[life] = None
 
-    def _take_env_errors(self, groups: Mapping[str, Mapping[str, object]] | None) -> None:
+    def _remove_env_errors(self, groups: Mapping[str, Mapping[str, object]] | None) -> None:
+        """Have Redis remove the groups that were summed up with others. None: the groups are not known yet."""
         if groups is None:
             return
-        self._env_errors.take(groups)
-        for name in self._env_errors.values.keys() - groups.keys():
-            self._env_errors.drop(name)
+        for name in self._smaller["env_errors"].values.keys() - groups.keys():
+            self._smaller["env_errors"].drop(name)
             self._errors_gone[name] = None
         for name in groups:
             self._errors_gone.pop(name, None)
@@ -182,16 +179,14 @@ class Mirror:
         rows = {} if folded else self._rows.next(MOST_ROWS_A_PART)
         counters = {} if folded else self._counters.next(MOST_ROWS_A_PART)
         counters |= {key: self._counters.values[key] for key in rows if key in self._counters.values}
+        smaller: dict[str, Any] = {kind: fields.next(MOST_FIELDS_A_PART) for kind, fields in self._smaller.items()}
         report = replace(
             self._newest,
             rows=list(rows.values()),
             counters=counters,
             folded=folded,
-            workers=self._workers.next(MOST_FIELDS_A_PART),
             workers_gone=list(islice(self._gone, MOST_FIELDS_A_PART)),
-            incarnations=self._incarnations.next(MOST_FIELDS_A_PART),
-            runner_state=self._runner_state.next(MOST_FIELDS_A_PART),
-            env_errors=self._env_errors.next(MOST_FIELDS_A_PART),
+            **smaller,
         )
         self._learn_names(report)
         return Part(
@@ -218,10 +213,8 @@ class Mirror:
         self._rows.confirm((row.slot, row.incarnation) for row in report.rows)
         self._counters.confirm(report.counters)
         self._folded.confirm(report.folded)
-        self._workers.confirm(report.workers)
-        self._incarnations.confirm(report.incarnations)
-        self._runner_state.confirm(report.runner_state)
-        self._env_errors.confirm(report.env_errors or ())
+        for kind, fields in self._smaller.items():
+            fields.confirm(getattr(report, kind) or ())
         for name in part.env_errors_gone:
             self._errors_gone.pop(name, None)
         for slot in report.workers_gone:

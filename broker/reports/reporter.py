@@ -27,7 +27,7 @@ from headrace.broker.files.lifetime_file import LifetimeFile
 from headrace.broker.redis.blob import LARGEST_WEIGHTS, ByteBudget, StoredBlob, weights_in
 from headrace.broker.redis.client import ODD_ANSWERS, REDIS_FAILURES, RedisReader, connect, in_words
 from headrace.broker.redis.parser import SourceKey
-from headrace.broker.redis.rows import ReceivedRow, RedisRows
+from headrace.broker.redis.rows import ReceivedRow, append_rows
 from headrace.broker.reports.mirror import Mirror
 from headrace.broker.reports.report import LIVE_S, MergeScript, Part, Report, SavedState, read_saved_state
 from headrace.schemas.accounts import redis_keys as keys
@@ -80,7 +80,6 @@ class RedisReporter:
         self._file_failed = self._lifetime_failed = False
         self._shelf = weights_in(self._client, fleet_id)
         self._budget = ByteBudget(weights_per_hour)
-        self._row_log = RedisRows(self._client, fleet_id)
         self._news = threading.Condition()
         # All of the following is shared, and read or written under `_news` only.
         self._offered: list[Report] = []
@@ -261,7 +260,7 @@ class RedisReporter:
             self._store(weights)
 
     def _append(self, rows: Sequence[ReceivedRow]) -> None:
-        self._row_log.append(rows)
+        append_rows(self._client, self._fleet_id, rows)
         with self._news:
             self._rows_stored = rows[-1].version
             while self._rows and self._rows[0].version <= self._rows_stored:

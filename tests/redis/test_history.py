@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.broker.redis.rows import ReceivedRow, RedisRows
+from headrace.broker.redis.rows import ReceivedRow, append_rows
 from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.deploy.run.redis_view import FleetView
 from headrace.schemas.accounts import redis_keys as keys
@@ -174,7 +174,7 @@ def test_all_keys_of_a_fleet_take_the_memory_that_the_reference_states(
             LearnerRow(epoch=epoch, number=i + 1, values={f"loss/part_{n}": i / 7 + n for n in range(values)})
             for i in range(4200)
         ]
-        RedisRows(client, fleet_id).append([ReceivedRow(row, clock.now, 10**6) for row in rows])
+        append_rows(client, fleet_id, [ReceivedRow(row, clock.now, 10**6) for row in rows])
 
     assert memory() < 2.5
     log_rows(1, 20)
