@@ -294,7 +294,7 @@ class BatchStore:
     def _leave_with_learner(self, source: Source, batches: list[HeldBatch]) -> None:
         for batch in batches:
             held = source.held.get(batch.seq)
-            if held is not None and held.count == (batch.steps, batch.chunks):
+            if held is not None and held.count == batch.count:
                 held.mark_given()
             elif held is not None or batch.seq > source.cut.seq:
                 self._note_dispute(source.key, f"it holds batch {batch.seq} of {batch.steps} steps, which never came")

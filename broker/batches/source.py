@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import takewhile
 from typing import Any
 
 from headrace.broker.batches.life_figures import WorkerFigures
-from headrace.schemas.accounts.ledger import Count, Discard, Drop, HeldBatch, LedgerRow, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import (
+    Count,
+    Discard,
+    Drop,
+    HeldBatch,
+    LedgerRow,
+    Settled,
+    WorkerTotals,
+    plus,
+    total_of,
+)
 from headrace.schemas.accounts.logged_metrics import LoggedMetrics
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.frames.wire import Buffer
@@ -158,7 +167,7 @@ class Source:
             return f"batch {settled.seq} is settled; {self.cut.seq} are cut and {self.accepted} accepted"
         if settled.seq <= self.accepted:
             newly = takewhile(lambda held: held.seq <= settled.seq, self.held.values())  # they are in order of seq
-            known = reduce(plus, (held.count for held in newly), self.settled.total())
+            known = total_of((self.settled.total(), *(held.count for held in newly)))
             return f"{total} settled by batch {settled.seq}, not {known}" if total != known else ""
         if total[0] > shipped[0] or total[1] > shipped[1] or (settled.seq == self.cut.seq and total != shipped):
             return f"{total} settled by batch {settled.seq}; {shipped} are shipped by batch {self.cut.seq}"
@@ -171,7 +180,7 @@ class Source:
     def accept(self, held: StoredBatch, totals: WorkerTotals) -> None:
         """Take batch `accepted + 1`."""
         known = self.with_learner.pop(held.seq, None)
-        if known is not None and (known.steps, known.chunks) == held.count:
+        if known is not None and known.count == held.count:
             held.mark_given()
         self.accepted = held.seq
         self.accepted_count = plus(self.accepted_count, held.count)
@@ -256,15 +265,14 @@ class Source:
 
     def lost(self) -> dict[str, Count]:
         """Return batches cut and never accepted, by name; known once the incarnation is closed."""
-        total = reduce(plus, ((batch.steps, batch.chunks) for batch in self.left.values()), (0, 0))
-        return {self.left_reason: total} if self.left else {}
+        return {self.left_reason: total_of(batch.count for batch in self.left.values())} if self.left else {}
 
     def ledger_row(self) -> LedgerRow | None:
         """Return the books as of the last moment at which the worker's totals covered exactly the batches accepted."""
         if self.restored is not None:
             return self.restored.model_copy(update={"end_taken": self.end_taken})
         if self.closed or self.totals.seq == self.accepted:
-            held: Count = reduce(plus, (batch.count for batch in self.held.values()), (0, 0))
+            held = total_of(batch.count for batch in self.held.values())
             if self._is_in_row(held):
                 return self.row
             self.row = LedgerRow.model_construct(  # its parts are checked, and thousands are made in a report

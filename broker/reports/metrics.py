@@ -35,6 +35,8 @@ from headrace.schemas.messages import Skip
 
 EPISODE_WINDOW = 100
 RATE_WINDOW_S = 5.0
+_MOST_HOST = 255
+"""Characters of a host's name: the most that DNS allows."""
 
 
 class FleetMetrics(BrokerObserver):
@@ -226,8 +228,9 @@ class FleetMetrics(BrokerObserver):
         learner = core.learners.lease
         if learner is None:  # Redis keeps what an earlier broker told of it
             return lease
-        lease |= {"headrace_version": learner.headrace_version, "heard_unix_s": time.time() - (now - learner.heard_at)}
-        lease |= {"host": learner.host, "pid": learner.pid, "program": learner.program}
+        hello = learner.hello
+        lease |= {"headrace_version": hello.headrace_version, "heard_unix_s": time.time() - (now - learner.heard_at)}
+        lease |= {"host": hello.host[:_MOST_HOST], "pid": hello.pid, "program": hello.program}
         lease |= core.learners.measures.threads() | {"waiting": int(learner.waits(now))}
         since = learner.committed_at
         return lease if since is None else lease | {"committed_unix_s": time.time() - (now - since)}

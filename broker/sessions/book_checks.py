@@ -6,10 +6,7 @@ or of a damaged recorder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import reduce
-
-from headrace.schemas.accounts.ledger import Count, HeldBatch, Settled, WorkerTotals, plus
+from headrace.schemas.accounts.ledger import Count, Settled, WorkerTotals, plus, total_of
 from headrace.schemas.basics.bounds import MOST_EPOCH, MOST_LIVES, WINDOW
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.messages import Heartbeat, LastWords, LearnerHello, Message, Skip, WorkerHello
@@ -55,7 +52,7 @@ def _check_last_words(words: LastWords) -> None:
     if numbers != sorted(set(numbers)) or not set(numbers) <= set(range(settled.seq + 1, totals.seq + 1)):
         told = f"where {totals.seq} are cut and {settled.seq} settled"
         raise _implausible(f"batches {numbers[:3]}... in the window, {told}")
-    kept, shipped = plus(settled.total(), _sum(words.window)), _shipped(totals)
+    kept, shipped = plus(settled.total(), total_of(batch.count for batch in words.window)), _shipped(totals)
     is_whole = len(numbers) == totals.seq - settled.seq
     if kept[0] > shipped[0] or kept[1] > shipped[1] or (is_whole and kept != shipped):
         raise _implausible(f"{kept} settled or in the window; {shipped} are shipped")
@@ -88,7 +85,3 @@ def _implausible(detail: str) -> DecodeError:
 
 def _shipped(totals: WorkerTotals) -> Count:
     return (totals.shipped, totals.shipped_chunks)
-
-
-def _sum(batches: Iterable[HeldBatch]) -> Count:
-    return reduce(plus, ((batch.steps, batch.chunks) for batch in batches), (0, 0))

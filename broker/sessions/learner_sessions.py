@@ -72,7 +72,7 @@ class LearnerSessions:
             return
         if learner is not holder:
             self.measures.begin(is_new=learner.granted)
-        learner.take_identity(hello, now)
+        learner.hello, learner.heard_at = hello, now
         if hello.channel == "publisher":
             learner.attach_publisher(peer)
         else:
@@ -104,7 +104,7 @@ class LearnerSessions:
         A learner that claims an epoch is the newest if the broker never gave out a higher one.
         """
         holder, state = self.lease, self._state
-        if holder is not None and same_token(holder.token, hello.token):
+        if holder is not None and same_token(holder.hello.token, hello.token):
             holder.epoch = state.epoch = max(holder.epoch, hello.epoch)
             return holder
         own = digest_of(hello.token)
@@ -119,7 +119,7 @@ class LearnerSessions:
         if holder is not None:
             self._fence(holder.stream)
             self._fence(holder.publisher)
-        self.lease = LearnerLease(hello.token, state.epoch, granted=granted)
+        self.lease = LearnerLease(hello, state.epoch, granted=granted)
         return self.lease
 
     def on_gone(self, peer: Peer) -> None:
@@ -267,7 +267,7 @@ class LearnerSessions:
             epoch=learner.epoch,
             held_batches=self._store.held_batches(),
             workers=len(workers),
-            workers_here=sum(1 for source in workers if source.host and source.host == learner.host),
+            workers_here=sum(1 for source in workers if source.host and source.host == learner.hello.host),
             workers_blocked=sum(1 for source in workers if source.blocked),
             spaces=spaces,
             published=self._store.weights,

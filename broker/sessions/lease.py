@@ -13,15 +13,13 @@ from headrace.schemas.messages import LearnerHello
 _WAITS_S = 1.5
 """A stream in which its user waits says so twice a second. One that is silent for longer computes."""
 
-_MOST_HOST = 255
-"""Characters of a host's name: the most that DNS allows."""
-
 
 @dataclass(slots=True)
 class LearnerLease:
     """The lease and the learner that holds it. The learner's stream and publisher connections share its token."""
 
-    token: str
+    hello: LearnerHello
+    """Its newest HELLO, which says who it is."""
     epoch: int
     stream: Peer | None = None
     publisher: Peer | None = None
@@ -41,22 +39,12 @@ class LearnerLease:
     """The newest facts about the workers' weights that each connection was told."""
     reads_all: bool = False
     """True if it reads every encoding of arrays that this broker takes from workers."""
-    headrace_version: str = ""
-    """As the learner tells it; "" if it does not, as the next two and a pid of 0."""
-    host: str = ""
-    program: str = ""
-    pid: int = 0
     heard_at: float = 0.0
     """Time of its newest HELLO or commit."""
     waiting: bool = False
     """True if the learner's newest commit says that its user waits for a batch."""
     granted: bool = False
     """True when this broker gave out the epoch; False when the learner claimed it."""
-
-    def take_identity(self, hello: LearnerHello, now: float) -> None:
-        """Note who the learner is, as it says for people."""
-        self.headrace_version, self.heard_at = hello.headrace_version, now
-        self.host, self.program, self.pid = hello.host[:_MOST_HOST], hello.program, hello.pid
 
     def attach_stream(self, peer: Peer, hello: LearnerHello) -> None:
         """Note that a stream connected or reconnected.

@@ -17,9 +17,10 @@ batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import reduce
 from types import MappingProxyType
 from typing import Annotated
 
@@ -174,6 +175,11 @@ class HeldBatch(BaseModel):
     steps: BatchCount
     chunks: BatchCount
 
+    @property
+    def count(self) -> Count:
+        """Return (steps, chunks)."""
+        return (self.steps, self.chunks)
+
 
 class Settled(BaseModel):
     """The final state of one incarnation's batches 1..seq. It depends on history alone, so the longer one wins."""
@@ -192,15 +198,17 @@ class Settled(BaseModel):
 
     def total(self) -> Count:
         """Return steps and chunks of all settled batches."""
-        total = self.committed
-        for count in self.dropped.values():
-            total = plus(total, count)
-        return total
+        return total_of((self.committed, *self.dropped.values()))
 
 
 def plus(a: Count, b: Count) -> Count:
     """Return the componentwise sum."""
     return (a[0] + b[0], a[1] + b[1])
+
+
+def total_of(counts: Iterable[Count]) -> Count:
+    """Return the componentwise sum of all."""
+    return reduce(plus, counts, (0, 0))
 
 
 class LedgerRow(BaseModel):
@@ -223,15 +231,15 @@ class LedgerRow(BaseModel):
         """Yield one sentence for each equation that does not hold. `name` stands for the row in it."""
         name = name or f"slot {self.slot} incarnation {self.incarnation}"
         t = self.totals
-        discarded, dropped = sum(t.discarded.values()), _sum(t.dropped)
+        discarded, dropped = sum(t.discarded.values()), total_of(t.dropped.values())
         if t.stepped != t.open + discarded + dropped[0] + t.shipped:
             yield (
                 f"{name}: stepped {t.stepped} != open {t.open} + discarded {discarded} + dropped {dropped[0]} "
                 f"+ shipped {t.shipped}"
             )
-        shipped, reached = (t.shipped, t.shipped_chunks), plus(self.accepted, _sum(self.lost))
-        if shipped != reached:
-            yield f"{name}: shipped {shipped} != accepted {self.accepted} + lost {_sum(self.lost)} (steps, chunks)"
+        shipped, lost = (t.shipped, t.shipped_chunks), total_of(self.lost.values())
+        if shipped != plus(self.accepted, lost):
+            yield f"{name}: shipped {shipped} != accepted {self.accepted} + lost {lost} (steps, chunks)"
         kept = plus(self.held, self.settled.total())
         if self.accepted != kept:
             yield (
@@ -241,13 +249,6 @@ class LedgerRow(BaseModel):
             yield f"{name}: accepted {self.accepted[0]} steps != those of its modules {sum(t.module_steps.values())}"
         if self.closed and t.open:
             yield f"{name}: closed with {t.open} steps still open"
-
-
-def _sum(counts: Mapping[str, Count]) -> Count:
-    total = (0, 0)
-    for count in counts.values():
-        total = plus(total, count)
-    return total
 
 
 class FleetLedger(BaseModel):
@@ -263,7 +264,7 @@ class FleetLedger(BaseModel):
 
     def balance(self) -> int:
         """Return steps on the left of the equation less those on the right; 0 when the books balance."""
-        right = self.committed[0] + self.queued + _sum(self.dropped)[0] + sum(self.discarded.values())
+        right = self.committed[0] + self.queued + total_of(self.dropped.values())[0] + sum(self.discarded.values())
         return self.stepped - right
 
 

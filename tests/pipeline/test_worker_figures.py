@@ -88,7 +88,7 @@ def test_the_row_and_the_gauges_report_a_worker_that_waits_for_a_stalled_learner
         held = broker.ask(lambda it: (it.core.store.held_batches(), it.core.store.nbytes))
         told = broker.ask(
             lambda it: [
-                it.core.learners.lease.headrace_version,
+                it.core.learners.lease.hello.headrace_version,
                 *(source.headrace_version for source in it.core.live()),
             ]
         )
