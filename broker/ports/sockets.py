@@ -16,7 +16,7 @@ from headrace.schemas.basics.bounds import BROKER_CONNECTIONS
 from headrace.schemas.credentials.keys import BrokerKeys
 from headrace.schemas.credentials.loopback_token import ServerToken
 from headrace.schemas.errors import ConfigError, PortInUseError, socket_folder_error
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
+from headrace.schemas.frames.manifest import DEFAULT_LIMITS
 from headrace.schemas.peers import sockets
 from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.peers.connection_limit import connection_limit

@@ -28,8 +28,7 @@ from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.module_spaces import check_module_ids
 from headrace.schemas.credentials.keys import PeerKeys, client_keys
 from headrace.schemas.errors import EncodeError, NotFiniteError, refusal
-from headrace.schemas.frames.manifest import as_sent
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS
+from headrace.schemas.frames.manifest import DEFAULT_LIMITS, as_sent
 from headrace.schemas.messages.weights import Arrays, fit_published, join_modules, weights_digest
 from headrace.schemas.peers.fleet_address import AddressSource
 from headrace.schemas.peers.fleet_place import FleetPlace, broker_fleet_id

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from headrace.schemas.basics.bounds import ListOf
 from headrace.schemas.errors import DecodeError
-from headrace.schemas.frames.manifest import Buffer
-from headrace.schemas.frames.wire_limits import WireLimits
+from headrace.schemas.frames.manifest import Buffer, WireLimits
 
 try:
     import lz4.block as lz4

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import DecodeError, EncodeError
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS, WireLimits
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """The most that a receiver accepts, checked before it allocates anything. Senders know it too. Sizes in bytes."""
+
+    header_bytes: int = 1 << 20
+    payload_bytes: int = 256 << 20
+    infos_bytes: int = 8 << 20
+    frames: int = 64
+    arrays: int = 4096
+    dims: int = 8
+    header_depth: int = 64
+    names: int = 8192
+    """Names of one object of the header."""
+
+
+DEFAULT_LIMITS = WireLimits()
 
 _ALIGN = 64
 OWN_FRAME_BYTES = 64 * 1024

@@ -37,11 +37,11 @@ from numpy.typing import NDArray
 from headrace.schemas.errors import DecodeError, EncodeError
 from headrace.schemas.frames.compression import LZ4, compress, decompress
 from headrace.schemas.frames.manifest import ALLOWED_DTYPES as ALLOWED_DTYPES
+from headrace.schemas.frames.manifest import DEFAULT_LIMITS as DEFAULT_LIMITS
 from headrace.schemas.frames.manifest import OWN_FRAME_BYTES as OWN_FRAME_BYTES
 from headrace.schemas.frames.manifest import Buffer as Buffer
+from headrace.schemas.frames.manifest import WireLimits as WireLimits
 from headrace.schemas.frames.manifest import pack, view
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS as DEFAULT_LIMITS
-from headrace.schemas.frames.wire_limits import WireLimits as WireLimits
 
 MAGIC = b"HDRC"
 PROTOCOL_MAJOR = 1

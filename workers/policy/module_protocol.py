@@ -15,7 +15,7 @@ from torch.nn.modules import module as module_hooks
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors import ConfigError, HeadraceError, ModuleError, words_of
-from headrace.schemas.frames.wire_limits import DEFAULT_LIMITS, WireLimits
+from headrace.schemas.frames.manifest import DEFAULT_LIMITS, WireLimits
 
 NumpyAct = Callable[[Mapping[str, NDArray[Any]], "NDArray[Any] | None"], dict[str, NDArray[Any]]]
 """(observation columns, noise or None for the mode) -> step columns by name, all (rows, ...)."""
