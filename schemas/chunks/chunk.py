@@ -165,10 +165,6 @@ class EpisodeChunk:
             episode_length=self.episode_length - rest,
         )
 
-    def concat(self, other: EpisodeChunk) -> EpisodeChunk:
-        """Join this chunk and the one that follows it into one, as `to_episode` does."""
-        return to_episode((self, other))
-
     @property
     def is_done(self) -> bool:
         """Return whether the episode terminated or was truncated with this chunk."""

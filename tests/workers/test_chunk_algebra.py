@@ -59,7 +59,7 @@ def test_a_chunk_cut_anywhere_and_joined_in_any_order_is_the_same(cuts: set[int]
     assert [p.episode_length for p in parts] == bounds[1:]
     folded = parts[0]
     for part in parts[1:]:
-        folded = folded.concat(part)
+        folded = to_episode((folded, part))
     assert_same(folded, WHOLE)
     random.shuffle(parts)
     assert_same(to_episode(parts), WHOLE)
@@ -131,7 +131,7 @@ def test_an_aborted_episode_ends_with_its_marker() -> None:
     assert (len(episode), episode.end, episode.end_reason) == (10, ChunkEnd.ABORTED, "reset")
     assert (len(to_episode([marker])), to_episode([marker]).end) == (0, ChunkEnd.ABORTED)
     with pytest.raises(ChunkError, match="has ended"):
-        marker.concat(replace(second, chunk_index=9))
+        to_episode((marker, replace(second, chunk_index=9)))
 
 
 def _spoil(chunk: EpisodeChunk, fault: str) -> EpisodeChunk:
@@ -159,15 +159,15 @@ def _spoil(chunk: EpisodeChunk, fault: str) -> EpisodeChunk:
 )
 def test_joining_chunks_that_do_not_match_names_the_difference(fault: str, message: str) -> None:
     with pytest.raises(ChunkError, match=message):
-        WHOLE[:7].concat(_spoil(WHOLE[7:], fault))
+        to_episode((WHOLE[:7], _spoil(WHOLE[7:], fault)))
 
 
 def test_joining_chunks_with_a_gap_an_overlap_or_after_the_end_is_refused() -> None:
     with pytest.raises(ChunkError, match=r"a gap .* 7 steps are known of the episode, and 8 lie before"):
-        WHOLE[:7].concat(WHOLE[8:])
+        to_episode((WHOLE[:7], WHOLE[8:]))
     with pytest.raises(ChunkError, match="an overlap"):
-        WHOLE[:7].concat(WHOLE[6:])
+        to_episode((WHOLE[:7], WHOLE[6:]))
     with pytest.raises(ChunkError, match="has ended"):
-        WHOLE.concat(replace(WHOLE, t_start=len(WHOLE), episode_length=2 * len(WHOLE)))
+        to_episode((WHOLE, replace(WHOLE, t_start=len(WHOLE), episode_length=2 * len(WHOLE))))
     with pytest.raises(ChunkError, match="no chunk"):
         to_episode([])
