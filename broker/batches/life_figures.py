@@ -25,8 +25,6 @@ class _Recent:
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, Any]] = deque(maxlen=_MOST_POINTS)
-        self._rate = (-1.0, 0.0)
-        """(time, rate) as last asked for: a report asks for it in the worker's row and in gauges."""
 
     def add(self, now: float, value: Any) -> None:
         points = self._points
@@ -40,11 +38,6 @@ class _Recent:
 
     def rate(self, now: float) -> float:
         """Return the rate at which a count grows. The rate falls once no value has come for two mean intervals."""
-        if self._rate[0] != now:
-            self._rate = now, self._measure(now)
-        return self._rate[1]
-
-    def _measure(self, now: float) -> float:
         ends = self.ends()
         if ends is None:
             return 0.0

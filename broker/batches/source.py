@@ -144,11 +144,6 @@ class Source:
         """Return the env steps of this life, by the newest totals that this broker or an earlier one got."""
         return max(self.totals.steps_of_envs, self.made_before)
 
-    def take_totals(self, totals: WorkerTotals) -> None:
-        """Take newer totals as of batch `accepted`. Equal ones leave the row as it is."""
-        if totals.__dict__ != self.totals.__dict__:
-            self.totals = totals
-
     def is_unrecorded(self, words: LastWords) -> bool:
         """Return whether the life's supervisor found no recorder, though the life has told of steps: it was removed."""
         return not words.totals.stepped and not self.closed and bool(self.totals.stepped or self.cut.stepped)
@@ -272,29 +267,18 @@ class Source:
         if self.restored is not None:
             return self.restored.model_copy(update={"end_taken": self.end_taken})
         if self.closed or self.totals.seq == self.accepted:
-            held = total_of(batch.count for batch in self.held.values())
-            if self._is_in_row(held):
-                return self.row
             self.row = LedgerRow.model_construct(  # its parts are checked, and thousands are made in a report
                 slot=self.slot,
                 incarnation=self.incarnation,
                 totals=self.totals,
                 accepted=self.accepted_count,
-                held=held,
+                held=total_of(batch.count for batch in self.held.values()),
                 settled=self.settled,
                 lost=self.lost(),
                 closed=self.closed,
                 end_taken=self.end_taken,
             )
         return self.row
-
-    def _is_in_row(self, held: Count) -> bool:
-        row = self.row
-        if row is None or row.totals is not self.totals or row.settled is not self.settled:
-            return False
-        return (
-            row.accepted == self.accepted_count and row.held == held and row.closed == self.closed and not self.closed
-        )
 
     def waiting(self) -> Iterator[StoredBatch]:
         """Return the held batches that the learner was not told of yet, in order."""

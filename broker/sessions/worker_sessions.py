@@ -244,7 +244,7 @@ class WorkerSessions:
         source.weights_told = {"weight_shapes": shapes, "weight_kinds": kinds} if shapes else {}
         source.weights = max(source.weights, hello.weights)
         if hello.totals.seq == source.accepted:
-            source.take_totals(hello.totals)
+            source.totals = hello.totals
 
     def forget_peer(self, source: Source) -> None:
         """Forget this source's connection; send nothing to it any more."""
@@ -313,7 +313,7 @@ class WorkerSessions:
         source.metrics = beat.metrics or source.metrics
         source.know_cut(beat.totals)
         if beat.totals.seq == source.accepted:
-            source.take_totals(beat.totals)
+            source.totals = beat.totals
             self._store.rounds.learn(source, beat.weights, beat.round_steps)
         self._keep_counters(source.slot, beat.counters)
         self._store.note_changed(source)
@@ -469,7 +469,7 @@ class WorkerSessions:
     def _end_as_told(self, source: Source, reason: str, now: float, why: str) -> Obituary:
         """Return the end of a life whose recorder is lost, with the steps that it had told of. Log it."""
         if source.met_at is None:
-            source.take_totals(source.cut)
+            source.totals = source.cut
         if source.key not in self._ends:  # supervisors repeat it
             log.warning(
                 "worker %d (incarnation %d, %s) was lost, and %s: its books are closed with the %d steps that it had "
