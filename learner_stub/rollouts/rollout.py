@@ -12,9 +12,8 @@ from torch import Tensor
 
 from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.schemas.chunks.batch import OFF_POLICY, STATE_IN, ChunkBatch, is_obs_column
-from headrace.schemas.chunks.chunk import RANDOM_ACTIONS, ChunkEnd
+from headrace.schemas.chunks.chunk import LOOKBACK, RANDOM_ACTIONS, ChunkEnd
 from headrace.schemas.chunks.episodes import Episodes, episodes_of, ranges
-from headrace.schemas.chunks.lookback import LOOKBACK
 from headrace.schemas.errors import ModuleError
 
 

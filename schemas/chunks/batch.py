@@ -7,7 +7,7 @@ Each column holds the steps of all chunks, one chunk after another. `table` has 
 | step (actions, rewards, ...) | `offsets[i]:offsets[i+1]` |
 | observation ("obs...") | `obs_offsets[i]:obs_offsets[i+1]`: one more than steps, since a chunk has T+1 observations |
 | state ("state_in/...": a recurrent module's memory before the chunk's first step) | one, if the chunk has steps |
-| lookback ("lookback/...": see `lookback.py`) | as many as the chunk looks back |
+| lookback ("lookback/...": see `LOOKBACK`) | as many as the chunk looks back |
 
 On the wire (`wire.py`) the columns are the message's arrays. The table is the array `_table`, `_infos` is JSON, and
 `_connectors/...` holds what the connectors learnt.
@@ -40,14 +40,15 @@ from headrace.schemas.chunks.batch_views import TimeMajor, Transitions, time_maj
 from headrace.schemas.chunks.chunk import (
     DEFAULT_AGENT,
     EXPLORE,
+    LOOKBACK,
     RANDOM_ACTIONS,
     UNSEEDED,
     ChunkEnd,
     EpisodeChunk,
+    Lookback,
     format_episode_id,
 )
 from headrace.schemas.chunks.episodes import Episodes, episodes_of
-from headrace.schemas.chunks.lookback import LOOKBACK, Lookback
 from headrace.schemas.chunks.spaces import Space, nest
 from headrace.schemas.errors import DecodeError, EncodeError, InfosTooLargeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, MessageKind, encode

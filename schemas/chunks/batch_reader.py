@@ -20,8 +20,7 @@ from headrace.schemas.chunks.batch import (
     belongs_to_space,
     is_obs_column,
 )
-from headrace.schemas.chunks.chunk import CHUNK_TABLE, ChunkEnd
-from headrace.schemas.chunks.lookback import LOOKBACK
+from headrace.schemas.chunks.chunk import CHUNK_TABLE, LOOKBACK, ChunkEnd
 from headrace.schemas.chunks.spaces import Space, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.frames.wire import DEFAULT_LIMITS, Buffer, WireLimits, decode_arrays

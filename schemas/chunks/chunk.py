@@ -27,7 +27,6 @@ from headrace.schemas.chunks.chunk_arrays import (
     join_shared,
     map_arrays,
 )
-from headrace.schemas.chunks.lookback import Lookback
 from headrace.schemas.errors import ChunkError
 
 
@@ -65,10 +64,37 @@ CHUNK_TABLE = np.dtype(
         ("reason", "<u2"),  # why the episode was ABORTED; 0 is no reason
         ("end", "|u1"),  # ChunkEnd
         ("flags", "|u1"),  # EXPLORE | RANDOM_ACTIONS
-        ("lookback", "<u4"),  # rows of lookback columns: see lookback.py
+        ("lookback", "<u4"),  # rows of lookback columns: see LOOKBACK
     ]
 )
 """One row for each chunk, in the order in which their steps stand in the batch's columns."""
+
+
+LOOKBACK = "lookback/"
+"""Prefix of lookback columns, for code that must see further back than a chunk's first observation.
+
+Such a column has the name of the step or observation column that it continues backwards. Chunk i owns the next
+`table["lookback"][i]` rows of each, oldest first. Row k of "lookback/obs" is the observation before the action in row k
+of "lookback/actions". They never mix with the chunk's own rows.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookback:
+    """n steps of the same agent and episode, oldest first; the chunk's first observation follows the last.
+
+    Everything is as in `EpisodeChunk`, except that `obs` has n rows too: the observation before each action.
+    """
+
+    obs: Any
+    actions: Any
+    rewards: NDArray[np.float64]
+    weights_seq: NDArray[np.int64]
+    env_t: NDArray[np.int64]
+    columns: dict[str, NDArray[Any]]
+
+    def __len__(self) -> int:
+        return len(self.rewards)
 
 
 def format_episode_id(high: int, low: int) -> str:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.lookback import LOOKBACK
+from headrace.schemas.chunks.chunk import LOOKBACK, ChunkEnd
 from headrace.schemas.chunks.spaces import nest
 from headrace.schemas.errors import ChunkError
 

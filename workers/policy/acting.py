@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.basics.tensor_array import array_of
 from headrace.schemas.chunks.batch import STATE_IN
+from headrace.schemas.chunks.chunk import LOOKBACK
 from headrace.schemas.chunks.gymnasium_spaces import to_gym
-from headrace.schemas.chunks.lookback import LOOKBACK
 from headrace.schemas.chunks.spaces import Dict, Leaf, Space, Spaces, Tuple, column_dtype, leaf_shape, leaves, nest
 from headrace.schemas.errors import ModuleError, NotFiniteError, words_of
 from headrace.workers.envs.actions import action_root

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.schemas.chunks.batch import OFF_POLICY, STATE_IN, ChunkBatch, belongs_to_space
-from headrace.schemas.chunks.lookback import LOOKBACK
+from headrace.schemas.chunks.chunk import LOOKBACK
 from headrace.schemas.chunks.spaces import Spaces, column_dtype, leaf_shape, leaves
 from headrace.schemas.errors import DecodeError
 from headrace.schemas.settings.sampling_settings import SamplingSettings

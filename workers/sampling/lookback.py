@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.batch import is_obs_column
-from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.chunks.lookback import LOOKBACK
+from headrace.schemas.chunks.chunk import LOOKBACK, ChunkEnd
 from headrace.workers.sampling.fragment import OpenChunk
 
 Columns = Mapping[str, NDArray[Any]]
