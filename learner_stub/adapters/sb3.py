@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from headrace.learner_stub.checkpoints import learner_state
 from headrace.learner_stub.publishing.publisher import WeightPublisher
 from headrace.learner_stub.rollouts.returns import gae
-from headrace.learner_stub.rollouts.rollout import chosen, map_nested
+from headrace.learner_stub.rollouts.rollout import chosen
 from headrace.learner_stub.rollouts.tensors import to_torch
 from headrace.learner_stub.streaming.stream import EpisodeStream
 from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.chunks.chunk import ChunkEnd
+from headrace.schemas.chunks.chunk_arrays import map_arrays
 from headrace.schemas.chunks.episodes import episodes_of
 from headrace.schemas.errors import ConfigError, ModuleError
 
@@ -130,8 +131,8 @@ def store(model: Any, batch: ChunkBatch) -> None:
     steps, buffer = batch.transitions(), model.replay_buffer
     newest = np.arange(max(0, len(steps) - buffer.buffer_size), len(steps))
     places = (buffer.pos + newest) % buffer.buffer_size
-    _write(buffer.observations, places, map_nested(lambda rows: rows[newest], steps.obs))
-    _write(buffer.next_observations, places, map_nested(lambda rows: rows[newest], steps.next_obs))
+    _write(buffer.observations, places, map_arrays(lambda rows: rows[newest], steps.obs))
+    _write(buffer.next_observations, places, map_arrays(lambda rows: rows[newest], steps.next_obs))
     buffer.actions[places] = steps.actions[newest].reshape(len(newest), 1, buffer.action_dim)
     buffer.rewards[places, 0] = steps.rewards[newest]
     buffer.dones[places, 0] = (steps.terminated | steps.truncated)[newest]
@@ -174,7 +175,7 @@ def fill(model: Any, batches: Sequence[ChunkBatch]) -> int:
     last = episodes.last_rows
     values = np.empty(len(episodes) + len(last))
     values[episodes.step_rows] = episodes.columns["values"]
-    values[last] = _values(model, map_nested(lambda rows: rows[last], episodes.obs))
+    values[last] = _values(model, map_arrays(lambda rows: rows[last], episodes.obs))
     returns = gae(episodes, values, gamma=model.gamma, gae_lambda=model.gae_lambda)
     rewards = episodes.rewards.copy()
     rewards[episodes.offsets[1:][episodes.truncated] - 1] += model.gamma * values[last[episodes.truncated]]
@@ -183,7 +184,7 @@ def fill(model: Any, batches: Sequence[ChunkBatch]) -> int:
     buffer = model.rollout_buffer
     _reshape(buffer, 1, len(episodes))
     buffer.add(
-        map_nested(lambda rows: rows[episodes.step_rows], episodes.obs),
+        map_arrays(lambda rows: rows[episodes.step_rows], episodes.obs),
         episodes.actions,
         rewards,
         starts,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headrace.learner_stub.rollouts.interruption import StopDeadline
 from headrace.learner_stub.rollouts.module import TrainableModule, check_answer
-from headrace.learner_stub.rollouts.rollout import Rollout, map_nested
+from headrace.learner_stub.rollouts.rollout import Rollout
+from headrace.schemas.chunks.chunk_arrays import map_arrays
 from headrace.schemas.chunks.episodes import ranges
 from headrace.schemas.errors import ModuleError
 
@@ -139,7 +140,7 @@ def seed_torch(seed: int, update: int) -> None:
 
 def take(value: Any, rows: slice | Tensor) -> Any:
     """Return `rows` of each tensor in a nested `value`."""
-    return map_nested(lambda tensor: tensor[rows], value)
+    return map_arrays(lambda tensor: tensor[rows], value)
 
 
 def _groups(chunks: NDArray[np.intp], sizes: NDArray[np.int64], size: int) -> list[NDArray[np.intp]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,15 +88,6 @@ def chosen(batch: ChunkBatch) -> ChunkBatch:
 def _needed(batch: ChunkBatch) -> list[str]:
     needed = ("rewards", "logp", "obs", "actions", STATE_IN[:-1])
     return [name for name in batch.columns if name.split("/")[0] in needed]
-
-
-def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `function` to each array in the dicts and tuples of `value`."""
-    if isinstance(value, dict):
-        return {key: map_nested(function, sub) for key, sub in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map_nested(function, sub) for sub in value)
-    return function(value)
 
 
 def on_policy(batch: ChunkBatch) -> ChunkBatch:

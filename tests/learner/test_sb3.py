@@ -25,8 +25,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from headrace.learner_stub.adapters import sb3
 from headrace.learner_stub.checkpoints.checkpoint import load_checkpoint, published_arrays
 from headrace.learner_stub.publishing.publisher import as_arrays, check_finite
-from headrace.learner_stub.rollouts.rollout import map_nested
 from headrace.schemas.chunks.batch import ChunkBatch
+from headrace.schemas.chunks.chunk_arrays import map_arrays
 from headrace.schemas.chunks.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Spaces
 from headrace.schemas.errors import ConfigError, ModuleError, NotFiniteError
 from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
@@ -265,7 +265,7 @@ def add_each(buffer: Any, batch: ChunkBatch) -> None:
     steps = batch.transitions()
     for row in range(len(steps)):
         at = slice(row, row + 1)
-        obs, after = (map_nested(lambda rows: rows[at], value) for value in (steps.obs, steps.next_obs))  # noqa: B023
+        obs, after = (map_arrays(lambda rows: rows[at], value) for value in (steps.obs, steps.next_obs))  # noqa: B023
         done = (steps.terminated | steps.truncated)[at]
         infos = [{"TimeLimit.truncated": bool(steps.truncated[row])}]
         buffer.add(obs, after, steps.actions[at], steps.rewards[at], done, infos)
