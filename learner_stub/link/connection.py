@@ -9,7 +9,9 @@ import logging
 import os
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -37,12 +39,28 @@ _OLDER: dict[str, set[str]] = {}
 """The token of a stream that opens -> the tokens of earlier streams of this process to the same brokers."""
 _REPLACED: set[str] = set()
 """The tokens of streams that a later stream of this process has replaced, and of their publishers."""
-_PUBLISHED: dict[str, Sequence[Version]] = {}
-_WEIGHTS_TOLD: dict[str, tuple[ModuleShapes, ModuleKinds]] = {}
-_TIME_SPENT: dict[str, TimeSpent] = {}
 _WARNED_OF_THREADS: set[int] = set()
 """The process id of a process that has warned; a child by fork has its own."""
 _PUMPED: weakref.WeakSet[Pumpable] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class Known:
+    """What the stream and the publisher of one learner know together."""
+
+    published: Sequence[Version] = ()
+    """The newest version that the learner published, as each of its brokers names it."""
+    weights: tuple[ModuleShapes, ModuleKinds] | None = None
+    """Shapes and kinds of the weights that workers load; None while no worker has told them."""
+    time_spent: TimeSpent = NOT_MEASURED
+
+    def learn_weights(self, message: LearnerWelcome | Status) -> None:
+        """Note which weights workers load, if `message` tells."""
+        if message.weight_shapes:
+            self.weights = message.weight_shapes, message.weight_kinds
+
+
+_KNOWN: defaultdict[str, Known] = defaultdict(Known)
 
 
 class Pumpable(Protocol):
@@ -104,8 +122,7 @@ def forget_token(token: str) -> None:
     """Forget the token of a closed stream, so that the next connection to its brokers is a new learner."""
     _STREAMING.discard(token)
     _OLDER.pop(token, None)
-    _TIME_SPENT.pop(token, None)
-    forget_published(token)
+    forget_known(token)
     _forget_endpoints(token)
 
 
@@ -128,45 +145,15 @@ def pump_together(member: Pumpable) -> None:
             other.pump()
 
 
-def note_published(token: str, versions: Sequence[Version]) -> None:
-    """Note the newest version that the learner with `token` published, as each of its brokers names it."""
-    _PUBLISHED[token] = versions
+def known(token: str) -> Known:
+    """Return what the learner with `token` knows."""
+    return _KNOWN[token]
 
 
-def note_weights_told(token: str, message: LearnerWelcome | Status) -> None:
-    """Note which weights workers load, if `message` tells. Stream and publisher then know them at the same moment."""
-    if message.weight_shapes:
-        _WEIGHTS_TOLD[token] = message.weight_shapes, message.weight_kinds
-
-
-def weights_told(token: str) -> tuple[ModuleShapes, ModuleKinds] | None:
-    """Return shapes and kinds of the weights that workers load; None while the learner with `token` knows none."""
-    return _WEIGHTS_TOLD.get(token)
-
-
-def forget_published(token: str) -> None:
-    """Forget what `token` published and what workers load if no stream is open: the next fleet may be another one."""
+def forget_known(token: str) -> None:
+    """Forget what the learner with `token` knows if no stream of it is open: the next fleet may be another one."""
     if token not in _STREAMING:
-        _PUBLISHED.pop(token, None)
-        _WEIGHTS_TOLD.pop(token, None)
-
-
-def newest_published(token: str, broker: int = 0) -> Version:
-    """Return the newest version that the learner with `token` published to a broker; (0, 0) before the first."""
-    published = _PUBLISHED.get(token, ())
-    return published[broker] if broker < len(published) else (0, 0)
-
-
-def measure_time(token: str) -> TimeSpent:
-    """Begin to measure the time of the learner with `token`, whose stream opens in this thread."""
-    spent = _TIME_SPENT[token] = TimeSpent()
-    spent.start()
-    return spent
-
-
-def time_spent(token: str) -> TimeSpent:
-    """Return the `TimeSpent` of the learner with `token`; `NOT_MEASURED` while no stream of it is open."""
-    return _TIME_SPENT.get(token, NOT_MEASURED)
+        _KNOWN.pop(token, None)
 
 
 def warn_of_threads(workers_here: int) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Self
 from headrace.learner_stub.link import connection
 from headrace.learner_stub.link.broker_link import BrokerLink, await_message
 from headrace.learner_stub.link.fleet_place import Where, address_sources, as_list, find_fleet
+from headrace.learner_stub.link.time_spent import TimeSpent
 from headrace.learner_stub.streaming.broker_stream import BrokerStream
 from headrace.learner_stub.streaming.lag import mean_lag
 from headrace.learner_stub.streaming.session import LearnerSessionState, StreamLimits
@@ -149,7 +150,8 @@ class EpisodeStream:
             )
             link = BrokerLink(place, peer_keys, self.token, number)
             self._brokers.append(BrokerStream(link, limits, *places[number], warn_lag))
-        self._time = connection.measure_time(self.token)
+        self._time = connection.known(self.token).time_spent = TimeSpent()
+        self._time.start()
         self._updates = UpdateSize(steps_per_update, auto_commit=auto_commit)
         self._published = self._newest_published()
         """The newest version that this process published to each broker, as of the last look."""
