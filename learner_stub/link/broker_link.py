@@ -12,14 +12,19 @@ from headrace.schemas.credentials.keys import PeerKeys
 from headrace.schemas.errors import HeadraceError, UnreachableError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import Reject
+from headrace.schemas.peers import sockets
 from headrace.schemas.peers.fleet_place import FleetPlace
+from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
+
+_LEAVING_S = 0.5
+"""Seconds that messages have to leave when a connection is closed or dropped: a commit is the caller's word."""
 
 
 class BrokerLink:
-    """The connection to the broker at `place`. It follows the broker when it moves.
+    """A DEALER to the learner endpoint of the broker at `place`, which it follows when it moves.
 
     A place without an address gets its socket once it has one. `number` is the broker's among those of the fleet,
-    which share the learner's token.
+    which share the learner's token. Raises `KeysRefusedError` when the broker does not let the learner in.
     """
 
     def __init__(self, place: FleetPlace, keys: PeerKeys | None, token: str, number: int) -> None:
@@ -27,7 +32,16 @@ class BrokerLink:
         self.token = token
         self.number = number
         self._keys = keys
-        self._socket = connection.LearnerSocket(place.endpoint, keys) if place.endpoint else None
+        self._own: sockets.OwnSockets | None = None
+        if place.endpoint:
+            self._connect(place.endpoint)
+
+    def _connect(self, endpoint: str) -> None:
+        self._handshakes = Handshakes(endpoint, "learner", self._keys)
+        self._own = sockets.OwnSockets(zmq.Context(), f"a learner's connection to {endpoint}", _LEAVING_S)
+        self.socket: zmq.Socket[bytes] = self._own.open(zmq.DEALER, {**sockets.DEALER, **self._handshakes.options()})
+        self._monitor: zmq.Socket[bytes] = self._own.monitor(self.socket, CLIENT_EVENTS)
+        self.socket.connect(endpoint)
 
     @property
     def endpoint(self) -> str:
@@ -42,20 +56,41 @@ class BrokerLink:
     @property
     def usable(self) -> bool:
         """Return whether the connection is not closed, and of this process."""
-        return self._socket is None or self._socket.usable
+        return self._own is None or self._own.usable
 
     def watch(self, poller: zmq.Poller) -> None:
         """Let a poller wait for the next message."""
-        if self._socket is not None:
-            poller.register(self._socket.socket, zmq.POLLIN)
+        if self._own is not None:
+            poller.register(self.socket, zmq.POLLIN)
 
     def send(self, frames: list[Buffer]) -> bool:
         """Send one message. Return False without a connection."""
-        return self._socket is not None and self._socket.send(frames)
+        if self._own is None:
+            return False
+        self._own.check()
+        try:
+            sockets.send(self.socket, frames)
+        except zmq.Again:
+            return False
+        return True
 
     def receive(self) -> list[memoryview] | None:
-        """Return the frames of the next message; None if there is none."""
-        return self._socket.receive() if self._socket is not None else None
+        """Return the frames of the next message; None if there is none.
+
+        Frames are read-only views that keep the message's memory. What the broker has sent and nobody has read is lost
+        when its connection ends.
+        """
+        if self._own is None:
+            return None
+        self._own.check()
+        try:
+            frames = sockets.receive(self.socket)
+        except zmq.Again:  # the connection has ended in the midst of the message
+            return None
+        while frames is None and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            if self._handshakes.observe(self._monitor.recv_multipart()):
+                self._handshakes.connect_again(self.socket)
+        return frames
 
     def follow(self, present: bool, now: float) -> bool:
         """Note whether the broker answers. Connect to its new address if it has moved, and return whether it has."""
@@ -65,7 +100,7 @@ class BrokerLink:
             return False
         connection.move_token(self.token, before, moved)
         self.close(0.0)
-        self._socket = connection.LearnerSocket(moved, self._keys)
+        self._connect(moved)
         return True
 
     def disowns(self, reject: Reject) -> bool:
@@ -74,14 +109,14 @@ class BrokerLink:
 
     def why_silent(self, deadline_s: float) -> HeadraceError:
         """Return the error for a broker that has not answered within `deadline_s`."""
-        if self._socket is None:
+        if self._own is None:
             return UnreachableError("broker", "its rendezvous, which names no address", deadline_s)
-        return self._socket.why_silent(deadline_s)
+        return self._handshakes.why_silent(deadline_s)
 
-    def close(self, deadline_s: float = 0.5) -> None:
+    def close(self, deadline_s: float = _LEAVING_S) -> None:
         """Close the socket; messages already sent have `deadline_s` to leave."""
-        if self._socket is not None:
-            self._socket.close(deadline_s)
+        if self._own is not None:
+            self._own.close(deadline_s)
 
 
 def await_message(links: Sequence[BrokerLink], wait_s: float) -> None:

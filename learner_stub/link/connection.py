@@ -1,4 +1,4 @@
-"""The shared parts of a learner's stream and publisher: one token for each process and fleet, sockets, joint pumping.
+"""The shared parts of a learner's stream and publisher: one token for each process and fleet, joint pumping.
 
 To pump a connection is to receive what has arrived and to send what is due.
 """
@@ -14,22 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import zmq
-
 from headrace.learner_stub.link.time_spent import NOT_MEASURED, TimeSpent
 from headrace.schemas.basics.bounds import Version
 from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
-from headrace.schemas.credentials.keys import PeerKeys
-from headrace.schemas.errors import FencedError, KeysRefusedError, UnreachableError
-from headrace.schemas.frames.wire import Buffer
+from headrace.schemas.errors import FencedError
 from headrace.schemas.messages import LearnerWelcome, ModuleKinds, ModuleShapes, Status
-from headrace.schemas.peers import sockets
-from headrace.schemas.peers.handshakes import CLIENT_EVENTS, Handshakes
 
 log = logging.getLogger("headrace.learner")
-
-_LEAVING_S = 0.5
-"""Seconds that messages have to leave when a connection is closed or dropped: a commit is the caller's word."""
 
 _TOKENS: dict[tuple[int, str], str] = {}
 _STREAMING: set[str] = set()
@@ -173,59 +164,6 @@ def enroll(member: Pumpable) -> None:
 def leave(member: Pumpable) -> None:
     """Undo `enroll`."""
     _PUMPED.discard(member)
-
-
-class LearnerSocket:
-    """A DEALER to the broker's learner endpoint. Raises `KeysRefusedError` when the broker does not let it in."""
-
-    def __init__(self, endpoint: str, keys: PeerKeys | None) -> None:
-        self._handshakes = Handshakes(endpoint, "learner", keys)
-        self._own = sockets.OwnSockets(zmq.Context(), f"a learner's connection to {endpoint}", _LEAVING_S)
-        self.socket: zmq.Socket[bytes] = self._own.open(zmq.DEALER, {**sockets.DEALER, **self._handshakes.options()})
-        self._monitor: zmq.Socket[bytes] = self._own.monitor(self.socket, CLIENT_EVENTS)
-        self.socket.connect(endpoint)
-
-    @property
-    def usable(self) -> bool:
-        """Return whether the socket is open, and of this process."""
-        return self._own.usable
-
-    def send(self, frames: list[Buffer]) -> bool:
-        """Send one message. Return False without a connection."""
-        self._own.check()
-        try:
-            sockets.send(self.socket, frames)
-        except zmq.Again:
-            return False
-        return True
-
-    def receive(self) -> list[memoryview] | None:
-        """Return the frames of the next message; None if there is none.
-
-        Frames are read-only views that keep the message's memory. What the broker has sent and nobody has read is lost
-        when its connection ends.
-        """
-        self._own.check()
-        try:
-            frames = sockets.receive(self.socket)
-        except zmq.Again:  # the connection has ended in the midst of the message
-            return None
-        if frames is None:
-            self._observe_handshakes()
-        return frames
-
-    def why_silent(self, deadline_s: float) -> KeysRefusedError | UnreachableError:
-        """Return the error for a broker that has not answered within `deadline_s`."""
-        return self._handshakes.why_silent(deadline_s)
-
-    def _observe_handshakes(self) -> None:
-        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            if self._handshakes.observe(self._monitor.recv_multipart()):
-                self._handshakes.connect_again(self.socket)
-
-    def close(self, deadline_s: float = _LEAVING_S) -> None:
-        """Close the socket; messages already sent have `deadline_s` to leave."""
-        self._own.close(deadline_s)
 
 
 def now() -> float:

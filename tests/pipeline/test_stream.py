@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from headrace.learner_stub import EpisodeStream, WeightPublisher
-from headrace.learner_stub.link.connection import LearnerSocket
+from headrace.learner_stub.link.broker_link import BrokerLink
 from headrace.learner_stub.streaming import broker_stream, stall_detector
 from headrace.learner_stub.streaming.session import LearnerSession, StreamLimits
 from headrace.schemas.accounts.ledger import WorkerTotals, add_up
@@ -21,6 +21,7 @@ from headrace.schemas.chunks.batch import ChunkBatch
 from headrace.schemas.errors import ExitCode, FencedError, RefusedError, UnreachableError, WindowStalledError
 from headrace.schemas.frames.wire import Buffer
 from headrace.schemas.messages import Obituary, SupervisorHello, WorkerHello
+from headrace.schemas.peers.fleet_place import FleetPlace
 from headrace.schemas.peers.rendezvous import Published
 from support.pipeline.delivery import (
     FLEET,
@@ -411,7 +412,7 @@ def test_a_message_that_is_cut_off_by_the_brokers_death_is_left_out() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.bind(endpoint)
-        learner = LearnerSocket(endpoint, None)
+        learner = BrokerLink(FleetPlace(endpoint, "learner"), None, "token", 0)
         wait_until(lambda: learner.send([b"here"]), "a connection")
         peer, _ = server.recv_multipart()
         server.send_multipart([peer, *[b"frame"] * 1_000])
