@@ -171,7 +171,8 @@ class RedisValues:
         choose_checkpoint(self._path, self.url, FLEET, None)
 
     def _read_deeply(self) -> None:
-        sources = deep_audit.with_ledger(deep_audit.read_files(self._folder, FLEET), self._folder, self.url, FLEET)
+        with FleetView(self.url, FLEET) as view:
+            sources = deep_audit.with_ledger(deep_audit.read_files(self._folder, FLEET), self._folder, view.read())
         deep_audit.disagreements(sources)
         deep_audit.table(sources)
 
