@@ -10,5 +10,4 @@ It is a package of its own because nothing else in `deploy` may depend on it: a 
     recorder   a learner that records the batches it gets
     history    the judgement of that record
     checks     all judgements together
-    report     terminal and JSON
 """

@@ -5,18 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 from rich.console import Console
+from rich.table import Table
 
-from headrace.deploy.annexes.chaos.checks import judge, lines_of
+from headrace.deploy.annexes.chaos.checks import Judgement, judge, lines_of
 from headrace.deploy.annexes.chaos.processes import Folders
-from headrace.deploy.annexes.chaos.report import as_facts, recovery_table
 from headrace.deploy.annexes.chaos.schedule import Plan, make_plan, read_plan
-from headrace.deploy.annexes.chaos.trial import Trial
+from headrace.deploy.annexes.chaos.trial import Injected, Trial, TrialResult
 from headrace.deploy.annexes.chaos.truth import ENV, Witnessed
 from headrace.deploy.process.fleet_errors import FleetError
 from headrace.deploy.run.options import Asked
@@ -81,11 +82,11 @@ def chaos(
     tell("judging")
     judgement = judge(outcome)
     replay = shlex.join(["headrace", "chaos", "--plan", str(folders.root / PLAN), *_again(asked)])
-    facts = as_facts(outcome, judgement, replay)
+    facts = _as_facts(outcome, judgement, replay)
     report = folders.root / REPORT
     replace_private(report, orjson.dumps(facts, option=orjson.OPT_INDENT_2))
     with ignore_closed_reader(stream):
-        Console(file=stream, width=None if stream.isatty() else WIDTH).print(recovery_table(judgement))
+        Console(file=stream, width=None if stream.isatty() else WIDTH).print(_recovery_table(judgement))
     for line in lines_of(judgement):
         tell(line)
     tell(f"report: {report}")
@@ -174,3 +175,45 @@ def _again(asked: Asked) -> list[str]:
     for text in asked.sets or ():
         options += ["--set", text]
     return options
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def _as_facts(outcome: TrialResult, judgement: Judgement, replay: str) -> dict[str, Any]:
+    """Return the report as plain values, for JSON."""
+    return {
+        "held": not judgement.problems,
+        "problems": judgement.problems,
+        "replay": replay,
+        "folder": str(outcome.folders.root),
+        "plan": outcome.plan.model_dump(mode="json"),
+        "cut_short": outcome.cut_short,
+        "checks": [asdict(check) for check in judgement.checks],
+        "steps": judgement.steps,
+        "episodes": judgement.episodes,
+        "events": [_event_facts(injected, outcome.began) for injected in outcome.injected],
+        "recovery": judgement.recovery,
+        "lives": outcome.lives,
+        "drained": [{"slot": slot, "incarnation": incarnation} for slot, incarnation in sorted(outcome.living)],
+    }
+
+
+def _recovery_table(judgement: Judgement) -> Table:
+    """Return the time of recovery from each kind of event, for the terminal."""
+    shown = Table("event", title="time to the next new step at the learner", title_justify="left")
+    for column in ("times", "skipped", "median s", "max s"):
+        shown.add_column(column, justify="right")
+    for name, seen in judgement.recovery.items():
+        times = ("-" if seconds is None else f"{seconds:.2f}" for seconds in (seen["median_s"], seen["max_s"]))
+        shown.add_row(name, str(seen["events"]), str(seen["skipped"] or ""), *times)
+    return shown
+
+
+def _event_facts(injected: Injected, began: float) -> dict[str, Any]:
+    return {
+        **injected.event.model_dump(mode="json"),
+        "injected_at_s": round(injected.at - began, 3),
+        "skipped": injected.skipped,
+        "recovery_s": injected.recovery_s,
+    }

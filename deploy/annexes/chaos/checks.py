@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import orjson
 
 from headrace.deploy.annexes.chaos.deep_audit import audit_deeply
 from headrace.deploy.annexes.chaos.history import History, Line, read_record
@@ -19,40 +17,32 @@ from headrace.deploy.annexes.chaos.schedule import SLOT_TARGETS
 from headrace.deploy.annexes.chaos.trial import Injected, TrialResult
 from headrace.deploy.annexes.chaos.truth import steps_by_life
 from headrace.deploy.process.recorders import Life
-from headrace.deploy.report.audit_command import audit_run
-from headrace.schemas.accounts.folded_lives import FoldedLives
+from headrace.deploy.report.audit_command import read_and_audit
+from headrace.deploy.run.redis_view import Snapshot
+from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import HeadraceError
 
 _BEFORE_S, _AFTER_S = 2.0, 6.0
 
 
-@dataclass(frozen=True)
-class LifeBooks:
-    """The ledger's numbers of one life."""
-
-    stepped: int
-    committed: int
-    dropped: dict[str, int]
-    discarded: dict[str, int]
-    closed: bool
-
-
-@dataclass(frozen=True)
 class Ledger:
-    """The ledger by life. Lives that are folded stand together as incarnation 0 of their slot."""
+    """The rows of the ledger by life. Lives that are folded stand together as incarnation 0 of their slot."""
 
-    books: dict[Life, LifeBooks] = field(default_factory=dict)
-    folded: dict[int, FoldedLives] = field(default_factory=dict)
+    def __init__(self, seen: Snapshot) -> None:
+        self.seen = seen
+        self.rows: Mapping[Life, LedgerRow] = {
+            **seen.rows,
+            **{(slot, 0): lives.row for slot, lives in seen.folded.items()},
+        }
 
     def key_of(self, life: Life) -> Life:
         """Return the ledger's key for a life: incarnation 0 of its slot if the life is folded."""
-        slot, incarnation = life
-        return (slot, 0) if slot in self.folded and incarnation in self.folded[slot] else life
+        return (life[0], 0) if self.seen.is_folded(life) else life
 
     def name_of(self, key: Life) -> str:
         """Return a name for people."""
-        if key[0] in self.folded and not key[1]:
-            return f"slot {key[0]}, its {self.folded[key[0]].lives} folded lives"
+        if key[0] in self.seen.folded and not key[1]:
+            return f"slot {key[0]}, its {self.seen.folded[key[0]].lives} folded lives"
         return f"slot {key[0]} incarnation {key[1]}"
 
 
@@ -67,20 +57,13 @@ class Promise:
 
 @dataclass
 class Judgement:
-    """All checks of a trial, and its figures."""
+    """All checks of a trial, and its figures for the report."""
 
     checks: list[Promise]
-    true_steps: int = 0
-    booked_steps: int = 0
-    unfinished: int = 0
-    """Steps of killed lives that no book has: each env's step under way."""
-    recorded_steps: int = 0
-    episodes: int = 0
-    aborted: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    discarded: dict[str, int] = field(default_factory=dict)
-    recovery: dict[str, tuple[int, int, float | None, float | None]] = field(default_factory=dict)
-    """Kind of event -> how many, how many of them skipped, median and longest recovery, s."""
+    steps: dict[str, Any]
+    episodes: dict[str, int]
+    recovery: dict[str, dict[str, float | None]]
+    """By kind of event: how many, how many of them skipped, median and longest recovery in s."""
 
     @property
     def problems(self) -> list[str]:
@@ -129,16 +112,17 @@ def judge(outcome: TrialResult) -> Judgement:
     ]
     checks.append(_check_recovery(outcome))
     return Judgement(
-        checks=checks,
-        true_steps=steps.total(),
-        booked_steps=sum(book.stepped for book in ledger.books.values()),
-        unfinished=unfinished,
-        recorded_steps=history.steps.total(),
-        episodes=history.episodes,
-        aborted=history.aborted,
-        dropped=_sum(book.dropped for book in ledger.books.values()),
-        discarded=_sum(book.discarded for book in ledger.books.values()),
-        recovery=_recovery_by_kind(outcome.injected),
+        checks,
+        {
+            "true": steps.total(),
+            "ledger": sum(row.totals.steps_of_envs for row in ledger.rows.values()),
+            "unfinished_poll": unfinished,  # steps of killed lives that no book has: each env's step under way
+            "recorded": history.steps.total(),
+            "dropped": {reason: count for reason, (count, _) in sorted(ledger.seen.fleet.dropped.items())},
+            "discarded": dict(sorted(ledger.seen.fleet.discarded.items())),
+        },
+        {"ended": history.episodes, "aborted": history.aborted},
+        _recovery_by_kind(outcome.injected),
     )
 
 
@@ -157,16 +141,11 @@ def _check_end(outcome: TrialResult) -> Promise:
 def _audits(run_dir: Path) -> tuple[Ledger, list[Promise]]:
     """Return the ledger, and the checks by `audit --strict` and `audit --deep`."""
     strict, deep = Promise("the books balance (audit --strict)"), Promise("all sources agree (audit --deep)")
-    ledger = Ledger()
-    output = io.StringIO()
+    ledger = Ledger(Snapshot())
     try:
-        strict.problems += audit_run(run_dir, as_json=True, stream=output)
-        found = orjson.loads(output.getvalue())
-        rows = [*found["rows"], *(lives["row"] for lives in found["folded"])]
-        folded = [FoldedLives.model_validate_json(orjson.dumps(lives)) for lives in found["folded"]]
-        books = {(row["slot"], row["incarnation"]): _books_of(row) for row in rows}
-        ledger = Ledger(books, {lives.row.slot: lives for lives in folded})
-        strict.seen = f"{len(found['rows']) + sum(lives.lives for lives in folded)} lives"
+        seen, strict.problems = read_and_audit(run_dir)
+        ledger = Ledger(seen)
+        strict.seen = f"{len(seen.rows) + sum(lives.lives for lives in seen.folded.values())} lives"
     except HeadraceError as error:
         strict.problems.append(str(error))
     try:
@@ -176,46 +155,33 @@ def _audits(run_dir: Path) -> tuple[Ledger, list[Promise]]:
     return ledger, [strict, deep]
 
 
-def _books_of(row: Any) -> LifeBooks:
-    totals, settled = row["totals"], row["settled"]
-    dropped: Counter[str] = Counter()
-    for source in (totals["dropped"], row["lost"], settled["dropped"]):
-        dropped.update({reason: count[0] for reason, count in source.items()})
-    env_steps = totals.get("env_steps")
-    return LifeBooks(
-        stepped=totals["stepped"] if env_steps is None else env_steps,
-        committed=settled["committed"][0],
-        dropped=dict(dropped),
-        discarded=dict(totals["discarded"]),
-        closed=row["closed"],
-    )
-
-
 def _check_truth(steps: Counter[Life], ledger: Ledger, outcome: TrialResult, moments: LastSeen) -> tuple[Promise, int]:
     """Compare the bytes that the envs wrote with the ledger: equal up to the step under way of each killed life."""
     check = Promise("each step that an env took is in the books, and no other")
-    unfinished, books = 0, ledger.books
+    unfinished, rows = 0, ledger.rows
     if any(incarnation == 0 for _, incarnation in steps):
-        lives = Counter(slot for slot, incarnation in books if incarnation)
-        lives.update({slot: folded.lives for slot, folded in ledger.folded.items()})
+        lives, booked_by_slot = Counter[int](), Counter[int]()
+        for (slot, incarnation), row in rows.items():
+            lives[slot] += 1 if incarnation else ledger.seen.folded[slot].lives
+            booked_by_slot[slot] += row.totals.steps_of_envs
         pairs = [
-            (f"slot {slot}", steps[slot, 0], _of_slot(books, slot), lives[slot] * outcome.num_envs, "")
+            (f"slot {slot}", steps[slot, 0], booked_by_slot[slot], lives[slot] * outcome.num_envs, "")
             for slot in sorted({slot for slot, _ in steps})
         ]
     else:
         taken, most_open = Counter[Life](), Counter[Life]()
-        for life in {*steps, *(key for key in books if key[1])}:
+        for life in {*steps, *(key for key in rows if key[1])}:
             taken[ledger.key_of(life)] += steps[life]
             most_open[ledger.key_of(life)] += 0 if life in outcome.living else outcome.num_envs
         pairs = [
             (
                 ledger.name_of(key),
                 taken[key],
-                books[key].stepped if key in books else 0,
+                rows[key].totals.steps_of_envs if key in rows else 0,
                 most_open[key],
                 moments.around(key) if key[1] else "",
             )
-            for key in sorted({*taken, *books})
+            for key in sorted({*taken, *rows})
         ]
     for name, true, booked, most, where in pairs:
         unfinished += max(0, true - booked)
@@ -228,10 +194,6 @@ def _check_truth(steps: Counter[Life], ledger: Ledger, outcome: TrialResult, mom
     if not steps.total():
         check.problems.append("no env took a step")
     return check, unfinished
-
-
-def _of_slot(books: dict[Life, LifeBooks], slot: int) -> int:
-    return sum(book.stepped for life, book in books.items() if life[0] == slot)
 
 
 def _check_history(history: History, moments: LastSeen) -> Promise:
@@ -254,8 +216,8 @@ def _check_settled(history: History, ledger: Ledger, moments: LastSeen) -> Promi
     recorded = Counter[Life]()
     for life, steps in history.steps.items():
         recorded[ledger.key_of(life)] += steps
-    for key in sorted({*recorded, *ledger.books}):
-        committed = ledger.books[key].committed if key in ledger.books else 0
+    for key in sorted({*recorded, *ledger.rows}):
+        committed = ledger.rows[key].settled.committed[0] if key in ledger.rows else 0
         if recorded[key] != committed:
             where = f"; {moments.around(key)}" if key[1] else ""
             check.problems.append(
@@ -294,15 +256,19 @@ def _note_recovery(injected: Iterable[Injected], line: Line) -> None:
             one.recovery_s = line.seconds - one.over
 
 
-def _recovery_by_kind(injected: list[Injected]) -> dict[str, tuple[int, int, float | None, float | None]]:
+def _recovery_by_kind(injected: list[Injected]) -> dict[str, dict[str, float | None]]:
     by_kind: dict[str, list[Injected]] = {}
     for one in injected:
         by_kind.setdefault(_group_of(one), []).append(one)
     found = {}
     for name, ones in sorted(by_kind.items()):
         times = [one.recovery_s for one in ones if one.recovery_s is not None]
-        skipped = sum(bool(one.skipped) for one in ones)
-        found[name] = (len(ones), skipped, median(times) if times else None, max(times, default=None))
+        found[name] = {
+            "events": len(ones),
+            "skipped": sum(bool(one.skipped) for one in ones),
+            "median_s": median(times) if times else None,
+            "max_s": max(times, default=None),
+        }
     return found
 
 
@@ -311,13 +277,6 @@ def _group_of(injected: Injected) -> str:
     event = injected.event
     targets = sorted("worker" if target[len(SLOT_TARGETS) :].isdecimal() else target for target in event.targets)
     return " ".join(filter(None, (event.kind.value, " + ".join(targets), event.detail)))
-
-
-def _sum(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return dict(sorted(total.items()))
 
 
 def lines_of(judgement: Judgement) -> Iterator[str]:
