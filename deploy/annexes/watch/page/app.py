@@ -26,7 +26,8 @@ SCRIPTS = ("uPlot.iife.min.js", "elements.js", "charts.js", "app.js")
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _ALIVE_S = 15.0
 """Seconds without a state after which a stream says that it is alive."""
-_FRESH_S = 3.0
+_FIRST_S = 3.0
+"""Seconds for which an answer waits for the first state."""
 MOST_VIEWERS = 100
 RENDEZVOUS = f"/{RENDEZVOUS_FILE}"
 
@@ -53,14 +54,13 @@ def make_app(hub: Hub) -> Starlette:
         return Response(files[name], media_type=kind, headers={"etag": tags[name]})
 
     async def state(_: Request) -> Response:
-        await hub.fresh(_FRESH_S)
+        await hub.newer_than(0, _FIRST_S)
         return Response(hub.newest, media_type="application/json")
 
     async def series(request: Request) -> Response:
         interval_s, after = _number(request, "interval_s", INTERVALS[0]), _number(request, "after", 0.0)
         if interval_s not in INTERVALS:
             return PlainTextResponse(f"interval_s is one of {', '.join(map(str, INTERVALS))}\n", 400)
-        hub.want()
         names = None if request.query_params.get("all") else PAGE_CURVES
 
         def document() -> bytes:
@@ -69,7 +69,7 @@ def make_app(hub: Hub) -> Starlette:
         return Response(await run_in_threadpool(document), media_type="application/json")
 
     async def metrics(request: Request) -> Response:
-        await hub.fresh(_FRESH_S)
+        await hub.newer_than(0, _FIRST_S)
         facts = hub.facts
         found = {} if facts is None else {facts.snapshot.fleet_id: None if facts.redis_error else facts}
         text, kind = await run_in_threadpool(metrics_text, found, request.headers.get("accept", ""))
@@ -77,7 +77,7 @@ def make_app(hub: Hub) -> Starlette:
 
     async def rendezvous(_: Request) -> Response:
         if hub.facts is None:
-            await hub.fresh(_FRESH_S)
+            await hub.newer_than(0, _FIRST_S)
         try:
             known = (hub.facts.run_dir, hub.facts.config) if hub.facts is not None else (None, None)
             text = await run_in_threadpool(published, *known)

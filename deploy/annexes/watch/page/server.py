@@ -15,8 +15,8 @@ from headrace.deploy.annexes.watch.web.web_port import WebPort
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.schemas.basics.stop_event import stop_event
 
-READ_S, IDLE_S = 1.0, 5.0
-"""Seconds between two reads, while the page is open somewhere, and while it is not."""
+READ_S = 1.0
+"""Seconds between two reads."""
 _SHARE = 25
 """A pause is at least so many times as long as the CPU time of the read before it, so that a large fleet's page is
 slower and not more costly.
@@ -30,7 +30,7 @@ def serve_page(reader: FactsReader, listen: str, token_file: Path | None, announ
     """
     hub = Hub()
     with (
-        stop_event(hub.wake) as stopping,
+        stop_event() as stopping,
         WebPort(listen, token_file) as port,
         port.serving(make_app(hub), public=(RENDEZVOUS,)),
     ):
@@ -52,5 +52,4 @@ def _read_until(stopping: threading.Event, hub: Hub, reader: FactsReader) -> Non
         hub.publish(state, states.facts)
         if is_last:
             return
-        pause_s = _SHARE * (time.thread_time() - began)
-        hub.wait(stopping, max(READ_S, pause_s), max(IDLE_S, pause_s))
+        stopping.wait(max(READ_S, _SHARE * (time.thread_time() - began)))
