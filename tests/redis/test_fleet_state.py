@@ -23,7 +23,6 @@ from headrace.broker.reports.report import MergeScript, Part, Report
 from headrace.broker.reports.reporter import RedisReporter
 from headrace.broker.sessions.core import BrokerCore
 from headrace.deploy.annexes.watch.exporter.metrics_text import metrics_text
-from headrace.deploy.annexes.watch.state import fleet_state as fleet_state_module
 from headrace.deploy.annexes.watch.state.fleet_state import SlowFacts, StateReader, cpu_shares, fleet_state, ledger
 from headrace.deploy.annexes.watch.state.series import SeriesReader
 from headrace.deploy.monitoring.facts import Facts, FactsReader
@@ -248,28 +247,21 @@ def test_broker_learner_and_redis_from_elsewhere_have_rows_with_what_they_tell_t
         for name, value in zip(("cpu_share", "rss_bytes"), told, strict=True)
     }
     own = ProcessState(name="broker", role="broker", pid=7, rss_bytes=5000)
-    slow = SlowFacts(server={"used_memory_rss": 9000}, cpu_shares={"broker": 0.75, "redis": 0.125})
+    slow = SlowFacts(server={"used_memory_rss": 9000}, cpu_shares={"broker": 0.75})
     for processes, of_broker in (({}, (0.5, 1000, 0)), ({"broker": own}, (0.75, 5000, 7))):
         found = fleet_state(Facts(START, Snapshot(fleet_id="f", gauges=gauges), processes=processes), [], slow)
         rows = {one["name"]: (one["cpu_share"], one["rss_bytes"], one["pid"]) for one in found["processes"]}
-        assert rows == {"broker": of_broker, "learner": (2.0, 0, 0), "redis": (0.125, 9000, 0)}
+        assert rows == {"broker": of_broker, "learner": (2.0, 0, 0), "redis": (None, 9000, 0)}
 
 
-def test_the_reader_measures_a_redis_that_no_supervisor_started(
-    url: str, client: Any, fleet_id: str, monkeypatch: pytest.MonkeyPatch
+def test_the_reader_measures_the_memory_of_a_redis_that_no_supervisor_started(
+    url: str, client: Any, fleet_id: str
 ) -> None:
-    monkeypatch.setattr(fleet_state_module, "SLOW_S", 0.0)
     MergeScript(client, fleet_id)(Part(Report(gauges={"env_steps_per_s": 1.0})), [], 0)
-    with FactsReader(redis_url=url, fleet_id=fleet_id) as facts:
-        reader = StateReader(facts)
-
-        def row() -> dict[str, Any]:
-            return {one["name"]: one for one in reader.read()["processes"]}["redis"]
-
-        assert row()["cpu_share"] is None, "one reading is no rate"
-        wait_until(lambda: row()["cpu_share"] is not None, "a second reading")
-        assert (used := usage_of(client.info()["process_id"])) is not None
-        assert row()["rss_bytes"] == pytest.approx(used[1], rel=0.3)
+    with FactsReader(redis_url=url, fleet_id=fleet_id) as reader:
+        row = {one["name"]: one for one in StateReader(reader).read()["processes"]}["redis"]
+    assert (used := usage_of(client.info()["process_id"])) is not None
+    assert row["rss_bytes"] == pytest.approx(used[1], rel=0.3)
 
 
 def test_cpu_shares_omit_a_process_that_was_restarted() -> None:

@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace.deploy.annexes.watch.state.shown_figures import columns_of, tiles_of
@@ -38,7 +38,7 @@ from headrace.schemas.accounts.ledger import FleetLedger, LedgerRow, add_up
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.accounts.redis_keys import unlabelled
-from headrace.schemas.basics.printable import one_line, printable
+from headrace.schemas.basics.printable import printable
 from headrace.schemas.errors import RedisUnavailableError
 
 Document = dict[str, Any]
@@ -49,23 +49,16 @@ _SERVER_FIELDS = (
     "server_name",
     "uptime_in_seconds",
     "used_memory",
-    "used_memory_rss",
-    "used_memory_peak",
     "maxmemory",
     "maxmemory_policy",
-    "mem_fragmentation_ratio",
     "connected_clients",
     "instantaneous_ops_per_sec",
     "evicted_keys",
-    "rejected_connections",
     "aof_enabled",
     "aof_last_write_status",
-    "aof_last_bgrewrite_status",
     "rdb_last_bgsave_status",
-    "rdb_last_save_time",
-    "loading",
-    "role",
 )
+"""Fields of INFO that the page shows."""
 _REDIS = "redis"
 SLOW_S = 5.0
 """Seconds between two reads of what changes slowly."""
@@ -112,29 +105,19 @@ def fleet_state(facts: Facts, findings: list[Finding], slow: SlowFacts | None = 
         ],
         "logged": {name: metric.value for name, metric in sorted(snapshot.metrics.items())},
         "workers": workers,
-        "errors": _env_errors(snapshot, facts.unix_s),
+        "errors": list(_env_errors(snapshot, facts.unix_s)),
         "processes": list(_processes(facts, slow, by_label)),
         "learner": _learner(facts),
         "garbage": list(snapshot.garbage[:20]),
     }
 
 
-def _env_errors(snapshot: Snapshot, unix_s: float) -> list[Document]:
-    """Return the groups of failures of envs, the newest first. What an env wrote has its control characters escaped."""
-    newest_first = sorted(snapshot.errors.items(), key=lambda item: -item[1].last_unix_s)
-    return [
-        {
-            "fingerprint": one_line(name),
-            **{fact: one_line(getattr(row, fact)) for fact in ("kind", "env", "exception", "message", "where")},
-            "count": row.count,
-            "first_unix_s": row.first_unix_s,
-            "last_unix_s": row.last_unix_s,
-            "last_age_s": max(0.0, unix_s - row.last_unix_s),
-            "slots": row.slots,
-            "traceback": printable(row.traceback),
-        }
-        for name, row in newest_first
-    ]
+def _env_errors(snapshot: Snapshot, unix_s: float) -> Iterator[Document]:
+    """Yield the groups of failures of envs, the newest first. What an env wrote has its control characters escaped."""
+    for name, row in sorted(snapshot.errors.items(), key=lambda item: -item[1].last_unix_s):
+        plain = {"fingerprint": name, **row.model_dump(mode="json", exclude={"lives"})}
+        texts = {fact: printable(text) for fact, text in plain.items() if isinstance(text, str)}
+        yield {**plain, **texts, "last_age_s": max(0.0, unix_s - row.last_unix_s)}
 
 
 class StateReader:
@@ -157,16 +140,13 @@ class StateReader:
 
     def _read_slowly(self, facts: Facts) -> None:
         self._slow_at = time.monotonic()
-        processes = dict(facts.processes)
+        server = self._slow.server
         if (view := self._reader.view) is not None:
             with suppress(RedisUnavailableError):
                 server = view.server_info()
-                self._slow = replace(self._slow, server=server)
-                if server is not None:
-                    processes.setdefault(_REDIS, _server_process(server))
-        shares = cpu_shares(self._processes, processes)
-        self._slow = replace(self._slow, cpu_shares=shares or self._slow.cpu_shares)
-        self._processes = processes
+        shares = cpu_shares(self._processes, facts.processes)
+        self._slow = SlowFacts(server, shares or self._slow.cpu_shares)
+        self._processes = facts.processes
 
 
 def cpu_shares(before: Mapping[str, ProcessState], now: Mapping[str, ProcessState]) -> dict[str, float]:
@@ -177,13 +157,6 @@ def cpu_shares(before: Mapping[str, ProcessState], now: Mapping[str, ProcessStat
         if earlier is not None and earlier.pid == state.pid and state.unix_s > earlier.unix_s and state.pid:
             shares[name] = max(0.0, state.cpu_s - earlier.cpu_s) / (state.unix_s - earlier.unix_s)
     return shares
-
-
-def _server_process(server: Mapping[str, Any]) -> ProcessState:
-    """Return the process of a Redis that no supervisor has started, as its INFO tells it."""
-    cpu_s = sum(number(server.get(name)) for name in ("used_cpu_user", "used_cpu_sys"))
-    pid = int(number(server.get("process_id")))
-    return ProcessState(name=_REDIS, role=_REDIS, pid=pid, cpu_s=cpu_s, unix_s=time.time())
 
 
 def ledger(books: FleetLedger, rows: Iterable[LedgerRow] = ()) -> Document:
@@ -360,7 +333,7 @@ def _processes(facts: Facts, slow: SlowFacts, labelled: Document) -> Iterator[Do
         yield {**state.model_dump(mode="json"), "cpu_share": slow.cpu_shares.get(state.name), "age_s": age_s}
     shares, sizes = (dict(labelled.get(f"process_{name}", {})) for name in ("cpu_share", "rss_bytes"))
     if slow.server and "used_memory_rss" in slow.server:
-        shares[_REDIS], sizes[_REDIS] = slow.cpu_shares.get(_REDIS), slow.server["used_memory_rss"]
+        sizes[_REDIS] = slow.server["used_memory_rss"]
     roles = {state.role for state in facts.processes.values()}
     for role in ("broker", "learner", _REDIS):
         if role in roles or role not in sizes:
