@@ -32,7 +32,6 @@ from headrace.deploy.annexes.doctor.network import (
     meeting_checks,
     reachability_check,
 )
-from headrace.deploy.annexes.doctor.software import judge_versions
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.redis_view import Snapshot, crowded_learner
 from headrace.schemas.credentials.key_files import read_public_key
@@ -330,7 +329,7 @@ def test_a_clock_is_judged_by_the_time_at_which_the_broker_wrote_its_rendezvous(
     assert "run an NTP service" in offset.advice
 
 
-# Keys and versions.
+# Keys and the learner.
 
 
 def test_a_folder_of_keys_to_which_others_may_add_is_named(tmp_path: Path) -> None:
@@ -348,22 +347,6 @@ def test_a_folder_of_keys_to_which_others_may_add_is_named(tmp_path: Path) -> No
     assert "chmod 600" in check.seen
 
 
-def test_doctor_compares_the_versions_of_connected_peers() -> None:
-    lease = {"connected": 1.0, "headrace_version": "0.2.0"}
-    workers: dict[int, dict[str, Any]] = {
-        slot: {"host": host, "headrace_version": "0.2.0"} for slot, host in enumerate("ab")
-    }
-    same = judge_versions(Snapshot(version="0.2.0", lease=lease, workers=workers), "0.2.0")
-    assert (same.verdict, same.seen) == (
-        Verdict.OK,
-        "0.2.0: broker, learner, worker-0, worker-1, this machine; workers on a, b",
-    )
-    here = judge_versions(Snapshot(version="0.2.0", lease=lease, workers=workers), "0.1.0")
-    assert here.verdict is Verdict.WARN
-    assert here.advice == "install headrace 0.2.0 here, or upgrade the broker"
-    assert "no broker" in judge_versions(Snapshot(), "0.1.0").seen
-
-
 def test_doctor_names_a_learner_whose_torch_takes_the_cores_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = {0: {"host": "box"}, 1: {"host": "box"}, 2: {"host": "other"}}
     lease = {"connected": 1.0, "host": "box", "torch_threads": 8.0, "cores": 4.0}
@@ -378,19 +361,3 @@ def test_doctor_names_a_learner_whose_torch_takes_the_cores_of_workers(monkeypat
         asked = doctor("--set", "fleet.workers=64", "--set", "learner.enabled=false")["learner"]
         assert (asked["verdict"], bool(asked["advice"])) == (verdict, verdict == "warn"), asked
     assert "learner" not in doctor()
-
-
-def test_peers_of_another_version_are_named() -> None:
-    told = [{"headrace_version": version} for version in ("0.2.0", "0.1.0", "0.2.0\x1b[31m")]
-    workers: dict[int, dict[str, Any]] = {**dict(enumerate(told)), 7: {}}
-    workers[0]["env_hosts"] = {"connected": 3, "wanted": 3, "versions": ["0.1.0", "0.2.0"]}
-    workers[7]["env_hosts"] = {"connected": 1, "wanted": 1}
-    check = judge_versions(Snapshot(version="0.2.0", lease={"connected": 1.0}, workers=workers), "0.2.0")
-    assert check.verdict is Verdict.WARN
-    assert "; 0.1.0, 0.2.0: env hosts of worker-0; 0.1.0: worker-1; " in check.seen
-    assert "no version told: learner, worker-7" in check.seen
-    assert "\x1b" not in check.seen
-    behind = "learner, env hosts of worker-0, worker-1, worker-2, worker-7"
-    assert check.advice == f"install headrace 0.2.0 for {behind}, and start them again"
-    gone = {"connected": 0.0, "headrace_version": "0.1.0"}
-    assert judge_versions(Snapshot(version="0.2.0", lease=gone), "0.2.0").verdict is Verdict.OK

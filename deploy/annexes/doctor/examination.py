@@ -14,7 +14,7 @@ from headrace.deploy.annexes.doctor.key_checks import key_checks
 from headrace.deploy.annexes.doctor.limits import Needs, limit_checks, open_files_check
 from headrace.deploy.annexes.doctor.network import advertised_checks, meeting_checks, port_checks, reachability_check
 from headrace.deploy.annexes.doctor.redis_checks import redis_checks
-from headrace.deploy.annexes.doctor.software import connected_checks, own_learner_check, software_checks
+from headrace.deploy.annexes.doctor.software import own_learner_check, software_checks
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.schemas.credentials.keys import ENV_HOST
@@ -52,7 +52,7 @@ def examine(
     """Check everything that a fleet of this configuration needs. Starts nothing, leaves nothing behind.
 
     With the `endpoint` of a server elsewhere, or a `rendezvous`: all that a process of `role` here needs. Where the run
-    directory's fleet runs, its broker and those that are connected are checked in place of the ports.
+    directory's fleet runs, its broker is checked in place of the ports.
     """
     yield from software_checks()
     yield from key_checks(config)
@@ -74,8 +74,6 @@ def _here(config: FleetConfig) -> Iterator[Check]:
     """Check Redis, addresses and ports of a fleet on this machine, which may run already."""
     fleet = _Fleet.of(config)
     yield from redis_checks(fleet.redis_url, fleet.fleet_id)
-    if fleet.fleet_id and fleet.redis_url:
-        yield from connected_checks(fleet.redis_url, fleet.fleet_id)
     if fleet.broker:
         yield reachability_check("broker", fleet.broker)
     else:
