@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from headrace.deploy.annexes.doctor.network import (
 from headrace.deploy.run.key_pairs import make_keys
 from headrace.deploy.run.redis_view import Snapshot, crowded_learner
 from headrace.schemas.credentials.key_files import read_public_key
-from headrace.schemas.peers.rendezvous import LIFETIME_S, Port, Published
+from headrace.schemas.peers.rendezvous import Port, Published
 from headrace.schemas.settings.config import FleetConfig
 from headrace.schemas.settings.config_loading import build_config
 from support.waiting import TIMEOUT_S, wait_until
@@ -315,18 +314,6 @@ def test_an_env_host_is_told_whether_it_reaches_the_ports_of_workers(tmp_path: P
     *_, none = meeting_checks(config, str(place), "env-host")
     assert (none.name, none.verdict) == ("workers", Verdict.WARN)
     assert none.advice == "start workers with sampling.env_placement = remote"
-
-
-def test_a_clock_is_judged_by_the_time_at_which_the_broker_wrote_its_rendezvous(tmp_path: Path, free_port: int) -> None:
-    place, config = tmp_path / "rendezvous.json", build_config({})
-    endpoints = dict.fromkeys(("worker", "weights"), f"tcp://127.0.0.1:{free_port}")
-    for broker_offset_s, verdict in ((0.0, Verdict.OK), (30.0, Verdict.WARN), (-30.0, Verdict.WARN)):
-        expires = time.time() + broker_offset_s + LIFETIME_S
-        Published(fleet_id="demo", endpoints=endpoints, expires_unix_s=expires).write(place)
-        (offset,) = [check for check in meeting_checks(config, str(place)) if check.name == "clock offset"]
-        assert offset.verdict is verdict, offset
-    assert offset.seen == "the broker wrote the rendezvous 30 s ago by our clock, and writes it every 15 s"
-    assert "run an NTP service" in offset.advice
 
 
 # Keys and the learner.

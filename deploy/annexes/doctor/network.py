@@ -13,16 +13,13 @@ from headrace.deploy.run.joining import env_host_keys
 from headrace.schemas.credentials.keys import BROKER, ENV_HOST, check_fingerprint, client_keys, expected_key
 from headrace.schemas.errors import ConfigError, KeysError, KeysRefusedError
 from headrace.schemas.peers.advertised import host_to_advertise
-from headrace.schemas.peers.rendezvous import LIFETIME_S, Published, Rendezvous
+from headrace.schemas.peers.rendezvous import Published, Rendezvous
 from headrace.schemas.peers.worker_port_choice import WorkerPortChoice
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 CONNECT_S = 3.0
 """Seconds that a connection may take."""
-_MOST_OFFSET_S = 1.0
-"""Seconds by which a clock may be wrong. The expiry of addresses compares two clocks."""
 _ANSWER_S, _LOOK_S = 6.0, 0.1
-_WRITTEN_EVERY_S = LIFETIME_S / 4
 _MOST_WORKERS = 8
 """Workers to which an env host's machine tries to connect at most: each may take `CONNECT_S`."""
 
@@ -107,7 +104,7 @@ def _advice(error: OSError, server: str) -> str:
 
 
 def meeting_checks(config: FleetConfig, where: str, role: str = "worker") -> Iterator[Check]:
-    """Check the rendezvous at `where` as a process of `role` uses it: its addresses, its key, and its clock."""
+    """Check the rendezvous at `where` as a process of `role` uses it: its addresses and its key."""
     try:
         rendezvous = Rendezvous(where, config.broker.ports)
     except ConfigError as error:
@@ -119,28 +116,13 @@ def meeting_checks(config: FleetConfig, where: str, role: str = "worker") -> Ite
     if found is None or found.state == "stopped" or not all(addresses.values()):
         yield Check("rendezvous", Verdict.FAIL, rendezvous.problem, "start the fleet, or correct --rendezvous")
         return
-    written_unix_s = found.expires_unix_s - LIFETIME_S
-    is_dated = written_unix_s < 1e12
-    good = f", good for {found.expires_unix_s - time.time():.0f} s" if is_dated else ""
-    yield Check("rendezvous", Verdict.OK, f"fleet {found.fleet_id or 'of any name'}{good}")
-    if is_dated:
-        yield written_check(time.time() - written_unix_s)
+    yield Check("rendezvous", Verdict.OK, f"fleet {found.fleet_id or 'of any name'}")
     if role == ENV_HOST:
         yield from _workers_checks(config, rendezvous)
         return
     for name, address in addresses.items():
         yield reachability_check(f"broker, {name}", address)
     yield _key_check(config, found, where, role)
-
-
-def written_check(age_s: float) -> Check:
-    """Judge our clock by the age of what the broker writes again and again, which no reader sees old or unborn."""
-    seen = f"the broker wrote the rendezvous {abs(age_s):.0f} s {'ago' if age_s >= 0 else 'from now'} by our clock"
-    if -_MOST_OFFSET_S <= age_s <= _WRITTEN_EVERY_S + _MOST_OFFSET_S:
-        return Check("clock offset", Verdict.OK, seen)
-    seen += f", and writes it every {_WRITTEN_EVERY_S:.0f} s"
-    advice = f"run an NTP service on both machines: a clock that is {LIFETIME_S:.0f} s ahead takes the fleet for gone"
-    return Check("clock offset", Verdict.WARN, seen, advice)
 
 
 def _workers_checks(config: FleetConfig, rendezvous: Rendezvous) -> Iterator[Check]:
