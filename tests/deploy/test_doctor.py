@@ -17,7 +17,7 @@ import pytest
 
 from headrace.deploy.annexes.doctor.cgroup import Limit, Limits, read_limits
 from headrace.deploy.annexes.doctor.check import Verdict
-from headrace.deploy.annexes.doctor.key_checks import key_checks
+from headrace.deploy.annexes.doctor.examination import key_checks
 from headrace.deploy.annexes.doctor.limits import (
     Needs,
     core_check,

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.deploy.annexes.doctor.check import Verdict
-from headrace.deploy.annexes.doctor.redis_checks import redis_checks, version_check
+from headrace.deploy.annexes.doctor.redis_checks import redis_checks
 
 
 def checks_of(url: str) -> dict[str, Any]:
@@ -42,10 +42,3 @@ def test_a_server_that_evicts_keys_fails(make_server: Callable[..., Any]) -> Non
 
 def password_of(url: str) -> str:
     return urlsplit(url).password or ""
-
-
-def test_an_old_redis_version_gets_a_warning() -> None:
-    assert version_check({"redis_version": "5.0.14"}).verdict is Verdict.WARN
-    assert version_check(
-        {"redis_version": "7.2.4", "valkey_version": "8.0.1", "server_name": "valkey"}
-    ).seen.startswith("valkey 8.0.1")

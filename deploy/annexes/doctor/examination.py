@@ -4,46 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.deploy.annexes.doctor.cgroup import read_limits
 from headrace.deploy.annexes.doctor.check import Check, Verdict
-from headrace.deploy.annexes.doctor.key_checks import key_checks
 from headrace.deploy.annexes.doctor.limits import Needs, limit_checks, open_files_check
 from headrace.deploy.annexes.doctor.network import advertised_checks, meeting_checks, port_checks, reachability_check
 from headrace.deploy.annexes.doctor.redis_checks import redis_checks
 from headrace.deploy.annexes.doctor.software import own_learner_check, software_checks
 from headrace.deploy.process.proc_stat import is_alive
-from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.schemas.credentials.keys import ENV_HOST
-from headrace.schemas.errors import RunDirError
-from headrace.schemas.settings.config import FleetConfig
+from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.deploy.run.key_pairs import sound_roles
+from headrace.schemas.credentials.keys import ENV_HOST, TOKEN_FILE
+from headrace.schemas.credentials.tokens import read_token
+from headrace.schemas.errors import KeysError, RunDirError
+from headrace.schemas.settings.config import FleetConfig, is_loopback
 
 _DISK_FAIL, _DISK_WARN = 100 << 20, 2 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class _Fleet:
-    """The fleet that runs in the run directory, or the one that the settings name. `broker` is "" where none serves."""
-
-    fleet_id: str
-    redis_url: str
-    broker: str = ""
-
-    @classmethod
-    def of(cls, config: FleetConfig) -> _Fleet:
-        configured = cls(config.fleet.fleet_id, config.redis.url)
-        if not config.fleet.run_dir:
-            return configured
-        try:
-            running = read_fleet_file(Path(config.fleet.run_dir) / "fleet.json")
-        except RunDirError:
-            return configured
-        if running.state != "running" or not is_alive(running.supervisor_pid):
-            return configured
-        return cls(running.fleet_id, running.redis_url, running.endpoints.get("worker", ""))
 
 
 def examine(
@@ -72,15 +52,51 @@ def examine(
 
 def _here(config: FleetConfig) -> Iterator[Check]:
     """Check Redis, addresses and ports of a fleet on this machine, which may run already."""
-    fleet = _Fleet.of(config)
-    yield from redis_checks(fleet.redis_url, fleet.fleet_id)
-    if fleet.broker:
-        yield reachability_check("broker", fleet.broker)
+    fleet = _running_fleet(config)
+    url, fleet_id = (fleet.redis_url, fleet.fleet_id) if fleet else (config.redis.url, config.fleet.fleet_id)
+    yield from redis_checks(url, fleet_id)
+    if fleet is not None and "worker" in fleet.endpoints:
+        yield reachability_check("broker", fleet.endpoints["worker"])
     else:
         yield from port_checks(config)
         if config.fleet.workers and not config.learner.enabled:
             yield own_learner_check(config.fleet.workers)
     yield from advertised_checks(config)
+
+
+def _running_fleet(config: FleetConfig) -> FleetFile | None:
+    """Return the fleet that runs in the run directory; None without one."""
+    with suppress(RunDirError):
+        fleet = read_fleet_file(Path(config.fleet.run_dir) / "fleet.json")
+        if config.fleet.run_dir and fleet.state == "running" and is_alive(fleet.supervisor_pid):
+            return fleet
+    return None
+
+
+def key_checks(config: FleetConfig) -> Iterator[Check]:
+    """Check the folder of keys, each file in it, and their modes."""
+    if not config.keys.dir:
+        yield _without_keys(config)
+        return
+    folder = Path(config.keys.dir)
+    try:
+        roles = sound_roles(folder)
+        if (folder / TOKEN_FILE).exists():
+            read_token(folder / TOKEN_FILE)
+    except KeysError as error:
+        yield Check("keys", Verdict.FAIL, str(error))
+        return
+    seen, mode = f"{folder}: {', '.join(roles)}", stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o022:
+        yield Check("keys", Verdict.WARN, f"{seen}; others may add files (mode {mode:04o})", f"chmod 700 {folder}")
+    else:
+        yield Check("keys", Verdict.OK, seen)
+
+
+def _without_keys(config: FleetConfig) -> Check:
+    if is_loopback(config.broker.host):
+        return Check("keys", Verdict.OK, "none; only this machine is served")
+    return Check("keys", Verdict.WARN, "none; other machines can connect and read along", "headrace keys init")
 
 
 def _disk(run_dir: Path) -> Check:

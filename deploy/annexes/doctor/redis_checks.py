@@ -14,8 +14,6 @@ from headrace.deploy.run.redis_server import CHECK_TIMEOUT_S, check_url, find_se
 from headrace.schemas.errors import HeadraceError
 from headrace.schemas.settings.config import is_loopback
 
-_OLDEST = (6, 0)
-
 
 def redis_checks(url: str, fleet_id: str) -> Iterator[Check]:
     """Check the server at `url`; "" for the server that the fleet starts itself."""
@@ -28,7 +26,9 @@ def redis_checks(url: str, fleet_id: str) -> Iterator[Check]:
     except HeadraceError as error:
         yield Check("redis server", Verdict.FAIL, str(error))
         return
-    yield version_check(info)
+    told = str(info.get("valkey_version") or info.get("redis_version") or "")
+    seen = f"{info.get('server_name', 'redis')} {told}" if told else "it does not tell its version to this user"
+    yield Check("redis server", Verdict.OK, f"{seen}, evicts nothing")
     yield persistence_check(info)
     yield _access_check(url, user)
 
@@ -56,16 +56,6 @@ def read_facts(url: str) -> tuple[Mapping[str, Any], str]:
             told = ask(client, "ACL WHOAMI")
             user = told.decode() if isinstance(told, bytes) else str(told)
     return info, user
-
-
-def version_check(info: Mapping[str, Any]) -> Check:
-    """Check the server's version."""
-    told = str(info.get("valkey_version") or info.get("redis_version") or "")
-    seen = f"{info.get('server_name', 'redis')} {told}".strip() if told else "it does not tell its version to this user"
-    digits = [int(part) for part in str(info.get("redis_version", "")).split(".")[:2] if part.isdigit()]
-    if digits and tuple(digits) < _OLDEST:
-        return Check("redis server", Verdict.WARN, seen, "Redis 6 or Valkey has users with least rights: upgrade it")
-    return Check("redis server", Verdict.OK, f"{seen}, evicts nothing")
 
 
 def persistence_check(info: Mapping[str, Any]) -> Check:
