@@ -462,7 +462,7 @@ def test_an_observation_that_its_dtype_would_change_is_refused(space: Any, obser
 @pytest.mark.parametrize(
     ("module", "config", "told"),
     [
-        ("actor_critic", {"hidden": [1] * 1_000_000}, r"4,097 arrays of 0 MiB with 'weight' \[1, 1\] of a BlankLinear"),
+        ("actor_critic", {"hidden": [1] * 1_000_000}, r"4,097 arrays of 0 MiB with 'weight' \[1, 1\] of a Linear"),
         ("actor_critic", {"hidden": [10**8]}, r"2 arrays of 1,525 MiB|'weight' \[100000000, 4\]"),
         ("actor_critic", {"hidden": [10**14]}, "could not be built .RuntimeError"),
         ("actor_critic", {"hidden": [30_000, 30_000]}, "a version of weights has 4,096 of 256 MiB at most"),

@@ -19,7 +19,7 @@ from headrace.workers.modules.distributions import ActionDistribution, Gaussian
 from headrace.workers.modules.encoders import Encoder, is_plain_vector
 from headrace.workers.modules.gaussian_act import GaussianAct
 from headrace.workers.modules.kept_layers import KeptLayers
-from headrace.workers.modules.layers import BlankLinear, linear
+from headrace.workers.modules.layers import linear
 from headrace.workers.policy.module_protocol import NumpyAct
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
@@ -156,7 +156,7 @@ class ActorCritic(nn.Module):
             and type(self.trunk) is nn.Sequential
             and 2 * (len(linears) - 1) == len(layers)
             and all(type(layer) is activation for layer in layers[1::2])
-            and all(type(linear) in (nn.Linear, BlankLinear) and linear.bias is not None for linear in linears)
+            and all(type(linear) is nn.Linear and linear.bias is not None for linear in linears)
             and known == {id(parameter) for name, parameter in self.named_parameters() if name != "log_std"}
             and not any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())
             and "forward_train" not in vars(self)

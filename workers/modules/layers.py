@@ -1,6 +1,8 @@
 """Layers initialised from a given generator, so that building a module neither reads nor changes global state.
 
-torch can leave a layer blank by the device "meta". The device makes a process import sympy, half a second of its start.
+torch writes first values of its own into each layer, from its global generator. They are replaced, and the generator's
+state is put back. Layers on the device "meta", which have no values, make a process import sympy, half a second of its
+start.
 """
 
 from __future__ import annotations
@@ -9,30 +11,10 @@ import torch
 from torch import nn
 
 
-class BlankLinear(nn.Linear):
-    """Linear layer without initial values: the caller writes its parameters."""
-
-    def reset_parameters(self) -> None:
-        """Leave the parameters uninitialised."""
-
-
-class BlankConv2d(nn.Conv2d):
-    """Convolution without initial values: the caller writes its parameters."""
-
-    def reset_parameters(self) -> None:
-        """Leave the parameters uninitialised."""
-
-
-class BlankLSTM(nn.LSTM):
-    """LSTM without initial values: the caller writes its parameters."""
-
-    def reset_parameters(self) -> None:
-        """Leave the parameters uninitialised."""
-
-
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
     """Return a linear layer with orthogonal weights times `gain` and zero bias."""
-    layer = BlankLinear(inputs, outputs)
+    with torch.random.fork_rng(devices=()):
+        layer = nn.Linear(inputs, outputs)
     _initialise(layer, gain, generator)
     return layer
 
@@ -42,7 +24,8 @@ def conv(inputs: int, outputs: int, generator: torch.Generator) -> nn.Conv2d:
 
     It halves height and width, rounded up.
     """
-    layer = BlankConv2d(inputs, outputs, 3, stride=2, padding=1)
+    with torch.random.fork_rng(devices=()):
+        layer = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1)
     _initialise(layer, 2**0.5, generator)
     return layer
 

@@ -16,7 +16,7 @@ from headrace.schemas.errors import ModuleError
 from headrace.workers.envs.action_masks import ActionMask
 from headrace.workers.modules.actor_critic import ActorCritic
 from headrace.workers.modules.encoders import Encoder
-from headrace.workers.modules.layers import BlankLSTM, linear, orthogonal
+from headrace.workers.modules.layers import linear, orthogonal
 
 
 def lstm_actor_critic(
@@ -117,7 +117,8 @@ def _lstm(inputs: int, units: int, generator: torch.Generator) -> nn.LSTM:
 
     This bias makes the LSTM remember at first.
     """
-    lstm = BlankLSTM(inputs, units)
+    with torch.random.fork_rng(devices=()):
+        lstm = nn.LSTM(inputs, units)
     parameters = dict(lstm.named_parameters())
     with torch.no_grad():
         for name, size in (("weight_ih_l0", inputs), ("weight_hh_l0", units)):
