@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,22 +36,11 @@ _ILLEGAL = -1e9
 """Logit of a choice that an action mask forbids: finite, yet its probability is exactly 0."""
 
 
-class _Part(Protocol):
-    """Distribution of one leaf, described by `inputs` numbers a row and sampled from `noise` numbers a row."""
-
-    inputs: int
-    noise: int
-
-    def act(self, inputs: Array, noise: Array | None) -> tuple[Array, Array]: ...
-    def for_env(self, actions: Array) -> Array: ...
-    def from_env(self, actions: Array) -> Array: ...
-    def mode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def logp(self, inputs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor: ...
-    def entropy(self, inputs: torch.Tensor) -> torch.Tensor: ...
-
-
 class Categoricals:
-    """Independent categorical choices, one for each element of a Discrete, MultiDiscrete or MultiBinary leaf."""
+    """Independent categorical choices, one for each element of a Discrete, MultiDiscrete or MultiBinary leaf.
+
+    As a `Gaussian`, it is described by `inputs` numbers a row and sampled from `noise` numbers a row.
+    """
 
     def __init__(self, leaf: Discrete | MultiDiscrete | MultiBinary) -> None:
         self._sizes: tuple[int, ...]
@@ -206,6 +195,10 @@ def normal_logp(normal: Array, log_std: Array) -> Array:
     """Return the log-densities (rows,) of actions that are `normal` deviations from their means, (rows, size) each."""
     logp: Array = -(0.5 * normal * normal + log_std + _HALF_LOG_TWO_PI).sum(axis=1)
     return logp
+
+
+_Part = Categoricals | Gaussian
+"""The distribution of one leaf."""
 
 
 class ActionDistribution:
