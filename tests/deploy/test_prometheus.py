@@ -22,7 +22,7 @@ import pytest
 import typer
 from command_reference import commands
 
-from headrace.deploy.annexes.watch.exporter.files import DEFAULT_LISTEN, MonitoringFile
+from headrace.deploy.annexes.watch.commands import DEFAULT_LISTEN, MonitoringFile
 from headrace.deploy.command.cli import app
 from headrace.schemas.settings.config import FleetConfig
 from support.fleets.running_fleet import RunningFleet
@@ -164,10 +164,9 @@ def test_each_alert_fires_in_its_trouble_and_is_silent_without_it(tmp_path: Path
     assert sorted(ALERTS) == sorted(FIRING) == sorted(SILENT)
     fired = [_rule_test(name, FIRING[name], {"labels": "{}", "value": 1}) for name in ALERTS]
     silent = [_rule_test(name, SILENT[name]) for name in ALERTS]
-    file = tmp_path / "tests.yml"
-    file.write_text(
-        json.dumps({"rule_files": [str(RULES.path)], "evaluation_interval": "30s", "tests": fired + silent})
-    )
+    file, rules = tmp_path / "tests.yml", tmp_path / "rules.yml"
+    rules.write_text(RULES.text())
+    file.write_text(json.dumps({"rule_files": [str(rules)], "evaluation_interval": "30s", "tests": fired + silent}))
     tested = promtool("test", "rules", str(file))
     assert tested.returncode == 0, tested.stdout + tested.stderr
 

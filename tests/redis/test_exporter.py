@@ -19,9 +19,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from headrace.broker.reports.report import MergeScript, Part, Report
+from headrace.deploy.annexes.watch.commands import MonitoringFile
 from headrace.deploy.annexes.watch.exporter import metrics_text as module
 from headrace.deploy.annexes.watch.exporter.exporter import chosen_readers
-from headrace.deploy.annexes.watch.exporter.files import MonitoringFile
 from headrace.deploy.annexes.watch.exporter.metrics_text import exposed_name, metrics_text
 from headrace.deploy.annexes.watch.web.web_port import WebPort
 from headrace.deploy.monitoring.facts import Facts

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headrace.deploy.annexes.watch.exporter.files import DEFAULT_LISTEN, MonitoringFile
 from headrace.deploy.command.monitoring_commands import FleetElsewhere, RedisElsewhere, chosen_fleet
 from headrace.deploy.command.option_table import command
 from headrace.deploy.run.options import Asked, named_fleet, resolve_each
@@ -106,6 +106,27 @@ def report(
     from headrace.deploy.annexes.watch.report.report_command import write_report
 
     write_report(Asked(flags={"fleet.run_dir": run and str(run)}).run_dir(), out, csv, json)
+
+
+DEFAULT_LISTEN = "127.0.0.1:9747"
+"""Address of `headrace exporter`; the scrape config names it too."""
+_PLACES = {
+    "scrape-config": "prometheus/prometheus.yml",
+    "alert-rules": "prometheus/headrace-rules.yml",
+    "grafana-dashboard": "grafana/headrace.json",
+}
+
+
+class MonitoringFile(StrEnum):
+    """A file for Prometheus or Grafana that comes with the package."""
+
+    SCRAPE_CONFIG = "scrape-config"
+    ALERT_RULES = "alert-rules"
+    GRAFANA_DASHBOARD = "grafana-dashboard"
+
+    def text(self) -> str:
+        """Return the text of the file."""
+        return (Path(__file__).parents[2] / _PLACES[self]).read_text(encoding="utf-8")
 
 
 @command(
