@@ -61,7 +61,7 @@ NAMES_BECOME_CODE = {
     "deploy/run/annexes.py": "its own tables",
     "deploy/trained/policy_spaces.py": CONFIG,
     "deploy/annexes/doctor/start_check.py": CONFIG,
-    "learner_stub/reference/policy_builder.py": CONFIG,
+    "learner_stub/reference/policies.py": CONFIG,
     "learner_stub/streaming/connector_merger.py": CONFIG,
     "learner_stub/rollouts/module.py": CONFIG,
     "workers/callbacks.py": CONFIG,

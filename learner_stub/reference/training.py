@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from headrace.learner_stub.checkpoints.checkpoint import CHECKPOINT_FILE, Checkpoint, load_checkpoint, save_checkpoint
 from headrace.learner_stub.publishing.publisher import WeightPublisher, array_views, check_finite
 from headrace.learner_stub.reference.best_checkpoint import BestCheckpoint
-from headrace.learner_stub.reference.policies import LearnerPolicies
-from headrace.learner_stub.reference.policy_builder import build_policies
+from headrace.learner_stub.reference.policies import LearnerPolicies, build_policies
 from headrace.learner_stub.reference.training_stats import Metrics
 from headrace.learner_stub.rollouts.interruption import AbandonedUpdateError, StopDeadline, do_nothing
 from headrace.learner_stub.streaming.stream import EpisodeStream

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies
-from headrace.learner_stub.reference.policy_builder import build_policies
+from headrace.learner_stub.reference.policies import DEFAULT_MODULE, FrozenPolicy, LearnerPolicies, build_policies
 from headrace.learner_stub.reference.ppo import PPO
 from headrace.learner_stub.reference.training_arrays import training_arrays
 from headrace.learner_stub.rollouts.module import TrainableModule

@@ -9,8 +9,7 @@ import gymnasium as gym
 import pytest
 import torch
 
-from headrace.learner_stub.reference.policies import LearnerPolicies
-from headrace.learner_stub.reference.policy_builder import build_policies
+from headrace.learner_stub.reference.policies import LearnerPolicies, build_policies
 from headrace.schemas.settings.config import FleetConfig
 from headrace.workers import EnvRunnerConfig, MultiAgentEnv, MultiAgentEnvRunner
 

@@ -14,8 +14,7 @@ from headrace.broker.batches.rounds import Rounds
 from headrace.broker.batches.source import Source, StoredBatch
 from headrace.learner_stub import EpisodeStream, WeightPublisher
 from headrace.learner_stub.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from headrace.learner_stub.reference.policies import LearnerPolicies
-from headrace.learner_stub.reference.policy_builder import build_policies
+from headrace.learner_stub.reference.policies import LearnerPolicies, build_policies
 from headrace.learner_stub.reference.training import gather, train
 from headrace.schemas.accounts.ledger import WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader, ChunkBatch

@@ -161,7 +161,7 @@ def _check_modules(
     config: FleetConfig, runner: EnvRunnerConfig, policies: Mapping[str, Policy], spaces: Mapping[str, Spaces]
 ) -> None:
     """Build each module as workers do, let it act once, and build it as the learner does. Raises `ModuleError`."""
-    from headrace.learner_stub.reference.policy_builder import build_policies
+    from headrace.learner_stub.reference.policies import build_policies
     from headrace.workers.policy.batch_columns import PolicyColumns
     from headrace.workers.policy.module_protocol import build_module
 
