@@ -14,20 +14,18 @@ def checks_of(url: str) -> dict[str, Any]:
     return {check.name: check for check in redis_checks(url, "demo")}
 
 
-def test_a_server_without_persistence_and_password_gets_warnings(make_server: Callable[..., Any]) -> None:
-    server = make_server("--appendonly", "no").start()
+def test_a_server_without_a_password_gets_a_warning(make_server: Callable[..., Any]) -> None:
+    server = make_server().start()
     with server.client() as client:
         client.config_set("requirepass", "")
     checks = checks_of(server.url.replace(f":{password_of(server.url)}@", ""))
     assert checks["redis server"].verdict is Verdict.OK
-    assert checks["redis data"].verdict is Verdict.WARN
-    assert "appendonly yes" in checks["redis data"].advice
     assert checks["redis access"].verdict is Verdict.WARN
     assert "headrace keys redis" in checks["redis access"].advice
 
 
 def test_a_fleets_own_server_passes_and_a_wrong_password_fails(url: str) -> None:
-    assert [check.verdict for check in checks_of(url).values()] == [Verdict.OK] * 3
+    assert [check.verdict for check in checks_of(url).values()] == [Verdict.OK] * 2
     refused = checks_of(url.replace(password_of(url), "other"))
     assert list(refused) == ["redis server"]
     assert refused["redis server"].verdict is Verdict.FAIL
