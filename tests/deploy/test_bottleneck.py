@@ -211,7 +211,7 @@ def test_why_top_the_page_and_up_show_the_sentence() -> None:
     assert orjson.loads(shown["why True"])["bottleneck"] == sentence
     document = fleet_state(facts, [])
     assert (document["bottleneck"], document["severity"]) == (sentence, "ok")
-    assert sentence in [line.plain for line in plain(document, {}, 300, "#")]
+    assert sentence in [line.plain for line in plain(document, {}, 300)]
     limit = find_bottleneck(facts, [])
     assert limit is not None
     line = replace(ProgressView(1.0, RunNumbers(), Goal()), bottleneck=limit.sentence).in_one_line()

@@ -16,7 +16,7 @@ from headrace.deploy.annexes.watch.commands import app
 from headrace.deploy.annexes.watch.state.fleet_state import fleet_state
 from headrace.deploy.annexes.watch.state.shown_figures import as_text
 from headrace.deploy.annexes.watch.top.top import top as show
-from headrace.deploy.annexes.watch.top.top_view import blocks_for, head, plain, screen, sparkline
+from headrace.deploy.annexes.watch.top.top_view import head, plain, screen, sparkline
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding
 from headrace.deploy.run.redis_view import Snapshot
@@ -24,7 +24,6 @@ from headrace.schemas.errors import ConfigError
 from support.terminal_screen import OnTerminal
 from support.waiting import wait_until
 
-BLOCKS = blocks_for("utf-8")
 CURVES = {"env_steps_per_s": [1.0, None, 3.0]}
 
 
@@ -55,7 +54,7 @@ def test_a_screen_keeps_its_size_for_fleets_of_any_size(size: tuple[int, int], c
     width, height = size
     finding = Finding("x", "error", "worker-1", "w" * 500, 900.0, "broker.lease_s = 3", "headrace " + "y" * 500)
     shown = {**crowd(count), "findings": [{**finding_facts(finding)} for _ in range(9)]}
-    lines = screen(shown, CURVES, width, height, BLOCKS)
+    lines = screen(shown, CURVES, width, height)
     assert len(lines) == height
     assert max(line.cell_len for line in lines) <= width
 
@@ -71,15 +70,15 @@ def test_texts_of_peers_cannot_move_the_cursor_or_break_a_line() -> None:
         {0: {"host": hostile, "env_failure": hostile, "blocked": hostile, hostile: hostile, "pid": hostile}},
         Finding("x", "error", hostile, hostile, None, hostile, hostile),
     )
-    for lines in (screen(fleet, {}, 120, 40, BLOCKS), plain(fleet, {}, 120, BLOCKS)):
+    for lines in (screen(fleet, {}, 120, 40), plain(fleet, {}, 120)):
         assert all(character.isprintable() for line in lines for character in line.plain)
-    assert max(line.cell_len for line in screen(fleet, {}, 33, 40, BLOCKS)) <= 33
+    assert max(line.cell_len for line in screen(fleet, {}, 33, 40)) <= 33
 
 
 def test_workers_that_do_not_run_stand_first_and_the_rest_is_counted() -> None:
     fleet = crowd(1000)
     fleet["workers"][700]["state"] = "restarting"
-    rows = [line.plain.split() for line in screen(fleet, {}, 80, 24, BLOCKS)]
+    rows = [line.plain.split() for line in screen(fleet, {}, 80, 24)]
     header = next(number for number, row in enumerate(rows) if row[:2] == ["Worker", "State"])
     assert [row[0] for row in rows[header + 1 : header + 4]] == ["700", "0", "1"]
     assert rows[-2] == ["and", f"{1000 - (22 - header - 1):,}", "workers", "more"]
@@ -104,8 +103,8 @@ def test_aborted_episodes_stand_beside_finished_ones() -> None:
     totals = {"aborted_episodes_total": 123_456, "env_steps_total": 9}
     facts = Facts(1000.0, Snapshot(fleet_id="demo", gauges=gauges, totals=totals))
     told = "123,456, return 9.5, of finished ones 12.25; length 7,000, of finished ones 51"
-    assert f"Aborted episodes {told}" in text_of(head(fleet_state(facts, []), {}, 120, BLOCKS))
-    assert "finished" not in text_of(head(crowd(2), {}, 120, BLOCKS)), "no aborted one, no mean"
+    assert f"Aborted episodes {told}" in text_of(head(fleet_state(facts, []), {}, 120))
+    assert "finished" not in text_of(head(crowd(2), {}, 120)), "no aborted one, no mean"
 
 
 @pytest.mark.parametrize(
@@ -123,10 +122,9 @@ def test_a_figure_is_told_in_its_unit(value: object, unit: str, text: str) -> No
 
 
 def test_small_charts_show_the_newest_values() -> None:
-    assert sparkline([9.0, 0.0, 1.0, 2.0, 7.0], 4, BLOCKS) == "▁▂▃█"
-    assert sparkline([1.0, None, 1.0], 9, BLOCKS) == "▁ ▁"
-    assert sparkline([None], 9, BLOCKS) == sparkline([1.0], 0, BLOCKS) == ""
-    assert sparkline([0.0, 7.0], 2, blocks_for("ascii")) == ".@"
+    assert sparkline([9.0, 0.0, 1.0, 2.0, 7.0], 4) == "▁▂▃█"
+    assert sparkline([1.0, None, 1.0], 9) == "▁ ▁"
+    assert sparkline([None], 9) == sparkline([1.0], 0) == ""
 
 
 @pytest.mark.processes

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from headrace.deploy.annexes.watch.state.fleet_state import Document, StateReader
 from headrace.deploy.annexes.watch.state.series import CurvesReader
-from headrace.deploy.annexes.watch.top.top_view import SHOWN_CURVES, Curves, blocks_for, plain, screen
+from headrace.deploy.annexes.watch.top.top_view import SHOWN_CURVES, Curves, plain, screen
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.terminal.std_streams import say
 from headrace.schemas.accounts.redis_keys import RINGS
@@ -53,7 +53,7 @@ def top(reader: FactsReader, *, once: bool, as_json: bool) -> None:
     elif once or not _is_interactive():
         width = Console().width if sys.stdout.isatty() else PLAIN_WIDTH
         document = source.read()
-        lines = plain(document, source.curves, width, blocks_for(sys.stdout.encoding))
+        lines = plain(document, source.curves, width)
         say("\n".join(_rendered(lines, width, is_terminal=sys.stdout.isatty())))
     else:
         _show(source)
@@ -66,12 +66,11 @@ def _is_interactive() -> bool:
 
 def _show(source: StateSource) -> None:
     """Draw the newest state each second, until Ctrl-C or SIGTERM."""
-    blocks = blocks_for(sys.stdout.encoding)
     with stop_event() as stopping, Live(Text("reading the fleet"), screen=True, auto_refresh=False) as live:
         while not stopping.is_set():
             document = source.read()
             width, height = live.console.size
-            live.update(Group(*screen(document, source.curves, width, height, blocks)), refresh=True)
+            live.update(Group(*screen(document, source.curves, width, height)), refresh=True)
             stopping.wait(INTERVAL_S)
 
 

@@ -21,7 +21,7 @@ Curves = Mapping[str, Sequence[float | None]]
 SHOWN_CURVES = tuple(figure.name for figure in TILES if figure.chart)
 """Curves that stand beside the tiles of these figures."""
 _STYLES = {"ok": "bold green", "warning": "bold yellow", "error": "bold red", "ended": "bold", "unknown": "bold"}
-_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+_BLOCKS = "▁▂▃▄▅▆▇█"
 _MOST_FINDINGS = 3
 _SPARK = 14
 _LABEL = 17
@@ -31,11 +31,11 @@ _TROUBLE = "yellow"
 _LONGEST = 400
 
 
-def screen(document: Document, curves: Curves, width: int, height: int, blocks: str) -> list[Text]:
+def screen(document: Document, curves: Curves, width: int, height: int) -> list[Text]:
     """Return exactly `height` lines, none wider than `width`."""
     foot = Text(" Ctrl-C quits, and the fleet goes on   headrace dashboard sorts and filters", style="reverse")
     body = height - 1
-    lines = head(document, curves, width, blocks)[: max(1, body - 3)]
+    lines = head(document, curves, width)[: max(1, body - 3)]
     lines += _table(document, width, max(0, body - len(lines)))
     lines = lines[:body] + [Text()] * (body - len(lines))
     for line in (*lines, foot):
@@ -45,13 +45,13 @@ def screen(document: Document, curves: Curves, width: int, height: int, blocks: 
     return [*lines, foot][-height:] if height > 0 else []
 
 
-def plain(document: Document, curves: Curves, width: int, blocks: str) -> list[Text]:
+def plain(document: Document, curves: Curves, width: int) -> list[Text]:
     """Return everything at once, for a pipe or a file."""
-    lines = [*head(document, curves, width, blocks, most=len(document["findings"])), Text()]
+    lines = [*head(document, curves, width, most=len(document["findings"])), Text()]
     return [*lines, *_table(document, width, None)]
 
 
-def head(document: Document, curves: Curves, width: int, blocks: str, most: int = _MOST_FINDINGS) -> list[Text]:
+def head(document: Document, curves: Curves, width: int, most: int = _MOST_FINDINGS) -> list[Text]:
     """Return verdict, findings, numbers and ledger."""
     fleet = document["fleet"]
     about = " · ".join(said for said in (fleet.get("env"), fleet.get("id"), fleet.get("state")) if said)
@@ -66,7 +66,7 @@ def head(document: Document, curves: Curves, width: int, blocks: str, most: int 
         age = duration(document["redis"]["age_s"])
         lines.append(Text(f"These numbers are {age} old: Redis does not answer.", style="yellow"))
     lines += _ledger(document)
-    lines += _numbers(document, curves, width, blocks)
+    lines += _numbers(document, curves, width)
     lines += _shares(document)
     lines += _errors(document)
     return lines
@@ -89,14 +89,14 @@ def _finding(one: Document) -> Text:
     return Text(_line(f"! {one['sentence']}{since}{limit}"), style=style)
 
 
-def _numbers(document: Document, curves: Curves, width: int, blocks: str) -> Iterator[Text]:
+def _numbers(document: Document, curves: Curves, width: int) -> Iterator[Text]:
     """Yield the tiles, two in a line where both have room there."""
     half = max(38, width // 2)
     line = Text()
     for tile in document["tiles"]:
         cell = Text(f"{tile['title']:<{_LABEL}}", style="dim").append(tile["text"], style="bold")
         cell.append(f", {tile['note']}" if tile["note"] else "")
-        spark = sparkline(curves.get(tile["key"], ()), min(_SPARK, max(0, half - cell.cell_len - 3)), blocks)
+        spark = sparkline(curves.get(tile["key"], ()), min(_SPARK, max(0, half - cell.cell_len - 3)))
         cell.append(f" {spark}" if spark else "", style="cyan")
         if line and (line.cell_len >= half or half + cell.cell_len > width):
             yield line
@@ -186,7 +186,7 @@ def _style(worker: Document) -> str:
     return "dim" if worker.get("blocked") else ""
 
 
-def sparkline(values: Sequence[float | None], width: int, blocks: str) -> str:
+def sparkline(values: Sequence[float | None], width: int) -> str:
     """Return the newest values as a small chart of one line, from the smallest to the largest of them."""
     newest = list(values)[-width:] if width > 0 else []
     known = [value for value in newest if value is not None]
@@ -194,17 +194,8 @@ def sparkline(values: Sequence[float | None], width: int, blocks: str) -> str:
         return ""
     low, high = min(known), max(known)
     span = high - low or 1.0
-    top = len(blocks) - 1
-    return "".join(" " if value is None else blocks[round((value - low) / span * top)] for value in newest)
-
-
-def blocks_for(encoding: str | None) -> str:
-    """Return the characters for small charts that `encoding` supports."""
-    try:
-        _BLOCKS.encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return _PLAIN_BLOCKS
-    return _BLOCKS
+    top = len(_BLOCKS) - 1
+    return "".join(" " if value is None else _BLOCKS[round((value - low) / span * top)] for value in newest)
 
 
 def _line(value: object) -> str:
