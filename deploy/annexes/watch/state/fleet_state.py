@@ -62,7 +62,6 @@ _SERVER_FIELDS = (
 _REDIS = "redis"
 SLOW_S = 5.0
 """Seconds between two reads of what changes slowly."""
-_MOST_TEXT = 4096
 _COUNTERS = tuple(metric.name for metric in COUNTER_TABLE if not metric.label)
 """Counters that Redis lacks until they first count."""
 
@@ -281,7 +280,7 @@ def _worker(
     rows: Mapping[tuple[int, int], LedgerRow],
 ) -> Document:
     """Return the newest state of a slot: the broker's report, its process, and the books of all its lives."""
-    told = {name: value for name, value in facts.snapshot.workers.get(slot, {}).items() if _is_json(value)}
+    told = facts.snapshot.workers.get(slot, {})
     newest = rows.get(max(rows, default=(slot, 0)))
     steps = sum(row.totals.steps_of_envs for row in rows.values())
     state = process.state if process is not None else "connected" if told else "gone"
@@ -313,17 +312,6 @@ def _worker(
         "ledger": books,
         "lost": books["lost"],
     }
-
-
-def _is_json(value: Any, depth: int = 2) -> bool:
-    """Return whether a value can be shown: a number, a short text, or a small table or list of such values.
-
-    Any program may have written it. `depth`: how many tables and lists may contain each other.
-    """
-    if isinstance(value, Mapping | list):
-        parts = value.values() if isinstance(value, Mapping) else value
-        return depth > 0 and len(value) <= 64 and all(_is_json(part, depth - 1) for part in parts)
-    return isinstance(value, int | float | str | None) and len(str(value)) <= _MOST_TEXT
 
 
 def _processes(facts: Facts, slow: SlowFacts, labelled: Document) -> Iterator[Document]:
