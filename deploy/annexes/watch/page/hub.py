@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import orjson
@@ -17,7 +17,7 @@ from headrace.schemas.accounts.redis_keys import RINGS
 class Hub:
     """Passes states from the thread that reads Redis to the event loop that serves viewers.
 
-    The reading thread calls `publish`, `take_series` and `end`. The event loop calls the rest.
+    The reading thread calls `publish` and `end`. The event loop calls the rest.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,8 @@ class Hub:
         self.viewers = 0
         """Streams of states that are open."""
         self.series_lock = threading.Lock()
-        self._readers: dict[int, SeriesReader] = {}
+        self.readers: Mapping[int, SeriesReader] = {}
+        """The readers of curves, by interval of the ring in s."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: asyncio.Event | None = None
 
@@ -42,10 +43,6 @@ class Hub:
         """Replace the newest state and wake all viewers that wait for it."""
         self.facts = facts
         self._tell(orjson.dumps(state, option=orjson.OPT_NON_STR_KEYS))
-
-    def take_series(self, readers: Iterable[tuple[int, SeriesReader]]) -> None:
-        """Serve the curves of these (interval of the ring in s, reader) pairs from now on."""
-        self._readers = dict(readers)
 
     def end(self) -> None:
         """Let every viewer's stream end once it has sent the newest state."""
@@ -75,7 +72,7 @@ class Hub:
     def series(self, interval_s: int, after_unix_s: float, names: Iterable[str] | None) -> Series:
         """Return curves after a time. Takes some ms, and the reading thread may wait for it."""
         with self.series_lock:
-            reader = self._readers.get(interval_s)
+            reader = self.readers.get(interval_s)
             return reader.series(after_unix_s, names) if reader is not None else Series(interval_s, [], {})
 
 

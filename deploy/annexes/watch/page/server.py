@@ -48,7 +48,7 @@ def _read_until(stopping: threading.Event, hub: Hub, reader: FactsReader) -> Non
         state = states.read()
         with hub.series_lock:
             curves.read(reader.view, at_once=is_last)
-        hub.take_series(curves.readers.items())
+        hub.readers = curves.readers
         hub.publish(state, states.facts)
         if is_last:
             return
