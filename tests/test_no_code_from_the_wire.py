@@ -55,7 +55,7 @@ NAMES_BECOME_CODE = {
     "deploy/loggers/opening.py": CONFIG,
     "deploy/__init__.py": "its own public names, loaded when asked for",
     "deploy/annexes/chaos/truth.py": CONFIG,
-    "deploy/annexes/doctor/software.py": "the names of our dependencies",
+    "deploy/annexes/doctor/examination.py": "the names of our dependencies",
     "deploy/annexes/policies/episode_video.py": CONFIG,
     "deploy/command/cli.py": "the tables of deploy/run/annexes.py",
     "deploy/run/annexes.py": "its own tables",

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.deploy.annexes.doctor.check import Verdict
-from headrace.deploy.annexes.doctor.redis_checks import redis_checks
+from headrace.deploy.annexes.doctor.examination import redis_checks
 
 
 def checks_of(url: str) -> dict[str, Any]:

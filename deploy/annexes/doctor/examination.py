@@ -1,27 +1,32 @@
-"""The whole examination of a machine, in the order in which it is shown."""
+"""The whole examination of a machine, in the order in which it is shown, and its short checks."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headrace.deploy.annexes.doctor.cgroup import read_limits
 from headrace.deploy.annexes.doctor.check import Check, Verdict
 from headrace.deploy.annexes.doctor.limits import Needs, limit_checks, open_files_check
 from headrace.deploy.annexes.doctor.network import advertised_checks, meeting_checks, port_checks, reachability_check
-from headrace.deploy.annexes.doctor.redis_checks import redis_checks
-from headrace.deploy.annexes.doctor.software import own_learner_check, software_checks
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.key_pairs import sound_roles
+from headrace.deploy.run.redis_server import check_url, find_server
+from headrace.schemas.basics.process_usage import crowded_cores, own_cores, torch_threads
 from headrace.schemas.credentials.keys import ENV_HOST, TOKEN_FILE
 from headrace.schemas.credentials.tokens import read_token
-from headrace.schemas.errors import KeysError, RunDirError
+from headrace.schemas.errors import HeadraceError, KeysError, RunDirError
 from headrace.schemas.settings.config import FleetConfig, is_loopback
+from headrace.schemas.settings.redis_url import without_password
 
 _DISK_FAIL, _DISK_WARN = 100 << 20, 2 << 30
 
@@ -112,3 +117,73 @@ def _disk(run_dir: Path) -> Check:
     if free < _DISK_WARN:
         return Check("run directory", Verdict.WARN, seen, "checkpoints and Redis' log will need more in a long run")
     return Check("run directory", Verdict.OK, seen)
+
+
+def software_checks() -> Iterator[Check]:
+    """Check everything that is installed."""
+    yield Check("python", Verdict.OK, f"{sys.version.split()[0]} at {sys.executable}")  # pip refuses an older one
+    for name in ("torch", "gymnasium", "numpy", "zmq", "redis"):
+        yield _package(name)
+    yield _pidfd()
+
+
+def _package(name: str) -> Check:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        return Check(name, Verdict.FAIL, str(error), "install Headrace again: pip install headrace")
+    return Check(name, Verdict.OK, str(getattr(module, "__version__", "installed")))
+
+
+def _pidfd() -> Check:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        return Check("pidfd", Verdict.FAIL, str(error), "the supervisor needs Linux 5.3 or newer")
+    return Check("pidfd", Verdict.OK, os.uname().release)
+
+
+def own_learner_check(workers: int) -> Check:
+    """Say if a learner of one's own would take the cores of these workers, started here with torch's default."""
+    threads, cores = torch_threads(), own_cores()  # `software_checks` has loaded torch
+    if crowded := crowded_cores(threads, cores, workers):
+        return Check("learner", Verdict.WARN, f"where a learner of your own sets no number, {crowded[0]}", crowded[1])
+    return Check("learner", Verdict.OK, f"torch uses {threads} threads by default, on {cores} cores")
+
+
+def redis_checks(url: str, fleet_id: str) -> Iterator[Check]:
+    """Check the server at `url`; "" for the server that the fleet starts itself."""
+    try:
+        if not url:
+            yield Check("redis server", Verdict.OK, _own_server())
+            return
+        check_url(url, fleet_id)
+    except HeadraceError as error:
+        yield Check("redis server", Verdict.FAIL, str(error))
+        return
+    yield Check("redis server", Verdict.OK, f"{without_password(url)} takes our writes and evicts nothing")
+    yield _access_check(url)
+
+
+def _own_server() -> str:
+    program = find_server()
+    with suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=10)
+        return f"{program} ({told.stdout.strip()[:60]})"
+    return program
+
+
+def _access_check(url: str) -> Check:
+    """Check whether the server asks for a password, and whether the connection is encrypted."""
+    parts = urlsplit(url)
+    remote, by_tls = not is_loopback(parts.hostname or "localhost"), parts.scheme == "rediss"
+    seen = f"user {parts.username or 'default'}, {'by TLS' if by_tls else 'without TLS'}"
+    if parts.scheme == "unix":
+        return Check("redis access", Verdict.OK, "by a Unix socket")
+    if not parts.password:
+        advice = "everyone who reaches its port has all rights: headrace keys redis makes users, and set a password"
+        return Check("redis access", Verdict.WARN, f"{seen}, no password", advice)
+    if remote and not by_tls:
+        advice = "passwords and data can be read on the way: use rediss://, or a private network"
+        return Check("redis access", Verdict.WARN, seen, advice)
+    return Check("redis access", Verdict.OK, seen)
