@@ -23,6 +23,7 @@ from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fork_server import HEADRACE
 from headrace.deploy.process.proc_stat import parent_of
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
+from headrace.schemas.basics.run_files import endpoint_in
 from headrace.schemas.errors import RunDirError
 
 STOP_S = 60.0
@@ -146,17 +147,9 @@ class FleetProcesses:
         is_own = found is not None and self.up.pid in (parent_of(found), parent_of(parent_of(found)))
         return found if is_own else None
 
-    def endpoints(self) -> dict[str, str]:
-        """Return the broker's endpoints; empty while it does not serve."""
-        try:
-            found: Any = orjson.loads((self._folders.fleet / "broker.json").read_bytes())
-            return {str(name): str(endpoint) for name, endpoint in found["endpoints"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}
-
     def address(self, role: str) -> tuple[str, int] | None:
-        """Return (host, port) at which the broker serves this role."""
-        host, _, port = self.endpoints().get(role, "").removeprefix("tcp://").rpartition(":")
+        """Return (host, port) at which the broker serves this role; None while it does not serve."""
+        host, _, port = endpoint_in(self._folders.fleet, role).removeprefix("tcp://").rpartition(":")
         return (host, int(port)) if port.isdecimal() else None
 
     def summary(self) -> dict[str, Any]:
