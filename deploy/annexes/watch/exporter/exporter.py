@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -29,45 +28,30 @@ from headrace.schemas.settings.config import FleetConfig
 
 log = logging.getLogger("headrace.exporter")
 
-READ_S = 5.0
-"""Longest time that a scrape waits for Redis. Prometheus gives a scrape 10 s."""
-
 
 class FleetReaders:
-    """Reads several fleets at once, each in a thread of its own. A fleet whose Redis hangs delays no other."""
+    """Reads several fleets at once, each in a thread of its own. One whose Redis hangs takes a few seconds."""
 
-    def __init__(self, readers: Mapping[str, FactsReader], deadline_s: float = READ_S) -> None:
-        self._readers, self._deadline_s = readers, deadline_s
+    def __init__(self, readers: Mapping[str, FactsReader]) -> None:
+        self._readers = readers
         self._threads = ThreadPoolExecutor(len(readers), thread_name_prefix="redis-read")
-        self._reading: dict[str, Future[Facts]] = {}
         self._warnings = CountedWarnings(log)
 
     def read(self) -> dict[str, Facts | None]:
-        """Return the facts of each fleet; None for one that cannot be read within the deadline. One thread at a time.
+        """Return the facts of each fleet; None for one that cannot be read. One thread at a time."""
+        reading = {fleet_id: self._threads.submit(reader.read) for fleet_id, reader in self._readers.items()}
+        return {fleet_id: self._result_of(fleet_id, future) for fleet_id, future in reading.items()}
 
-        A read that takes longer goes on, and the next call waits for it: late reads do not pile up.
-        """
-        for fleet_id, reader in self._readers.items():
-            if fleet_id not in self._reading:
-                self._reading[fleet_id] = self._threads.submit(reader.read)
-        wait_for(self._reading.values(), self._deadline_s)
-        return {fleet_id: self._result_of(fleet_id) for fleet_id in self._readers}
-
-    def _result_of(self, fleet_id: str) -> Facts | None:
-        if not self._reading[fleet_id].done():
-            self._warn(fleet_id, f"Redis gave no answer within {self._deadline_s:g} s")
-            return None
+    def _result_of(self, fleet_id: str, reading: Future[Facts]) -> Facts | None:
+        facts: Facts | None = None
         try:
-            facts = self._reading.pop(fleet_id).result()
+            facts = reading.result()
+            problem = facts.redis_error
         except HeadraceError as error:
-            self._warn(fleet_id, str(error))
-            return None
-        if facts.redis_error:
-            self._warn(fleet_id, facts.redis_error)
+            problem = str(error)
+        if problem:
+            self._warnings.warn(fleet_id.encode(), "read", f"fleet {fleet_id}: {problem}")
         return facts
-
-    def _warn(self, fleet_id: str, reason: str) -> None:
-        self._warnings.warn(fleet_id.encode(), "read", f"fleet {fleet_id}: {reason}")
 
     def close(self) -> None:
         """Close the connections. Waits some seconds at most for reads under way."""
