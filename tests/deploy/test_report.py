@@ -109,7 +109,7 @@ def test_time_without_a_fleet_does_not_count_and_changes_are_marked() -> None:
             row(9310.0, 20.0, x=5.0),  # the clock was set
         ]
     )
-    assert series.points("x") == [(10.0, 1.0), (30.0, 2.0), (35.0, 3.0), (45.0, 4.0), (50.0, 5.0)]
+    assert series.columns["x"].points() == [(10.0, 1.0), (30.0, 2.0), (35.0, 3.0), (45.0, 4.0), (50.0, 5.0)]
     assert series.runs == 2
     said = [
         (30.0, "worker restarted"),
@@ -123,7 +123,7 @@ def test_time_without_a_fleet_does_not_count_and_changes_are_marked() -> None:
 def test_row_values_that_are_no_numbers_are_no_points() -> None:
     garbage = [{}, {"time": "x", "elapsed_s": 1.0}, row(1.0, 1.0, x="text", y=True, z=[1], w=10**400, v=float("nan"))]
     series = RunSeries([*garbage, *({"kind": "fleet", "time": 2.0, "elapsed_s": 2.0, f"c{n}": 1} for n in range(2000))])
-    assert all(not series.points(name) for name in "xyzwv")
+    assert not {*"xyzwv"} & series.columns.keys()
     assert len(series.columns) == 1000
 
 

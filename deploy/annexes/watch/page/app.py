@@ -28,7 +28,6 @@ _ALIVE_S = 15.0
 """Seconds without a state after which a stream says that it is alive."""
 _FIRST_S = 3.0
 """Seconds for which an answer waits for the first state."""
-MOST_VIEWERS = 100
 RENDEZVOUS = f"/{RENDEZVOUS_FILE}"
 
 
@@ -86,8 +85,6 @@ def make_app(hub: Hub) -> Starlette:
         return Response(text, media_type="application/json")
 
     async def events(_: Request) -> Response:
-        if hub.viewers >= MOST_VIEWERS:
-            return PlainTextResponse(f"{MOST_VIEWERS} viewers have the page open, which is the most\n", 503)
         return StreamingResponse(states_of(hub), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     return Starlette(
@@ -120,18 +117,12 @@ async def states_of(hub: Hub) -> AsyncIterator[bytes]:
 
     A hub that has ended ends the stream after its last state.
     """
-    hub.viewers += 1
-    try:
-        shown = 0
-        while True:
-            number = await hub.newer_than(shown, _ALIVE_S)
-            yield b": alive\n\n" if number == shown else hub.newest_event
-            shown = number
-            if hub.has_ended and shown == hub.number:
-                yield b"event: end\ndata:\n\n"
-                return
-    finally:
-        hub.viewers -= 1
+    shown = 0
+    while not (hub.has_ended and shown == hub.number):
+        number = await hub.newer_than(shown, _ALIVE_S)
+        yield b": alive\n\n" if number == shown else hub.newest_event
+        shown = number
+    yield b"event: end\ndata:\n\n"
 
 
 def _number(request: Request, name: str, default: float) -> float:

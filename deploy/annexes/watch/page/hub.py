@@ -29,8 +29,6 @@ class Hub:
         self.facts: Facts | None = None
         """The facts of the newest state."""
         self.has_ended = False
-        self.viewers = 0
-        """Streams of states that are open."""
         self.series_lock = threading.Lock()
         self.readers: Mapping[int, SeriesReader] = {}
         """The readers of curves, by interval of the ring in s."""

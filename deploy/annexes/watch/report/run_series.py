@@ -53,10 +53,6 @@ class RunSeries:
         for row in rows:
             self._add(row)
 
-    def points(self, name: str) -> list[tuple[float, float]]:
-        """Return the (s, value) pairs of a column; empty without such a column."""
-        return self.columns[name].points() if name in self.columns else []
-
     def names(self, prefix: str) -> list[str]:
         """Return the columns whose names begin with `prefix`, in order of first appearance."""
         return [name for name in self.columns if name.startswith(prefix)]

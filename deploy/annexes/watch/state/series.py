@@ -21,11 +21,8 @@ from headrace.schemas.errors import RedisUnavailableError
 
 Values = Mapping[str, float]
 
-MOST_LEARNER_NAMES = 64
-"""Metrics of the learner that have a curve."""
 _GAP = 2.5
 """Intervals without an entry after which a curve is interrupted."""
-_LONGEST_NAME = 120
 _READ_S = 5.0
 
 
@@ -67,7 +64,6 @@ class SeriesReader:
         self._most = next(most for _, seconds, most in RINGS if seconds == interval_s)
         self._history: dict[float, Values] = {}
         self._learner: dict[float, dict[str, float]] = {}
-        self._learner_names: set[str] = set()
         self._newest_row = (0, 0)
         self._events: dict[str, EventView] = {}
 
@@ -114,9 +110,7 @@ class SeriesReader:
         for row in rows:
             at = (row.unix_s // self._interval_s + 1) * self._interval_s
             for name, value in row.values.items():
-                if name in self._learner_names or len(self._learner_names) < MOST_LEARNER_NAMES:
-                    self._learner_names.add(name)
-                    self._learner.setdefault(at, {})[f"learner/{name}"[:_LONGEST_NAME]] = value
+                self._learner.setdefault(at, {})[f"learner/{name}"] = value
 
     def _forget_old(self) -> None:
         """Drop entries that are older than the rings in Redis can hold."""

@@ -333,7 +333,7 @@ function listen() {
     showFreshness();
     setTimeout(listen, 10000); /* the dashboard may come back at the same address */
   });
-  events.onerror = () => { /* the browser tries again by itself, but not after a refusal, such as too many viewers */
+  events.onerror = () => { /* the browser tries again by itself, but not after a refusal, such as too many connections */
     if (events.readyState === EventSource.CLOSED) setTimeout(listen, 10000);
   };
 }
