@@ -19,9 +19,8 @@ from headrace.deploy.fleet.checkpoint_copy import CheckpointCopier, StartingPoin
 from headrace.deploy.fleet.fleet_record import FleetRecord
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
 from headrace.deploy.fleet.scale import asked_workers, forget_asked_workers
-from headrace.deploy.fleet.silence_limits import first_sign_limits, silence_limits
 from headrace.deploy.fleet.snapshot_poller import INTERVAL_S, SnapshotPoller
-from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot
+from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, recorders_by_slot, silence_limits
 from headrace.deploy.monitoring.connecting import named_learner
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.process_reporter import LIVE_S, FleetLease, ProcessReporter

@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from headrace.deploy.fleet.silence_limits import silence_limits
+from headrace.deploy.fleet.watchdog import silence_limits
 from headrace.deploy.process.liveness_file import FIRST_SIGN_S, LivenessFile
 from headrace.deploy.run.annexes import part
-from headrace.deploy.run.health_file import HealthFile
+from headrace.deploy.run.health import HealthFile
 from headrace.deploy.run.joining import (
     Joined,
     await_place,

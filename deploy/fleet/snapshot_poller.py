@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
+from headrace.deploy.monitoring.facts import Entry, RecentHistory
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
 from headrace.schemas.errors import RedisUnavailableError
 

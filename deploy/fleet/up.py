@@ -24,9 +24,8 @@ from headrace.deploy.process.stop_signals import StopSignals
 from headrace.deploy.report.audit import audit
 from headrace.deploy.report.evidence import contradictions, read_evidence
 from headrace.deploy.report.progress import STALE_S, ProgressDisplay, ProgressView
-from headrace.deploy.report.run_facts import RunFacts
 from headrace.deploy.report.run_log import HURRIED_CLOSE_S, RunLog, run_info
-from headrace.deploy.report.summary import Summary
+from headrace.deploy.report.summary import RunFacts, Summary
 from headrace.deploy.run.annexes import part
 from headrace.deploy.run.fleet_file import told_as_starting
 from headrace.deploy.run.goal import Goal, RunNumbers

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.event_loop import EventLoop
-from headrace.deploy.process.liveness_file import seconds_silent
+from headrace.deploy.process.liveness_file import FIRST_SIGN_S, seconds_silent
 from headrace.deploy.process.proc_stat import is_stopped
 from headrace.deploy.process.recorders import recorder_path
 from headrace.deploy.process.supervisor import Role, Service, ServiceState, Supervisor
 from headrace.schemas.accounts.recorder import Reading, read_recorder
 from headrace.schemas.accounts.recorder_file import seconds_of_silence
+from headrace.schemas.settings.config import FleetConfig
+from headrace.schemas.settings.sampling_settings import ENV_CLOSE_TIMEOUT_S
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -144,3 +146,26 @@ class FleetWatchdog:
         stopped = {child.pid for child in children if child is not None and is_stopped(child.pid)}
         now = time.monotonic()
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+
+
+def silence_limits(config: FleetConfig) -> dict[str, float]:
+    """Return the seconds between two signs of life that a role may take, by the role's name."""
+    return {
+        "worker": config.broker.lease_s,
+        "broker": config.broker.lease_s,
+        "learner": config.supervisor.hung_after_s,
+        # A host is silent while it closes its envs. Its worker may already count it as lost by then.
+        "env-host": config.broker.lease_s + ENV_CLOSE_TIMEOUT_S,
+    }
+
+
+def first_sign_limits(config: FleetConfig) -> dict[str, float]:
+    """Return the seconds that a new process may take until its first sign of life, by the role's name.
+
+    An env host is not listed: until its first sign it builds an env, which has a deadline of its own.
+    """
+    return {
+        "worker": max(FIRST_SIGN_S, config.worker.connect_timeout_s + 10.0),
+        "broker": FIRST_SIGN_S,
+        "learner": max(FIRST_SIGN_S, config.supervisor.hung_after_s),
+    }

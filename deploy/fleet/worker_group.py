@@ -22,8 +22,7 @@ from pathlib import Path
 import orjson
 
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
-from headrace.deploy.fleet.silence_limits import first_sign_limits
-from headrace.deploy.fleet.watchdog import FleetWatchdog
+from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits
 from headrace.deploy.process.child import Child
 from headrace.deploy.process.child_commands import group_worker, worker_of_group
 from headrace.deploy.process.event_loop import EventLoop, StandstillWatch

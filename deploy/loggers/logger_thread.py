@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 
-from headrace.deploy.loggers.protocol import Logger, Row
+from headrace.deploy.loggers import Logger, Row
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import words_of
 

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
+from headrace.deploy.loggers import Logger, RunInfo
 from headrace.deploy.loggers.logger_thread import LoggerThread
-from headrace.deploy.loggers.protocol import Logger, RunInfo
 from headrace.deploy.loggers.row_files import FileLogger, JsonlFile
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.errors import ConfigError, words_of

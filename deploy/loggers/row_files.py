@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from headrace.deploy.loggers.protocol import Row
+from headrace.deploy.loggers import Row
 from headrace.schemas.basics.run_files import open_own, opener
 
 log = logging.getLogger("headrace.supervisor")

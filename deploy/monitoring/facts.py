@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,9 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace.deploy.monitoring.processes import STOPPED, SUPERVISOR, free_bytes, processes_of
-from headrace.deploy.monitoring.recent_history import Entry, RecentHistory
 from headrace.deploy.process.proc_stat import is_alive
-from headrace.deploy.report.run_facts import read_run_facts
+from headrace.deploy.report.summary import read_run_facts
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.redis_server import serving
 from headrace.deploy.run.redis_view import FleetView, LearnerRowView, Snapshot
@@ -25,8 +25,36 @@ from headrace.schemas.basics.run_files import read_regular
 from headrace.schemas.errors import HeadraceError, RedisContractError, RedisUnavailableError
 from headrace.schemas.settings.config import FleetConfig
 
+RING_S = 5
+_KEPT = 24
+
 NOT_STARTED = "the fleet has started none yet"
 """The `redis_error` of a fleet that starts its own Redis later."""
+
+
+Entry = tuple[float, Mapping[str, float]]
+"""(unix s by the broker's clock, gauges and totals by name)."""
+
+
+class RecentHistory:
+    """The newest two minutes of the ring in Redis that has an entry every 5 s. Reads only new entries."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque(maxlen=_KEPT)
+        self._due = 0.0
+
+    def read(self, view: FleetView, reported_unix_s: float | None) -> Sequence[Entry]:
+        """Return the entries, the oldest first. `reported_unix_s`: the time of the broker's last report.
+
+        Raises `RedisUnavailableError`.
+        """
+        now = time.monotonic()
+        if reported_unix_s is not None and now >= self._due:
+            oldest = reported_unix_s - _KEPT * RING_S
+            after = self._entries[-1][0] if self._entries else oldest
+            self._entries.extend(view.history(RING_S, max(after, oldest)))
+            self._due = now + RING_S
+        return tuple(self._entries)
 
 
 @dataclass(frozen=True, slots=True)

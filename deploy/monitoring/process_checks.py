@@ -27,7 +27,7 @@ _LARGE_BYTES = 1 << 20
 """Bytes of a batch behind which a heartbeat may come late."""
 _ENDED_KINDS = {"restarting": "process_restarting", "failed": "process_failed"}
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
-"""What differs between the errors of one cause."""
+"""The numbers in an error: errors of one cause differ in them."""
 _SILENT_KINDS = {"broker": "broker_silent", "learner": "learner_silent", "env-host": "env_host_silent"}
 
 States = Mapping[int, Mapping[str, Any]]

@@ -122,7 +122,7 @@ class Service:
     zombies: list[Child] = field(default_factory=list)
     restarts: int = 0
     has_delivered: bool = True
-    """Whether a step of its last life was committed; True for roles that take none."""
+    """True if a step of its last life was committed, and for roles that take none."""
     last_words: str = ""
     """Text on how its last life ended, with the last line it logged."""
     timer: Timer | None = None

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from headrace.broker.files.books_file import BooksFile
 from headrace.broker.files.lifetime_file import Lifetime, LifetimeFile
 from headrace.deploy.process.recorders import Life, covers, is_written_to, recorders_in
-from headrace.deploy.report.run_facts import keepers_that_failed
+from headrace.deploy.report.summary import keepers_that_failed
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import read_told

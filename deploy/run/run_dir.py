@@ -17,8 +17,8 @@ DIR/recorders/       worker-SLOT-INCARNATION.rec, each until Redis has the final
 DIR/rendezvous.json  where the broker publishes its addresses (`schemas/peers/rendezvous.py`)
 DIR/workers.json     the number of workers that `headrace scale` asked for (`scale.py`)
 DIR/metrics.jsonl    the run's logged rows, one a line (`run_rows.py`); further runs in the directory append
-DIR/health/          a file for each process, for `headrace health` (`health_file.py`)
-DIR/summary.json     facts about the run and its end, for reports (`run_facts.py`); 0600
+DIR/health/          a file for each process, for `headrace health` (`health.py`)
+DIR/summary.json     facts about the run and its end, for reports (`summary.py`); 0600
 DIR/redis/           the embedded server's data
 DIR/learner.checkpoint    the learner's newest checkpoint, DIR/best.checkpoint the best one so far
 DIR/evaluations.jsonl     the evaluations of checkpoints, a line each (`evaluation_log.py`)

@@ -17,7 +17,7 @@ import pytest
 
 from headrace.broker.redis.client import connect
 from headrace.deploy.fleet import fleet as fleet_module
-from headrace.deploy.fleet import silence_limits
+from headrace.deploy.fleet import watchdog
 from headrace.deploy.fleet.fleet import Fleet
 from headrace.deploy.fleet.snapshot_poller import SnapshotPoller
 from headrace.deploy.process.stop_signals import StopSignals
@@ -128,7 +128,7 @@ def test_a_broker_that_hangs_before_its_first_sign_of_life_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HANGS_AT_ITS_START", str(tmp_path / "hung"))
-    monkeypatch.setattr(silence_limits, "FIRST_SIGN_S", 5 * PATIENCE)
+    monkeypatch.setattr(watchdog, "FIRST_SIGN_S", 5 * PATIENCE)
     monkeypatch.setattr(fleet_module, "BROKER_DEADLINE_S", TIMEOUT_S)
     with fleet_of_a_broker(tmp_path) as (fleet, _):
         fleet.start()

@@ -18,8 +18,7 @@ import pytest
 from headrace.deploy.process.liveness_file import LivenessFile
 from headrace.deploy.process.proc_stat import start_ticks
 from headrace.deploy.run.fleet_file import read_addresses
-from headrace.deploy.run.health import Question, answer, asked_plainly
-from headrace.deploy.run.health_file import HealthFile, HealthRecord, health_records
+from headrace.deploy.run.health import HealthFile, HealthRecord, Question, answer, asked_plainly, health_records
 from headrace.schemas.accounts.recorder import Recorder
 from headrace.schemas.errors import ExitCode
 from support.waiting import TIMEOUT_S, wait_until

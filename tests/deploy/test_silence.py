@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.deploy.fleet.silence_limits import first_sign_limits
-from headrace.deploy.fleet.watchdog import FleetWatchdog, recorders_by_slot, why_silent
+from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits, recorders_by_slot, why_silent
 from headrace.deploy.process.liveness_file import seconds_silent
 from headrace.deploy.process.proc_stat import is_alive
 from headrace.deploy.process.supervisor import ProcessSpec, Role

@@ -29,7 +29,7 @@ from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.monitoring.losses import LOSSES
 from headrace.deploy.monitoring.process_reporter import FleetLease, ProcessReporter
-from headrace.deploy.report.run_facts import SUMMARY_FILE
+from headrace.deploy.report.summary import SUMMARY_FILE
 from headrace.deploy.run.fleet_file import FleetFile
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts import redis_keys as keys

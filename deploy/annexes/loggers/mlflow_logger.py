@@ -11,7 +11,7 @@ import re
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from headrace.deploy.loggers.protocol import Row, RunInfo
+from headrace.deploy.loggers import Row, RunInfo
 from headrace.schemas.accounts.figures import GAUGE_TABLE, RESTARTS
 from headrace.schemas.accounts.lifetime_counters import COUNTER_TABLE
 

@@ -6,7 +6,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from headrace.deploy.loggers.protocol import Row, RunInfo
+from headrace.deploy.loggers import Row, RunInfo
 
 _NOT_PLOTTED = ("time", "elapsed_s", "env_steps")
 """Columns that are TensorBoard's own axes."""

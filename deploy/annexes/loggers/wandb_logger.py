@@ -9,7 +9,7 @@ import os
 
 import wandb
 
-from headrace.deploy.loggers.protocol import Row, RunInfo
+from headrace.deploy.loggers import Row, RunInfo
 
 DEFAULT_PROJECT = "headrace"
 

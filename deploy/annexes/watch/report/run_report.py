@@ -25,7 +25,7 @@ from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.report.audit import warnings
 from headrace.deploy.report.audit_command import read_and_audit
 from headrace.deploy.report.progress import duration
-from headrace.deploy.report.run_facts import plain_errors, read_run_facts
+from headrace.deploy.report.summary import plain_errors, read_run_facts
 from headrace.deploy.run.evaluation_log import EvaluationLog
 from headrace.deploy.run.fleet_file import FleetFile, read_fleet_file
 from headrace.deploy.run.redis_view import Snapshot
