@@ -27,7 +27,6 @@ from bench.table import Row, rows_of
 from bench.turns import cpu_s, in_turns
 from headrace.broker.redis.client import connect
 from headrace.broker.reports.report import MergeScript, Part, Report
-from headrace.deploy.run.redis_inventory import Inventory
 from headrace.schemas.accounts.figures import GAUGE_TABLE
 from headrace.schemas.accounts.ledger import LedgerRow, Settled, WorkerTotals
 from headrace.schemas.accounts.redis_keys import QUANTILES, labelled
@@ -132,8 +131,8 @@ def _page(seconds: float, rounds: int) -> list[Row]:
             if CHROMIUM is not None:
                 paints = _paints(page.address, processes.folder, rounds)
                 rows.append(_row("first paint, with numbers", "browser", "ms", paints, MOST_PAINT_MS))
-        with Inventory(url) as inventory:
-            kept = sum(entry.nbytes for entry in inventory.keys(FLEET_ID))
+        with connect(url, 5.0) as client:
+            kept = sum(client.memory_usage(name) or 0 for name in client.scan_iter(match=f"headrace:{{{FLEET_ID}}}:*"))
         rows.append(_row("keys in Redis", "redis", "KiB", [kept / 1024], MOST_BYTES / 1024))
     return rows
 

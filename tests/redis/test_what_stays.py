@@ -12,7 +12,6 @@ import pytest
 
 from headrace.deploy.report.audit import audit
 from headrace.deploy.report.evidence import read_evidence
-from headrace.deploy.run.redis_inventory import Inventory
 from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.learner_stub import EpisodeStream
 from headrace.schemas.accounts import redis_keys as keys
@@ -108,8 +107,9 @@ def test_counters_never_go_back_history_stays_and_no_key_is_left_behind(
     assert audit(last) == []
     assert last.totals["agent_steps_total"] == last.fleet.stepped == steps
     assert len(last.sources) <= 3, "counters of folded lives are left"
-    with Inventory(server.url) as inventory:
-        assert {entry.key for entry in inventory.keys(FLEET)} <= set(keys.TABLE)
+    with server.client() as client:
+        names = [name.decode().removeprefix(f"headrace:{{{FLEET}}}:") for name in client.scan_iter()]
+    assert set(names) <= {key.name for key in keys.TABLE}
 
 
 @pytest.mark.parametrize(
