@@ -6,8 +6,7 @@ import logging
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from headrace.deploy.process.child import LEFT, Child, describe_end
 from headrace.deploy.process.child_commands import check_start
@@ -31,7 +30,6 @@ STEP = "next: "
 """Prefix of the lines with which the process announces its steps."""
 NOTE = "note: "
 """Prefix of what the process found that is no error."""
-SAY_WAITING_S = 10.0
 _START_S = 60.0
 """Seconds that the process may take in addition to its env."""
 
@@ -52,7 +50,9 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
         check_url(config.redis.url, config.fleet.fleet_id or known)
     else:
         find_server()
-    _await_fork_server(fork_server, signals)
+    loop = EventLoop()
+    loop.watch(signals.fd, signals.clear)
+    await_fork_server(fork_server, signals, loop)
     if signals.count:
         return
     config_json = run_dir.logs / "check.json"
@@ -63,7 +63,13 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     sampling = config.sampling
     of_env_s = sampling.construct_timeout_s + sampling.env_reset_timeout_s + sampling.env_step_timeout_s
     limit_s = of_env_s + _START_S
-    took_s = _await_end(child, limit_s, signals)
+    ended = threading.Event()
+    loop.watch(child.pidfd, ended.set)
+    loop.wait(
+        lambda: ended.is_set() or signals.count > 0, limit_s, lambda: f"the check before the start: {_step(child)}"
+    )
+    if not ended.is_set():
+        child.send(signal.SIGKILL)
     returncode = child.reap()
     config_json.unlink(missing_ok=True)
     if not returncode or signals.count:
@@ -78,7 +84,7 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
                     line.removeprefix(LEFT),
                 )
         return
-    if took_s > limit_s:
+    if not ended.is_set():
         raise FleetError(
             f"{_step(child)} was not done after {limit_s:g} s: {of_env_s:g} s of 3 * sampling.env_reset_timeout_s "
             f"and env_step_timeout_s, and {_START_S:g} s for the rest; raise them, or start "
@@ -88,50 +94,17 @@ def check_before_start(config: FleetConfig, run_dir: RunDir, signals: StopSignal
     raise _error(child, returncode)
 
 
-def _await_fork_server(fork_server: ForkServer, signals: StopSignals) -> None:
+def await_fork_server(fork_server: ForkServer, signals: StopSignals, loop: EventLoop) -> None:
     """Wait until the fork server can fork or has ended, or until a stop signal comes. Stop it after 60 s."""
-
-    def decided() -> bool:
-        return fork_server.is_ready or fork_server.has_ended
-
-    fd, note = fork_server.fd, fork_server.take_news
-    if not _turn_until(decided, fd, note, _START_S, signals, lambda: "importing torch"):
+    loop.watch(fork_server.fd, fork_server.take_news)
+    loop.wait(
+        lambda: fork_server.is_ready or fork_server.has_ended or signals.count > 0,
+        _START_S,
+        lambda: "the import of torch",
+    )
+    loop.forget(fork_server.fd)
+    if not fork_server.is_ready:
         fork_server.close()
-
-
-def _await_end(child: Child, limit_s: float, signals: StopSignals) -> float:
-    """Wait until the process has ended, and return how long that took, in seconds.
-
-    Kill it at the deadline, or when a stop signal comes.
-    """
-    began, ended = time.monotonic(), threading.Event()
-    if not _turn_until(ended.is_set, child.pidfd, ended.set, limit_s, signals, lambda: _step(child)):
-        child.send(signal.SIGKILL)
-    return time.monotonic() - began
-
-
-def _turn_until(
-    done: Callable[[], bool],
-    fd: int,
-    note: Callable[[], None],
-    limit_s: float,
-    signals: StopSignals,
-    what: Callable[[], str],
-) -> bool:
-    """Wait until `done`, and call `note` when `fd` is readable. Return False at the deadline or after a stop signal."""
-    loop, began = EventLoop(), time.monotonic()
-    loop.watch(fd, note)
-    loop.watch(signals.fd, signals.clear)
-    next_word = began + SAY_WAITING_S
-    while not done():
-        loop.turn(0.2)
-        now = time.monotonic()
-        if now >= next_word:
-            next_word += SAY_WAITING_S
-            log.info("still %s (%.0f s; given up after %.0f s)", what(), now - began, limit_s)
-        if signals.count or now - began > limit_s:
-            return done()
-    return True
 
 
 def _error(child: Child, returncode: int) -> FleetError:

@@ -78,8 +78,6 @@ BOOKS_DEADLINE_S = 60.0
 BROKER_DEADLINE_S = 30.0
 OBITUARY_DEADLINE_S = 5.0
 RECORDERS_INTERVAL_S = 1.0
-SAY_WAITING_S = 5.0
-"""Interval of the log lines that say what the fleet waits for."""
 COPY_DEADLINE_S = 10.0
 REPORT_S = 5.0
 """Seconds that the broker, at most, takes to hear of a worker's end and to report it."""
@@ -406,17 +404,11 @@ class Fleet:
 
     def wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Turn the loop until `done()`, a failure, the first signal or the deadline."""
-        self._turn(lambda: done() or self.supervisor.failure is not None or self.stop_asked, deadline_s, what)
 
-    def _turn(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
-        """Turn the loop until `done()` or the deadline, and log every 5 s what it waits for."""
-        began, waited_s = time.monotonic(), 0.0
-        while waited_s < deadline_s:
-            if self.loop.turn_until(done, min(deadline_s - waited_s, SAY_WAITING_S)):
-                return
-            waited_s = time.monotonic() - began
-            if waited_s < deadline_s:
-                log.info("waiting for %s (%.0f s of at most %.0f s)", what, waited_s, deadline_s)
+        def over() -> bool:
+            return done() or self.supervisor.failure is not None or self.stop_asked
+
+        self.loop.wait(over, deadline_s, lambda: what)
 
     def drain(self, *, at_goal: bool = False) -> None:
         """Stop everything in the order in which nothing is lost. `at_goal`: no start of the fleet is due after it.
@@ -558,7 +550,7 @@ class Fleet:
         self._turn_until(lambda: self.supervisor.gone(role), limit_s, f"each {role.value} to stop")
 
     def _turn_until(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
-        self._turn(lambda: done() or self._signals.count > 1, deadline_s, what)
+        self.loop.wait(lambda: done() or self._signals.count > 1, deadline_s, lambda: what)
         if self._signals.count > 1:
             raise FleetError(
                 "stopped at the second signal; what was still queued is lost, and the next `headrace up` in this run "

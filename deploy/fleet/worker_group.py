@@ -21,6 +21,7 @@ from pathlib import Path
 
 import orjson
 
+from headrace.deploy.fleet.check_process import await_fork_server
 from headrace.deploy.fleet.obituary_sender import ObituarySender, reason_of
 from headrace.deploy.fleet.watchdog import FleetWatchdog, first_sign_limits
 from headrace.deploy.process.child import Child
@@ -44,8 +45,6 @@ log = logging.getLogger("headrace.supervisor")
 
 _TURN_S = 0.5
 _LOOK_S = 1.0
-_IMPORT_S = 60.0
-"""Seconds that the import of torch may take, for all workers at once. After it each imports torch by itself."""
 _FINAL_S = 5.0
 """Seconds that the end waits for the broker to say that the books are final. Recorders are kept otherwise."""
 
@@ -120,7 +119,8 @@ class WorkerGroup:
         does.
         """
         self._obituaries.send_left_over()
-        self._await_fork_server()
+        if self._fork_server is not None:
+            await_fork_server(self._fork_server, self._signals, self.loop)
         if self._signals.count:
             return
         for number in range(count):
@@ -129,16 +129,6 @@ class WorkerGroup:
             self.supervisor.start(worker_of_group(self._config, name, command, self._slot_of(name)))
         many = "1 worker" if count == 1 else f"{count} workers"
         log.info("%s for fleet %s at %s; files in %s", many, self._fleet.fleet_id, self._fleet.endpoint, self.folder)
-
-    def _await_fork_server(self) -> None:
-        server, signals = self._fork_server, self._signals
-        if server is None:
-            return
-        self.loop.watch(server.fd, server.take_news)
-        self.loop.turn_until(lambda: server.is_ready or server.has_ended or signals.count > 0, _IMPORT_S)
-        self.loop.forget(server.fd)
-        if not server.is_ready:
-            server.close()
 
     def run(self) -> None:
         """Turn the loop until a stop signal, or until workers leave with the fleet. Raises the error that ends it."""

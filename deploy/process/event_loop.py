@@ -20,6 +20,10 @@ from headrace.deploy.process.proc_stat import waits_for_disk
 from headrace.deploy.terminal.logs import say_on_stderr
 from headrace.schemas.errors import RunDirError
 
+log = logging.getLogger("headrace.supervisor")
+
+SAY_WAITING_S = 5.0
+"""Interval of the log lines that say what a wait is for."""
 _LOOK_S, _LOOKS = 1.0, 10
 _OWN = __name__.partition(".")[0]
 
@@ -97,6 +101,17 @@ class EventLoop:
                 return False
             self.turn(min(left, 0.1))
         return True
+
+    def wait(self, done: Callable[[], bool], deadline_s: float, what: Callable[[], str]) -> bool:
+        """Turn until `done()`, as `turn_until`, and log every 5 s that it waits for `what()`."""
+        began, waited_s = time.monotonic(), 0.0
+        while waited_s < deadline_s:
+            if self.turn_until(done, min(deadline_s - waited_s, SAY_WAITING_S)):
+                return True
+            waited_s = time.monotonic() - began
+            if waited_s < deadline_s:
+                log.info("waiting for %s (%.0f s of at most %.0f s)", what(), waited_s, deadline_s)
+        return False
 
     def _wait_ms(self, timeout_s: float) -> int:
         next_timer_s = self._timers[0][0] - self.clock() if self._timers else timeout_s

@@ -17,6 +17,7 @@ import pytest
 from headrace.deploy.annexes.doctor.env_trial import try_env
 from headrace.deploy.annexes.doctor.start_check import check_start
 from headrace.deploy.fleet import check_process
+from headrace.deploy.process import event_loop
 from headrace.deploy.process.child_environment import child_environment
 from headrace.deploy.process.fork_server import ForkServer
 from headrace.deploy.process.stop_signals import StopSignals
@@ -414,7 +415,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(check_process, "SAY_WAITING_S", 0.3)
+    monkeypatch.setattr(event_loop, "SAY_WAITING_S", 0.3)
     slow = config(sampling={"env": "user:slow", "env_reset_timeout_s": 0.05, "env_step_timeout_s": 0.15})
     with (
         RunDir(tmp_path / "run") as run_dir,
@@ -423,7 +424,7 @@ def test_a_slow_env_is_logged_and_given_up_at_its_deadline(
         caplog.at_level(logging.INFO, "headrace"),
     ):
         check_process.check_before_start(slow, run_dir, signals, fork_server)
-        assert "still building one env of 'user:slow'" in caplog.text
+        assert "waiting for the check before the start: building one env of 'user:slow'" in caplog.text
         monkeypatch.setattr(check_process, "_START_S", 0.0)
         with pytest.raises(HeadraceError, match=r"after 0\.3 s: 0\.3 s of 3 \* sampling\.env_reset") as caught:
             check_process.check_before_start(slow, run_dir, signals, fork_server)
