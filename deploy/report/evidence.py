@@ -7,7 +7,6 @@ ended lives in lifetime.json, apart from the books: it shows whether Redis and b
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from headrace.broker.files.books_file import BooksFile
 from headrace.broker.files.lifetime_file import Lifetime, LifetimeFile
 from headrace.deploy.process.recorders import Life, covers, is_written_to, recorders_in
-from headrace.deploy.report.summary import keepers_that_failed
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.deploy.run.resume import read_told
@@ -53,8 +51,6 @@ class Evidence:
     """By slot, the lives whose ends the broker has had in its books, as lifetime.json says."""
     damage: tuple[str, ...] = ()
     """Sentences on a lifetime.json that is damaged, or was when a broker read it, and on a damaged checkpoint."""
-    failed: tuple[str, ...] = ()
-    """Which of broker and Redis, in words, failed for good, so that the run ended."""
 
 
 def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
@@ -74,8 +70,7 @@ def read_evidence(run_dir: Path, fleet_id: str) -> Evidence:
     witness = LifetimeFile(run_dir, fleet_id)
     lifetime = witness.read()
     damage = (*_damage(witness, lifetime, run_dir, needs_witness=needs_witness), *checkpoint_damage(run_dir))
-    failed = tuple(keepers_that_failed(run_dir))
-    return Evidence(readings, frozenset(living), tuple(unreadable), position, lifetime.ended, damage, failed)
+    return Evidence(readings, frozenset(living), tuple(unreadable), position, lifetime.ended, damage)
 
 
 def checkpoint_damage(run_dir: Path) -> Iterator[str]:
@@ -120,21 +115,7 @@ def _damage(witness: LifetimeFile, lifetime: Lifetime, run_dir: Path, *, needs_w
 
 
 def contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
-    """Yield one sentence for each thing that the ledger in Redis lacks, although the evidence proves it.
-
-    If a process of the fleet failed for good, the first sentence says so, and how to close the books.
-    """
-    found = list(_contradictions(evidence, snapshot))
-    if found and evidence.failed and snapshot.reported_unix_s is not None:
-        last = time.strftime("%H:%M:%S", time.localtime(snapshot.reported_unix_s))
-        yield (
-            f"the ledger ends at {last}, since {' and '.join(evidence.failed)} failed for good then; the next "
-            "`headrace up` in this run directory closes the books of the following rows, from their recorders"
-        )
-    yield from found
-
-
-def _contradictions(evidence: Evidence, snapshot: Snapshot) -> Iterator[str]:
+    """Yield one sentence for each thing that the ledger in Redis lacks, although the evidence proves it."""
     for path in evidence.unreadable:
         yield f"{path} is no recorder that this version can read, so its steps are in no books"
     for life in sorted(evidence.recorders.keys() - evidence.living):

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.deploy.process.supervisor import Role, Service, ServiceState
+from headrace.deploy.process.supervisor import Service
 from headrace.deploy.report.progress import name_restarts
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.goal import RunNumbers
@@ -200,14 +200,6 @@ class RunFacts:
 def read_run_facts(run_dir: Path) -> dict[str, Any]:
     """Return the content of the file; empty where there is none."""
     return read_object(run_dir / SUMMARY_FILE)
-
-
-def keepers_that_failed(run_dir: Path) -> list[str]:
-    """Return which of broker and Redis, in words, failed for good. The run's ledger then lacks the last reports."""
-    processes = read_run_facts(run_dir).get("processes")
-    entries = [entry for entry in processes if isinstance(entry, dict)] if isinstance(processes, list) else []
-    failed = [entry.get("role") for entry in entries if entry.get("state") == ServiceState.FAILED.value]
-    return [words for role, words in ((Role.BROKER, "the broker"), (Role.REDIS, "Redis")) if role.value in failed]
 
 
 def plain_errors(errors: Iterable[EnvErrorGroup]) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ def test_workers_end_after_a_failed_broker_and_the_next_start_closes_the_books(
     assert logs_of(run).count("the fleet has stopped; the recorder keeps the books for its next start") == 3
     audit = fleet.audit()
     assert audit.returncode == ExitCode.LEDGER, audit.stdout
-    assert "since the broker failed for good then; the next `headrace up`" in audit.stderr
+    assert "; the next `headrace up` in this run directory reads the recorder" in audit.stderr
     assert all(f"slot {slot} incarnation {incarnation}: " in audit.stderr for slot, incarnation in lives)
     with RunningFleet(run, "--workers", "1", "--until-steps", "1", *ENDS) as again:
         assert again.finish()["returncode"] == 0

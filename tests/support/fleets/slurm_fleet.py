@@ -151,7 +151,10 @@ class SlurmFleet:
     def assert_recorders_tell_the_rest(self, lives: int) -> None:
         """Check that the run directory has the recorders that the audit asks the next start to read."""
         audit = audit_of(self.run_dir)
-        assert (audit.returncode, "failed for good then; the next `headrace up`" in audit.stderr) == (1, True), audit
+        assert (
+            audit.returncode,
+            "the next `headrace up` in this run directory reads the recorder" in audit.stderr,
+        ) == (1, True), audit
         assert audit.stderr.count("its worker has ended after") == lives, audit.stderr
 
     def left(self) -> list[str]:
