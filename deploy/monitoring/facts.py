@@ -81,8 +81,6 @@ class Facts:
     """Bytes free on the disk of the run directory."""
     redis_away_unix_s: float | None = None
     """Since when Redis has not answered the supervisor, as fleet.json says; None while it does."""
-    redis_back_s: float | None = None
-    """Seconds since Redis has answered again after it did not; None if it always has."""
     failure: str = ""
     """The error that ended the run, in words."""
     learner_row: LearnerRowView | None = None
@@ -116,8 +114,6 @@ class FactsReader:
         self._recent: Sequence[Entry] = ()
         self._learner_row: LearnerRowView | None = None
         self._read_at = time.monotonic()
-        self._was_away = False
-        self._back_at: float | None = None
         self._read_last = False
 
     def read(self) -> Facts:
@@ -144,7 +140,6 @@ class FactsReader:
             recent=self._recent,
             disk_free_bytes=free_bytes(self._run_dir) if self._run_dir is not None else told_free,
             redis_away_unix_s=fleet.redis_away_unix_s if fleet is not None else None,
-            redis_back_s=self._back_s(fleet) if not error else None,
             failure=_failure(self._run_dir) if self._run_dir is not None and _has_ended(fleet, supervisor) else "",
             learner_row=self._learner_row,
         )
@@ -185,19 +180,10 @@ class FactsReader:
         except RedisContractError:
             raise
         except RedisUnavailableError as error:
-            self._was_away = True
             self._read_last_books(fleet)
             return error.reason
         self._read_at = time.monotonic()
-        if self._was_away:
-            self._was_away, self._back_at = False, self._read_at
         return ""
-
-    def _back_s(self, fleet: FleetFile | None) -> float | None:
-        """Return the seconds since Redis is back, as seen here; 0.0 while the supervisor has not seen it yet."""
-        if fleet is not None and fleet.redis_away_unix_s is not None:
-            return 0.0
-        return None if self._back_at is None else time.monotonic() - self._back_at
 
     def _read_last_books(self, fleet: FleetFile | None) -> None:
         """Read the final books of an ended run, once. Start its own Redis for the read if that has stopped too."""

@@ -151,14 +151,10 @@ def _redis_away(facts: Facts) -> Observation:
 
 
 def _no_reports(facts: Facts) -> Observation:
-    """Return the observation that no broker reports: its last report has expired in Redis.
-
-    A broker cannot report while Redis is away, so it has time for a report from the moment Redis is back.
-    """
+    """Return the observation that no broker reports: its last report has expired in Redis."""
     for_s = max(0.0, facts.unix_s - (facts.snapshot.reported_unix_s or 0.0))
     sentence = f"waiting for the broker, which has reported nothing to Redis for {for_s:.0f} s"
-    could_s = for_s if facts.redis_back_s is None else min(for_s, facts.redis_back_s)
-    return observe(facts, "broker_silent", "broker", sentence, could_s)
+    return observe(facts, "broker_silent", "broker", sentence, for_s)
 
 
 def _of_disk(facts: Facts) -> Iterator[Observation]:

@@ -394,13 +394,6 @@ def test_a_run_directory_tells_since_when_redis_is_away() -> None:
     assert [one.since_unix_s for one in find(away) if one.kind == "redis_away"] == [NOW - 70.0]
 
 
-def test_a_broker_has_time_to_report_once_redis_is_back() -> None:
-    facts, *_ = WRONG["no reports"]
-    assert not find(replace(facts, redis_back_s=2.0))
-    (found,) = find(replace(facts, redis_back_s=6.0))
-    assert (found.kind, found.since_unix_s) == ("broker_silent", NOW - 6.0)
-
-
 def test_a_run_that_an_error_ended_says_so_and_names_a_disk_that_is_still_full() -> None:
     ended = replace(having("supervisor", state="stopped"), failure="the disk of /runs/a is full.", disk_free_bytes=9)
     assert verdict(ended, find(ended)).startswith("Ended with an error: the disk of /runs/a is full. 9,000 env steps.")

@@ -116,19 +116,6 @@ def test_during_a_redis_outage_the_old_numbers_stay_and_are_marked_as_old(
         assert state[part] == before[part]
 
 
-def test_a_reader_tells_since_when_redis_is_back(make_server: Callable[..., Any], fleet_id: str) -> None:
-    server = make_server().start()
-    with FactsReader(redis_url=server.url, fleet_id=fleet_id) as reader:
-        assert reader.read().redis_back_s is None
-        server.kill()
-        assert reader.read().redis_back_s is None
-        server.start()
-        first, second = reader.read(), reader.read()
-    assert first.redis_back_s is not None
-    assert second.redis_back_s is not None
-    assert first.redis_back_s < second.redis_back_s
-
-
 def test_a_machine_with_redis_alone_finds_what_settings_and_the_disk_tell(
     url: str, client: Any, fleet_id: str, make_row: MakeRow
 ) -> None:
