@@ -81,14 +81,8 @@ class EarlierRun:
     def check(self, config: FleetConfig, *, resume: bool, advice: str = "") -> list[str]:
         """Return the settings of training that differ, as "key: was -> is".
 
-        Raises `RunDirError` for a difference that is not allowed, and for a run that was trained by an algorithm which
-        the reference learner no longer has. `advice` replaces its advice about differences.
+        Raises `RunDirError` for a difference that is not allowed. `advice` replaces its advice about differences.
         """
-        algorithm = self.settings.get("learner", {}).get("algorithm")  # of an earlier version
-        if algorithm in ("dqn", "impala") and config.learner.enabled:
-            reason = f"learner.algorithm = {algorithm!r} trained it, and the reference learner has only PPO now"
-            train = f"train a new run by docs/examples/{algorithm}.py of the repository"
-            raise RunDirError(str(self.run_dir.path), reason, train)
         changed = dict(_changed(self.settings, config))
         if fixed := [changed[key] for key in changed if key in FIXED]:
             kept = "these cannot change within a run: leave out --run-dir for a new run, or name another"

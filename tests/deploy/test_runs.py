@@ -20,7 +20,7 @@ from headrace.deploy.run.fleet_file import FleetFile, read_addresses
 from headrace.deploy.run.resume import EarlierRun, write_settings
 from headrace.deploy.run.run_dir import RunDir, file_name_of, new_run_dir
 from headrace.schemas.errors import ExitCode, RunDirError
-from headrace.schemas.settings.config_loading import build_config, load_config
+from headrace.schemas.settings.config_loading import build_config
 from support.waiting import PATIENCE, TIMEOUT_S, wait_until
 
 FRAGMENT = 8 * 64
@@ -134,27 +134,6 @@ def test_a_resumed_run_may_change_training_settings_but_not_env_or_module(tmp_pa
     for fixed in (with_(sampling={"env_config": {"size": 4}}), with_(module={"config": {"hidden": [8]}})):
         with pytest.raises(RunDirError, match="leave out --run-dir for a new run"):
             run.check(fixed, resume=True)
-
-
-@pytest.mark.parametrize("algorithm", ["dqn", "impala", "ppo"])
-def test_only_a_run_that_ppo_trained_goes_on_with_the_reference_learner(tmp_path: Path, algorithm: str) -> None:
-    """Earlier versions had the setting `learner.algorithm`."""
-    with RunDir(tmp_path) as run_dir:
-        FleetFile(fleet_id="f", env_steps=1).write(run_dir.fleet_json)
-        settings = orjson.loads(write_settings(build_config({})))
-        settings["learner"] |= {"algorithm": algorithm, "n_step": 3}
-        run_dir.settings_json.write_bytes(orjson.dumps(settings))
-        config, _ = load_config(run_dir.settings_json, environ={})
-        own, _ = load_config(run_dir.settings_json, {"learner.enabled": False}, environ={})
-        run = EarlierRun.of(run_dir)
-    assert run is not None
-    assert run.check(own, resume=True) == [], "a learner of the user's own may go on"
-    if algorithm == "ppo":
-        assert run.check(config, resume=False) == []
-        return
-    for resume in (False, True):
-        with pytest.raises(RunDirError, match=rf"'{algorithm}' trained it.*; train a new run by .*/{algorithm}\.py"):
-            run.check(config, resume=resume)
 
 
 class Terminal:
