@@ -31,17 +31,14 @@ FleetElsewhere = Annotated[str, typer.Option("--fleet-id", help="Name of the fle
     app,
     "headrace why",
     "headrace why runs/a --json | python -m json.tool",
-    "headrace why --redis-url redis://localhost:6379/0 --fleet-id demo --watch",
-    options="run run_dir redis_url fleet_id config watch as_json",
+    "headrace why --redis-url redis://localhost:6379/0 --fleet-id demo",
+    options="run run_dir redis_url fleet_id config as_json",
 )
 def why(
     asked: Asked,
     *,
     redis_url: RedisElsewhere = "",
     fleet_id: FleetElsewhere = "",
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Go on, and show each change, until the fleet has ended.")
-    ] = False,
     as_json: bool,
 ) -> None:
     """Say what is wrong with a fleet: who waits for whom, since when, by which limit, and what helps.
@@ -51,7 +48,7 @@ def why(
     from headrace.deploy.monitoring.why import why as explain
 
     with chosen_fleet(asked, redis_url, fleet_id) as reader:
-        findings = explain(reader, as_json=as_json, watch=watch)
+        findings = explain(reader, as_json=as_json)
     raise typer.Exit(ExitCode.FINDINGS if findings else ExitCode.OK)
 
 

@@ -60,11 +60,6 @@ class Bottleneck:
     sentence: str
     remedy: str
 
-    @property
-    def who(self) -> str:
-        """Return what is the limit, in the words with which the sentence begins."""
-        return self.sentence.partition(":")[0]
-
     def in_words(self) -> str:
         """Return both as sentences."""
         return ". ".join(part[:1].upper() + part[1:] for part in (self.sentence, self.remedy)) + "."

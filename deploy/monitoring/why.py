@@ -1,4 +1,4 @@
-"""`headrace why`: says what is wrong with a fleet, what limits it, and what helps; once, or at each change."""
+"""`headrace why`: says what is wrong with a fleet, what limits it, and what helps."""
 
 from __future__ import annotations
 
@@ -12,48 +12,20 @@ import orjson
 from headrace.deploy.monitoring.bottleneck import Bottleneck, find_bottleneck
 from headrace.deploy.monitoring.facts import Facts, FactsReader
 from headrace.deploy.monitoring.findings import Finding, find, verdict
-from headrace.deploy.monitoring.processes import SUPERVISOR
 from headrace.deploy.terminal.std_streams import ignore_closed_reader
 from headrace.schemas.basics.printable import printable
 
-WATCH_S = 1.0
-_LOOKS_FOR_ERROR = 30
-"""Looks of a watch for the error of a run that ends. A supervisor that is stopped or out of reach never writes it."""
 
-
-def why(reader: FactsReader, *, as_json: bool, watch: bool, stream: TextIO = sys.stdout) -> list[Finding]:
-    """Print the verdict, what limits the fleet, and each finding.
-
-    With `watch` print them at each change until the fleet has ended. A watch waits half a minute for the error of a run
-    that ends. Return the findings that were printed last.
-    """
-    shown: object = None
-    looks_left = _LOOKS_FOR_ERROR if watch else 0
-    while True:
-        facts = reader.read()
-        findings = find(facts)
-        line = verdict(facts, findings)
-        if looks_left and line.startswith("Ended") and _drains_here(facts):
-            looks_left -= 1
-            time.sleep(WATCH_S)
-            continue
-        limit = find_bottleneck(facts, findings)
-        now = ([(one.kind, one.whom) for one in findings], line.partition(" ")[0], limit and limit.who)
-        if now != shown:
-            shown = now
-            with ignore_closed_reader(stream):
-                told = _as_json if as_json else _as_text
-                print(told(facts, line, findings, limit), file=stream)
-                stream.flush()
-        if not watch or line.startswith("Ended"):
-            return findings
-        time.sleep(WATCH_S)
-
-
-def _drains_here(facts: Facts) -> bool:
-    """Return whether the supervisor may still write to the run directory why the run ends."""
-    supervisor = facts.processes.get(SUPERVISOR)
-    return facts.run_dir is not None and supervisor is not None and supervisor.state == "draining"
+def why(reader: FactsReader, *, as_json: bool, stream: TextIO = sys.stdout) -> list[Finding]:
+    """Print the verdict, what limits the fleet, and each finding. Return the findings."""
+    facts = reader.read()
+    findings = find(facts)
+    told = _as_json if as_json else _as_text
+    with ignore_closed_reader(stream):
+        print(
+            told(facts, verdict(facts, findings), findings, find_bottleneck(facts, findings)), file=stream, flush=True
+        )
+    return findings
 
 
 def _as_text(facts: Facts, line: str, findings: list[Finding], limit: Bottleneck | None) -> str:

@@ -205,7 +205,7 @@ def test_why_top_the_page_and_up_show_the_sentence() -> None:
     shown: dict[str, str] = {}
     for as_json in (False, True):
         stream = StringIO()
-        assert why(_Reader(facts), as_json=as_json, watch=False, stream=stream) == []  # type: ignore[arg-type]
+        assert why(_Reader(facts), as_json=as_json, stream=stream) == []  # type: ignore[arg-type]
         shown[f"why {as_json}"] = stream.getvalue()
     assert shown["why False"] == f"Learning. Nothing lost.\n{sentence}\n"
     assert orjson.loads(shown["why True"])["bottleneck"] == sentence

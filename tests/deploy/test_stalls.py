@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Set
 from contextlib import ExitStack, closing, contextmanager
@@ -23,7 +24,7 @@ import orjson
 import pytest
 
 from headrace.deploy.monitoring.facts import FactsReader
-from headrace.deploy.monitoring.findings import find
+from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.report.audit import find_books
 from headrace.schemas.accounts.ledger import Settled, WorkerTotals
 from headrace.schemas.chunks.batch import BatchHeader
@@ -348,7 +349,7 @@ SLOW_LEARNER = (
 def test_nothing_is_found_in_minutes_of_normal_training(
     tmp_path: Path, slow: tuple[str, ...], run_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes of `why` look every second, from the start to the end: at the run directory, and at Redis alone.
+    """Two readers look twice a second, from the start to the end: at the run directory, and at Redis alone.
 
     A worker that takes long to start is found, and nothing else. A run without a goal but its time ends in order.
     """
@@ -362,24 +363,42 @@ def test_nothing_is_found_in_minutes_of_normal_training(
         fleet.wait_until(lambda: (run / "fleet.json").exists() and fleet.snapshot(), "a fleet in Redis")
         _, fleet_id = find_books(run)
         places = (("--run-dir", str(run)), ("--redis-url", url, "--fleet-id", fleet_id))
-        watches = [stack.enter_context(why(*where, "--watch")) for where in places]
+        watches = [Watch(run), Watch(redis_url=url, fleet_id=fleet_id)]
         until_joined(fleet, 2)
         joined_at = time.time()
         result = fleet.finish(run_s + TIMEOUT_S)
-        told = [watching.communicate(timeout=TIMEOUT_S)[0].splitlines() for watching in watches]
+        for watch in watches:
+            watch.join(TIMEOUT_S)
         afterwards = [stack.enter_context(why(*where)).communicate(timeout=TIMEOUT_S)[0] for where in places]
     assert (result["returncode"], result["goal_reached"]) == (ExitCode.OK, True), result["stderr"]
     assert re.search(r"\d s are over \(.*\); draining", result["stderr"])
     assert result["weights_seq"] > 20
-    for lines, after in zip(told, afterwards, strict=True):
-        looks = [orjson.loads(line) for line in lines]
-        for look in looks:
-            is_start = look["unix_s"] <= joined_at + _LOOK_S
-            assert {one["kind"] for one in look["findings"]} <= ({"worker_not_joined"} if is_start else set()), look
-        verdicts = [look["verdict"] for look in looks]
+    for watch, after in zip(watches, afterwards, strict=True):
+        for unix_s, kinds, _ in watch.looks:
+            assert kinds <= ({"worker_not_joined"} if unix_s <= joined_at + _LOOK_S else set())
+        verdicts = [line for *_, line in watch.looks]
         assert any(verdict.startswith("Learning. ") for verdict in verdicts)
         assert verdicts[-1].startswith("Ended. "), verdicts[-1]
         assert orjson.loads(after)["verdict"].startswith("Ended. "), after
+
+
+class Watch(threading.Thread):
+    """Looks at a fleet until it has ended."""
+
+    def __init__(self, *run: Path, **elsewhere: str) -> None:
+        super().__init__(daemon=True)
+        self._reader = FactsReader(*run, **elsewhere)
+        self.looks: list[tuple[float, set[str], str]] = []
+        """(unix s, kinds of findings, verdict) of each look."""
+        self.start()
+
+    def run(self) -> None:
+        with self._reader as reader:
+            while not self.looks or not self.looks[-1][2].startswith("Ended"):
+                facts = reader.read()
+                findings = find(facts)
+                self.looks.append((facts.unix_s, {one.kind for one in findings}, verdict(facts, findings)))
+                time.sleep(_LOOK_S)
 
 
 def why(*options: str) -> subprocess.Popen[str]:

@@ -7,19 +7,14 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import orjson
 import pytest
 
-from headrace.deploy.monitoring import why as why_module
-from headrace.deploy.monitoring.facts import Facts, FactsReader
+from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
 from headrace.deploy.report.audit import find_books
-from headrace.deploy.run.redis_view import Snapshot
-from headrace.schemas.accounts.process_state import ProcessState
 from headrace.schemas.errors import ExitCode
 from support.fleets.running_fleet import RunningFleet
 from support.waiting import TIMEOUT_S
@@ -103,35 +98,3 @@ def test_why_needs_a_fleet_id_with_a_redis_url() -> None:
     nothing = why("--redis-url", "redis://127.0.0.1:1/0", "--fleet-id", "a")
     assert nothing.returncode == ExitCode.FINDINGS
     assert "waiting for Redis to answer (" in nothing.stdout
-
-
-class Looks:
-    """A reader that gives these facts, one at each look."""
-
-    def __init__(self, *facts: Facts) -> None:
-        self._left = list(facts)
-
-    def read(self) -> Facts:
-        return self._left.pop(0)
-
-
-def test_a_watch_says_nothing_of_an_end_before_its_supervisor_has_written_the_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(why_module, "WATCH_S", 0.0)
-    supervisor = ProcessState(name="supervisor", role="supervisor", state="draining")
-    drains = Facts(0.0, Snapshot(ended_unix_s=1.0), {"supervisor": supervisor}, run_dir=tmp_path)
-    stopped = {"supervisor": supervisor.model_copy(update={"state": "stopped"})}
-    failed, text = replace(drains, processes=stopped, failure="the goal was not reached"), StringIO()
-    why_module.why(Looks(drains, drains, failed), as_json=False, watch=True, stream=text)  # type: ignore[arg-type]
-    assert text.getvalue().startswith("Ended with an error: the goal was not reached.")
-
-
-def test_a_watch_ends_though_its_supervisor_never_writes_the_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(why_module, "WATCH_S", 0.0)
-    supervisor = ProcessState(name="supervisor", role="supervisor", state="draining")
-    drains, text = Facts(0.0, Snapshot(ended_unix_s=1.0), {"supervisor": supervisor}, run_dir=tmp_path), StringIO()
-    why_module.why(Looks(*[drains] * 31), as_json=False, watch=True, stream=text)  # type: ignore[arg-type]
-    assert text.getvalue().startswith("Ended.")

@@ -138,7 +138,7 @@ def test_a_fleet_writes_every_key_of_the_table_and_no_other(tmp_path: Path, monk
     assert all(labels[name] == label for name, label, _ in map(keys.unlabelled, snapshot.gauges))
     assert snapshot.policy_quantiles["short"].keys() == set(keys.QUANTILES)
 
-    ended = headrace("why", "--run-dir", str(fleet.run_dir), "--watch")
+    ended = headrace("why", "--run-dir", str(fleet.run_dir))
     assert (ended.returncode, ended.stdout.split()[0]) == (ExitCode.OK, "Ended."), ended
     # A worker may have shipped its last fragment just before its kill, and an env may fail at a fragment's start.
     losses = ("lost by killed workers", "lost by envs that raised", "Nothing lost.")
