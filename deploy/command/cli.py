@@ -226,7 +226,7 @@ def audit(
     Shows the steps of a running or stopped fleet, and what became of them. A fleet that `headrace up` did not start is
     that of the Redis and the name in --config. Several brokers have books of their own: all are checked.
     """
-    from headrace.deploy.report.audit_command import audit_run
+    from headrace.deploy.report.audit import audit_run
 
     if deep:
         part("audit_deeply")(asked.run_dir(), as_json=as_json, stream=sys.stdout)

@@ -1,4 +1,4 @@
-"""The audit: it checks that the books in Redis add up.
+"""The audit, and `headrace audit`: it checks that the books in Redis add up.
 
 Every number of a ledger row takes part in an equation, so a wrong one is found and its row named:
 
@@ -15,21 +15,31 @@ Balanced books do not prove progress: `warnings` reports a fleet that stands sti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO, TypeVar
 
-from rich.console import Group, RenderableType
+import orjson
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headrace.deploy.report.evidence import Evidence, contradictions
+from headrace.deploy.report.evidence import Evidence, contradictions, read_evidence
 from headrace.deploy.run.fleet_file import read_fleet_file
-from headrace.deploy.run.redis_view import Snapshot
+from headrace.deploy.run.redis_server import serving
+from headrace.deploy.run.redis_view import FleetView, Snapshot
 from headrace.schemas.accounts.ledger import Count, FleetLedger, LedgerRow
 from headrace.schemas.accounts.lifetime_counters import row_counters
 from headrace.schemas.accounts.redis_keys import labelled
 from headrace.schemas.errors import RunDirError
 
+T = TypeVar("T")
+
+FILE_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe, which has no width of its own."""
+CATCH_UP_S = 5.0
+PAUSE_S = 0.25
 OLDEST_UNSETTLED_S = 60.0
 NO_EVIDENCE = Evidence()
 
@@ -60,14 +70,14 @@ def audit(snapshot: Snapshot, evidence: Evidence = NO_EVIDENCE) -> list[str]:
     return problems
 
 
-def warnings(snapshot: Snapshot, oldest_unsettled_s: float = OLDEST_UNSETTLED_S) -> list[str]:
+def warnings(snapshot: Snapshot) -> list[str]:
     """Return one sentence for each sign that the fleet stands still although its books balance."""
     age_s = snapshot.gauges.get("oldest_unsettled_age_s", 0.0)
-    if age_s <= oldest_unsettled_s:
+    if age_s <= OLDEST_UNSETTLED_S:
         return []
     return [
         f"the oldest batch has been held for {age_s:.0f} s without being committed or dropped "
-        f"(bound: {oldest_unsettled_s:g} s); check that a learner is connected and commits"
+        f"(bound: {OLDEST_UNSETTLED_S:g} s); check that a learner is connected and commits"
     ]
 
 
@@ -197,3 +207,57 @@ def _columns(row: LedgerRow) -> tuple[int, ...]:
 
 def _steps(counts: dict[str, Count]) -> int:
     return sum(steps for steps, _ in counts.values())
+
+
+def audit_run(run_dir: Path, *, as_json: bool, stream: TextIO, named: tuple[str, str] | None = None) -> list[str]:
+    """Print the rows and the problems. Return the problems. `named` is as in `find_books`.
+
+    Raises `RunDirError` without a fleet, and `RedisUnavailableError` when its Redis cannot be read.
+    """
+    snapshot, problems = read_and_audit(run_dir, named)
+    warned = warnings(snapshot)
+    if as_json:
+        print(orjson.dumps(_as_json(snapshot, problems, warned)).decode(), file=stream)
+    else:
+        Console(file=stream, width=None if stream.isatty() else FILE_WIDTH).print(render(snapshot, problems, warned))
+    return problems
+
+
+def read_and_audit(run_dir: Path, named: tuple[str, str] | None = None) -> tuple[Snapshot, list[str]]:
+    """Return the books of a fleet, running or stopped, and their problems. `named` is as in `find_books`.
+
+    Raises `RunDirError` without a fleet, and `RedisUnavailableError` when its Redis cannot be read.
+    """
+    url, fleet_id = find_books(run_dir, named)
+    with serving(run_dir, url), FleetView(url, fleet_id) as view:
+
+        def look() -> tuple[Snapshot, list[str], float]:
+            evidence = read_evidence(run_dir, fleet_id)  # first: the ledger may be ahead of it, and not behind
+            now = view.read()
+            return now, audit(now, evidence), now.reported_unix_s or 0.0
+
+        return once_caught_up(look)
+
+
+def once_caught_up(look: Callable[[], tuple[T, list[str], float]]) -> tuple[T, list[str]]:
+    """Return the result of `look`. While a broker reports, retry problems for some seconds: its counts lag behind."""
+    deadline = time.monotonic() + CATCH_UP_S
+    while True:
+        seen, problems, reported_unix_s = look()
+        reports = abs(time.time() - reported_unix_s) < CATCH_UP_S
+        if not problems or not reports or time.monotonic() > deadline:
+            return seen, problems
+        time.sleep(PAUSE_S)
+
+
+def _as_json(snapshot: Snapshot, problems: list[str], warned: list[str]) -> dict[str, object]:
+    return {
+        "fleet_id": snapshot.fleet_id,
+        "balanced": not problems,
+        "problems": problems,
+        "warnings": warned,
+        "ledger": snapshot.fleet.model_dump(),
+        "rows": [row.model_dump() for _, row in sorted(snapshot.rows.items())],
+        "folded": [{"lives": lives.lives, **lives.model_dump()} for _, lives in sorted(snapshot.folded.items())],
+        "totals": dict(snapshot.totals),
+    }

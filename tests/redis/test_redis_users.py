@@ -21,7 +21,7 @@ from headrace.broker.redis.client import connect
 from headrace.broker.redis.commands import USERS
 from headrace.deploy.annexes.chaos.deep_audit import audit_deeply
 from headrace.deploy.fleet.checkpoint_copy import copies_in
-from headrace.deploy.report.audit_command import audit_run
+from headrace.deploy.report.audit import audit_run
 from headrace.deploy.report.ps import reported
 from headrace.deploy.run.fleet_file import read_fleet_file
 from headrace.deploy.run.redis_server import check_url

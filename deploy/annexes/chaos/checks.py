@@ -17,7 +17,7 @@ from headrace.deploy.annexes.chaos.schedule import SLOT_TARGETS
 from headrace.deploy.annexes.chaos.trial import Injected, TrialResult
 from headrace.deploy.annexes.chaos.truth import steps_by_life
 from headrace.deploy.process.recorders import Life
-from headrace.deploy.report.audit_command import read_and_audit
+from headrace.deploy.report.audit import read_and_audit
 from headrace.deploy.run.redis_view import Snapshot
 from headrace.schemas.accounts.ledger import LedgerRow
 from headrace.schemas.errors import HeadraceError

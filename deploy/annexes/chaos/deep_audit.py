@@ -28,8 +28,7 @@ from rich.table import Table
 
 from headrace.broker.files.books_file import BooksFile, EndedLives
 from headrace.deploy.process.recorders import Life, recorders_in
-from headrace.deploy.report.audit import NO_EVIDENCE, audit, find_books
-from headrace.deploy.report.audit_command import FILE_WIDTH, once_caught_up
+from headrace.deploy.report.audit import FILE_WIDTH, NO_EVIDENCE, audit, find_books, once_caught_up
 from headrace.deploy.report.evidence import Evidence, read_evidence
 from headrace.deploy.run.checkpoint_facts import NEWEST_FILE
 from headrace.deploy.run.redis_server import serving

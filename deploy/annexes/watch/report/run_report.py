@@ -22,8 +22,7 @@ from headrace.deploy.loggers.row_files import JsonlFile
 from headrace.deploy.monitoring.bottleneck import find_bottleneck
 from headrace.deploy.monitoring.facts import FactsReader
 from headrace.deploy.monitoring.findings import find, verdict
-from headrace.deploy.report.audit import warnings
-from headrace.deploy.report.audit_command import read_and_audit
+from headrace.deploy.report.audit import read_and_audit, warnings
 from headrace.deploy.report.progress import duration
 from headrace.deploy.report.summary import plain_errors, read_run_facts
 from headrace.deploy.run.evaluation_log import EvaluationLog
