@@ -218,7 +218,7 @@ def _why_envs_silent(facts: Facts, key: str, name: str, told: Mapping[str, Any])
     silent_s = number(told.get("env_silence_s"))
     if silent_s <= SILENT_S:
         return None
-    if _is_remote(facts) and not _connected_hosts(told):
+    if _is_remote(facts) and isinstance(told.get("env_hosts"), Mapping) and not hosts_of(told)[0]:
         sentence = f"waiting for {name}: no env host serves its envs, for {silent_s:.0f} s"
         return observe(facts, "no_env_hosts", key, sentence, silent_s, command=_host_command(facts))
     call = one_line(str(told.get("env_call", "")))
@@ -246,10 +246,10 @@ def _is_remote(facts: Facts) -> bool:
     return bool(facts.setting("sampling.env_placement") == "remote")
 
 
-def _connected_hosts(told: Mapping[str, Any]) -> float:
-    """Return how many env hosts a worker has; 1 if it does not report them."""
+def hosts_of(told: Mapping[str, Any]) -> tuple[float, float]:
+    """Return how many env hosts a worker has, and how many its envs need; zeros if its envs need no host."""
     hosts = told.get("env_hosts")
-    return number(hosts.get("connected")) if isinstance(hosts, Mapping) else 1.0
+    return (number(hosts.get("connected")), number(hosts.get("wanted"))) if isinstance(hosts, Mapping) else (0.0, 0.0)
 
 
 def _host_command(facts: Facts) -> str:

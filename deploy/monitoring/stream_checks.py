@@ -15,7 +15,7 @@ from headrace.deploy.monitoring.connecting import (
 )
 from headrace.deploy.monitoring.facts import Facts
 from headrace.deploy.monitoring.finding_kinds import Observation, observe
-from headrace.deploy.monitoring.process_checks import NUMBER, States, names_of
+from headrace.deploy.monitoring.process_checks import NUMBER, States, hosts_of, names_of
 from headrace.deploy.report.progress import number
 from headrace.deploy.run.redis_view import crowded_learner
 from headrace.schemas.accounts.ledger import Discard, Drop
@@ -54,9 +54,7 @@ def no_worker(facts: Facts) -> Iterator[Observation]:
     config, run_dir = facts.config, facts.run_dir
     known = config is not None and run_dir is not None
     command = worker_command(config, facts.endpoints, run_dir, facts.snapshot.fleet_id) if known else ""  # type: ignore[arg-type]
-    supervisor = facts.processes.get("supervisor")
-    age_s = facts.unix_s - supervisor.started_unix_s if supervisor is not None else None
-    yield observe(facts, "no_worker", "workers", "waiting for a worker", age_s, command=command)
+    yield observe(facts, "no_worker", "workers", "waiting for a worker", _up_s(facts), command=command)
 
 
 def waits_of_workers(facts: Facts, states: States) -> Iterator[Observation]:
@@ -83,7 +81,7 @@ def failing_envs(facts: Facts) -> Iterator[Observation]:
     for slot, state in facts.snapshot.workers.items():
         name, down = f"worker-{slot}", number(state.get("envs_lost"))
         count, age_s = number(state.get("env_failures")), number(state.get("env_failure_age_s"))
-        connected, wanted = _hosts(state)
+        connected, wanted = hosts_of(state)
         cause = _OF_ONE_ENV.sub("", NUMBER.sub("#", str(state.get("env_failure", ""))))
         if count >= _MANY and age_s < _FAILED_LATELY_S and _fails_often(facts, state, count):
             failing.setdefault(("envs_failing", cause), []).append(slot)
@@ -160,13 +158,14 @@ def _were_lost_lately(facts: Facts) -> bool:
     )
     if min(ages, default=_LATELY_S) < _LATELY_S:
         return True
-    reported = facts.snapshot.reported_unix_s or 0.0
-    before = next((values for at, values in facts.recent if at >= reported - _LATELY_S), None)
-    return before is not None and _lost_with_peers(facts.snapshot.totals) > _lost_with_peers(before)
+    return _lost_lately(facts, *_LOST_WITH_PEERS) > 0
 
 
-def _lost_with_peers(totals: Mapping[str, float]) -> float:
-    return sum(totals.get(name, 0) for name in _LOST_WITH_PEERS)
+def _lost_lately(facts: Facts, *counters: str) -> float:
+    """Return by how much these counters have risen in the last minute."""
+    now, reported = facts.snapshot.totals, facts.snapshot.reported_unix_s or 0.0
+    before = next((values for at, values in facts.recent if at >= reported - _LATELY_S), now)
+    return sum(now.get(name, 0) - before.get(name, 0) for name in counters)
 
 
 def learner_threads(facts: Facts) -> Iterator[Observation]:
@@ -203,10 +202,7 @@ def refusals(facts: Facts) -> Iterator[Observation]:
 
 def oversize(facts: Facts) -> Iterator[Observation]:
     """Yield that workers dropped steps in the last minute because their batch was too large."""
-    reported = facts.snapshot.reported_unix_s or 0.0
-    before = next((values for at, values in facts.recent if at >= reported - _LATELY_S), None)
-    lost = 0 if before is None else facts.snapshot.totals.get(_OVERSIZE, 0) - before.get(_OVERSIZE, 0)
-    if lost > 0:
+    if (lost := _lost_lately(facts, _OVERSIZE)) > 0:
         sentence = (
             f"workers have dropped {lost:,.0f} steps as oversize in the last minute: a batch, or the infos of one "
             "chunk, is larger than a message may be"
@@ -389,12 +385,6 @@ def _log_of(facts: Facts, name: str) -> str:
     """Return the command that shows the log of one of the fleet's own processes; "" for one from elsewhere."""
     own = facts.run_dir is not None and name in facts.processes
     return f"tail {facts.run_dir}/logs/{name}.log" if own else ""
-
-
-def _hosts(state: Mapping[str, Any]) -> tuple[float, float]:
-    """Return how many env hosts a worker has, and how many its envs need; zeros if its envs need no host."""
-    hosts = state.get("env_hosts")
-    return (number(hosts.get("connected")), number(hosts.get("wanted"))) if isinstance(hosts, Mapping) else (0.0, 0.0)
 
 
 def _fails_often(facts: Facts, state: Mapping[str, Any], count: float) -> bool:
