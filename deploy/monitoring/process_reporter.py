@@ -46,30 +46,21 @@ class FleetLease:
         self._client = connect(url, _TIMEOUT_S)
         self._script = self._client.register_script(CLAIM)
         self._key = keys.key_name(fleet_id, keys.HOLDER)
-        self._processes_key = keys.key_name(fleet_id, keys.PROCESSES)
-        self._seen: object = None
-        """The report of the fleet that has the lease, at the first look."""
         self.refusal: ConfigError | None = None
         """Set while another `headrace up` has the fleet."""
 
     def take(self) -> bool:
         """Take the lease. Return False while another one has it, which may be dead: then call again.
 
-        Raises `ConfigError` once the other one has reported meanwhile, so renewed its lease. Without Redis, the
-        reporter takes the lease later.
+        Without Redis, the reporter takes the lease later.
         """
         try:
-            if self.renew():
-                self.refusal = None
-                return True
-            report = self._client.hgetall(self._processes_key)
+            if not self.renew():
+                return False
         except REDIS_FAILURES:
             return self.refusal is None
-        if self._seen is None:
-            self._seen = report
-        elif report and report != self._seen and self.refusal is not None:
-            raise self.refusal
-        return False
+        self.refusal = None
+        return True
 
     def renew(self) -> bool:
         """Take the lease, or keep it for another 30 s. Return False if another one has it. Raises `REDIS_FAILURES`."""
