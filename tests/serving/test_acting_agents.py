@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ from headrace.schemas.errors import DecodeError
 from headrace.schemas.errors.episodes import EpisodeAbortedError
 from headrace.workers import EnvRunnerConfig, MultiAgentEnvRunner
 from headrace.workers.connectors import FrameStack
-from headrace.workers.serving.shipped_episodes import ShippedEpisodes
-from support.refusals import refused
 from support.serving.acting_clients import PAIR, PAIR_ENV, ServingRunner, acting, external, play_pair, serving_runner
 from support.waiting import wait_until
 
@@ -51,17 +48,6 @@ def test_steps_of_untrained_episodes_are_counted_as_discarded() -> None:
     assert there.runner.totals.discarded == {"training_disabled": steps}
     assert there.runner.totals.env_steps == there.runner.totals.env_steps_discarded == 30
     assert there.runner.get_metrics()["num_untrained_episodes_lifetime"] == 3
-
-
-def test_env_steps_that_do_not_rise_from_the_start_of_a_chunk_are_refused() -> None:
-    with MultiAgentEnvRunner(EnvRunnerConfig(env=PAIR_ENV, num_envs=1, rollout_fragment_length=8, **PAIR)) as runner:
-        batch = runner.sample_fragment().batches["short"]
-    for at, wrong in ((0, 1), (3, 2), (7, (1 << 63) - 1)):
-        env_t = np.arange(8)
-        env_t[at] = wrong
-        with refused("bad_request", match="should rise from its start, 0"):
-            ShippedEpisodes(1).take("a client", replace(batch, columns={**batch.columns, "env_t": env_t}))
-    assert len(ShippedEpisodes(1).take("a client", batch)) == len(batch)
 
 
 def test_policy_columns_accept_batches_of_their_own_module_only() -> None:

@@ -131,8 +131,6 @@ def test_a_repeated_shipment_is_taken_once_and_a_bad_one_changes_nothing() -> No
         assert there.runner.totals.discarded == {"training_disabled": 5}
         with refused("step_order", match="not the next one, which is 2"):
             shipper.ship(second, 4)
-        with refused("bad_request", match="is due"):
-            shipper.ship(first, 2)
         with refused("bad_request", match="an unknown reason"):
             shipper.ship(second, 2, {"laziness": 1})
         with pytest.raises((ServingError, DecodeError)):

@@ -117,8 +117,8 @@ class ActingChannel:
     def accept(self, owner: object, shipment: ChunkShipment, array: Any, done: Callable[[], None]) -> None:
         """Take a shipment of `owner` as a whole, or refuse it as a whole.
 
-        Raises `ServingError` and `DecodeError` for chunks that do not fit this policy or do not continue the
-        owner's episodes. The code is "not_yet" while no chunks are taken, and for weights newer than those offered.
+        Raises `ServingError` and `DecodeError` for chunks that do not fit this policy. The code is "not_yet" while no
+        chunks are taken, and for weights newer than those offered.
         """
         discarded = _reasons(shipment.discarded)
         with self._lock:
