@@ -11,20 +11,60 @@ client.
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import gymnasium as gym
 
-from headrace.deploy.clients.games import PATIENCE_S, ByHttp, ByZmq, Games, LostError
-from headrace.deploy.clients.http_client import PolicyServer
+from headrace.deploy.clients.http_client import PolicyServer, ServerRefusedError
+from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.serving.client import PolicyClient
 
-PROGRESS_S = 5.0
+PATIENCE_S = 60.0
+"""Seconds to wait for a server that does not answer: it may be restarting."""
+LOST = ("aborted", "closed", "unknown_session", "unknown_episode")
+"""Codes of a server that no longer knows an episode. A new episode may work."""
+_PROGRESS_S = 5.0
 _NEWEST = 100
+
+Play = Callable[[Any], float]
+"""Plays one episode of an env at a server; returns its return."""
+
+
+def play_by_zmq(client: PolicyClient, env: Any) -> float:
+    """Play one episode of `env` by ZeroMQ, and return its return. Several threads may share the client."""
+    episode, total = client.start_episode(), 0.0
+    (observation, _), terminated, truncated = env.reset(), False, False
+    while not (terminated or truncated):
+        action = int(client.get_action(episode, observation))
+        observation, reward, terminated, truncated, _ = env.step(action)
+        client.log_returns(episode, float(reward))
+        total += float(reward)
+    client.end_episode(episode, observation, truncated=not terminated)
+    return total
+
+
+def play_by_http(server: PolicyServer, env: Any) -> float:
+    """Play one episode of `env` by HTTP, and return its return. Each thread has its own `server`."""
+    episode, total, reward = f"{server.session}/episodes/cart-{secrets.token_hex(8)}", 0.0, 0.0
+    server.ask("PUT", server.session)  # opens the session, or goes on with it
+    server.ask("PUT", episode)
+    (observation, _), step, end = env.reset(), 0, "no"
+    while True:
+        said = {"observation": observation.tolist(), "reward": reward, "end": end}
+        answer = server.ask("PUT", f"{episode}/steps/{step}", said)
+        if end != "no":
+            return total
+        observation, earned, terminated, truncated, _ = env.step(int(answer["action"]))
+        step, reward = step + 1, float(earned)
+        total += reward
+        end = "terminated" if terminated else "truncated" if truncated else "no"
 
 
 class Tally:
@@ -38,18 +78,30 @@ class Tally:
         self._returns: deque[float] = deque(maxlen=_NEWEST)
         self._finished = self._lost = 0
 
-    def add(self, total: float) -> None:
-        """Count an episode that has ended with this return."""
+    def play(self, play: Play) -> None:
+        """Play one game after another. The steps of an episode that the server no longer knows do not count."""
+        env = gym.make("CartPole-v1")
+        try:
+            while not self.stopped.is_set():
+                try:
+                    self._add(play(env))
+                except (EpisodeError, ServerRefusedError) as error:
+                    if error.code not in LOST:
+                        raise
+                    with self._lock:
+                        self._lost += 1
+                    self.stopped.wait(0.2)
+        except Exception as error:  # noqa: BLE001 - the program prints the error and ends
+            self.failure = error
+        finally:
+            self.stopped.set()
+
+    def _add(self, total: float) -> None:
         with self._lock:
             self._finished += 1
             self._returns.append(total)
             if self._wanted is not None and self._finished >= self._wanted:
                 self.stopped.set()
-
-    def add_lost(self) -> None:
-        """Count an episode that the server no longer knows."""
-        with self._lock:
-            self._lost += 1
 
     def in_words(self) -> str:
         """Return how the games go."""
@@ -59,51 +111,21 @@ class Tally:
             return f"{self._finished} episodes{newest}{lost}"
 
 
-def play(games: Games, tally: Tally) -> None:
-    """Play one game after another. The steps of a lost episode do not count."""
-    env = gym.make("CartPole-v1")
-    while not tally.stopped.is_set():
-        observation, _ = env.reset()
-        total, reward, terminated, truncated = 0.0, 0.0, False, False
-        try:
-            games.start()
-            while not (terminated or truncated):
-                observation, earned, terminated, truncated, _ = env.step(games.act(observation, reward))
-                reward = float(earned)
-                total += reward
-            games.end(observation, reward, truncated=not terminated)
-        except LostError:
-            tally.add_lost()
-            tally.stopped.wait(0.2)
-        else:
-            tally.add(total)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Play until there are enough episodes, or one of the games cannot go on."""
     asked = _parser().parse_args(arguments)
-    if asked.endpoint.endswith(".json"):
-        shared = PolicyClient.of(asked.endpoint, timeout_s=PATIENCE_S)
-        players: list[Games] = [ByZmq(shared) for _ in range(asked.games)]
-    elif asked.endpoint.startswith("http"):
-        players = [ByHttp(PolicyServer(asked.endpoint, asked.token)) for _ in range(asked.games)]
+    plays: Sequence[Play]
+    where, is_rendezvous = asked.endpoint, asked.endpoint.endswith(".json")
+    if where.startswith("http") and not is_rendezvous:
+        plays = [partial(play_by_http, PolicyServer(where, asked.token)) for _ in range(asked.games)]
+    elif is_rendezvous:
+        plays = [partial(play_by_zmq, PolicyClient.of(where, timeout_s=PATIENCE_S))] * asked.games
     else:
-        client = PolicyClient(asked.endpoint, timeout_s=PATIENCE_S)
-        players = [ByZmq(client) for _ in range(asked.games)]
-    tally = Tally(asked.episodes)
-
-    def until_it_ends(games: Games) -> None:
-        try:
-            play(games, tally)
-        except Exception as error:  # noqa: BLE001 - the program prints the error and ends
-            tally.failure = error
-        finally:
-            tally.stopped.set()
-
-    began = time.monotonic()
-    for games in players:
-        threading.Thread(target=until_it_ends, args=(games,), daemon=True).start()
-    while not tally.stopped.wait(PROGRESS_S):
+        plays = [partial(play_by_zmq, PolicyClient(where, timeout_s=PATIENCE_S))] * asked.games
+    tally, began = Tally(asked.episodes), time.monotonic()
+    for play in plays:
+        threading.Thread(target=tally.play, args=(play,), daemon=True).start()
+    while not tally.stopped.wait(_PROGRESS_S):
         print(f"{time.monotonic() - began:.0f} s: {tally.in_words()}", flush=True)  # noqa: T201
     print(tally.in_words(), flush=True)  # noqa: T201
     if tally.failure is not None:

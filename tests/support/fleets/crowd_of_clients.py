@@ -13,13 +13,15 @@ import random
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from headrace.deploy.clients.games import ByHttp, ByZmq, Games, LostError
-from headrace.deploy.clients.http_client import PolicyServer
+from headrace.deploy.clients.cartpole import LOST, Play, play_by_http, play_by_zmq
+from headrace.deploy.clients.http_client import PolicyServer, ServerRefusedError
 from headrace.schemas.errors import UnreachableError
+from headrace.schemas.errors.episodes import EpisodeError
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.serving_messages import ClientRequest, EpisodeStep
 from support.waiting import TIMEOUT_S
@@ -54,12 +56,34 @@ class RepeatingServer(PolicyServer):
         return answer
 
 
-class Player(threading.Thread):
-    """One client: episodes of 2 to 8 steps, each of which earns 1."""
+class Walk:
+    """Episodes of 2 to 8 steps, each of which earns 1, as an env has them."""
 
-    def __init__(self, games: Games, kind: str, seed: str, stopped: threading.Event) -> None:
+    def __init__(self, kind: str, seed: str, stopped: threading.Event) -> None:
+        self._slow, self._rng, self._stopped = kind == "slow", random.Random(seed), stopped
+        self.step_count = self._steps = 0
+
+    def reset(self) -> tuple[Any, dict[str, Any]]:
+        self.step_count, self._steps = 0, self._rng.randint(2, 8)
+        return self._seen(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.step_count += 1
+        if self._slow:
+            self._stopped.wait(self._rng.uniform(0.1, 1.0))
+        over, truncated = self.step_count == self._steps, self._rng.random() < 0.5
+        return self._seen(), 1.0, over and not truncated, over and truncated, {}
+
+    def _seen(self) -> Any:
+        return np.array([self.step_count / 10, self._rng.random(), 0, 0], np.float32)
+
+
+class Player(threading.Thread):
+    """One client."""
+
+    def __init__(self, play: Play, walk: Walk, stopped: threading.Event) -> None:
         super().__init__(daemon=True)
-        self._games, self._slow, self._rng, self._stopped = games, kind == "slow", random.Random(seed), stopped
+        self._play, self._walk, self._stopped = play, walk, stopped
         self.told = {"episodes": 0, "steps": 0, "lost": 0}
         self.failure: BaseException | None = None
 
@@ -67,25 +91,15 @@ class Player(threading.Thread):
         try:
             while not self._stopped.is_set():
                 try:
-                    self.told["steps"] += self._play()
+                    self._play(self._walk)
+                    self.told["steps"] += self._walk.step_count
                     self.told["episodes"] += 1
-                except LostError:
+                except (EpisodeError, ServerRefusedError) as error:
+                    if error.code not in LOST:
+                        raise
                     self.told["lost"] += 1
         except BaseException as error:
             self.failure = error
-
-    def _play(self) -> int:
-        steps = self._rng.randint(2, 8)
-        self._games.start()
-        for step in range(steps):
-            self._games.act(self._seen(step), float(step > 0))
-            if self._slow:
-                self._stopped.wait(self._rng.uniform(0.1, 1.0))
-        self._games.end(self._seen(steps), 1.0, truncated=self._rng.random() < 0.5)
-        return steps
-
-    def _seen(self, step: int) -> Any:
-        return np.array([step / 10, self._rng.random(), 0, 0], np.float32)
 
 
 def main(kind: str, count: int, endpoint: str, url: str, seed: str) -> None:
@@ -94,11 +108,11 @@ def main(kind: str, count: int, endpoint: str, url: str, seed: str) -> None:
     stopped, clients, players = threading.Event(), [], list[Player]()
     for number in range(count):
         if number % 2:
-            games: Games = ByHttp(by_http(url))
+            play: Play = partial(play_by_http, by_http(url))
         else:
             clients.append(by_zmq(endpoint, timeout_s=TIMEOUT_S))
-            games = ByZmq(clients[-1])
-        players.append(Player(games, kind, f"{seed}-{number}", stopped))
+            play = partial(play_by_zmq, clients[-1])
+        players.append(Player(play, Walk(kind, f"{seed}-{number}", stopped), stopped))
         players[-1].start()
     sys.stdin.read()
     stopped.set()
