@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.schemas.errors import ConfigError, EnvContractError
+from headrace.schemas.errors import EnvContractError
 from headrace.workers.agents.acting_seats import ActingSeats
 from headrace.workers.agents.env import AgentDict, gym_spaces_of, spaces_by_agent
 from headrace.workers.agents.episodes import MultiAgentEpisode, Seat
@@ -24,6 +24,7 @@ class ExternalAgentLanes(ExternalLanes):
     """An `AgentSource` whose episodes drive themselves, the lanes of its env, and an `ExternalDriver`."""
 
     episodes: ExternalAgentEpisodes
+    _env_kind, _made = ExternalMultiAgentEnv, "possible_agents"
     _episode_kind = MultiAgentEpisode
 
     def __init__(self, table: LaneTable, seating: Seating, first: Any = None) -> None:
@@ -40,16 +41,6 @@ class ExternalAgentLanes(ExternalLanes):
         self._heard: dict[int, AgentsCall] = {}
         """Calls that are not yet taken in, by lane."""
         super().build(config)
-
-    def _checked(self, env: Any) -> ExternalMultiAgentEnv:
-        if not isinstance(env, ExternalMultiAgentEnv):
-            seen = f"{type(env).__module__}.{type(env).__qualname__}"
-            raise EnvContractError("environment", seen, "an ExternalMultiAgentEnv")
-        if not hasattr(env, "possible_agents"):
-            raise ConfigError(
-                f"{type(env).__name__} must call super().__init__(action_space, observation_space)", key="env"
-            )
-        return env
 
     def _learn_spaces(self, env: Any) -> None:
         gym_spaces = gym_spaces_of(env)

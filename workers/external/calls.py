@@ -88,10 +88,6 @@ class SoloPlace(Place):
     reward: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
 
-    def earn(self, reward: Any) -> None:
-        """Add to the reward since the last action. Raises `EnvContractError` for a bad reward or a bad sum."""
-        self.reward = add_reward(self.reward, reward)
-
 
 def add_reward(total: float, reward: Any) -> float:
     """Return the sum. Raises `EnvContractError` unless the sum and `reward` are finite and in range."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.schemas.basics.stop_event import raise_stop
 from headrace.schemas.chunks.chunk import ChunkEnd
-from headrace.schemas.errors import CallbackError, HeadraceError
+from headrace.schemas.errors import CallbackError, ConfigError, EnvContractError, HeadraceError
 from headrace.schemas.errors.episodes import ClientLostError
 from headrace.workers.config import EnvRunnerConfig
 from headrace.workers.envs.creators import find_creator, naming_what_failed
@@ -72,9 +72,9 @@ class ExternalLanes(ABC):
     _episode_kind: type[Episode] = Episode
     """The class of the episodes."""
 
-    @abstractmethod
-    def _checked(self, env: Any) -> SelfDrivenEnv[Any]:
-        """Return `env`. Raises unless it is an external env of this kind whose constructor was called."""
+    _env_kind: type[SelfDrivenEnv[Any]]
+    """The class of the env, and in `_made` an attribute that its constructor sets."""
+    _made: str
 
     @abstractmethod
     def _learn_spaces(self, env: Any) -> None:
@@ -117,6 +117,17 @@ class ExternalLanes(ABC):
         except HeadraceError:
             self.stop()
             raise
+
+    def _checked(self, env: Any) -> SelfDrivenEnv[Any]:
+        """Return `env`. Raises unless it is an external env of this kind whose constructor was called."""
+        if not isinstance(env, self._env_kind):
+            seen = f"{type(env).__module__}.{type(env).__qualname__}"
+            raise EnvContractError("environment", seen, f"an {self._env_kind.__name__}")
+        if not hasattr(env, self._made):
+            raise ConfigError(
+                f"{type(env).__name__} must call super().__init__(action_space, observation_space)", key="env"
+            )
+        return env
 
     def _adopt(self, env: SelfDrivenEnv[Any]) -> None:
         """Start `env` with its own table. Threads of the previous env find their table closed."""

@@ -7,7 +7,7 @@ from typing import Any
 from headrace.schemas.chunks.chunk import ChunkEnd
 from headrace.schemas.chunks.spaces import Spaces
 from headrace.schemas.errors.episodes import EpisodeError
-from headrace.workers.envs.checks import check_info, own_info
+from headrace.workers.envs.checks import own_info
 from headrace.workers.external.calls import Call, OnAnswer, Row, RowReader, SoloCall, SoloPlace, add_reward
 from headrace.workers.external.episodes import EpisodeTable
 
@@ -26,14 +26,14 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
 
         Raises `EnvContractError` for a reward that is no finite number or an info that is no dict; `EpisodeError`.
         """
-        told = None if info is None else own_info(info)
         with self._lock:
-            place = self._find(episode_id)
-            if not place.has_acted:
-                raise EpisodeError(episode_id, "no_action")
-            place.earn(reward)
-            if told is not None:
-                place.info = told
+            self._note(self._find(episode_id), reward, info)
+
+    def _note(self, place: SoloPlace, reward: Any, info: Any) -> None:
+        if not place.has_acted:
+            raise EpisodeError(place.episode_id, "no_action")
+        told = place.info if info is None else own_info(info)
+        place.reward, place.info = add_reward(place.reward, reward), told
 
     def take_step(
         self,
@@ -49,22 +49,13 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
 
         The caller has checked that both rows are in their spaces, and does not change them afterwards.
         """
-        reward, info = news or (0.0, None)
         if action is not None and not self._takes_logged:
             raise EpisodeError(episode_id, "cannot_log")
-        if info is not None:
-            check_info(info)
         with self._lock:
             place = self._find(episode_id)
-            if news and not place.has_acted:
-                raise EpisodeError(episode_id, "no_action")
-            earned = add_reward(place.reward, reward)
-            told, place.info, place.reward = place.info if info is None else info, {}, 0.0
-            self._admit(
-                SoloCall(
-                    place=place, on_answer=on_answer, info=told, end=end, row=observation, reward=earned, logged=action
-                )
-            )
+            if news:
+                self._note(place, *news)
+            self._admit(self._call(place, observation, on_answer, action, end))
 
     def _new_place(self, lane: int, episode_id: str, training_enabled: bool) -> SoloPlace:
         return SoloPlace(lane, episode_id, training_enabled)
@@ -73,6 +64,8 @@ class ExternalEpisodes(EpisodeTable[SoloPlace]):
         self, place: SoloPlace, observation: Any, on_answer: OnAnswer, action: tuple[Any] | None, end: ChunkEnd
     ) -> Call:
         row = self._observations.read(observation)
-        logged = self._actions.read(action[0]) if action is not None else None
+        return self._call(place, row, on_answer, self._actions.read(action[0]) if action is not None else None, end)
+
+    def _call(self, place: SoloPlace, row: Row, on_answer: OnAnswer, logged: Row | None, end: ChunkEnd) -> SoloCall:
         earned, place.reward, info, place.info = place.reward, 0.0, place.info, {}
         return SoloCall(place=place, on_answer=on_answer, info=info, end=end, row=row, reward=earned, logged=logged)

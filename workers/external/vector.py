@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.chunks.spaces import Spaces, leaves
-from headrace.schemas.errors import ConfigError, EnvContractError
+from headrace.schemas.errors import EnvContractError
 from headrace.workers.envs.actions import action_root, to_env_form
 from headrace.workers.envs.observations import Observations
 from headrace.workers.envs.sequential_step import Outcome
@@ -23,15 +23,7 @@ class ExternalVector(ExternalLanes):
     """The lanes of an `ExternalEnv`: an `EnvDriver`, and an `ExternalDriver`."""
 
     episodes: ExternalEpisodes
-
-    def _checked(self, env: Any) -> ExternalEnv:
-        if not isinstance(env, ExternalEnv):
-            raise EnvContractError("environment", f"{type(env).__module__}.{type(env).__qualname__}", "an ExternalEnv")
-        if not hasattr(env, "action_space"):
-            raise ConfigError(
-                f"{type(env).__name__} must call super().__init__(action_space, observation_space)", key="env"
-            )
-        return env
+    _env_kind, _made = ExternalEnv, "action_space"
 
     def _learn_spaces(self, env: Any) -> None:
         self.spaces: Spaces = spaces_of(env)
