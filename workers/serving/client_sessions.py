@@ -20,7 +20,6 @@ from headrace.schemas.errors.serving import (
 )
 from headrace.workers.external.calls import Answer
 from headrace.workers.serving.acting_clients import ActingClients
-from headrace.workers.serving.served_episodes import ServedEpisodes
 from headrace.workers.serving.serving_messages import (
     AnyStep,
     ChunkShipment,
@@ -33,7 +32,7 @@ from headrace.workers.serving.serving_messages import (
     EpisodeAbort,
     EpisodeStart,
 )
-from headrace.workers.serving.session_episodes import CLIENT_LEFT, SessionEpisodes
+from headrace.workers.serving.session_episodes import CLIENT_LEFT, ServedEpisodes, SessionEpisodes
 from headrace.workers.serving.session_records import (
     Address,
     EpisodeRecord,
@@ -93,7 +92,7 @@ class ClientSessions:
 
     def figures(self) -> ServingFigures:
         """Return what was served so far. Another thread may call it."""
-        p50, p95 = self._episodes.latencies.quantiles()
+        p50, p95 = self._episodes.latency_quantiles()
         return ServingFigures(clients=len(self._sessions), requests=self.requests, latency_p50_s=p50, latency_p95_s=p95)
 
     # -- in and out ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.acting_clients import ActingClients
 from headrace.workers.serving.client_sessions import ClientSessions
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.served_episodes import ServedEpisodes
+from headrace.workers.serving.session_episodes import ServedEpisodes
 from headrace.workers.serving.session_records import Address, EpisodeRecord, Reply, ServingLimits
 
 Event = Callable[[ClientSessions, float], None]

@@ -25,6 +25,7 @@ from headrace.workers.envs.creators import find_creator
 from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
+from headrace.workers.external.self_driven import SelfDrivenEnv
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.server import Server, listen
@@ -100,8 +101,10 @@ class ServedEnvs:
             self._settings, router_port, http_socket, token, self.acting_channel, lambda: self.waiting_for
         )
         self._ports = server.ports
-        kind = ServedMultiAgentEnv if self._several_agents else ServedEnv
-        return kind(*spaces, server, check_bounds=self._check_bounds)
+        env: ServedEnv | ServedMultiAgentEnv
+        env = ServedMultiAgentEnv(*spaces) if self._several_agents else ServedEnv(*spaces)
+        env.serve_by(server, check_bounds=self._check_bounds)
+        return env
 
     def ports(self) -> dict[str, str]:
         """Return the addresses for clients by their kind, as they were bound; none before the first env."""
@@ -188,14 +191,14 @@ def _check_http_installed() -> None:
         raise ConfigError(f"{error}; pip install 'headrace[http]'", key="serving.http_port") from error
 
 
-class ServedEnv(ExternalEnv):
-    """An env whose episodes have one agent each. Clients drive them, through `server`.
+class _ServedByPorts(SelfDrivenEnv[Any]):
+    """An env whose episodes clients drive, through `server`.
 
     `endpoint` is the address for ZeroMQ clients, `url` for HTTP clients; `url` is empty without HTTP.
     """
 
-    def __init__(self, action_space: Any, observation_space: Any, server: Server, *, check_bounds: bool) -> None:
-        super().__init__(action_space, observation_space)
+    def serve_by(self, server: Server, *, check_bounds: bool) -> None:
+        """Take the server. Called once, before `run`."""
         self.server, self._check_bounds = server, check_bounds
         self.endpoint, self.url = server.endpoint, server.url
 
@@ -209,19 +212,9 @@ class ServedEnv(ExternalEnv):
         self.server.close()
 
 
-class ServedMultiAgentEnv(ExternalMultiAgentEnv):
-    """An env whose episodes have several agents; both spaces are by agent. See `ServedEnv`."""
+class ServedEnv(_ServedByPorts, ExternalEnv):
+    """An env whose episodes have one agent each."""
 
-    def __init__(self, action_space: Any, observation_space: Any, server: Server, *, check_bounds: bool) -> None:
-        super().__init__(action_space, observation_space)
-        self.server, self._check_bounds = server, check_bounds
-        self.endpoint, self.url = server.endpoint, server.url
 
-    def run(self) -> None:
-        """Serve until the env is closed."""
-        codec = EpisodeCodec.of(self.episodes.spaces, check_bounds=self._check_bounds)
-        self.server.run(self.episodes, self.episodes.capacity, codec)
-
-    def close(self) -> None:
-        """Make `run` return. The ports are free when it has returned."""
-        self.server.close()
+class ServedMultiAgentEnv(_ServedByPorts, ExternalMultiAgentEnv):
+    """An env whose episodes have several agents; both spaces are by agent."""

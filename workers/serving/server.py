@@ -13,7 +13,7 @@ from headrace.workers.envs.remote.router_port import RouterPort
 from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.dispatcher import Dispatcher, Listener
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.served_episodes import ServedEpisodes
+from headrace.workers.serving.session_episodes import ServedEpisodes
 from headrace.workers.serving.session_records import ServingLimits
 from headrace.workers.serving.zmq.listener import ZmqListener
 

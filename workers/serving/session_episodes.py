@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,8 +19,9 @@ from headrace.schemas.errors import HeadraceError
 from headrace.schemas.errors.episodes import EpisodeAbortedError, EpisodeError
 from headrace.schemas.errors.serving import ServingError, code_of
 from headrace.schemas.frames.wire import MessageKind
+from headrace.workers.external.agent_episodes import ExternalAgentEpisodes
 from headrace.workers.external.calls import Answer
-from headrace.workers.serving.served_episodes import ServedEpisodes
+from headrace.workers.external.solo_episodes import ExternalEpisodes
 from headrace.workers.serving.serving_messages import AnyStep, EpisodeAbort, EpisodeAnswer, EpisodeStart
 from headrace.workers.serving.session_records import (
     Address,
@@ -32,37 +34,10 @@ from headrace.workers.serving.session_records import (
     refusal_of,
 )
 
-_EVERY = 8
-_SIZE = 256
-
-
-class Latencies:
-    """The newest `_SIZE` latencies of one step in `_EVERY`, in seconds: how long the server takes to answer."""
-
-    def __init__(self) -> None:
-        self._ring = [0.0] * _SIZE
-        self._count = 0
-        self._steps = 0
-
-    def begin(self) -> float:
-        """Return the current time if this step is measured, else 0."""
-        self._steps += 1
-        return time.monotonic() if self._steps % _EVERY == 1 else 0.0
-
-    def end(self, begun: float) -> None:
-        """Note the answer to a step. `begun` is the result of `begin` for that step."""
-        if begun:
-            self._ring[self._count % _SIZE] = time.monotonic() - begun
-            self._count += 1
-
-    def quantiles(self) -> tuple[float, float]:
-        """Return the median and the 95th percentile; 0 before the first latency."""
-        ranked = sorted(self._ring[: min(self._count, _SIZE)])
-        if not ranked:
-            return 0.0, 0.0
-        return ranked[(len(ranked) - 1) // 2], ranked[math.ceil(0.95 * len(ranked)) - 1]
-
-
+ServedEpisodes = ExternalEpisodes | ExternalAgentEpisodes
+"""The table of open episodes, of one agent or of several."""
+_NEWEST = 256
+"""Steps whose latencies count."""
 CLIENT_LEFT = "client_left"
 """The reason of episodes that their client gave up, or whose session it ended."""
 _GONE = ("aborted", "already_completed", "closed", "unknown_episode")
@@ -79,7 +54,13 @@ class SessionEpisodes:
         self._table, self._post, self._limits = table, post, limits
         self.outbox: list[tuple[Address, Reply]] = []
         """Replies to send, each with its address."""
-        self.latencies = Latencies()
+        self._latencies: deque[float] = deque(maxlen=_NEWEST)
+        """Seconds from a step to its answer."""
+
+    def latency_quantiles(self) -> tuple[float, float]:
+        """Return the median and the 95th percentile of the newest latencies, or zeros. Another thread may call it."""
+        ranked = sorted(self._latencies.copy()) or [0.0]
+        return ranked[(len(ranked) - 1) // 2], ranked[math.ceil(0.95 * len(ranked)) - 1]
 
     def start(self, session: SessionRecord, start: EpisodeStart) -> Reply:
         """Start an episode. Raises `EpisodeError` and `ServingError`."""
@@ -104,7 +85,7 @@ class SessionEpisodes:
         episode = find(session, step.episode)
         if step.step == episode.step and episode.over is None and episode.reply_to is None:
             episode.reply_to, episode.reply_number = address, step.request
-            episode.asked_at = self.latencies.begin()
+            episode.asked_at = time.monotonic()
             self._pass_on(episode, step, observation, action)
             return None
         return self._step_again(episode, step, address)
@@ -157,7 +138,7 @@ class SessionEpisodes:
         address, episode.reply_to = episode.reply_to, None
         if address is None or episode.over is not None:
             return
-        self.latencies.end(episode.asked_at)
+        self._latencies.append(time.monotonic() - episode.asked_at)
         episode.step += 1
         if answer.error is not None:
             episode.last = refusal_of(answer.error, episode.reply_number)

@@ -78,7 +78,7 @@ class EpisodeRecord:
     """Destination of the answer to the step under way; None: no step is under way."""
     reply_number: int = 0
     asked_at: float = 0.0
-    """Time at which the step under way came, if its latency is measured; else 0."""
+    """Time at which the step under way came."""
     wants_action: bool = False
     """True if the answer to the step under way has an action."""
     ends: bool = False
