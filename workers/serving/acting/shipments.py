@@ -80,9 +80,9 @@ class Shipments:
         left = cut.steps
         try:
             for batch in batches_of(cut):
-                for part in self._parts(batch):
-                    self._send(encode_batch(part, self._header(part)))
-                    left -= part.steps
+                for steps, frames in self._messages(batch):
+                    self._send(frames)
+                    left -= steps
             self.report()
         except (UnknownSessionError, MessageTooLargeError):
             self._unshipped += left
@@ -93,30 +93,25 @@ class Shipments:
         while self._discarded() or self._take_untrained() or self._take_episodes() or any(self._env_steps()):
             self._send([])
 
-    def _parts(self, batch: ChunkBatch) -> Iterator[ChunkBatch]:
-        """Yield the batch, or parts of it that each fit a message."""
-        excess = self._excess(batch)
-        if not excess:
-            yield batch
-            return
+    def _messages(self, batch: ChunkBatch) -> Iterator[tuple[int, list[Buffer]]]:
+        """Yield steps and frames of the batch, or of parts of it that each fit a message."""
+        try:
+            frames = encode_batch(batch, self._header(batch))
+            size = sum(map(len, frames))
+            excess = (
+                f"a chunk of {batch.steps} steps makes a message of {size} bytes, and the server takes "
+                f"serving.max_message_bytes = {self._link.max_message_bytes}: raise that, or lower "
+                "sampling.rollout_fragment_length"
+            )
+            if size <= self.room:
+                yield batch.steps, frames
+                return
+        except InfosTooLargeError as error:
+            excess = str(error)
         if len(batch) == 1:
             raise MessageTooLargeError(excess)
         for half in batch.halves():
-            yield from self._parts(half)
-
-    def _excess(self, batch: ChunkBatch) -> str:
-        """Return why the batch does not fit a message; empty if it fits."""
-        try:
-            size = sum(map(len, encode_batch(batch, self._header(batch))))
-        except InfosTooLargeError as error:
-            return str(error)
-        if size <= self.room:
-            return ""
-        return (
-            f"a chunk of {batch.steps} steps makes a message of {size} bytes, and the server takes "
-            f"serving.max_message_bytes = {self._link.max_message_bytes}: raise that, or lower "
-            "sampling.rollout_fragment_length"
-        )
+            yield from self._messages(half)
 
     def _send(self, frames: list[Buffer]) -> None:
         discarded, env_steps = self._discarded(), self._env_steps()
