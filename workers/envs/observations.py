@@ -123,26 +123,6 @@ class Observations:
                 column[lanes] = target
         return []
 
-    def row_of(self, observation: Any) -> dict[str, NDArray[Any]] | None:
-        """Return a copy of one observation by column, if it has exactly the space's dtypes and shapes and is inside it.
-
-        None is not yet an error: `put` checks more closely.
-        """
-        row = {}
-        for leaf in self._leaves:
-            value = observation
-            try:
-                for key in leaf.path:
-                    value = value[key]
-            except (KeyError, IndexError, TypeError):
-                return None
-            if type(value) is not np.ndarray or value.dtype != leaf.dtype or value.shape != leaf.shape:
-                return None
-            if leaf.outside(value):
-                return None
-            row[leaf.name] = value.copy()
-        return row
-
     def put_rows(self, batch: Any, lanes: LaneIndex = None) -> list[tuple[int, EnvContractError]]:
         """Write one observation for every env, from arrays (envs, *shape) in the nesting of the space.
 

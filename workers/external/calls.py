@@ -111,14 +111,9 @@ class RowReader:
 
     def read(self, value: Any) -> dict[str, NDArray[Any]]:
         """Return `value` as a row, which is a copy. Raises `EnvContractError` for a value outside the space."""
-        row = self._checker.row_of(value)
-        if row is not None:
-            return row if self._root == "obs" else {self._name(name): column for name, column in row.items()}
         problems = self._checker.put(None, [value])
         if problems:
             error = problems[0][1]
             raise EnvContractError(error.what.replace("observation", self._what, 1), error.seen, error.expected)
-        return {self._name(name): column[0].copy() for name, column in self._checker.columns.items()}
-
-    def _name(self, column: str) -> str:
-        return self._root + column.removeprefix("obs")
+        columns = self._checker.columns.items()
+        return {self._root + name.removeprefix("obs"): column[0].copy() for name, column in columns}
