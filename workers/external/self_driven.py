@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from headrace.schemas.basics.dropped import when_dropped
@@ -84,16 +85,10 @@ class SelfDrivenEnv(Generic[AnyTable]):
         return self._episodes
 
     def _ask(self, episode_id: str, observation: Any) -> Any:
-        def ask(on_answer: OnAnswer) -> None:
-            self.episodes.ask(episode_id, observation, on_answer)
-
-        return self._wait(episode_id, ask, "get_action()")
+        return self._wait(episode_id, partial(self.episodes.ask, episode_id, observation), "get_action()")
 
     def _log(self, episode_id: str, observation: Any, action: Any) -> None:
-        def log(on_answer: OnAnswer) -> None:
-            self.episodes.log_action(episode_id, observation, action, on_answer)
-
-        self._wait(episode_id, log, "log_action()")
+        self._wait(episode_id, partial(self.episodes.log_action, episode_id, observation, action), "log_action()")
 
     def _end(self, episode_id: str, observation: Any, truncated: bool) -> None:
         self.episodes.end(episode_id, observation, lambda _: None, truncated=truncated)

@@ -30,8 +30,6 @@ class _LeafCodec:
     dtype: np.dtype[Any]
     low: NDArray[Any] | None
     high: NDArray[Any] | None
-    reach: tuple[NDArray[Any], NDArray[Any]] | None
-    """For floats: numbers from `reach[0]` to `reach[1]` are within bounds, and finite after rounding to `dtype`."""
 
     def check(self, array: NDArray[Any]) -> NDArray[Any]:
         if array.shape != self.shape:
@@ -54,19 +52,16 @@ class _LeafCodec:
 
     def numbers(self, values: Sequence[Any]) -> NDArray[Any] | None:
         """Read rows of floats, given as lists or numbers, all at once; None if each must be read by itself."""
-        if self.reach is None or _has_text(values):
+        if self.dtype.kind != "f" or _has_text(values):
             return None
         try:
             array = np.asarray(values)
         except ValueError:  # lists of different lengths
             return None
-        if array.dtype.kind not in "iuf" or array.shape != (len(values), *self.shape):
+        if array.dtype.kind not in "iuf" or array.shape != (len(values), *self.shape) or not holds(self.dtype, array):
             return None
-        if array.dtype.kind != "f" and not holds(self.dtype, array):
-            return None
-        inside = array >= self.reach[0]
-        inside &= array <= self.reach[1]
-        return None if b"\0" in inside.tobytes() else array.astype(self.dtype)
+        array = array.astype(self.dtype)
+        return array if self.is_sound(array) else None
 
     def refused(self, seen: str, expected: str) -> EnvContractError:
         return EnvContractError(self.title, f"{seen:.200}", f"{expected:.200}")
@@ -186,11 +181,7 @@ def _array(leaf: _LeafCodec, value: Any) -> NDArray[Any]:
 
 def _leaf_codec(name: str, leaf: Leaf, check_bounds: bool) -> _LeafCodec:
     low, high = leaf_bounds(leaf) if check_bounds else (None, None)
-    dtype, reach = column_dtype(leaf), None
-    if dtype.kind == "f":
-        largest = np.float64(np.finfo(dtype).max)
-        reach = np.fmax(-largest, -np.inf if low is None else low), np.fmin(largest, np.inf if high is None else high)
-    return _LeafCodec(name, leaf_shape(leaf), dtype, low, high, reach)
+    return _LeafCodec(name, leaf_shape(leaf), column_dtype(leaf), low, high)
 
 
 def _parts(space: Space, value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -52,7 +52,7 @@ class CombinedListener:
         except BaseException:
             self._runner.close()
             raise
-        for fd in zmq_listener.fds:
+        for fd in zmq_listener.router_port.fds:
             self._watch(fd, self._on_zmq_message)
 
     # -- called by the dispatcher -------------------------------------------------------------------------------------
@@ -63,7 +63,8 @@ class CombinedListener:
 
     def wait(self, timeout_s: float) -> None:
         """Block until something has come, at most `timeout_s`. Handles in any case what is ready in the loop."""
-        self._has_zmq_message = self._zmq.has_message()  # a ROUTER's descriptor shows changes only, not what is there
+        # Asked first: a ROUTER's descriptor shows changes only, not what is there.
+        self._has_zmq_message = self._zmq.router_port.wait(0.0)
         if self._has_zmq_message:
             self._loop.stop()
         else:

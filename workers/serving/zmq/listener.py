@@ -71,7 +71,7 @@ class ZmqListener:
     """A `Listener` for the clients of one ROUTER socket."""
 
     def __init__(self, router_port: RouterPort, codec: EpisodeCodec, max_message_bytes: int) -> None:
-        self._router_port = router_port
+        self.router_port = router_port
         self._codec = codec
         self._caps = WireLimits(payload_bytes=max_message_bytes)
         self._layout = codec.observation.layout
@@ -79,26 +79,17 @@ class ZmqListener:
 
     def watch(self, fd: int) -> None:
         """Have `wait` return when `fd` is readable, too."""
-        self._router_port.watch(fd)
-
-    @property
-    def fds(self) -> list[int]:
-        """Descriptors for another event loop; see `RouterPort.fds`."""
-        return self._router_port.fds
-
-    def has_message(self) -> bool:
-        """Return whether a message waits. Also answers handshakes of new connections."""
-        return self._router_port.wait(0.0)
+        self.router_port.watch(fd)
 
     def wait(self, timeout_s: float) -> None:
         """Block until a message or a watched descriptor is ready, at most `timeout_s`."""
-        self._router_port.wait(timeout_s)
+        self.router_port.wait(timeout_s)
 
     def deliver_to(self, sessions: ClientSessions, now: float) -> None:
         """Hand all requests that have arrived to the sessions, and refuse messages that cannot be read."""
         steps: list[_ReceivedStep] = []
         most = max(len(sessions), 1)  # a client has one request under way; to look for more costs time for nothing
-        for route, frames in self._router_port.receive(most, has_news=lambda: bool(steps)):
+        for route, frames in self.router_port.receive(most, has_news=lambda: bool(steps)):
             address = ZmqAddress(route, self, joined=len(frames) == 1)
             header = _NO_HEADER
             try:
@@ -174,12 +165,12 @@ class ZmqListener:
 
     def close(self) -> None:
         """Close the port."""
-        self._router_port.close()
+        self.router_port.close()
 
     def send(self, to: ZmqAddress, reply: Reply) -> None:
         """Send a reply without waiting. Drop it if the connection is gone: the client will repeat its request."""
         frames = self._frames(reply)
-        self._router_port.send(to.route, join_frames(frames) if to.joined else frames)
+        self.router_port.send(to.route, join_frames(frames) if to.joined else frames)
 
     def _frames(self, reply: Reply) -> list[Buffer]:
         codec = self._codec.action
