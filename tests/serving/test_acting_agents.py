@@ -25,7 +25,7 @@ def test_a_lost_client_leaves_an_aborted_marker_for_each_agent() -> None:
         for _ in range(3):
             client.get_action(episode, seen)
         wait_until(lambda: {chunk.agent_id for chunk in there.chunks} == {"short", "long"}, what="chunks of both")
-        dispatcher: Any = there.runner.env.server.dispatcher
+        dispatcher: Any = there.runner.env.dispatcher
         dispatcher.post(lambda sessions, now: sessions._close(client._acting._link.session, "client_lost"))
         wait_until(lambda: len(markers(there)) == 2, what="the markers")
         assert {marker.end_reason for marker in markers(there)} == {"client_lost"}

@@ -78,7 +78,7 @@ def test_a_lost_client_leaves_a_marker_and_gets_an_aborted_error_on_return() -> 
             client.get_action(episode, np.zeros(4))
         wait_until(lambda: there.chunks, what="a first chunk")
         sessions: list[Any] = []
-        dispatcher: Any = there.runner.env.server.dispatcher  # type: ignore[union-attr]
+        dispatcher: Any = there.runner.env.dispatcher  # type: ignore[union-attr]
         dispatcher.post(lambda s, now: (s._close(client._acting._link.session, "client_lost"), sessions.append(s)))
         wait_until(lambda: any(c.end is ChunkEnd.ABORTED for c in there.chunks), what="the marker")
         assert there.chunks[-1].end_reason == "client_lost"

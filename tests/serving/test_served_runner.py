@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from headrace.workers import EnvRunnerConfig, SingleAgentEnvRunner
 from headrace.workers.envs.context import EnvContext
 from headrace.workers.serving.client import PolicyClient
 from headrace.workers.serving.served_env import ServedEnv, ServedEnvs
-from headrace.workers.serving.server import listen
 from support.refusals import refused
 from support.waiting import TIMEOUT_S, wait_until
 
@@ -152,14 +150,6 @@ def test_a_stopping_runner_answers_its_waiting_client_with_an_error() -> None:
                 asked.result(100)
             assert not isinstance(refused.value, EpisodeAbortedError)
         client.close()
-
-
-def test_a_connection_made_before_the_server_accepts_has_tcp_nodelay() -> None:
-    """A connection that was made too early once waited 40 ms for each answer, as long as it lasted."""
-    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_runner_serves_at_its_configured_port_and_names_a_taken_one(free_port: int) -> None:

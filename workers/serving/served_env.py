@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from headrace.schemas.credentials.keys import CLIENT, CLIENT_PORT, TOKEN_FILE, B
 from headrace.schemas.credentials.loopback_token import ServerToken, token_for_port
 from headrace.schemas.credentials.tokens import read_token
 from headrace.schemas.errors import ConfigError, EnvContractError, PortInUseError
+from headrace.schemas.peers.advertised import in_url
 from headrace.schemas.settings.config import FleetConfig, is_loopback
 from headrace.schemas.settings.serving_settings import ServingSection
 from headrace.workers.agents.env import gym_spaces_of, spaces_by_agent
@@ -27,8 +29,10 @@ from headrace.workers.external.agents_env import ExternalMultiAgentEnv
 from headrace.workers.external.env import ExternalEnv
 from headrace.workers.external.self_driven import SelfDrivenEnv
 from headrace.workers.serving.acting_channel import ActingChannel
+from headrace.workers.serving.dispatcher import Dispatcher, Listener
 from headrace.workers.serving.episode_codec import EpisodeCodec
-from headrace.workers.serving.server import Server, listen
+from headrace.workers.serving.session_records import ServingLimits
+from headrace.workers.serving.zmq.listener import ZmqListener
 
 log = logging.getLogger(__name__)
 
@@ -66,16 +70,16 @@ class ServedEnvs:
         check_bounds: bool = True,
         several_agents: bool = False,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._like = like
         self._several_agents = several_agents
         self._keys_dir, self._keys_group = keys_dir, keys_group
         self._allow_insecure = allow_insecure
-        self._check_bounds = check_bounds
+        self.check_bounds = check_bounds
         self._ports: tuple[int, int] | None = None
         self.acting_channel = ActingChannel(settings.max_message_bytes) if settings.client_inference else None
         """The channel to clients that act by themselves, if the config allows them. It outlives each env."""
-        self._server: Server | None = None
+        self._env: ServedEnv | ServedMultiAgentEnv | None = None
         self.waiting_for = ""
         """The peer or event that the worker waits for while it takes no steps of clients. The worker sets it."""
 
@@ -87,34 +91,30 @@ class ServedEnvs:
         spaces = self._multi_agent_spaces(context) if self._several_agents else self._spaces(context)
         folder = keys_folder(self._keys_dir)
         token = self._token(folder)
-        if self._settings.http_port is not None:
+        if self.settings.http_port is not None:
             _check_http_installed()
         port, http_port = self._ports or self._ports_of(context.worker_index)
         keys = port_keys(folder, CLIENT, self._keys_group) if folder is not None else None
         router_port = self._open_router_port(port, keys)
         try:
-            http_socket = self._listen(http_port, token) if self._settings.http_port is not None else None
+            http_socket = self._listen(http_port, token) if self.settings.http_port is not None else None
         except BaseException:
             router_port.close()
             raise
-        server = self._server = Server(
-            self._settings, router_port, http_socket, token, self.acting_channel, lambda: self.waiting_for
-        )
-        self._ports = server.ports
-        env: ServedEnv | ServedMultiAgentEnv
-        env = ServedMultiAgentEnv(*spaces) if self._several_agents else ServedEnv(*spaces)
-        env.serve_by(server, check_bounds=self._check_bounds)
-        return env
+        self._env = ServedMultiAgentEnv(*spaces) if self._several_agents else ServedEnv(*spaces)
+        self._env.serve_at(router_port, http_socket, token, self)
+        self._ports = self._env.ports
+        return self._env
 
     def ports(self) -> dict[str, str]:
         """Return the addresses for clients by their kind, as they were bound; none before the first env."""
-        server = self._server
-        found = {} if server is None else {"clients": server.endpoint, "http": server.url}
+        env = self._env
+        found = {} if env is None else {"clients": env.endpoint, "http": env.url}
         return {kind: address for kind, address in found.items() if address}
 
     def figures(self) -> ServingFigures:
         """Return what the present server has served so far."""
-        dispatcher = self._server.dispatcher if self._server is not None else None
+        dispatcher = self._env.dispatcher if self._env is not None else None
         return ServingFigures() if dispatcher is None else dispatcher.figures()
 
     def _spaces(self, context: EnvContext) -> tuple[Any, Any]:
@@ -138,13 +138,13 @@ class ServedEnvs:
         return actions, {agent: observation for agent, (observation, _) in by_agent.items()}
 
     def _ports_of(self, slot: int) -> tuple[int, int]:
-        port, http_port = (base and base + slot for base in (self._settings.port, self._settings.http_port or 0))
+        port, http_port = (base and base + slot for base in (self.settings.port, self.settings.http_port or 0))
         if max(port, http_port) > HIGHEST_PORT:
             raise ConfigError(f"port {max(port, http_port)} of slot {slot} is above {HIGHEST_PORT}", key="serving.port")
         return port, http_port
 
     def _token(self, folder: Path | None) -> str | None:
-        if self._settings.http_port is None:
+        if self.settings.http_port is None:
             return None
         if folder is None or token_for_port(folder) is not None:  # a run directory has no token for HTTP
             return None
@@ -152,16 +152,16 @@ class ServedEnvs:
 
     def _open_router_port(self, port: int, keys: BrokerKeys | ServerToken | None) -> RouterPort:
         return RouterPort(
-            self._settings.host,
+            self.settings.host,
             port,
             keys,
             allow_insecure=self._allow_insecure,
             domain=CLIENT_PORT,
-            largest_message=self._settings.max_message_bytes,
+            largest_message=self.settings.max_message_bytes,
         )
 
     def _listen(self, port: int, token: str | None) -> socket.socket:
-        s = self._settings
+        s = self.settings
         if token is None and not is_loopback(s.host):
             if not self._allow_insecure:
                 message = (
@@ -177,7 +177,7 @@ class ServedEnvs:
                 s.host,
             )
         try:
-            return listen(s.host, port)
+            return socket.create_server((s.host, port), family=socket.AF_INET6 if ":" in s.host else socket.AF_INET)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortInUseError(f"http://{s.host}:{port}") from error
@@ -192,24 +192,68 @@ def _check_http_installed() -> None:
 
 
 class _ServedByPorts(SelfDrivenEnv[Any]):
-    """An env whose episodes clients drive, through `server`.
+    """An env whose episodes clients drive, at ports that it owns and closes."""
 
-    `endpoint` is the address for ZeroMQ clients, `url` for HTTP clients; `url` is empty without HTTP.
-    """
-
-    def serve_by(self, server: Server, *, check_bounds: bool) -> None:
-        """Take the server. Called once, before `run`."""
-        self.server, self._check_bounds = server, check_bounds
-        self.endpoint, self.url = server.endpoint, server.url
+    def serve_at(
+        self, router_port: RouterPort, http_socket: socket.socket | None, token: str | None, creator: ServedEnvs
+    ) -> None:
+        """Take the ports, before `run`. HTTP clients must show `token`. `creator` has the settings."""
+        self._router_port, self._http_socket, self._token, self._creator = router_port, http_socket, token, creator
+        self._lock = threading.Lock()
+        self.dispatcher: Dispatcher | None = None
+        """Set by `run`."""
+        self._closed = False
+        self.endpoint = router_port.endpoint
+        """Address for ZeroMQ clients."""
+        http_port = http_socket.getsockname()[1] if http_socket is not None else 0
+        self.ports = int(router_port.endpoint.rsplit(":", 1)[1]), int(http_port)
+        self.url = f"http://{in_url(creator.settings.host)}:{http_port}" if http_socket is not None else ""
+        """Address for HTTP clients; empty without HTTP."""
+        log.info("serving clients at %s%s", self.endpoint, f" and {self.url}" if self.url else "")
 
     def run(self) -> None:
         """Serve until the env is closed."""
-        codec = EpisodeCodec.of(self.episodes.spaces, check_bounds=self._check_bounds)
-        self.server.run(self.episodes, self.episodes.capacity, codec)
+        creator, episodes = self._creator, self.episodes
+        codec = EpisodeCodec.of(episodes.spaces, check_bounds=creator.check_bounds)
+        limits = ServingLimits(
+            lease_s=creator.settings.lease_s,
+            max_episodes=episodes.capacity,
+            max_message_bytes=creator.settings.max_message_bytes,
+        )
+        with self._lock:
+            if self._closed:
+                return
+            listener, channel = self._open_listener(codec, limits), creator.acting_channel
+            dispatcher = Dispatcher(episodes, codec, limits, listener, channel, lambda: creator.waiting_for)
+            self.dispatcher = episodes.driver_loop = dispatcher
+        try:
+            dispatcher.serve()
+        finally:
+            dispatcher.close()
+            self._release()
+
+    def _open_listener(self, codec: EpisodeCodec, limits: ServingLimits) -> Listener:
+        zmq_listener = ZmqListener(self._router_port, codec, limits.max_message_bytes)
+        if self._http_socket is None:
+            return zmq_listener
+        from headrace.workers.serving.http.combined_listener import CombinedListener  # needs the extra `http`
+
+        host = self._creator.settings.host.lower()
+        return CombinedListener(zmq_listener, codec, limits, self._http_socket, self._token, frozenset([host]))
 
     def close(self) -> None:
         """Make `run` return. The ports are free when it has returned."""
-        self.server.close()
+        with self._lock:
+            self._closed, dispatcher = True, self.dispatcher
+        if dispatcher is None:
+            self._release()
+        else:
+            dispatcher.stop()
+
+    def _release(self) -> None:
+        self._router_port.close()
+        if self._http_socket is not None:
+            self._http_socket.close()
 
 
 class ServedEnv(_ServedByPorts, ExternalEnv):

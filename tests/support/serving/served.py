@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from typing import Self
@@ -16,7 +17,6 @@ from headrace.workers.serving.acting_channel import ActingChannel
 from headrace.workers.serving.dispatcher import Dispatcher
 from headrace.workers.serving.episode_codec import EpisodeCodec
 from headrace.workers.serving.http.combined_listener import CombinedListener
-from headrace.workers.serving.server import listen
 from headrace.workers.serving.session_records import ServingLimits
 from headrace.workers.serving.zmq.listener import ZmqListener
 from support.serving.plain_episodes import SPACES, PlainEpisodes
@@ -50,7 +50,7 @@ class Served:
         self.acting_channel.open(
             {"default_policy": spaces}, capacity, {"default_policy": PolicyColumns({}, looks_back=False)}
         )
-        self._http_socket = listen("127.0.0.1", 0)
+        self._http_socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._http_socket.getsockname()[1]}"
         frames = ZmqListener(self._router_port, codec, limits.max_message_bytes)
         listener = CombinedListener(frames, codec, limits, self._http_socket, token, http_hosts)

@@ -23,7 +23,7 @@ from headrace.workers.serving.zmq.listener import ZmqListener
 
 
 class CombinedListener:
-    """A `Listener` for clients of both kinds. `http_socket` comes from `listen`.
+    """A `Listener` for clients of both kinds. `http_socket` listens already.
 
     `hosts`: names by which clients may call it without a token, beside its addresses.
     """
