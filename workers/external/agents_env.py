@@ -47,21 +47,6 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
         self.observation_spaces = dict(observation_space.items())
         self.action_spaces = dict(action_space.items())
 
-    def get_action(self, episode_id: str, observation_dict: AgentDict) -> dict[Any, Any]:
-        """Return the current policies' actions of all observed agents that are not done.
-
-        At least one agent has to act. Blocks until all actions are there, at most 300 s.
-        """
-        actions: dict[Any, Any] = self._ask(episode_id, observation_dict)
-        return actions
-
-    def log_action(self, episode_id: str, observation_dict: AgentDict, action_dict: AgentDict) -> None:
-        """Log the actions that the caller chose, one for each observed agent that is not done.
-
-        Blocks until the sampler has taken them in, at most 300 s.
-        """
-        self._log(episode_id, observation_dict, action_dict)
-
     def log_returns(
         self,
         episode_id: str,
@@ -76,11 +61,3 @@ class ExternalMultiAgentEnv(SelfDrivenEnv[ExternalAgentEpisodes]):
         that is done or truncated for the last time. "__all__" cannot be done here: call `end_episode`.
         """
         self.episodes.log_returns(episode_id, reward_dict, info_dict, multiagent_done_dict, multiagent_truncated_dict)
-
-    def end_episode(self, episode_id: str, observation_dict: AgentDict, truncated: bool = False) -> None:
-        """End the episode for all agents, with these observations. Does not block.
-
-        An agent without an observation here ends with the one it acted on. A truncated agent needs its final
-        observation, unless `missing_final_observation` says otherwise.
-        """
-        self._end(episode_id, observation_dict, truncated)

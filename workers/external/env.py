@@ -34,18 +34,6 @@ class ExternalEnv(SelfDrivenEnv[ExternalEpisodes]):
         self.action_space = action_space
         self.observation_space = observation_space
 
-    def get_action(self, episode_id: str, observation: Any) -> Any:
-        """Return the current policy's action. Blocks until it is computed, at most 300 s."""
-        return self._ask(episode_id, observation)
-
-    def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
-        """Log an action that the caller chose. Blocks until it is recorded, at most 300 s."""
-        self._log(episode_id, observation, action)
-
     def log_returns(self, episode_id: str, reward: float, info: dict[str, Any] | None = None) -> None:
         """Add to the reward since the last action. `info` goes with the next observation only."""
         self.episodes.log_returns(episode_id, reward, info)
-
-    def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
-        """End the episode with this observation. Does not block. Its place is free once the end is recorded."""
-        self._end(episode_id, observation, truncated)

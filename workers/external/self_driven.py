@@ -51,6 +51,28 @@ class SelfDrivenEnv(Generic[AnyTable]):
                 if not episodes.wait_for_place(max(until - time.monotonic(), 0.0)):
                     raise NoFreePlaceError(error.episode_id, error.capacity, EXTERNAL_PATIENCE_S) from error
 
+    def get_action(self, episode_id: str, observation: Any) -> Any:
+        """Return the current policy's action. Blocks until it is computed, at most 300 s.
+
+        With several agents, return the actions of all observed agents that are not done. At least one has to act.
+        """
+        return self._wait(episode_id, partial(self.episodes.ask, episode_id, observation), "get_action()")
+
+    def log_action(self, episode_id: str, observation: Any, action: Any) -> None:
+        """Log an action that the caller chose. Blocks until it is recorded, at most 300 s.
+
+        With several agents, give one for each observed agent that is not done.
+        """
+        self._wait(episode_id, partial(self.episodes.log_action, episode_id, observation, action), "log_action()")
+
+    def end_episode(self, episode_id: str, observation: Any, truncated: bool = False) -> None:
+        """End the episode with this observation. Does not block. Its place is free once the end is recorded.
+
+        An agent of several without an observation here ends with the one it acted on. A truncated agent needs its final
+        observation, unless `missing_final_observation` says otherwise.
+        """
+        self.episodes.end(episode_id, observation, lambda _: None, truncated=truncated)
+
     def run_in_threads(self, drive: Callable[[int], None], threads: int) -> NoReturn:
         """Call drive(0), ... drive(threads - 1), each in a thread. Raise the error of the first thread that ends.
 
@@ -83,15 +105,6 @@ class SelfDrivenEnv(Generic[AnyTable]):
         if self._episodes is None:
             raise EnvError(f"{type(self).__name__} is in no runner yet; drive episodes in run(), which a runner calls")
         return self._episodes
-
-    def _ask(self, episode_id: str, observation: Any) -> Any:
-        return self._wait(episode_id, partial(self.episodes.ask, episode_id, observation), "get_action()")
-
-    def _log(self, episode_id: str, observation: Any, action: Any) -> None:
-        self._wait(episode_id, partial(self.episodes.log_action, episode_id, observation, action), "log_action()")
-
-    def _end(self, episode_id: str, observation: Any, truncated: bool) -> None:
-        self.episodes.end(episode_id, observation, lambda _: None, truncated=truncated)
 
     def _wait(self, episode_id: str, say: Callable[[OnAnswer], None], call: str) -> Any:
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
