@@ -68,8 +68,6 @@ class Dispatcher:
         self._sessions = ClientSessions(episodes, codec.spaces_json, self._post_answer, limits, acting, waiting_for)
         self._listener = listener
         self._events: deque[Event] = deque()
-        self._answers: deque[tuple[EpisodeRecord, Answer]] = deque()
-        """The sampler's answers. They are apart from `_events` because there are many."""
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener.watch(self._wakeup_fd)
         self._round_s = min(limits.lease_s / 10, 1.0)
@@ -158,7 +156,7 @@ class Dispatcher:
 
     def _run_round(self, timeout_s: float, must_yield: Callable[[], bool]) -> bool:
         """Wait for requests and handle them. Return False at once, without waiting, if `must_yield` says so."""
-        if self._answers or self._events or self._woken:
+        if self._events or self._woken:
             self._run_queues(time.monotonic())  # send answers before waiting
         if must_yield():  # asked after the wakeup was read: the sampler may have sent it to get the loop
             return False
@@ -176,8 +174,6 @@ class Dispatcher:
             with self._lock:
                 self._woken = False  # before the queues are read: a later post wakes the loop again
                 os.eventfd_read(self._wakeup_fd)  # last: Ctrl-C after it would leave a wakeup that is not there
-        while self._answers:
-            self._sessions.answered(*self._answers.popleft())
         while self._events:
             self._events.popleft()(self._sessions, now)
         for address, reply in self._sessions.take_outbox():
@@ -190,9 +186,7 @@ class Dispatcher:
                 os.eventfd_write(self._wakeup_fd, 1)
 
     def _post_answer(self, episode: EpisodeRecord, answer: Answer) -> None:
-        self._answers.append((episode, answer))
-        if self._loop_lock.locked():
-            self._wake()
+        self.post(lambda sessions, now: sessions.answered(episode, answer))
 
     def _post_shipped(self, get_reply: Callable[[], tuple[Address, Reply] | None]) -> None:
         self.post(lambda sessions, now: sessions.enqueue(get_reply()))
